@@ -1,0 +1,16 @@
+"""The bundled model: its weights, the generated world it was trained on, and its trainer.
+
+Importing this package imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def checkpoint_dir() -> Path:
+    """Folder of the bundled weights, in transformers layout (loads in transformers and in vLLM)."""
+    return Path(__file__).resolve().parent / "weights"
+
+
+__all__ = ["checkpoint_dir"]

@@ -1,0 +1,85 @@
+"""Frames to video files and back, through OpenCV (imported only when used)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ctxwin.tiny.world import Frame, render
+
+
+def write_clip(
+    path: str | Path,
+    frames: Sequence[Frame | NDArray[np.uint8]],
+    fps: float = 8,
+    seconds_per_frame: float = 1.0,
+    fourcc: str = "mp4v",
+) -> None:
+    """Write a clip that shows each frame for a while.
+
+    Args:
+        path: Where to write; the suffix chooses the container (".mp4" for "mp4v", ".avi" for "MJPG").
+        frames: World frames, or RGB uint8 arrays [H, W, 3] of one size.
+        fps: Video frames a second.
+        seconds_per_frame: How long each frame is shown; at least one video frame.
+        fourcc: Four-letter codec name.
+
+    Raises:
+        ValueError: If there is no frame, the sizes differ, or OpenCV cannot write this codec to this path.
+    """
+    import cv2
+
+    pictures = [render(frame) if isinstance(frame, Frame) else frame for frame in frames]
+    if not pictures:
+        raise ValueError("a clip needs at least one frame")
+    if any(picture.shape != pictures[0].shape for picture in pictures):
+        raise ValueError(f"frames must have one size, got {sorted({p.shape for p in pictures})}")
+    height, width = pictures[0].shape[:2]
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*fourcc), fps, (width, height))
+    if not writer.isOpened():
+        raise ValueError(f"cannot write {fourcc!r} video to {path}")
+    try:
+        for picture in pictures:
+            bgr = np.ascontiguousarray(picture[..., ::-1])
+            for _ in range(max(1, round(fps * seconds_per_frame))):
+                writer.write(bgr)
+    finally:
+        writer.release()
+
+
+def read_frames(path: str | Path, every_s: float = 1.0) -> list[NDArray[np.uint8]]:
+    """Decode a clip and keep the video frame shown at 0, `every_s`, 2 * `every_s`, ... seconds.
+
+    The file is read once from front to back, without seeking. Returns RGB uint8 arrays [H, W, 3].
+
+    Raises:
+        ValueError: If `every_s` is not positive, or the file is missing, not a video, empty or cut short.
+    """
+    import cv2
+
+    if every_s <= 0:
+        raise ValueError(f"every_s must be positive, got {every_s}")
+    if not Path(path).is_file():
+        raise ValueError(f"no video file at {path}")
+    capture = cv2.VideoCapture(str(path))
+    try:
+        fps, expected = capture.get(cv2.CAP_PROP_FPS), int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
+        if not capture.isOpened() or fps <= 0:
+            raise ValueError(f"{path} is not a readable video")
+        pictures: list[NDArray[np.uint8]] = []
+        position = 0
+        while capture.grab():
+            if position == round(len(pictures) * every_s * fps):
+                ok, bgr = capture.retrieve()
+                if not ok:
+                    raise ValueError(f"{path} cannot be decoded at video frame {position}")
+                pictures.append(np.ascontiguousarray(bgr[..., ::-1], dtype=np.uint8))
+            position += 1
+    finally:
+        capture.release()
+    if position == 0 or position < expected:
+        raise ValueError(f"{path} is cut short: {position} of {expected} video frames could be decoded")
+    return pictures
