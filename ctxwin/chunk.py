@@ -1,0 +1,240 @@
+"""`Chunk`: a piece of context with a content-addressed id.
+
+The id is a digest of what the model will see (text, token ids, decoded pixels with their shape and mode, sampling of a
+video), never of where it came from: a PNG file and the array it decodes to are the same chunk. ``label``, ``pin`` and
+``source`` are metadata. Media are decoded once, here, so that a bad file is refused before a window changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from ctxwin.errors import BadMedia
+from ctxwin.identity import digest
+from ctxwin.media import as_rgb, decode_video, pixels_digest, stack_frames
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL.Image import Image
+
+Role = Literal["user", "assistant", "system", "tool"]
+
+
+class TextPart(BaseModel):
+    """Text inside a chunk."""
+
+    model_config = ConfigDict(frozen=True)
+    kind: Literal["text"] = "text"
+    text: str
+
+
+class TokensPart(BaseModel):
+    """Raw token ids inside a chunk."""
+
+    model_config = ConfigDict(frozen=True)
+    kind: Literal["tokens"] = "tokens"
+    ids: tuple[int, ...]
+
+
+class MediaPart(BaseModel):
+    """An image, or a video as its sampled frames.
+
+    Attributes:
+        media: ``image`` or ``video``.
+        content: digest of the decoded pixels with shape and mode.
+        shape: ``(frames, height, width)``; one frame for an image.
+        fps: sampled frames per second; None for images.
+        source: path the media came from; None for in-memory media.
+        start, end, stride_fps: the sampling of ``source`` (videos).
+    """
+
+    model_config = ConfigDict(frozen=True)
+    kind: Literal["media"] = "media"
+    media: Literal["image", "video"]
+    content: str
+    shape: tuple[int, int, int]
+    fps: float | None = None
+    source: str | None = None
+    start: float | None = None
+    end: float | None = None
+    frames: int | None = None
+
+
+Part = TextPart | TokensPart | MediaPart
+
+
+class Chunk(BaseModel):
+    """An immutable piece of context. Make one with `text`, `image`, `video`, `message` or `tokens`.
+
+    Attributes:
+        parts: text, token ids and media, in order.
+        role: the turn this chunk is (a message chunk); None for a bare chunk, which lives in the open user turn.
+        label: a name for people; not part of the id.
+        pin: a pinned chunk is skipped by `Window.slide`; not part of the id.
+        keep_source: whether a window may keep the encoded bytes of in-memory media to rebuild it later.
+        as_frames: a video as single images instead of the processor's native video tokens.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    parts: tuple[TextPart | TokensPart | MediaPart, ...] = Field(min_length=1)
+    role: Role | None = None
+    as_frames: bool = False
+    label: str = ""
+    pin: bool = False
+    keep_source: bool = True
+    _frames: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        """Content identity: SHA-256, hexadecimal. Cost: a hash over part descriptions, not over pixels."""
+        described: list[Any] = []
+        for part in self.parts:
+            if isinstance(part, TextPart):
+                described.append(["text", part.text])
+            elif isinstance(part, TokensPart):
+                described.append(["tokens", list(part.ids)])
+            else:
+                described.append(["media", part.media, part.content, list(part.shape), part.fps])
+        return digest("chunk", self.role, self.as_frames, described)
+
+    @property
+    def source(self) -> str | None:
+        """Path of the first media in it, None where it came from memory or there is none."""
+        return next((p.source for p in self.parts if isinstance(p, MediaPart)), None)
+
+    @property
+    def media(self) -> tuple[MediaPart, ...]:
+        return tuple(p for p in self.parts if isinstance(p, MediaPart))
+
+    @classmethod
+    def text(cls, text: str, **metadata: Any) -> Chunk:  # type: ignore[override]
+        """A text chunk; ValueError where ``text`` is empty. O(len)."""
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"text must be a non-empty str, got {text!r}")
+        return cls(parts=(TextPart(text=text),), **metadata)
+
+    @classmethod
+    def tokens(cls, ids: Sequence[int], **metadata: Any) -> Chunk:
+        """A chunk of raw token ids; ValueError where empty or negative."""
+        if not len(ids) or any(not isinstance(i, int) or i < 0 for i in ids):
+            raise ValueError(f"tokens must be a non-empty list of ids >= 0, got {list(ids)[:8]!r}")
+        return cls(parts=(TokensPart(ids=tuple(ids)),), **metadata)
+
+    @classmethod
+    def image(cls, image: str | Path | Image | np.ndarray | bytes, text: str = "", **metadata: Any) -> Chunk:
+        """An image with an optional line of text in front.
+
+        Args:
+            image: path, PIL image, HxWx3 uint8 RGB array, or encoded bytes.
+            text: a line put before the image (a newline is added), e.g. ``t=4 s``.
+
+        Raises:
+            BadMedia: empty or undecodable. Cost: one decode and one hash.
+        """
+        frames = as_rgb(image)[None]
+        part = MediaPart(
+            media="image", content=pixels_digest(frames), shape=frames.shape[:3], source=_path(image)
+        )
+        return cls._with_frames(part, frames, text, metadata)
+
+    @classmethod
+    def video(
+        cls,
+        video: str | Path | Sequence[Any],
+        start: float | None = None,
+        end: float | None = None,
+        fps: float | None = None,
+        frames: int | None = None,
+        text: str = "",
+        **metadata: Any,
+    ) -> Chunk:
+        """A clip as one chunk: a file's ``[start, end)`` seconds sampled by ``fps`` or ``frames``, or a list of frames.
+
+        Raises:
+            BadMedia: undecodable, truncated, an empty range, frames of different size. Cost: decoding up to ``end``.
+        """
+        if isinstance(video, str | Path):
+            pixels, rate = decode_video(video, start, end, fps, frames)
+        else:
+            if start is not None or end is not None or frames is not None:
+                raise BadMedia("start, end and frames need a video path, got a list of frames; slice the list instead")
+            pixels, rate = stack_frames(video), float(fps or 2.0)
+        part = MediaPart(
+            media="video", content=pixels_digest(pixels), shape=pixels.shape[:3], fps=rate, source=_path(video),
+            start=start, end=end, frames=frames,
+        )  # fmt: skip
+        return cls._with_frames(part, pixels, text, metadata)
+
+    @classmethod
+    def message(cls, role: Role, content: str | Sequence[Any], **metadata: Any) -> Chunk:
+        """A whole turn: it closes the open user turn, and a new one opens behind it.
+
+        Args:
+            role: ``user``, ``assistant``, ``system`` or ``tool``.
+            content: a string, or a list of strings, chunks and ``{"type": "text"|"image"|"video", ...}`` blocks.
+        """
+        if role not in ("user", "assistant", "system", "tool"):
+            raise ValueError(f"role must be user, assistant, system or tool, got {role!r}")
+        parts: list[Part] = []
+        pixels: dict[str, Any] = {}
+        for block in [content] if isinstance(content, str) else content:
+            chunk = block if isinstance(block, Chunk) else _block(block)
+            parts += chunk.parts
+            pixels |= chunk._frames
+        if not parts:
+            raise ValueError("a message must have content, got none")
+        made = cls(parts=tuple(parts), role=role, **metadata)
+        made._frames.update(pixels)
+        return made
+
+    @classmethod
+    def _with_frames(cls, part: MediaPart, frames: np.ndarray, text: str, metadata: dict[str, Any]) -> Chunk:
+        lead: tuple[Part, ...] = (TextPart(text=text + "\n"),) if text else ()
+        chunk = cls(parts=(*lead, part), **metadata)
+        chunk._frames[part.content] = frames
+        return chunk
+
+    def pixels(self, part: MediaPart) -> np.ndarray | None:
+        """Decoded frames ``[F, H, W, 3]`` held in memory, or re-read from the source; None where both are gone.
+
+        A source whose pixels changed since does not count: its digest is compared.
+        """
+        held = self._frames.get(part.content)
+        if held is not None or part.source is None:
+            return cast("np.ndarray | None", held)
+        try:
+            if part.media == "image":
+                frames = as_rgb(part.source)[None]
+            else:
+                fps = None if part.frames is not None else part.fps
+                frames, _ = decode_video(part.source, part.start, part.end, fps, part.frames)
+        except BadMedia:
+            return None
+        return frames if pixels_digest(frames) == part.content else None
+
+    def light(self) -> Chunk:
+        """The same chunk without pixels in memory (same id)."""
+        return self.model_copy(update={}, deep=False) if not self._frames else Chunk(**self.model_dump())
+
+
+def _path(media: Any) -> str | None:
+    return str(Path(media).resolve()) if isinstance(media, str | Path) else None
+
+
+def _block(block: Any) -> Chunk:
+    if isinstance(block, str):
+        return Chunk.text(block)
+    if isinstance(block, dict):
+        kind = block.get("type")
+        if kind == "text":
+            return Chunk.text(block["text"])
+        if kind == "image" and "image" in block:
+            return Chunk.image(block["image"])
+        if kind == "video" and "video" in block:
+            return Chunk.video(block["video"], **{k: block[k] for k in ("start", "end", "fps", "frames") if k in block})
+    raise ValueError(f"a content block must be a str, a Chunk or a text/image/video dict, got {block!r}"[:200])

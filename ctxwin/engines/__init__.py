@@ -1,0 +1,1 @@
+"""Engines: what computes KV and answers. `base` is the contract, `hf` and `vllm` implement it."""

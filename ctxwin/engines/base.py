@@ -1,0 +1,230 @@
+"""The engine contract.
+
+An engine turns chunks into tokens and positions, computes the KV of one span behind others, and answers a query behind
+a layout of spans. It keeps no window state: everything it needs for a call is in the call. Engines are thread-safe.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from ctxwin.chunk import Chunk
+    from ctxwin.kv import KVSpec, SpanKV
+    from ctxwin.store.base import Store
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine runs.
+
+    Attributes:
+        name: ``hf`` or ``vllm``.
+        model: the path or hub name it was opened with.
+        identity: digest of the model (config, weights, dtype, processor settings); part of every stored key.
+        kv: layout of its KV cache.
+        max_tokens: the longest prompt plus answer it takes.
+        vision: whether it sees images.
+    """
+
+    name: str
+    model: str
+    identity: str
+    kv: KVSpec
+    max_tokens: int
+    vision: bool
+
+
+@dataclass(frozen=True)
+class MediaSpan:
+    """One image or video inside an encoded chunk.
+
+    Attributes:
+        modality: ``image`` or ``video``.
+        key: store key of the vision embeddings (``embed/<digest>``).
+        offset: index of its first placeholder token within the chunk.
+        tokens: number of placeholder tokens.
+        grid_thw: patch grid before merging (t, h, w).
+        seconds_per_grid: seconds per temporal grid step; None for images.
+    """
+
+    modality: str
+    key: str
+    offset: int
+    tokens: int
+    grid_thw: tuple[int, int, int]
+    seconds_per_grid: float | None = None
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A chunk as one engine counts it.
+
+    Attributes:
+        chunk_id: content identity of what was encoded.
+        token_ids: one id per KV slot (media placeholders expanded).
+        positions: int64 ``[3, T]`` relative to the chunk's own origin.
+        advance: the next chunk starts at this chunk's start + ``advance`` (max position + 1).
+        media: the images and videos in it, in order.
+    """
+
+    chunk_id: str
+    token_ids: tuple[int, ...]
+    positions: np.ndarray
+    advance: int
+    media: tuple[MediaSpan, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One chunk of a layout.
+
+    Attributes:
+        encoded: its tokens.
+        span: its KV in any frame, relocated by the engine to ``start``; None: the engine computes it in place.
+        start: position of its origin.
+        capture: whether the engine returns the KV it computed (only meaningful where ``span`` is None).
+        id: stable name of exactly this KV content (span key, patch key ...), used for prefix-cache salts.
+    """
+
+    encoded: Encoded
+    start: int
+    span: SpanKV | None = None
+    capture: bool = False
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to decode. ``temperature`` 0 is greedy.
+
+    Attributes:
+        max_tokens: most tokens to generate (>= 1).
+        logprobs: how many first-token log-probabilities to return: 0 none, -1 the whole vocabulary.
+        stop_ids: further token ids that end the answer, beside the model's own.
+    """
+
+    max_tokens: int = 32
+    temperature: float = 0.0
+    seed: int | None = None
+    logprobs: int = 0
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclass
+class Generation:
+    """What one `Engine.generate` returned.
+
+    Attributes:
+        token_ids: generated ids, the ending token excluded.
+        text: their text.
+        logprobs: first-token log-probabilities by token id, as many as asked for.
+        captured: KV by index into the layout, for pieces with ``capture``; in the frame they were computed in.
+        query_span: KV of query + generated tokens (all but the last sampled one), where ``capture_query`` was set.
+        computed_tokens: prompt tokens that went through a forward (all forwards of this call together).
+        cached_tokens: prompt tokens the engine's own prefix cache served.
+        forwards: number of prefill forwards.
+        bytes_loaded: bytes of KV written into the engine's cache from spans.
+        fallbacks: loads that failed and were recomputed.
+        ttft_s: seconds from the call to the first token.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: dict[int, float] = field(default_factory=dict)
+    captured: dict[int, SpanKV] = field(default_factory=dict)
+    query_span: SpanKV | None = None
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    forwards: int = 0
+    bytes_loaded: int = 0
+    fallbacks: int = 0
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    finished: bool = True
+
+
+@dataclass
+class EngineCounters:
+    """Work done since the engine was opened; every forward of ours counts, background ones too."""
+
+    vision_encodes: int = 0
+    prefill_forwards: int = 0
+    prefill_tokens: int = 0
+    fallbacks: int = 0
+
+
+class Engine(ABC):
+    """What a backend implements. One conformance suite (`tests/engines/conformance.py`) runs on every engine."""
+
+    spec: EngineSpec
+    store: Store
+    counters: EngineCounters
+
+    @abstractmethod
+    def encode_header(self, header: str) -> Encoded:
+        """Tokens of the system turn and the opening of the user turn; always the first piece, at position 0."""
+
+    @abstractmethod
+    def encode(self, chunk: Chunk) -> Encoded:
+        """Tokens, media and local positions of a chunk inside the open user turn.
+
+        Vision embeddings are looked up in `store` and computed (and stored) where missing: the vision tower runs at
+        most once for the same media, also across restarts. Raises BadMedia, ChunkUnavailable, UnsupportedModel.
+        """
+
+    @abstractmethod
+    def encode_query(self, query: str) -> Encoded:
+        """Tokens of a query plus the closing of the user turn and the opening of the assistant's."""
+
+    @abstractmethod
+    def encode_exchange(self, query: str, answer_ids: Sequence[int]) -> Encoded:
+        """Tokens of a remembered exchange: query, turn closing, answer, reopened user turn.
+
+        Its first tokens are exactly ``encode_query(query)`` followed by ``answer_ids``.
+        """
+
+    @abstractmethod
+    def prefill(self, context: Sequence[Piece], target: Encoded, start: int) -> SpanKV:
+        """KV of ``target`` computed behind ``context`` (pieces in order, all with spans or computed in place).
+
+        Exact to the engine's arithmetic. Returned in the frame ``start``. Counted in `counters`.
+        """
+
+    @abstractmethod
+    def generate(
+        self,
+        layout: Sequence[Piece],
+        query: Encoded,
+        sampling: Sampling,
+        *,
+        salt: str = "",
+        capture_query: bool = False,
+        on_token: Callable[[int, str], bool] | None = None,
+    ) -> Generation:
+        """Answers ``query`` behind ``layout``.
+
+        Pieces with a span are relocated and loaded, pieces without are computed in place, in order. ``salt`` separates
+        prefix-cache entries of approximate windows ("" is the exact, shared space). ``on_token(id, text_so_far)`` is
+        called after each token; returning False stops. Raises EngineFailed.
+        """
+
+    @abstractmethod
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    @abstractmethod
+    def embed(self, key: str) -> torch.Tensor:
+        """Stored vision embeddings ``[tokens, hidden]``; raises ChunkUnavailable."""
+
+    @abstractmethod
+    def close(self) -> None: ...

@@ -1,0 +1,57 @@
+"""Errors that reach a user; each also is the nearest built-in, so callers can catch either."""
+
+from __future__ import annotations
+
+
+class CtxwinError(Exception):
+    """Base of every error raised on purpose by ctxwin."""
+
+    def __str__(self) -> str:
+        # KeyError shows the repr of its argument; our messages are sentences.
+        return str(self.args[0]) if self.args else type(self).__name__
+
+
+class UnknownChunk(CtxwinError, KeyError):
+    """A placement id that this window version does not hold."""
+
+
+class BudgetExceeded(CtxwinError, ValueError):
+    """More tokens are needed than the window's budget allows.
+
+    Attributes:
+        needed: tokens that the call needs.
+        budget: tokens that the window may use.
+    """
+
+    def __init__(self, message: str, *, needed: int, budget: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.budget = budget
+
+
+class ChunkUnavailable(CtxwinError, LookupError):
+    """A chunk's content is gone and there is no source to rebuild it from."""
+
+
+class UnsupportedModel(CtxwinError, ValueError):
+    """The model has a property under which cached KV cannot be moved; the message names it."""
+
+
+class StoreCorrupt(CtxwinError, ValueError):
+    """A stored blob failed its checks. Never reaches a user: it is a miss, counted and logged."""
+
+
+class WindowBusy(CtxwinError, RuntimeError):
+    """A second writer entered a window while the first one was still in it."""
+
+
+class ReadOnlyWindow(CtxwinError, RuntimeError):
+    """An edit was tried on an old version of a window."""
+
+
+class EngineFailed(CtxwinError, RuntimeError):
+    """The engine could not answer a request; the window is as it was before the call."""
+
+
+class BadMedia(CtxwinError, ValueError):
+    """An image or video that cannot be decoded, or holds nothing."""

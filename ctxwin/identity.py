@@ -1,0 +1,54 @@
+"""Content identity: SHA-256 over a canonical, type-tagged, length-prefixed encoding.
+
+Two values with the same digest are the same value of the same type: ``1``, ``1.0``, ``True`` and ``"1"`` all
+differ, and no concatenation of parts equals another (CVE-2025-25183, CVE-2025-46722 came from weaker encodings).
+Digests are never truncated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+
+class _Hash(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+
+
+def _feed(h: _Hash, value: Any) -> None:
+    if value is None:
+        h.update(b"N")
+    elif isinstance(value, bool):
+        h.update(b"T" if value else b"F")
+    elif isinstance(value, int):
+        raw = str(value).encode()
+        h.update(b"i" + struct.pack(">Q", len(raw)) + raw)
+    elif isinstance(value, float):
+        h.update(b"f" + struct.pack(">d", value))
+    elif isinstance(value, str):
+        raw = value.encode()
+        h.update(b"s" + struct.pack(">Q", len(raw)) + raw)
+    elif isinstance(value, bytes | bytearray | memoryview):
+        view = memoryview(value).cast("B")
+        h.update(b"b" + struct.pack(">Q", len(view)))
+        h.update(view)  # type: ignore[arg-type]  # hashlib takes any buffer
+    elif isinstance(value, Mapping):
+        h.update(b"m" + struct.pack(">Q", len(value)))
+        for key in sorted(value, key=str):
+            _feed(h, key)
+            _feed(h, value[key])
+    elif isinstance(value, Sequence):
+        h.update(b"l" + struct.pack(">Q", len(value)))
+        for item in value:
+            _feed(h, item)
+    else:
+        raise TypeError(f"identity must be built from None, bool, int, float, str, bytes, list or dict, got {type(value)}")
+
+
+def digest(*parts: Any) -> str:
+    """The hexadecimal SHA-256 of ``parts``; raises TypeError for a type that has no canonical form."""
+    h = hashlib.sha256()
+    _feed(h, list(parts))
+    return h.hexdigest()

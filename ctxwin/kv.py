@@ -1,0 +1,114 @@
+"""What KV is made of: the layout of a model's cache (`KVSpec`) and the tensors of one token span (`SpanKV`).
+
+Every attention family is read through one split into a *rope* channel, which relocation rotates, and a *content*
+channel, which it never touches (seed: Kamera, section 3, "One mechanism for MLA, GQA, and MHA"):
+
+| family   | ``k`` (rope channel)             | ``v`` (content channel)        |
+|----------|----------------------------------|--------------------------------|
+| gqa, mha | keys ``[L, T, H_kv, D]``         | values ``[L, T, H_kv, D_v]``   |
+| mla      | decoupled ``k_pe [L, T, 1, D_r]``| latent ``c_KV [L, T, 1, rank]``|
+
+With partial rotary embedding only the first ``rotary_dim`` of the key's last axis turns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+Family = Literal["gqa", "mha", "mla"]
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """How a model turns positions into angles.
+
+    Attributes:
+        inv_freq: final inverse frequencies ``[rotary_dim / 2]``, after any composing scaling (YaRN, Llama-3, linear).
+        rotary_dim: how many of the key's last-axis dimensions turn.
+        pairing: ``half`` pairs dimension i with i + rotary_dim/2 (NeoX), ``interleaved`` pairs 2i with 2i + 1 (GPT-J).
+        sections: M-RoPE section sizes over the ``rotary_dim / 2`` frequencies for (t, h, w); None for one-axis RoPE.
+        mrope_interleaved: frequencies cycle t, h, w, t, h, w, ... (Qwen3-VL) instead of standing in three blocks.
+        magnitude: factor on cos and sin (YaRN's attention scaling); it cancels under relocation.
+    """
+
+    inv_freq: tuple[float, ...]
+    rotary_dim: int
+    pairing: Literal["half", "interleaved"] = "half"
+    sections: tuple[int, ...] | None = None
+    mrope_interleaved: bool = False
+    magnitude: float = 1.0
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """The layout of one model's KV cache.
+
+    Attributes:
+        identity: digest of everything that makes KV of this model interchangeable (name, weights, dtype, rope, ...).
+        dtype: name of the dtype that KV is served in, e.g. ``bfloat16``.
+    """
+
+    identity: str
+    family: Family
+    layers: int
+    heads: int
+    k_dim: int
+    v_dim: int
+    rope: RopeSpec
+    dtype: str
+
+    @property
+    def width(self) -> int:
+        """Numbers per token over all layers, rope and content channel together."""
+        return self.layers * self.heads * (self.k_dim + self.v_dim)
+
+    def span_bytes(self, tokens: int, itemsize: int = 2) -> int:
+        """Bytes of a span's KV; two bytes a number (bf16) unless told otherwise."""
+        return tokens * self.width * itemsize
+
+
+@dataclass(frozen=True)
+class SpanKV:
+    """The KV of one contiguous span of tokens.
+
+    Attributes:
+        k: rope channel ``[L, T, H, k_dim]``, rotated at ``positions + start``.
+        v: content channel ``[L, T, H, v_dim]``.
+        positions: int64 ``[3, T]``, M-RoPE coordinates (t, h, w) relative to the span's own origin; text and
+            one-axis models have three equal rows.
+        start: the position at which the keys are rotated now; 0 is the canonical frame.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    positions: torch.Tensor
+    start: int
+
+    @property
+    def tokens(self) -> int:
+        return int(self.k.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.numel() * self.k.element_size() + self.v.numel() * self.v.element_size()
+
+    def validate(self, spec: KVSpec) -> None:
+        """Raises ValueError where shapes do not fit ``spec``; O(1)."""
+        want_k = (spec.layers, self.tokens, spec.heads, spec.k_dim)
+        want_v = (spec.layers, self.tokens, spec.heads, spec.v_dim)
+        if tuple(self.k.shape) != want_k:
+            raise ValueError(f"k must be {want_k}, got {tuple(self.k.shape)}")
+        if tuple(self.v.shape) != want_v:
+            raise ValueError(f"v must be {want_v}, got {tuple(self.v.shape)}")
+        if tuple(self.positions.shape) != (3, self.tokens):
+            raise ValueError(f"positions must be (3, {self.tokens}), got {tuple(self.positions.shape)}")
+
+    def slice(self, begin: int, end: int) -> SpanKV:
+        """The tokens ``[begin, end)``, sharing memory; same frame."""
+        return replace(
+            self, k=self.k[:, begin:end], v=self.v[:, begin:end], positions=self.positions[:, begin:end]
+        )

@@ -1,0 +1,1 @@
+"""Stores: bytes keyed by content."""

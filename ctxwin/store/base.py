@@ -1,0 +1,64 @@
+"""The store contract: bytes keyed by content, with leases."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Counters of one store since it was opened; ``items`` and ``bytes`` are what it holds now."""
+
+    items: int = 0
+    bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    puts: int = 0
+    evictions: int = 0
+    corrupt: int = 0
+    leased: int = 0
+
+
+class Store(ABC):
+    """Immutable blobs by key. A key is ``namespace/hex-digest``; a value never changes under its key.
+
+    Thread-safe. A blob that fails its checks is a miss: deleted, counted in ``stats().corrupt``, logged. Leased keys are
+    never evicted by the store's own size limit; leases are per process and counted, so each ``lease`` needs a ``release``.
+    """
+
+    @abstractmethod
+    def get(self, key: str) -> bytes | None:
+        """The value, or None where there is none (or it was corrupt)."""
+
+    @abstractmethod
+    def put(self, key: str, value: bytes) -> bool:
+        """Stores ``value``; False where it was refused (over the size limit with everything leased, disk full)."""
+
+    @abstractmethod
+    def delete(self, key: str) -> bool: ...
+
+    @abstractmethod
+    def contains(self, key: str) -> bool:
+        """Whether ``get`` would find a value, without reading it."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> Iterator[str]: ...
+
+    @abstractmethod
+    def lease(self, key: str) -> bool:
+        """Protects ``key`` from eviction; False where it is not held."""
+
+    @abstractmethod
+    def release(self, key: str) -> None: ...
+
+    @abstractmethod
+    def stats(self) -> StoreStats: ...
+
+    @abstractmethod
+    def verify(self) -> tuple[int, int]:
+        """Checks every blob; returns (good, corrupt). Corrupt ones are deleted."""
+
+    @abstractmethod
+    def close(self) -> None: ...
