@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+_KEY = re.compile(r"[!-~]{1,512}")
+
+
+def check_key(key: Any) -> str:
+    """``key`` itself; TypeError or ValueError where it is not 1 to 512 printable ASCII characters without blanks."""
+    if not isinstance(key, str):
+        raise TypeError(f"a key must be a str like 'span/<hex digest>', got {type(key).__name__}")
+    if _KEY.fullmatch(key) is None:
+        raise ValueError(f"a key must be 1 to 512 printable ASCII characters without blanks, got {key[:80]!r}")
+    return key
+
+
+def check_value(value: Any) -> None:
+    """TypeError where ``value`` is not bytes: a mutable buffer could change under its key."""
+    if not isinstance(value, bytes):
+        raise TypeError(f"a value must be bytes, got {type(value).__name__}; use bytes(value)")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,148 @@
+"""A store in this process's memory: least recently used leaves first."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ctxwin.store.base import Store, StoreStats, check_key, check_value
+
+
+@dataclass
+class _Item:
+    value: bytes
+    expires: float | None
+
+
+class MemoryStore(Store):
+    """Blobs in memory, at most ``max_bytes`` of them; no copy is made of a value.
+
+    Args:
+        max_bytes: sum of the values' sizes; 2 GiB unless told otherwise.
+        ttl: seconds after its last `put` at which a value becomes a miss; None keeps it.
+        clock: seconds that never go back; tests replace it.
+    """
+
+    def __init__(
+        self, max_bytes: int = 2 << 30, ttl: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if max_bytes <= 0:
+            raise ValueError(f"max_bytes must be positive, got {max_bytes}")
+        if ttl is not None and ttl <= 0:
+            raise ValueError(f"ttl must be positive seconds or None, got {ttl}")
+        self.max_bytes = max_bytes
+        self.ttl = ttl
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._items: OrderedDict[str, _Item] = OrderedDict()
+        self._leases: dict[str, int] = {}
+        self._bytes = 0
+        self._hits = self._misses = self._puts = self._evictions = 0
+        self._closed = False
+
+    def _find(self, key: str) -> _Item | None:
+        """The live item, made the most recent one; the lock is held."""
+        if self._closed:
+            raise ValueError("the store is closed; open another one")
+        item = self._items.get(key)
+        if item is None:
+            return None
+        if item.expires is not None and self._clock() >= item.expires:
+            self._drop(key)
+            return None
+        self._items.move_to_end(key)
+        return item
+
+    def _drop(self, key: str) -> bool:
+        item = self._items.pop(key, None)
+        if item is None:
+            return False
+        self._bytes -= len(item.value)
+        self._leases.pop(key, None)
+        return True
+
+    def get(self, key: str) -> bytes | None:
+        """The value, or None. O(1)."""
+        with self._lock:
+            item = self._find(check_key(key))
+            if item is None:
+                self._misses += 1
+                return None
+            self._hits += 1
+            return item.value
+
+    def put(self, key: str, value: bytes) -> bool:
+        """Stores ``value``; False where it cannot fit beside what is leased. O(evicted)."""
+        check_key(key)
+        check_value(value)
+        with self._lock:
+            old = self._find(key)
+            need = len(value) - (len(old.value) if old else 0)
+            kept = sum(len(self._items[k].value) for k in self._leases if k != key)
+            if len(value) + kept > self.max_bytes:
+                return False
+            if self._bytes + need > self.max_bytes:
+                for victim in [k for k in self._items if k not in self._leases and k != key]:
+                    self._drop(victim)
+                    self._evictions += 1
+                    if self._bytes + need <= self.max_bytes:
+                        break
+            expires = None if self.ttl is None else self._clock() + self.ttl
+            self._items[key] = _Item(value, expires)
+            self._items.move_to_end(key)
+            self._bytes += need
+            self._puts += 1
+            return True
+
+    def delete(self, key: str) -> bool:
+        """Removes ``key``, leased or not; False where there was none. O(1)."""
+        with self._lock:
+            return self._find(check_key(key)) is not None and self._drop(key)
+
+    def contains(self, key: str) -> bool:
+        """Whether `get` would find it; counts as a use. O(1)."""
+        with self._lock:
+            return self._find(check_key(key)) is not None
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """A sorted snapshot of the live keys. O(items log items)."""
+        with self._lock:
+            now = self._clock()
+            live = [k for k, i in self._items.items() if i.expires is None or now < i.expires]
+        return iter(sorted(k for k in live if k.startswith(prefix)))
+
+    def lease(self, key: str) -> bool:
+        with self._lock:
+            if self._find(check_key(key)) is None:
+                return False
+            self._leases[key] = self._leases.get(key, 0) + 1
+            return True
+
+    def release(self, key: str) -> None:
+        with self._lock:
+            left = self._leases.get(key, 0) - 1
+            if left > 0:
+                self._leases[key] = left
+            else:
+                self._leases.pop(key, None)
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            return StoreStats(
+                items=len(self._items), bytes=self._bytes, hits=self._hits, misses=self._misses, puts=self._puts,
+                evictions=self._evictions, leased=len(self._leases),
+            )  # fmt: skip
+
+    def verify(self) -> tuple[int, int]:
+        """Every live item counts as good: this process's memory is not checked, decoding a blob checks it."""
+        return sum(1 for _ in self.list()), 0
+
+    def close(self) -> None:
+        with self._lock:
+            self._items.clear()
+            self._leases.clear()
+            self._bytes = 0
+            self._closed = True

@@ -1,0 +1,98 @@
+"""Stores stacked from fast to durable: reads go down until found and bring the value up, writes go to every tier."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+from ctxwin.store.base import Store, StoreStats, check_key
+
+
+class TieredStore(Store):
+    """``tiers`` from the fastest to the most durable; closing it closes them.
+
+    A value is held where any tier holds it, so a put counts as stored when one tier took it; a lease protects it in
+    every tier that holds it at that moment.
+    """
+
+    def __init__(self, tiers: Sequence[Store]) -> None:
+        if not tiers:
+            raise ValueError("tiers must have at least one store, got none")
+        self.tiers = tuple(tiers)
+        self._lock = threading.Lock()
+        self._leases: dict[str, list[tuple[Store, ...]]] = {}
+        self._hits = self._misses = self._puts = 0
+
+    def get(self, key: str) -> bytes | None:
+        """The value from the first tier that holds it, copied to the tiers above. Cost: of the tiers asked."""
+        check_key(key)
+        for depth, tier in enumerate(self.tiers):
+            value = tier.get(key)
+            if value is not None:
+                for above in self.tiers[:depth]:
+                    above.put(key, value)
+                with self._lock:
+                    self._hits += 1
+                return value
+        with self._lock:
+            self._misses += 1
+        return None
+
+    def put(self, key: str, value: bytes) -> bool:
+        """Writes through to every tier; True where at least one took it. A tier that refused keeps no older value."""
+        taken = False
+        for tier in self.tiers:
+            if tier.put(key, value):
+                taken = True
+            else:
+                tier.delete(key)
+        if taken:
+            with self._lock:
+                self._puts += 1
+        return taken
+
+    def delete(self, key: str) -> bool:
+        with self._lock:
+            self._leases.pop(key, None)
+        return any([tier.delete(key) for tier in self.tiers])
+
+    def contains(self, key: str) -> bool:
+        return any(tier.contains(key) for tier in self.tiers)
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        return iter(sorted({key for tier in self.tiers for key in tier.list(prefix)}))
+
+    def lease(self, key: str) -> bool:
+        holders = tuple(tier for tier in self.tiers if tier.lease(key))
+        if holders:
+            with self._lock:
+                self._leases.setdefault(key, []).append(holders)
+        return bool(holders)
+
+    def release(self, key: str) -> None:
+        with self._lock:
+            stack = self._leases.get(key)
+            holders = stack.pop() if stack else ()
+            if stack is not None and not stack:
+                del self._leases[key]
+        for tier in holders:
+            tier.release(key)
+
+    def stats(self) -> StoreStats:
+        """Items are distinct keys, bytes are summed over the tiers. Cost: a listing of every tier."""
+        parts = [tier.stats() for tier in self.tiers]
+        with self._lock:
+            return StoreStats(
+                items=sum(1 for _ in self.list()), bytes=sum(p.bytes for p in parts), hits=self._hits,
+                misses=self._misses, puts=self._puts, evictions=sum(p.evictions for p in parts),
+                corrupt=sum(p.corrupt for p in parts), leased=len(self._leases),
+            )  # fmt: skip
+
+    def verify(self) -> tuple[int, int]:
+        """Sums over the tiers; a key held twice counts twice."""
+        checked = [tier.verify() for tier in self.tiers]
+        return sum(good for good, _ in checked), sum(corrupt for _, corrupt in checked)
+
+    def close(self) -> None:
+        for tier in self.tiers:
+            tier.close()
