@@ -43,8 +43,9 @@ class StoreStats:
 class Store(ABC):
     """Immutable blobs by key. A key is ``namespace/hex-digest``; a value never changes under its key.
 
-    Thread-safe. A blob that fails its checks is a miss: deleted, counted in ``stats().corrupt``, logged. Leased keys are
-    never evicted by the store's own size limit; leases are per process and counted, so each ``lease`` needs a ``release``.
+    Thread-safe. A blob that fails its checks is a miss: deleted, counted in ``stats().corrupt``, logged. Leased keys
+    are never evicted by the store's own size limit; leases are per process and counted, so each ``lease`` needs a
+    ``release``. ``get``, ``contains`` and ``lease`` count as a use for the order of eviction.
     """
 
     @abstractmethod

@@ -181,7 +181,7 @@ def encode_tensors(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any] 
         table.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset})
         if size:
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            parts.append(memoryview(flat.numpy()))
+            parts.append(memoryview(flat.numpy()))  # type: ignore[arg-type]  # an ndarray is a buffer
         offset += size
     return _join(TENSORS, {"meta": dict(meta or {}), "tensors": table}, parts, offset)
 

@@ -5,7 +5,7 @@ file. So a crash at any point leaves a miss and at most an orphaned file (`DiskS
 every read checks a SHA-256 over the blob, in which the key stands too.
 
 `diskcache` unpickles rows by itself (CVE-2025-69872: whoever can write to the folder runs code in the reader), so its
-`Disk` is replaced by `_RawDisk`, which neither writes nor reads anything but our own rows: a pickled row is a miss.
+`Disk` is replaced by `RawDisk`, which neither writes nor reads anything but our own rows: a pickled row is a miss.
 """
 
 from __future__ import annotations
@@ -15,79 +15,25 @@ import hashlib
 import itertools
 import logging
 import os
-import re
 import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-import diskcache
+import diskcache  # type: ignore[import-untyped]
 
 from ctxwin.errors import StoreCorrupt
 from ctxwin.store import codec
 from ctxwin.store.base import Store, StoreStats, check_key, check_value
+from ctxwin.store.rawdisk import BLOBS, RawDisk, RefusedRow, Row, Written, read_blob, remove_old, size_of, sync_folder
 
 log = logging.getLogger(__name__)
 
-_BLOBS: Final = "blobs"
 _TEMP: Final = "tmp"
-_FILE: Final = re.compile(r"blobs/[0-9a-f]{2}/[0-9a-f]{32}\.blob")
-_SUM: Final = re.compile(r"[0-9a-f]{64}")
-_MODE_BINARY: Final = 2  # diskcache's code for "the value is a file"
 _FAILURES: Final = (OSError, sqlite3.Error, diskcache.Timeout)
-
-
-class Row(NamedTuple):
-    """What the index knows of a blob: its file, relative to the store's folder, and its checksum."""
-
-    filename: str
-    sum: str
-
-
-class _Refused(ValueError):
-    """A row that this store did not write."""
-
-
-class _RawDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types
-    """Str keys and `Row` values only; nothing is ever pickled or unpickled, and no file is opened here."""
-
-    def __init__(self, directory: str, **_: Any) -> None:
-        # Settings come from the database file, which may be foreign: none of them is used.
-        super().__init__(directory)
-
-    def put(self, key: Any) -> tuple[str, bool]:
-        return check_key(key), True
-
-    def get(self, key: Any, raw: Any) -> str:
-        if raw != 1 or not isinstance(key, str):
-            raise _Refused("the index has a key that is not a str")
-        return key
-
-    def store(self, value: Any, read: bool, key: Any = None) -> tuple[int, int, str, str]:
-        if not isinstance(value, _Written):
-            raise TypeError(f"only written blobs can be indexed, got {type(value).__name__}")
-        return value.size, _MODE_BINARY, value.row.filename, value.row.sum
-
-    def fetch(self, mode: Any, filename: Any, value: Any, read: bool) -> Row:
-        if mode != _MODE_BINARY or not isinstance(filename, str) or _FILE.fullmatch(filename) is None:
-            raise _Refused(f"the index has a row of mode {mode!r} and file {filename!r}"[:200])
-        if not isinstance(value, str) or _SUM.fullmatch(value) is None:
-            raise _Refused("the index has a row without a checksum")
-        return Row(filename, value)
-
-    def remove(self, file_path: Any) -> None:
-        # A planted row must not make us delete a file elsewhere.
-        if isinstance(file_path, str) and _FILE.fullmatch(file_path):
-            with contextlib.suppress(OSError):
-                os.remove(os.path.join(self._directory, file_path))
-
-
-class _Written(NamedTuple):
-    row: Row
-    size: int
 
 
 class DiskStore(Store):
@@ -120,7 +66,7 @@ class DiskStore(Store):
         self._leases: dict[str, int] = {}
         self._hits = self._misses = self._puts = self._evictions = self._corrupt = 0
         self._closed = False
-        for folder in (self.path, self.path / _BLOBS, self.path / _TEMP):
+        for folder in (self.path, self.path / BLOBS, self.path / _TEMP):
             folder.mkdir(parents=True, exist_ok=True)
         self._cache = self._open_index()
         self._clean_temp(3600.0)
@@ -133,7 +79,7 @@ class DiskStore(Store):
             "disk_min_file_size": 0, "disk_pickle_protocol": 0, "sqlite_journal_mode": "wal", "sqlite_synchronous": 1,
         }  # fmt: skip
         try:
-            return diskcache.Cache(str(self.path), timeout=self._timeout, disk=_RawDisk, **settings)
+            return diskcache.Cache(str(self.path), timeout=self._timeout, disk=RawDisk, **settings)
         except sqlite3.OperationalError as error:
             raise OSError(
                 f"the index of the store {self.path} cannot be opened ({error}); check its permissions"
@@ -147,7 +93,7 @@ class DiskStore(Store):
                 with contextlib.suppress(OSError):
                     os.remove(self.path / (diskcache.core.DBNAME + tail))
             self._corrupt += 1
-            return diskcache.Cache(str(self.path), timeout=self._timeout, disk=_RawDisk, **settings)
+            return diskcache.Cache(str(self.path), timeout=self._timeout, disk=RawDisk, **settings)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -168,7 +114,7 @@ class DiskStore(Store):
             raise ValueError("the store is closed; open another one")
         try:
             row = self._cache.get(key)
-        except _Refused as error:
+        except RefusedRow as error:
             self._reject(key, None, str(error))
             return None
         except _FAILURES as error:
@@ -181,7 +127,7 @@ class DiskStore(Store):
         if row is None:
             return None
         try:
-            return _read_blob(self.path / row.filename, key, row.sum)
+            return read_blob(self.path / row.filename, key, row.sum)
         except FileNotFoundError:
             self._forget(key, row.filename)
         except StoreCorrupt as error:
@@ -228,7 +174,7 @@ class DiskStore(Store):
             summed.update(value)
             total = len(head) + len(value) + codec.SUM_BYTES
             row = self._row(key)
-            if row is not None and row.sum == summed.hexdigest() and _size(self.path / row.filename) == total:
+            if row is not None and row.sum == summed.hexdigest() and size_of(self.path / row.filename) == total:
                 self._cache.touch(key, expire=self.ttl)
                 self._touch(key)
             else:
@@ -236,7 +182,7 @@ class DiskStore(Store):
                     return False
                 filename = self._write((head, value, summed.digest()))
                 try:
-                    self._cache.set(key, _Written(Row(filename, summed.hexdigest()), total), expire=self.ttl)
+                    self._cache.set(key, Written(Row(filename, summed.hexdigest()), total), expire=self.ttl)
                 except BaseException:
                     self._cache.disk.remove(filename)
                     raise
@@ -250,7 +196,7 @@ class DiskStore(Store):
 
     def _write(self, parts: Iterable[bytes]) -> str:
         name = secrets.token_hex(16)
-        filename = f"{_BLOBS}/{name[:2]}/{name}.blob"
+        filename = f"{BLOBS}/{name[:2]}/{name}.blob"
         target = self.path / filename
         temp = self.path / _TEMP / f"{name}.tmp"
         try:
@@ -261,7 +207,7 @@ class DiskStore(Store):
                 os.fsync(file.fileno())
             target.parent.mkdir(exist_ok=True)
             os.replace(temp, target)
-            _sync(target.parent)
+            sync_folder(target.parent)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.remove(temp)
@@ -282,16 +228,17 @@ class DiskStore(Store):
 
     def _make_room(self, need: int, keep: str) -> bool:
         """Evicts until ``need`` more bytes fit; False (and nothing evicted) where leases do not allow it."""
-        held = self._bytes()
-        if held + need <= self.max_bytes:
+        if self._bytes() + need <= self.max_bytes:
             return True
         self._cache.expire()
         with self._lock:
             leased = set(self._leases)
         leased.add(keep)
-        rows = self._query("SELECT rowid, key, size, filename FROM Cache ORDER BY access_time, rowid")
-        kept = sum(size for _, key, size, _ in rows if key in leased and key != keep)
-        held = sum(size for _, _, size, _ in rows)
+        rows = self._query(
+            "SELECT rowid, key, CAST(COALESCE(size, 0) AS INTEGER), filename FROM Cache ORDER BY access_time, rowid"
+        )
+        kept: int = sum(size for _, key, size, _ in rows if key in leased and key != keep)
+        held: int = sum(size for _, _, size, _ in rows)
         # The key's own old blob goes when its row is replaced.
         held -= sum(size for _, key, size, _ in rows if key == keep and need)
         if kept + need > self.max_bytes:
@@ -368,7 +315,7 @@ class DiskStore(Store):
             self._cache.expire()
         removed = self._clean_temp(min_age)
         # Files first, rows second: a file whose row appears in between is seen as used.
-        paths = itertools.chain((self.path / _BLOBS).rglob("*"), self.path.glob("*.damaged-*"))
+        paths = itertools.chain((self.path / BLOBS).rglob("*"), self.path.glob("*.damaged-*"))
         found = [path for path in paths if path.is_file()]
         try:
             used = {name for (name,) in self._cache._sql("SELECT filename FROM Cache").fetchall()}
@@ -379,7 +326,7 @@ class DiskStore(Store):
         count, freed = removed
         for path in found:
             if path.relative_to(self.path).as_posix() not in used:
-                size = _remove_old(path, min_age)
+                size = remove_old(path, min_age)
                 count, freed = count + (size is not None), freed + (size or 0)
         return count, freed
 
@@ -391,15 +338,15 @@ class DiskStore(Store):
 
     # -- index and bookkeeping ---------------------------------------------------------------------------------------
 
-    def _query(self, statement: str, arguments: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    def _query(self, statement: str, arguments: tuple[Any, ...] = ()) -> Sequence[tuple[Any, ...]]:
         """Reads the index table. Its columns are diskcache's file format (fixed in the 5.x line we require)."""
         if self._closed:
             raise ValueError("the store is closed; open another one")
         try:
-            return list(self._cache._sql(statement, arguments).fetchall())
+            return tuple(self._cache._sql(statement, arguments).fetchall())
         except _FAILURES as error:
             self._failed("read", "the index", error)
-            return []
+            return ()
 
     def _bytes(self) -> int:
         rows = self._query("SELECT COALESCE(SUM(size), 0) FROM Cache")
@@ -440,49 +387,5 @@ class DiskStore(Store):
         log.warning("store %s could not %s %s: %s: %s", self.path, what, key, type(error).__name__, error)
 
     def _clean_temp(self, min_age: float) -> tuple[int, int]:
-        sizes = [_remove_old(path, min_age) for path in (self.path / _TEMP).glob("*.tmp")]
+        sizes = [remove_old(path, min_age) for path in (self.path / _TEMP).glob("*.tmp")]
         return sum(s is not None for s in sizes), sum(s or 0 for s in sizes)
-
-
-def _read_blob(path: Path, key: str, summed: str) -> bytes:
-    with open(path, "rb") as file:
-        first = file.read(codec.PREFIX.size)
-        prefix = codec.read_prefix(first, os.fstat(file.fileno()).st_size)
-        head = first + file.read(prefix.body_offset - len(first))
-        value = file.read(prefix.body_bytes)
-        tail = file.read()
-    check = hashlib.sha256(head)
-    check.update(value)
-    if check.digest() != tail or check.hexdigest() != summed or len(value) != prefix.body_bytes:
-        raise StoreCorrupt("its checksum does not match its content")
-    header = codec.parse_header(head[codec.PREFIX.size : codec.PREFIX.size + prefix.header_bytes])
-    if prefix.kind != codec.RECORD or header != {"key": key}:
-        raise StoreCorrupt(f"it was stored under another key, {header.get('key')!r}"[:200])
-    return value
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
-
-
-def _remove_old(path: Path, min_age: float) -> int | None:
-    """Bytes freed, None where the file is too young or gone."""
-    try:
-        info = path.stat()
-        if time.time() - info.st_mtime < min_age:
-            return None
-        path.unlink()
-    except OSError:
-        return None
-    return info.st_size
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

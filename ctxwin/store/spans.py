@@ -1,0 +1,354 @@
+"""Typed records over a `Store`: spans, patches, embeddings, sources and JSON, each checked on a hit.
+
+| namespace | record                                       | model-bound |
+|-----------|----------------------------------------------|-------------|
+| ``span``  | `SpanKV` with the token ids it was made from | yes         |
+| ``patch``, ``orbit`` | `Patch`                           | yes         |
+| ``basis`` | `SharedBasis`, stored along with its patches | yes         |
+| ``embed`` | vision embeddings ``[tokens, hidden]``       | yes         |
+| ``chunk`` | JSON                                         | yes         |
+| ``source``| encoded bytes of media                       | no          |
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from ctxwin.errors import StoreCorrupt
+from ctxwin.kv import SpanKV
+from ctxwin.store import codec
+from ctxwin.store.base import Store
+
+if TYPE_CHECKING:
+    import torch
+
+    from ctxwin.operator.basis import SharedBasis
+    from ctxwin.operator.patch import Patch
+
+log = logging.getLogger(__name__)
+
+_PATCHES: Final = ("patch", "orbit")
+
+
+@dataclass
+class RepositoryCounters:
+    """What a `SpanRepository` did since it was made; ``hits`` and ``misses`` by namespace.
+
+    Attributes:
+        live_hits: the hits that needed neither a read nor a check, because the decoded record was at hand.
+        mismatched: records of another model or of other tokens under the key asked for; each is a miss.
+        corrupt: records that did not decode; deleted, each is a miss.
+        refused: puts that the store did not take.
+        bytes_read, bytes_written: bytes of blobs through the store.
+    """
+
+    hits: Counter[str] = field(default_factory=Counter)
+    misses: Counter[str] = field(default_factory=Counter)
+    live_hits: int = 0
+    mismatched: int = 0
+    corrupt: int = 0
+    refused: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+
+class _Live(NamedTuple):
+    record: Any
+    meta: dict[str, Any]
+    nbytes: int
+
+
+class SpanRepository:
+    """Typed access to ``store`` for one model; thread-safe.
+
+    Keys are ``namespace/digest``; a bare digest gets the namespace of the method. Whatever cannot be returned exactly
+    as it was put (not there, undecodable, of another model, of other tokens) is None: a wrong answer is worse than a
+    slow one. Returned tensors are on the CPU and read-only (`codec.decode_tensors`); callers may share them.
+
+    Args:
+        store: where the blobs are; stays open when the repository goes.
+        identity: `EngineSpec.identity`; stands in every record and is compared on a hit.
+        max_live_bytes: bound on decoded records kept at hand (they share their blobs' bytes). One is only served while
+            the store still holds its key. 0 keeps none.
+    """
+
+    def __init__(self, store: Store, identity: str, max_live_bytes: int = 256 << 20) -> None:
+        if max_live_bytes < 0:
+            raise ValueError(f"max_live_bytes must be at least 0, got {max_live_bytes}")
+        self.store = store
+        self.identity = identity
+        self.max_live_bytes = max_live_bytes
+        self.counters = RepositoryCounters()
+        self._live: OrderedDict[str, _Live] = OrderedDict()
+        self._live_bytes = 0
+        self._lock = threading.Lock()
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    def get_span(
+        self, key: str, token_ids: Sequence[int] | None = None
+    ) -> tuple[SpanKV, dict[str, Any]] | None:
+        """The span and its meta, or None.
+
+        Args:
+            key: of ``span/``.
+            token_ids: the ids the span must have been made from; others are a miss. None leaves them to the caller.
+
+        Cost: a read and a SHA-256 of the blob; nothing while it is at hand.
+        """
+
+        def decode(blob: bytes) -> tuple[SpanKV, dict[str, Any]]:
+            tensors, header = codec.decode_tensors(blob)
+            span = SpanKV(tensors["k"], tensors["v"], tensors["positions"], int(header["start"]))
+            if span.k.ndim != 4 or span.v.ndim != 4 or tuple(span.positions.shape) != (3, span.tokens):
+                raise StoreCorrupt(f"a span's shapes must fit each other, got {span.k.shape}, {span.v.shape}")
+            if len(header["user"]["token_ids"]) != span.tokens:
+                raise StoreCorrupt(f"a span must have one token id per token, got {len(header['user']['token_ids'])}")
+            return span, header
+
+        def same(header: Mapping[str, Any]) -> bool:
+            return token_ids is None or list(header["user"]["token_ids"]) == [int(i) for i in token_ids]
+
+        found = self._get(_key(key, "span"), "span", decode, same)
+        return None if found is None else (found.record, dict(found.meta["user"]))
+
+    def put_span(self, key: str, span: SpanKV, meta: Mapping[str, Any]) -> bool:
+        """Stores a span; False where the store refused it.
+
+        Args:
+            meta: plain JSON; ``meta["token_ids"]`` must hold one id per token of the span.
+
+        Cost: one copy to the CPU, a SHA-256, the store's write.
+        """
+        ids = meta.get("token_ids")
+        if ids is None or len(ids) != span.tokens:
+            got = "none" if ids is None else str(len(ids))
+            raise ValueError(f"meta['token_ids'] must hold {span.tokens} ids, one per token of the span, got {got}")
+        header = {"start": int(span.start), "user": {**meta, "token_ids": [int(i) for i in ids]}}
+        tensors = {"k": span.k, "v": span.v, "positions": span.positions}
+        return self._put(_key(key, "span"), "span", header, tensors)
+
+    def get_patch(self, key: str) -> Patch | None:
+        """The patch under ``patch/`` or ``orbit/``, its shared basis included, or None."""
+
+        def decode(blob: bytes) -> tuple[Patch, dict[str, Any]]:
+            from ctxwin.operator.patch import Patch
+
+            tensors, header = codec.decode_tensors(blob)
+            named = header["patch"]["basis"]
+            basis = None if named is None else self.get_basis(named)
+            if named is not None and basis is None:
+                raise _BasisGone(named)
+            return Patch.from_tensors(tensors, header["patch"], basis), header
+
+        found = self._get(_key(key, *_PATCHES), "patch", decode)
+        patch: Patch | None = None if found is None else found.record
+        return patch
+
+    def put_patch(self, key: str, patch: Patch) -> bool:
+        """Stores a patch, and its shared basis where that is not stored yet; False where the store refused either."""
+        if patch.basis is not None:
+            where = f"basis/{patch.basis.id}"
+            if not self.store.contains(where) and not self._put(
+                where, "basis", {"basis": patch.basis.describe()}, patch.basis.tensors()
+            ):
+                return False
+        return self._put(_key(key, *_PATCHES), "patch", {"patch": patch.describe()}, patch.tensors())
+
+    def get_basis(self, key: str) -> SharedBasis | None:
+        """The shared basis with this id, or None."""
+
+        def decode(blob: bytes) -> tuple[SharedBasis, dict[str, Any]]:
+            from ctxwin.operator.basis import SharedBasis
+
+            tensors, header = codec.decode_tensors(blob)
+            return SharedBasis.from_tensors(tensors, header["basis"]), header
+
+        found = self._get(_key(key, "basis"), "basis", decode)
+        basis: SharedBasis | None = None if found is None else found.record
+        return basis
+
+    def get_embedding(self, key: str) -> torch.Tensor | None:
+        """Vision embeddings ``[tokens, hidden]`` under ``embed/``, or None."""
+
+        def decode(blob: bytes) -> tuple[torch.Tensor, dict[str, Any]]:
+            tensors, header = codec.decode_tensors(blob)
+            return tensors["embedding"], header
+
+        found = self._get(_key(key, "embed"), "embed", decode)
+        embedding: torch.Tensor | None = None if found is None else found.record
+        return embedding
+
+    def put_embedding(self, key: str, embedding: torch.Tensor) -> bool:
+        """Stores vision embeddings; False where the store refused them."""
+        return self._put(_key(key, "embed"), "embed", {}, {"embedding": embedding})
+
+    def get_source(self, key: str) -> bytes | None:
+        """Encoded media under ``source/``, or None. The same for every model, so no identity is compared."""
+        found = self._get(_key(key, "source"), "source", codec.decode_bytes, bound=False)
+        source: bytes | None = None if found is None else found.record
+        return source
+
+    def put_source(self, key: str, data: bytes) -> bool:
+        """Stores encoded media; False where the store refused them."""
+        return self._put(_key(key, "source"), "source", {}, data, bound=False)
+
+    def get_json(self, key: str) -> Any:
+        """JSON under ``chunk/`` (or any other namespace named in ``key``), or None. A fresh object on every call."""
+
+        def decode(blob: bytes) -> tuple[bytes, dict[str, Any]]:
+            payload, header = codec.decode_bytes(blob)
+            json.loads(payload)
+            return payload, header
+
+        found = self._get(_key(key, "chunk", any_namespace=True), "json", decode)
+        return None if found is None else json.loads(found.record)
+
+    def put_json(self, key: str, value: Any) -> bool:
+        """Stores plain JSON; False where the store refused it; TypeError where ``value`` is not JSON."""
+        payload = json.dumps(value, sort_keys=True, allow_nan=False).encode()
+        return self._put(_key(key, "chunk", any_namespace=True), "json", {}, payload)
+
+    # -- keys --------------------------------------------------------------------------------------------------------
+
+    def contains(self, key: str) -> bool:
+        """Whether the store holds ``key`` (in full, with its namespace). A get may still find a mismatch."""
+        return self.store.contains(key)
+
+    def delete(self, key: str) -> bool:
+        """Removes ``key`` from the store and from what is at hand."""
+        self._unlive(key)
+        return self.store.delete(key)
+
+    def lease(self, key: str) -> bool:
+        """Protects ``key`` from eviction until `release`; False where it is not held."""
+        return self.store.lease(key)
+
+    def release(self, key: str) -> None:
+        self.store.release(key)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _put(
+        self,
+        key: str,
+        kind: str,
+        header: Mapping[str, Any],
+        body: Mapping[str, torch.Tensor] | bytes,
+        bound: bool = True,
+    ) -> bool:
+        meta = {**header, "kind": kind, "key": key, "identity": self.identity if bound else ""}
+        blob = codec.encode_bytes(body, meta) if isinstance(body, bytes) else codec.encode_tensors(body, meta)
+        self._unlive(key)
+        taken = self.store.put(key, blob)
+        with self._lock:
+            if taken:
+                self.counters.bytes_written += len(blob)
+            else:
+                self.counters.refused += 1
+        if not taken:
+            log.warning("the store refused %s (%d bytes)", key, len(blob))
+        return taken
+
+    def _get(
+        self,
+        key: str,
+        kind: str,
+        decode: Callable[[bytes], tuple[Any, dict[str, Any]]],
+        same: Callable[[Mapping[str, Any]], bool] = lambda header: True,
+        bound: bool = True,
+    ) -> _Live | None:
+        namespace = key.partition("/")[0]
+        found = self._live_get(key)
+        fresh = found is None
+        if found is None:
+            blob = self.store.get(key)
+            if blob is not None:
+                found = self._decode(key, kind, blob, decode)
+        if found is not None:
+            identity = self.identity if bound else ""
+            what = "model" if found.meta.get("identity") != identity else "tokens" if not same(found.meta) else ""
+            if what:
+                log.warning("stored %s is of another %s than asked for; taken as a miss", key, what)
+                with self._lock:
+                    self.counters.mismatched += 1
+                found = None
+        with self._lock:
+            if found is None:
+                self.counters.misses[namespace] += 1
+                return None
+            self.counters.hits[namespace] += 1
+            if not fresh:
+                self.counters.live_hits += 1
+        if fresh:
+            self._live_put(key, found)
+        return found
+
+    def _decode(
+        self, key: str, kind: str, blob: bytes, decode: Callable[[bytes], tuple[Any, dict[str, Any]]]
+    ) -> _Live | None:
+        with self._lock:
+            self.counters.bytes_read += len(blob)
+        try:
+            record, header = decode(blob)
+            if header.get("kind") != kind or header.get("key") != key:
+                raise StoreCorrupt(f"it is a {header.get('kind')!r} record of {header.get('key')!r}"[:200])
+        except _BasisGone as gone:
+            log.warning("stored %s needs basis %s, which is gone; taken as a miss", key, gone)
+            return None
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            # The checksum may be right and the content still not ours; whatever it is, it is recomputed.
+            log.warning("stored %s cannot be decoded and was deleted: %s", key, error)
+            with self._lock:
+                self.counters.corrupt += 1
+            self.store.delete(key)
+            return None
+        return _Live(record, header, len(blob))
+
+    def _live_get(self, key: str) -> _Live | None:
+        with self._lock:
+            found = self._live.get(key)
+            if found is None:
+                return None
+            self._live.move_to_end(key)
+        # What the store has forgotten (deleted, expired, evicted) must not live on here; this also marks it as used.
+        if self.store.contains(key):
+            return found
+        self._unlive(key)
+        return None
+
+    def _live_put(self, key: str, found: _Live) -> None:
+        if found.nbytes > self.max_live_bytes:
+            return
+        with self._lock:
+            old = self._live.pop(key, None)
+            self._live_bytes += found.nbytes - (old.nbytes if old else 0)
+            self._live[key] = found
+            while self._live_bytes > self.max_live_bytes:
+                _, gone = self._live.popitem(last=False)
+                self._live_bytes -= gone.nbytes
+
+    def _unlive(self, key: str) -> None:
+        with self._lock:
+            old = self._live.pop(key, None)
+            if old is not None:
+                self._live_bytes -= old.nbytes
+
+
+class _BasisGone(LookupError):
+    """The shared basis of a patch is not stored any more."""
+
+
+def _key(key: str, *namespaces: str, any_namespace: bool = False) -> str:
+    namespace, slash, _ = key.partition("/")
+    if not slash:
+        return f"{namespaces[0]}/{key}"
+    if not any_namespace and namespace not in namespaces:
+        raise ValueError(f"a key here must start with {' or '.join(n + '/' for n in namespaces)}, got {key!r}")
+    return key
