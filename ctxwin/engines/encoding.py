@@ -1,0 +1,348 @@
+"""Chunks to tokens, media and positions: what every engine does the same way.
+
+The vision tower runs at most once for the same media: its embeddings are stored under ``embed/<digest>`` together with
+the patch grid, so that a chunk whose pixels are gone can still be encoded, also after a restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
+from ctxwin.engines.base import Encoded, EngineCounters, MediaSpan
+from ctxwin.engines.checkpoint import Checkpoint, MediaTokens
+from ctxwin.errors import BadMedia, ChunkUnavailable, StoreCorrupt, UnsupportedModel
+from ctxwin.identity import digest
+from ctxwin.media import unpack_frames
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from ctxwin.store.base import Store
+
+Vision = Callable[[Any, Any], Any]
+"""``(pixel_values, grid_thw int64 [n, 3]) -> embeddings [tokens, hidden]`` of all n items, in order."""
+Positions = Callable[[Sequence[int], Sequence[MediaSpan]], "tuple[np.ndarray, int]"]
+"""``(token_ids, media) -> (int64 [3, T] starting at 0, position of a text token that would follow)``."""
+
+_FRAMES_AT_ONCE = 16
+_log = logging.getLogger("ctxwin.engines")
+
+
+class Embeddings:
+    """Vision embeddings by key, with their grid: a store in front of which the latest ones are kept in memory.
+
+    Args:
+        store: where they are kept for good.
+        max_bytes: bound of the in-memory part; it serves the forward that follows an encode, also where the store
+            refuses (full) or has just evicted.
+    """
+
+    def __init__(self, store: Store, max_bytes: int = 256 << 20) -> None:
+        self.store = store
+        self._max_bytes = max_bytes
+        self._held: OrderedDict[str, tuple[torch.Tensor, tuple[int, int, int]]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> tuple[torch.Tensor, tuple[int, int, int]] | None:
+        """``([tokens, hidden], (t, h, w))``, or None. A corrupt blob is a miss."""
+        from ctxwin.store.codec import decode_tensors
+
+        with self._lock:
+            if key in self._held:
+                self._held.move_to_end(key)
+                return self._held[key]
+        blob = self.store.get(key)
+        if blob is None:
+            return None
+        try:
+            tensors, meta = decode_tensors(blob)
+            t, h, w = (int(n) for n in meta["grid"])
+            found = (tensors["embeddings"], (t, h, w))
+        except (StoreCorrupt, KeyError, TypeError, ValueError) as error:
+            _log.warning("stored vision embeddings %s are unreadable and will be recomputed: %s", key, error)
+            self.store.delete(key)
+            return None
+        self._keep(key, *found)
+        return found
+
+    def contains(self, key: str) -> bool:
+        with self._lock:
+            held = key in self._held
+        return held or self.store.contains(key)
+
+    def put(self, key: str, embeddings: torch.Tensor, grid: tuple[int, int, int]) -> None:
+        from ctxwin.store.codec import encode_tensors
+
+        embeddings = embeddings.detach().to("cpu").contiguous()
+        self._keep(key, embeddings, grid)
+        if not self.store.put(key, encode_tensors({"embeddings": embeddings}, {"grid": list(grid)})):
+            _log.warning("the store refused vision embeddings %s; they are kept in memory only", key)
+
+    def _keep(self, key: str, embeddings: torch.Tensor, grid: tuple[int, int, int]) -> None:
+        with self._lock:
+            if key in self._held:
+                return
+            self._held[key] = (embeddings, grid)
+            self._bytes += embeddings.nbytes
+            while self._bytes > self._max_bytes and len(self._held) > 1:
+                _, (old, _) = self._held.popitem(last=False)
+                self._bytes -= old.nbytes
+
+
+class Encoder:
+    """Turns headers, chunks, queries and exchanges into `Encoded`. Thread-safe.
+
+    Texts are tokenised piece by piece, and special tokens inside them are taken as plain text: content cannot forge a
+    turn or a picture. Raw ids (`Chunk.tokens`) may hold special tokens, but no media placeholders.
+
+    Args:
+        checkpoint: the model's files.
+        identity: model identity, part of every embedding key.
+        store: where embeddings are kept and media sources are looked up.
+        vision: runs the vision tower; None for a text model.
+        positions: the serving engine's position rule.
+        counters: ``vision_encodes`` counts media that went through the tower.
+        cache: how many encoded chunks are remembered.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        identity: str,
+        store: Store,
+        vision: Vision | None,
+        positions: Positions,
+        counters: EngineCounters,
+        cache: int = 1024,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.embeddings = Embeddings(store)
+        self._identity = identity
+        self._store = store
+        self._vision = vision
+        self._positions = positions
+        self._counters = counters
+        self._cache: OrderedDict[str, Encoded] = OrderedDict()
+        self._cache_size = cache
+        self._lock = threading.RLock()
+
+    def encode_header(self, header: str) -> Encoded:
+        """Tokens of the system turn and the opening of the user turn; raises UnsupportedModel without a system turn."""
+        before, after = self.checkpoint.template.header(header)
+        ids = [*self._template_ids(before), *self._text_ids(header), *self._template_ids(after)]
+        if self.checkpoint.template.plain:
+            ids = [*self.checkpoint.bos, *ids]
+        return self._made(digest("header", header), ids, ())
+
+    def encode_query(self, query: str) -> Encoded:
+        """Tokens of the query and of the turn's closing."""
+        return self._made(digest("query", query), self._query_ids(query), ())
+
+    def encode_exchange(self, query: str, answer_ids: Sequence[int]) -> Encoded:
+        """``encode_query(query)``, the answer, its turn's end and a reopened user turn."""
+        answer = [int(i) for i in answer_ids]
+        after = self.checkpoint.template.exchange(query, self.decode(answer))
+        ids = [*self._query_ids(query), *answer, *self._template_ids(after)]
+        return self._made(digest("exchange", query, answer), ids, ())
+
+    def encode(self, chunk: Chunk) -> Encoded:
+        """Tokens, media and positions of a chunk; see `Engine.encode`."""
+        with self._lock:
+            held = self._cache.get(chunk.id)
+            if held is not None and all(self.embeddings.contains(m.key) for m in held.media):
+                self._cache.move_to_end(chunk.id)
+                return held
+            ids: list[int] = []
+            media: list[MediaSpan] = []
+            before, after = self._around(chunk)
+            ids += self._template_ids(before)
+            for part in chunk.parts:
+                if isinstance(part, TextPart):
+                    ids += self._text_ids(part.text)
+                elif isinstance(part, TokensPart):
+                    ids += self._raw_ids(part)
+                else:
+                    self._add_media(chunk, part, ids, media)
+            ids += self._template_ids(after)
+            if not ids:
+                raise ValueError("a chunk must have at least one token, got none after tokenisation")
+            made = self._made(chunk.id, ids, tuple(media))
+            self._cache[chunk.id] = made
+            while len(self._cache) > self._cache_size:
+                self._cache.popitem(last=False)
+            return made
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of generated ids, special tokens left out."""
+        with self._lock:
+            return str(self.checkpoint.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def embed(self, key: str) -> torch.Tensor:
+        """Stored embeddings ``[tokens, hidden]``; raises ChunkUnavailable."""
+        found = self.embeddings.get(key)
+        if found is None:
+            raise ChunkUnavailable(
+                f"the vision embeddings {key} are not stored any more; encode the chunk again (its pixels are needed)"
+            )
+        return found[0]
+
+    def _made(self, chunk_id: str, ids: Sequence[int], media: tuple[MediaSpan, ...]) -> Encoded:
+        positions, advance = self._positions(ids, media)
+        return Encoded(chunk_id, tuple(ids), positions, advance, media)
+
+    def _text_ids(self, text: str) -> list[int]:
+        """Ids of content: special tokens spelled out in it stay text."""
+        if not text:
+            return []
+        with self._lock:
+            made = self.checkpoint.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+        return [int(i) for i in made["input_ids"]]
+
+    def _template_ids(self, text: str) -> list[int]:
+        """Ids of a piece of the template: special tokens count."""
+        if not text:
+            return []
+        with self._lock:
+            made = self.checkpoint.tokenizer(text, add_special_tokens=False)
+        return [int(i) for i in made["input_ids"]]
+
+    def _query_ids(self, query: str) -> list[int]:
+        return [*self._text_ids(query), *self._template_ids(self.checkpoint.template.closing)]
+
+    def _raw_ids(self, part: TokensPart) -> tuple[int, ...]:
+        media = self.checkpoint.media
+        reserved = set() if media is None else {media.image, media.video}
+        size = len(self.checkpoint.tokenizer)
+        for i in part.ids:
+            if i in reserved:
+                raise ValueError(f"tokens must not hold media placeholders, got id {i}; use Chunk.image or Chunk.video")
+            if i >= size and i >= int(self.checkpoint.text_config.vocab_size):
+                raise ValueError(f"token ids must be below the vocabulary size {size}, got {i}")
+        return part.ids
+
+    def _around(self, chunk: Chunk) -> tuple[str, str]:
+        """What stands around the chunk's parts: nothing for a bare chunk, its turn for a message."""
+        template = self.checkpoint.template
+        if chunk.role is None:
+            return "", ""
+        around = template.turns(chunk.role)
+        if not any(isinstance(p, TokensPart) for p in chunk.parts):
+            blocks = [
+                {"type": "text", "text": p.text} if isinstance(p, TextPart) else {"type": "image"}
+                for p in chunk.parts
+                if not (isinstance(p, MediaPart) and p.media == "video")
+            ]
+            texts = [b["text"] for b in blocks if b["type"] == "text"]
+            if len(texts) == len(blocks):
+                template.check_message(chunk.role, "".join(texts))
+            else:
+                template.check_message(chunk.role, blocks)
+        return around
+
+    def _add_media(self, chunk: Chunk, part: MediaPart, ids: list[int], media: list[MediaSpan]) -> None:
+        tokens = self._media_tokens(part)
+        self.checkpoint.template.check_pictures()
+        native = part.media == "video" and not chunk.as_frames and tokens.video is not None
+        items = self._video(chunk, part) if native else self._images(chunk, part)
+        pad = tokens.video if native else tokens.image
+        assert pad is not None
+        for key, rows, grid, seconds in items:
+            ids.append(tokens.start)
+            media.append(MediaSpan("video" if native else "image", key, len(ids), rows, grid, seconds))
+            ids += [pad] * rows
+            ids.append(tokens.end)
+
+    def _media_tokens(self, part: MediaPart) -> MediaTokens:
+        tokens = self.checkpoint.media
+        if tokens is None or self._vision is None or self.checkpoint.image_processor is None:
+            raise UnsupportedModel(f"{self.checkpoint.name} does not see {part.media}s; use a vision-language model")
+        return tokens
+
+    def _images(self, chunk: Chunk, part: MediaPart) -> list[tuple[str, int, tuple[int, int, int], None]]:
+        """An image, or the frames of a video as images: (key, tokens, grid, None) each. One count a media."""
+        keys = [
+            self._key(part, "image", index if part.media == "video" else None) for index in range(part.shape[0])
+        ]
+        missing = [i for i, key in enumerate(keys) if self.embeddings.get(key) is None]
+        fresh: dict[str, tuple[int, tuple[int, int, int]]] = {}
+        if missing:
+            from PIL import Image
+
+            frames = self._pixels(chunk, part)
+            for at in range(0, len(missing), _FRAMES_AT_ONCE):
+                batch = missing[at : at + _FRAMES_AT_ONCE]
+                made = self._processed(
+                    self.checkpoint.image_processor, part, images=[Image.fromarray(frames[i]) for i in batch]
+                )
+                fresh |= self._run(made["pixel_values"], made["image_grid_thw"], [keys[i] for i in batch])
+            self._counters.vision_encodes += 1
+        return [(key, *(fresh.get(key) or self._known(key)), None) for key in keys]
+
+    def _video(self, chunk: Chunk, part: MediaPart) -> list[tuple[str, int, tuple[int, int, int], float]]:
+        """A video as native tokens. An odd number of frames is filled up by repeating the last."""
+        processor = self.checkpoint.video_processor
+        patch = int(processor.temporal_patch_size)
+        fps = part.fps or 2.0
+        key = self._key(part, "video", fps)
+        fresh: dict[str, tuple[int, tuple[int, int, int]]] = {}
+        if self.embeddings.get(key) is None:
+            import numpy as np
+            import torch
+
+            frames = self._pixels(chunk, part)
+            short = -len(frames) % patch
+            filled = np.concatenate([frames, np.repeat(frames[-1:], short, axis=0)]) if short else frames
+            video = torch.from_numpy(np.ascontiguousarray(filled)).permute(0, 3, 1, 2)
+            made = self._processed(processor, part, videos=[video], do_sample_frames=False)
+            fresh = self._run(made["pixel_values_videos"], made["video_grid_thw"], [key])
+            self._counters.vision_encodes += 1
+        return [(key, *(fresh.get(key) or self._known(key)), patch / fps)]
+
+    def _processed(self, processor: Any, part: MediaPart, **inputs: Any) -> Any:
+        try:
+            return processor(return_tensors="pt", **inputs)
+        except ValueError as error:  # an aspect ratio beyond the processor's limits, for example
+            raise BadMedia(f"the model's processor refused a {part.media} of {part.shape}: {error}") from error
+
+    def _run(self, pixels: Any, grids: Any, keys: list[str]) -> dict[str, tuple[int, tuple[int, int, int]]]:
+        """One run of the vision tower over ``keys``; stores each part, returns (tokens, grid) by key."""
+        assert self._vision is not None
+        merge = int(self.checkpoint.image_processor.merge_size) ** 2
+        embeddings = self._vision(pixels, grids)
+        sizes = [(int(t), int(h), int(w)) for t, h, w in grids.tolist()]
+        rows = [t * h * w // merge for t, h, w in sizes]
+        if int(embeddings.shape[0]) != sum(rows):
+            raise UnsupportedModel(f"the vision tower must give {sum(rows)} embeddings, got {int(embeddings.shape[0])}")
+        for key, part, grid in zip(keys, embeddings.split(rows), sizes, strict=True):
+            self.embeddings.put(key, part.clone(), grid)
+        return {key: (count, grid) for key, count, grid in zip(keys, rows, sizes, strict=True)}
+
+    def _known(self, key: str) -> tuple[int, tuple[int, int, int]]:
+        found = self.embeddings.get(key)
+        if found is None:
+            raise ChunkUnavailable(f"the vision embeddings {key} left the store while the chunk was encoded; try again")
+        return int(found[0].shape[0]), found[1]
+
+    def _key(self, part: MediaPart, form: str, detail: float | int | None) -> str:
+        return "embed/" + digest("embed", self._identity, part.content, list(part.shape), form, detail)
+
+    def _pixels(self, chunk: Chunk, part: MediaPart) -> np.ndarray:
+        """Frames ``[F, H, W, 3]``: from the chunk, its file, or the packed source in the store."""
+        frames = chunk.pixels(part)
+        if frames is not None:
+            return frames
+        packed = self._store.get(f"source/{part.content}")
+        if packed is not None:
+            return unpack_frames(packed)
+        origin = f"its file {part.source!r} is gone or changed" if part.source else "it came from memory"
+        raise ChunkUnavailable(
+            f"the pixels of a {part.media} are needed and cannot be had: {origin} and no source is stored; "
+            "append it again from its file, or keep sources (keep_source=True) in a store that lasts"
+        )

@@ -1,0 +1,225 @@
+"""Prompt pieces read off a model's own chat template by rendering it with sentinels.
+
+A window needs the template in pieces that can be put together in any order: what opens (*header*), what closes
+(*query*), and what turns around a whole message. `Template` renders small conversations whose texts are sentinels, cuts
+the result at the sentinels, and compares. A template under which an earlier turn reads differently once later turns
+follow (stripped thinking, numbered pictures, a dropped system turn) cannot be cut into such pieces: the piece concerned
+raises UnsupportedModel, naming the reason.
+
+Pieces are tokenised separately; "the same prompt" means the same token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from ctxwin.errors import UnsupportedModel
+
+Render = Callable[[list[dict[str, Any]], bool], str]
+"""Renders messages to text; the flag asks for the generation prompt."""
+
+IMAGE = {"type": "image"}
+_SYSTEM, _USER, _LATER, _LAST = "CTXWINSYS", "CTXWINUSER", "CTXWINLATER", "CTXWINLAST"
+_ONE, _TWO = "CTXWINONE", "CTXWINTWO"
+
+
+class Template:
+    """The pieces of one chat template.
+
+    Without a chat template (a base model) pieces are plain concatenation: the header and a newline, chunks as they are,
+    the query and a newline; a message has no turn to be and is refused.
+
+    Args:
+        render: renders messages; None where the tokenizer has no chat template.
+        image: the text one picture stands for (``<|vision_start|><|image_pad|><|vision_end|>``); None without vision.
+
+    Raises:
+        UnsupportedModel: the template cannot be cut into an opening and a closing at all.
+    """
+
+    def __init__(self, render: Render | None, image: str | None = None) -> None:
+        self._render = render
+        self._image = image
+        self._turns: Callable[[str], tuple[str, str]] = cache(self._read_turns)
+        self._pictures: Callable[[], None] = cache(self._check_pictures)
+        if render is None:
+            self._opening, self._closing = "", "\n"
+            return
+        cut = self._cut([_user(_USER)], _USER)
+        if cut is None:
+            raise UnsupportedModel(
+                "the chat template does not show a user message as it is; it cannot be cut into pieces"
+            )
+        self._opening, self._closing = cut
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is no chat template."""
+        return self._render is None
+
+    def header(self, text: str) -> tuple[str, str]:
+        """What stands before and after ``text`` in the header: the system turn, and the opening of the user turn.
+
+        An empty text gives the opening that the template makes without a system message.
+        Raises UnsupportedModel where the template has no system turn.
+        """
+        if self._render is None:
+            return ("", "\n") if text else ("", "")
+        if not text:
+            return (self._opening, "")
+        return self._system()
+
+    @property
+    def closing(self) -> str:
+        """What stands after a query: the end of the user turn and the opening of the assistant's."""
+        return self._closing
+
+    def check_pictures(self) -> None:
+        """Raises UnsupportedModel where the template numbers pictures or drops them; O(1) after the first call."""
+        self._pictures()
+
+    def turns(self, role: str) -> tuple[str, str]:
+        """What stands around a message of ``role``: the open user turn is closed before it and a new one opened behind.
+
+        Raises UnsupportedModel where the template has no such turn, or writes it differently depending on its place.
+        """
+        return self._turns(role)
+
+    def check_message(self, role: str, content: str | Sequence[dict[str, Any]]) -> None:
+        """Raises UnsupportedModel where the template rewrites this very content (strips thinking, for example)."""
+        before, after = self.turns(role)
+        shown = content if isinstance(content, str) else "".join(self._shown(block) for block in content)
+        made = self._cut([*self._base(), {"role": role, "content": content}, _user(_LAST)], _USER, _LAST)
+        got = None if made is None else made[1]
+        want = f"{before}{shown}{after}"
+        if got is None or _loose(got, before, after) != shown.strip() or not got.startswith(before):
+            raise UnsupportedModel(
+                f"the chat template rewrites an earlier {role} turn: {_near(want, got or '')}; "
+                "pass the content in the form the template gives it (for example without the thinking part)"
+            )
+
+    def exchange(self, query: str, answer: str) -> str:
+        """What stands after an answer that is remembered: the end of its turn, and a reopened user turn.
+
+        Raises UnsupportedModel where the remembered answer would read differently from the one just generated: the
+        generation prompt is not how earlier answers open, or the template rewrites the answer.
+        """
+        if self._render is None:
+            return "\n"
+        before, after = self.turns("assistant")
+        if before != self._closing:
+            raise UnsupportedModel(
+                f"an answer cannot be remembered: the generation prompt ends {self._closing[-40:]!r}, but the chat "
+                f"template opens an earlier assistant turn as {before[-40:]!r}; use remember=False"
+            )
+        if answer.strip():
+            self.check_message("assistant", answer)
+        return after
+
+    def _cut(self, messages: list[dict[str, Any]], *sentinels: str) -> list[str] | None:
+        """The rendered text cut at the sentinels; None where one is missing, doubled or out of order."""
+        try:
+            rest = self._rendered(messages)
+        except _template_errors():
+            return None
+        if any(rest.count(s) != 1 for s in sentinels):
+            return None
+        parts = []
+        for sentinel in sentinels:
+            head, found, rest = rest.partition(sentinel)
+            if not found:
+                return None
+            parts.append(head)
+        return [*parts, rest]
+
+    def _rendered(self, messages: list[dict[str, Any]]) -> str:
+        assert self._render is not None
+        return self._render(messages, True)
+
+    def _base(self) -> list[dict[str, Any]]:
+        """The turns in front of a probed one; with a system turn where the template has one."""
+        system = [{"role": "system", "content": _SYSTEM}]
+        return [*system, _user(_USER)] if self._has_system() else [_user(_USER)]
+
+    def _has_system(self) -> bool:
+        return self._cut([{"role": "system", "content": _SYSTEM}, _user(_USER)], _SYSTEM, _USER) is not None
+
+    def _system(self) -> tuple[str, str]:
+        cut = self._cut([{"role": "system", "content": _SYSTEM}, _user(_USER)], _SYSTEM, _USER)
+        if cut is None:
+            raise UnsupportedModel(
+                'the chat template has no system turn (it refuses or drops a system message); use header="" and put '
+                "the instructions into the first chunk"
+            )
+        if cut[2] != self._closing:
+            raise UnsupportedModel("the chat template closes the user turn differently where there is a system turn")
+        return cut[0], cut[1]
+
+    def _read_turns(self, role: str) -> tuple[str, str]:
+        if self._render is None:
+            raise UnsupportedModel(
+                "the tokenizer has no chat template, so a message has no turn to be; use Chunk.text for plain text"
+            )
+        base = self._base()
+        plain = self._cut(base, _USER)
+        once = self._cut([*base, {"role": role, "content": _ONE}, _user(_LATER)], _USER, _ONE, _LATER)
+        if plain is None or once is None:
+            raise UnsupportedModel(
+                f"the chat template has no {role} turn behind a user turn that could be closed and reopened"
+            )
+        if once[0] != plain[0]:
+            raise UnsupportedModel(f"the chat template rewrites what comes before when a {role} turn follows")
+        twice = self._cut(
+            [*base, {"role": role, "content": _ONE}, _user(_LATER), {"role": role, "content": _TWO}, _user(_LAST)],
+            _USER, _ONE, _LATER, _TWO, _LAST,
+        )  # fmt: skip
+        if twice is None or twice[:3] != once[:3] or twice[1:3] != twice[3:5] or twice[5] != once[3]:
+            raise UnsupportedModel(f"the chat template writes a {role} turn differently depending on its place")
+        if once[3] != self._closing:
+            raise UnsupportedModel("the chat template closes a later user turn differently from the first")
+        return once[1], once[2]
+
+    def _check_pictures(self) -> None:
+        if self._render is None:
+            return
+        if self._image is None:
+            raise UnsupportedModel("the model does not see pictures")
+        content = [IMAGE, {"type": "text", "text": _ONE}, IMAGE, {"type": "text", "text": _LAST}]
+        cut = self._cut([{"role": "user", "content": content}], _ONE, _LAST)
+        if cut is None:
+            raise UnsupportedModel("the chat template does not take pictures between texts")
+        if cut[0] != self._opening + self._image or cut[1] != self._image or cut[2] != self._closing:
+            raise UnsupportedModel(
+                "the chat template numbers its pictures or adds text around them: "
+                f"{_near(self._image, cut[1])}; a picture must read the same wherever it stands"
+            )
+
+    def _shown(self, block: dict[str, Any]) -> str:
+        if block["type"] == "text":
+            return str(block["text"])
+        return self._image or ""
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _loose(got: str, before: str, after: str) -> str:
+    """The content between ``before`` and ``after``, without the blanks a template may trim at its ends."""
+    return got[len(before) : len(got) - len(after)].strip() if got.endswith(after) else "\0"
+
+
+def _near(want: str, got: str) -> str:
+    """Both texts from their first difference on, shortened for a message."""
+    at = next((i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), min(len(want), len(got)))
+    begin = max(at - 10, 0)
+    return f"{want[begin : at + 30]!r} becomes {got[begin : at + 30]!r}"
+
+
+def _template_errors() -> tuple[type[Exception], ...]:
+    """What a Jinja template raises where it does not take a conversation."""
+    import jinja2
+
+    return (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
