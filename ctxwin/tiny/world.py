@@ -184,12 +184,14 @@ def antecedents(frames: Sequence[Frame], mark: int) -> tuple[int, ...]:
     if place is None or frames[place[0]].role == "legend":
         return ()
     index, row, column = place
-    shape = frames[index].shape[row, column]
-    colors = {i: int(legend_palette(f)[shape]) for i, f in enumerate(frames[:index])}
-    defining = [i for i, color in colors.items() if color != UNDETERMINED]
-    if len({colors[i] for i in defining}) > 1:
-        return tuple(defining)
-    return tuple(defining[-1:])
+    return _deciding([legend_palette(f) for f in frames[:index]], int(frames[index].shape[row, column]))
+
+
+def _deciding(palettes: Sequence[IntArray], shape: int) -> tuple[int, ...]:
+    """Indices of all legends that define a shape if they disagree, of the last one if they agree."""
+    defining = [i for i, palette in enumerate(palettes) if palette[shape] != UNDETERMINED]
+    agree = len({int(palettes[i][shape]) for i in defining}) < 2
+    return tuple(defining[-1:] if agree else defining)
 
 
 def classify(frames: Sequence[Frame], mark: int) -> Kind | None:
@@ -203,12 +205,15 @@ def classify(frames: Sequence[Frame], mark: int) -> Kind | None:
     if place is None or answer(frames, f"color of {mark:02d}?") is None:
         return None
     index, row, column = place
-    if frames[index].role == "legend":
+    return _color_kind(frames[index], row, column, antecedents(frames, mark))
+
+
+def _color_kind(frame: Frame, row: int, column: int, needed: tuple[int, ...]) -> Kind:
+    if frame.role == "legend":
         return "single_hop"
-    needed = antecedents(frames, mark)
     if not needed:
         return "unbound"
-    faded = frames[index].appearance[row, column] > GREY
+    faded = frame.appearance[row, column] > GREY
     if len(needed) > 1:
         return "graded_order" if faded else "order"
     return "graded" if faded else "multi_hop"
@@ -216,21 +221,19 @@ def classify(frames: Sequence[Frame], mark: int) -> Kind | None:
 
 def all_questions(frames: Sequence[Frame]) -> list[Question]:
     """Every question that has an answer: the shape and, where determined, the colour of every unambiguous mark."""
-    counts = np.zeros(N_MARKS, dtype=np.int64)
-    for frame in frames:
-        np.add.at(counts, list(frame.marks), 1)
-    colors = bound_colors(frames)
+    everything = np.concatenate([frame.mark.ravel() for frame in frames])
+    counts = np.bincount(everything[everything != NO_MARK], minlength=N_MARKS)
+    colors, palettes = bound_colors(frames), [legend_palette(frame) for frame in frames]
     questions = []
     for index, frame in enumerate(frames):
         for row, column in np.argwhere(frame.mark != NO_MARK):
-            mark, color = int(frame.mark[row, column]), int(colors[index][row, column])
+            mark, color, shape = (int(a[row, column]) for a in (frame.mark, colors[index], frame.shape))
             if counts[mark] != 1:
                 continue
-            shape = SHAPES[frame.shape[row, column]]
-            questions.append(Question(f"shape of {mark:02d}?", "single_hop", index, mark, shape, ()))
-            kind = classify(frames, mark) if color != UNDETERMINED else None
-            if kind is not None:
-                needed = antecedents(frames, mark)
+            questions.append(Question(f"shape of {mark:02d}?", "single_hop", index, mark, SHAPES[shape], ()))
+            if color != UNDETERMINED:
+                needed = _deciding(palettes[:index], shape) if frame.role == "scene" else ()
+                kind = _color_kind(frame, row, column, needed)
                 questions.append(Question(f"color of {mark:02d}?", kind, index, mark, COLORS[color], needed))
     return questions
 

@@ -1,0 +1,103 @@
+"""The bundled model: its configuration, its initial weights, and saving it in transformers layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ctxwin.tiny.sprites import FRAME
+from ctxwin.tiny.tokenizer import SPECIAL_TOKENS
+
+HIDDEN = 128
+VISION_HIDDEN = 96
+LAYERS = 4
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = HIDDEN // HEADS
+
+
+def build_model(tokenizer: Any, seed: int) -> Any:
+    """A freshly initialised `Qwen2_5_VLForConditionalGeneration` of 1.2 million parameters, float32, on the CPU.
+
+    Query and key projections start equal within each group of heads that shares a key, so attention starts out comparing
+    contents; without this the look-up of marks is learned much later.
+    """
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": (len(tokenizer) + 7) // 8 * 8,
+            "hidden_size": HIDDEN,
+            "intermediate_size": 2 * HIDDEN,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {
+                "rope_type": "default",
+                "type": "default",
+                "mrope_section": [4, 6, 6],
+                "rope_theta": 1_000_000.0,
+            },
+            "tie_word_embeddings": True,
+            "bos_token_id": ids["<|endoftext|>"],
+            "eos_token_id": ids["<|im_end|>"],
+            "pad_token_id": ids["<|endoftext|>"],
+            "initializer_range": 0.05,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": VISION_HIDDEN,
+            "intermediate_size": 2 * VISION_HIDDEN,
+            "num_heads": 3,
+            "out_hidden_size": HIDDEN,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 112,
+            "fullatt_block_indexes": [0, 1],
+            "initializer_range": 0.05,
+        },
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(seed)
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    with torch.no_grad():
+        for layer in model.model.language_model.layers:
+            attention = layer.self_attn
+            shared = attention.k_proj.weight.view(KV_HEADS, 1, HEAD_DIM, HIDDEN)
+            queries = shared.expand(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, HIDDEN)
+            attention.q_proj.weight.copy_(queries.reshape(HIDDEN, HIDDEN))
+    return model
+
+
+def save_model(model: Any, tokenizer: Any, out: Path) -> None:
+    """Write weights (bfloat16 safetensors), configuration, tokenizer and processor; a 224 x 224 picture stays that size.
+
+    The model itself is rounded to bfloat16 values and stays float32.
+    """
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+    out.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16).save_pretrained(out)
+    model.to(torch.float32)
+    model.config.dtype = torch.float32
+    image_processor = Qwen2VLImageProcessor(
+        patch_size=14, merge_size=2, temporal_patch_size=2, min_pixels=4 * 28 * 28, max_pixels=FRAME * FRAME
+    )
+    video_processor = Qwen2VLVideoProcessor(patch_size=14, merge_size=2, temporal_patch_size=2)
+    Qwen2_5_VLProcessor(
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        video_processor=video_processor,
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(out)

@@ -1,0 +1,286 @@
+"""Train the bundled model from scratch: `python -m ctxwin.tiny.train --out DIR --seed 0`.
+
+Two stages. First the vision tower learns to read shape, appearance and mark at every merged token; the rows of those linear
+heads become the embeddings of the words. Then, with vision frozen, the decoder learns to answer. Every step draws its data
+from (seed, stage, step), so a resumed run repeats an uninterrupted one exactly on the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ctxwin.tiny.checkpoint import load_checkpoint, save_checkpoint
+from ctxwin.tiny.data import Batch, BatchSpec, Vocabulary, make_batch, through_clip
+from ctxwin.tiny.forward import decode, encode_pictures
+from ctxwin.tiny.model import HIDDEN, build_model, save_model
+from ctxwin.tiny.sprites import COLORS, GREY, N_APPEARANCES, N_MARKS, N_SHAPES
+from ctxwin.tiny.tokenizer import build_tokenizer
+from ctxwin.tiny.world import Role, render, sample_frames
+
+MARKS = ((0.0, 2), (0.06, 3), (0.12, 5), (0.19, 8), (0.27, 12), (0.36, 16), (0.46, 25), (0.56, 64))
+"""Marks a frame from each share of stage 2 on, as far as 100 marks go round."""
+FRAMES = (
+    (0.0, {2: 0.5, 3: 0.5}),
+    (0.06, {1: 0.05, 2: 0.35, 3: 0.35, 4: 0.25}),
+    (0.19, {1: 0.04, 2: 0.2, 3: 0.2, 4: 0.2, 5: 0.15, 6: 0.17, 7: 0.02, 8: 0.02}),
+)
+"""Weights of the number of frames from each share of stage 2 on."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a run does; the defaults made the bundled weights."""
+
+    seed: int = 0
+    vision_steps: int = 300
+    vision_frames: int = 24
+    steps: int = 3400
+    frames_per_step: int = 56
+    learning_rate: float = 2e-3
+    warmup: int = 40
+    smoothing: float = 0.02
+    checkpoint_every: int = 200
+
+
+@dataclass
+class Run:
+    """A run in progress."""
+
+    recipe: Recipe
+    out: Path
+    device: torch.device
+    model: Any
+    tokenizer: Any
+    stage: int = 1
+    step: int = 0
+    curves: list[dict[str, float]] = field(default_factory=list)
+    heads: nn.ModuleList = field(default_factory=nn.ModuleList)
+    clock: float = field(default_factory=time.perf_counter)
+
+    def report(self, step: int, figures: dict[str, float], every: int) -> None:
+        """Keep a point of the curves and print it."""
+        elapsed, self.clock = time.perf_counter() - self.clock, time.perf_counter()
+        point = {"stage": self.stage, "step": step, **{k: round(v, 4) for k, v in figures.items()}}
+        self.curves.append({**point, "seconds_per_step": round(elapsed / every, 3)})
+        (self.out / "curves.json").write_text(json.dumps(self.curves, indent=0) + "\n")
+        print(" ".join(f"{k}={v:g}" for k, v in self.curves[-1].items()), flush=True)
+
+
+def _rng(run: Run, stage: int, step: int) -> np.random.Generator:
+    return np.random.default_rng((run.recipe.seed, stage, step))
+
+
+def _rate(recipe: Recipe, step: int, steps: int, floor: float = 0.0) -> float:
+    rise = min(1.0, (step + 1) / recipe.warmup)
+    return recipe.learning_rate * rise * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+
+def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=0.0, betas=(0.9, 0.98), weight_decay=0.01)
+
+
+def _update(optimizer: torch.optim.AdamW, loss: Tensor, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 1.0)
+    optimizer.step()
+
+
+def vision_batch(rng: np.random.Generator, count: int) -> tuple[Tensor, Tensor]:
+    """Pictures uint8 [count, 224, 224, 3], often decoded or noisy, and labels [count, 64, 3] (shape, appearance, mark or 100)."""
+    frames = []
+    for _ in range(count):
+        role: Role = "legend" if rng.random() < 0.5 else "scene"
+        frames += sample_frames(rng, [role], marks_per_frame=int(rng.integers(20, 65)), faded=0.5)
+    pictures = [render(frame) for frame in frames]
+    if rng.random() < 0.5:
+        pictures = through_clip(pictures, rng)
+    pixels = np.stack(pictures)
+    if rng.random() < 0.3:
+        noise = rng.normal(rng.normal(0, 5), rng.uniform(0, 5), pixels.shape)
+        pixels = np.clip(pixels + noise, 0, 255).round().astype(np.uint8)
+    marks = [np.where(f.mark < 0, N_MARKS, f.mark) for f in frames]
+    labels = [np.stack([f.shape, f.appearance, m], -1).reshape(-1, 3) for f, m in zip(frames, marks, strict=True)]
+    return torch.from_numpy(pixels), torch.from_numpy(np.stack(labels))
+
+
+def train_vision(run: Run, optimizer: torch.optim.AdamW) -> None:
+    """Stage 1: the vision tower under linear heads for shape, appearance and mark."""
+    recipe, visual = run.recipe, run.model.model.visual
+    for step in range(run.step, recipe.vision_steps):
+        pixels, labels = (t.to(run.device) for t in vision_batch(_rng(run, 1, step), recipe.vision_frames))
+        merged = encode_pictures(visual, pixels).flatten(0, 1)
+        scores = [head(merged) for head in run.heads]
+        losses = [F.cross_entropy(s, labels[..., i].flatten()) for i, s in enumerate(scores)]
+        _update(optimizer, torch.stack(losses).sum(), _rate(recipe, step, recipe.vision_steps))
+        run.step = step + 1
+        if run.step % 25 == 0 or run.step == recipe.vision_steps:
+            right = [(s.argmax(-1) == labels[..., i].flatten()).float().mean() for i, s in enumerate(scores)]
+            names = ("shape", "appearance", "mark")
+            run.report(run.step, {n: float(r) for n, r in zip(names, right, strict=True)}, 25)
+
+
+def copy_heads(run: Run, vocabulary: Vocabulary) -> None:
+    """Make the head rows of shapes, colours and marks the embeddings of their words."""
+    shape, appearance, mark = run.heads
+    words = run.model.model.language_model.embed_tokens.weight
+    with torch.no_grad():
+        words[vocabulary.shapes] = shape.weight
+        words[vocabulary.colors] = appearance.weight[: GREY + 1]
+        words[vocabulary.numbers] = mark.weight[:N_MARKS]
+
+
+def batch_spec(recipe: Recipe, step: int, rng: np.random.Generator) -> BatchSpec:
+    """The curriculum: fewer marks and frames early on."""
+    share = step / recipe.steps
+    weights = next(w for start, w in reversed(FRAMES) if share >= start)
+    frames = int(rng.choice(list(weights), p=list(weights.values())))
+    marks = min(next(m for start, m in reversed(MARKS) if share >= start), 64, N_MARKS // frames)
+    return BatchSpec(max(1, recipe.frames_per_step // frames), frames, marks, questions=max(6, 3 * frames))
+
+
+def decoder_losses(model: Any, vocabulary: Vocabulary, batch: Batch, smoothing: float) -> tuple[Tensor, dict[str, float]]:
+    """Loss and figures of one step of stage 2."""
+    text = model.model.language_model
+    words = text.embed_tokens.weight
+    with torch.no_grad():
+        pictures = encode_pictures(model.model.visual, batch.pixels)
+    x = F.embedding(batch.ids, words)
+    x = x.masked_scatter((batch.ids == vocabulary.image)[..., None], pictures)
+    mask = torch.zeros(batch.mask.shape, device=x.device).masked_fill_(~batch.mask, float("-inf"))
+    hidden = decode(text, x, batch.positions, mask)[0].flatten(0, 1)
+
+    answers = torch.tensor(vocabulary.colors + vocabulary.shapes, device=x.device)
+    is_color = batch.targets[:, : len(COLORS)].sum(-1, keepdim=True)
+    even = torch.cat([is_color.expand(-1, len(COLORS)) / len(COLORS), (1 - is_color).expand(-1, N_SHAPES) / N_SHAPES], -1)
+    targets = (1 - smoothing) * batch.targets + smoothing * even
+
+    def scored(at: Tensor, columns: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
+        logits = hidden[at] @ words.t()
+        loss = -(goal * logits.log_softmax(-1)[:, columns]).sum(-1).mean()
+        return loss, logits.argmax(-1) == columns[goal.argmax(-1)]
+
+    answer, right = scored(batch.last, answers, targets)
+    number, _ = scored(batch.numbers, answers, targets)
+    end = F.cross_entropy(hidden[batch.last + 1] @ words.t(), torch.full_like(batch.last, vocabulary.end))
+    loss = answer + 0.5 * number + 0.1 * end
+    figures = {"answer": answer.item(), "right": float(right.float().mean())}
+    if bool(batch.bound.any()):
+        figures["bound_right"] = float(right[batch.bound].float().mean())
+    if len(batch.scenes):
+        dense, dense_right = scored(batch.scenes, answers[: len(COLORS)], batch.scene_colors)
+        certain = batch.scene_colors[:, :GREY].amax(-1) == 1
+        loss = loss + dense
+        figures["dense"] = dense.item()
+        if bool(certain.any()):
+            figures["dense_right"] = float(dense_right[certain].float().mean())
+    return loss, figures
+
+
+def train_decoder(run: Run, optimizer: torch.optim.AdamW, vocabulary: Vocabulary) -> None:
+    """Stage 2: the language model on frozen vision."""
+    recipe, recent = run.recipe, list[dict[str, float]]()
+    for step in range(run.step, recipe.steps):
+        rng = _rng(run, 2, step)
+        batch = make_batch(vocabulary, rng, batch_spec(recipe, step, rng))
+        batch = Batch(**{name: value.to(run.device) for name, value in vars(batch).items()})
+        loss, figures = decoder_losses(run.model, vocabulary, batch, recipe.smoothing)
+        _update(optimizer, loss, _rate(recipe, step, recipe.steps))
+        recent.append({"loss": loss.item(), **figures})
+        run.step = step + 1
+        if run.step % 20 == 0:
+            names = sorted({name for figures in recent for name in figures})
+            run.report(run.step, {n: float(np.mean([f[n] for f in recent if n in f])) for n in names}, len(recent))
+            recent.clear()
+        if run.step % recipe.checkpoint_every == 0:
+            _save(run, optimizer)
+
+
+def _tensors(run: Run) -> dict[str, Tensor]:
+    state = {f"model.{k}": v for k, v in run.model.state_dict().items() if k != "lm_head.weight"}
+    return {**state, **{f"heads.{k}": v for k, v in run.heads.state_dict().items()}}
+
+
+def _save(run: Run, optimizer: torch.optim.AdamW) -> None:
+    state = {"stage": run.stage, "step": run.step, "curves": run.curves}
+    save_checkpoint(run.out, _tensors(run), optimizer, state)
+
+
+def _parameters(run: Run) -> list[nn.Parameter]:
+    if run.stage == 1:
+        return [*run.model.model.visual.parameters(), *run.heads.parameters()]
+    return list(run.model.model.language_model.parameters())
+
+
+def train(recipe: Recipe, out: Path, device: str = "cpu", resume: bool = False) -> Run:
+    """Run the recipe and save the model to `out / "weights"`, the curves to `out / "curves.json"`.
+
+    Args:
+        recipe: What to do.
+        out: Folder for the result and the trainer's checkpoint.
+        device: "cpu" or a CUDA device.
+        resume: Continue from the checkpoint in `out`, if there is one.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tokenizer()
+    vocabulary = Vocabulary(tokenizer)
+    run = Run(recipe, out, torch.device(device), build_model(tokenizer, recipe.seed), tokenizer)
+    run.heads = nn.ModuleList(nn.Linear(HIDDEN, n) for n in (N_SHAPES, N_APPEARANCES, N_MARKS + 1))
+    run.model.to(run.device)
+    run.heads.to(run.device)
+    saved = load_checkpoint(out, _tensors(run)) if resume else None
+    if saved is not None:
+        run.stage, run.step, run.curves = saved.state["stage"], saved.state["step"], saved.state["curves"]
+    optimizer = _optimizer(_parameters(run))
+    if saved is not None:
+        saved.restore(optimizer)
+    if run.stage == 1:
+        train_vision(run, optimizer)
+        copy_heads(run, vocabulary)
+        run.stage, run.step = 2, 0
+        optimizer = _optimizer(_parameters(run))
+        _save(run, optimizer)
+    train_decoder(run, optimizer, vocabulary)
+    _save(run, optimizer)
+    save_model(run.model, tokenizer, out / "weights")
+    return run
+
+
+def main() -> None:
+    """Command line of the trainer."""
+    parser = argparse.ArgumentParser(prog="python -m ctxwin.tiny.train", description="Train the bundled model from scratch.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=Recipe.steps, help="decoder steps")
+    parser.add_argument("--vision-steps", type=int, default=Recipe.vision_steps)
+    parser.add_argument("--frames-per-step", type=int, default=Recipe.frames_per_step)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    recipe = Recipe(
+        seed=options.seed,
+        steps=options.steps,
+        vision_steps=options.vision_steps,
+        frames_per_step=options.frames_per_step,
+    )
+    train(recipe, options.out, options.device, options.resume)
+
+
+if __name__ == "__main__":
+    main()
