@@ -1,1 +1,62 @@
-"""ctxwin."""
+"""ctxwin: a context window whose edits are cache edits.
+
+Importing this package imports neither torch nor vllm nor transformers nor cv2; they load when an engine is opened or a
+medium decoded.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ctxwin.answer import Answer, Disposability, Plan, PlanEntry, Usage
+    from ctxwin.chunk import Chunk
+    from ctxwin.engines.open import open_engine
+    from ctxwin.errors import (
+        BadMedia,
+        BudgetExceeded,
+        ChunkUnavailable,
+        CtxwinError,
+        EngineFailed,
+        ReadOnlyWindow,
+        StoreCorrupt,
+        UnknownChunk,
+        UnsupportedModel,
+        WindowBusy,
+    )
+    from ctxwin.fidelity import Fidelity
+    from ctxwin.state import State
+    from ctxwin.store import open_store
+    from ctxwin.window import Window
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Answer": "answer", "Disposability": "answer", "Plan": "answer", "PlanEntry": "answer", "Usage": "answer",
+    "Chunk": "chunk", "open_engine": "engines.open", "Fidelity": "fidelity", "State": "state", "open_store": "store",
+    "Window": "window",
+    **dict.fromkeys(
+        ("BadMedia", "BudgetExceeded", "ChunkUnavailable", "CtxwinError", "EngineFailed", "ReadOnlyWindow", "StoreCorrupt",
+         "UnknownChunk", "UnsupportedModel", "WindowBusy"),
+        "errors",
+    ),
+}  # fmt: skip
+
+__all__ = [
+    "Answer", "BadMedia", "BudgetExceeded", "Chunk", "ChunkUnavailable", "CtxwinError", "Disposability", "EngineFailed",
+    "Fidelity", "Plan", "PlanEntry", "ReadOnlyWindow", "State", "StoreCorrupt", "UnknownChunk", "UnsupportedModel", "Usage",
+    "Window", "WindowBusy", "open_engine", "open_store",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ctxwin' has no attribute {name!r}")
+    value = getattr(import_module(f"ctxwin.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
     from ctxwin.kv import KVSpec, SpanKV
     from ctxwin.store.base import Store
+    from ctxwin.store.spans import SpanRepository
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,7 @@ class Engine(ABC):
 
     spec: EngineSpec
     store: Store
+    repo: SpanRepository  # typed access to `store`; the window keeps its spans and patches there too
     counters: EngineCounters
 
     @abstractmethod
@@ -195,10 +197,10 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def prefill(self, context: Sequence[Piece], target: Encoded, start: int) -> SpanKV:
+    def prefill(self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "") -> SpanKV:
         """KV of ``target`` computed behind ``context`` (pieces in order, all with spans or computed in place).
 
-        Exact to the engine's arithmetic. Returned in the frame ``start``. Counted in `counters`.
+        Exact to the engine's arithmetic. Returned in the frame ``start``. Counted in `counters`. ``salt`` as in `generate`.
         """
 
     @abstractmethod

@@ -87,6 +87,7 @@ class SpanRepository:
         self.counters = RepositoryCounters()
         self._live: OrderedDict[str, _Live] = OrderedDict()
         self._live_bytes = 0
+        self._leases: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     # -- records -----------------------------------------------------------------------------------------------------
@@ -228,10 +229,23 @@ class SpanRepository:
 
     def lease(self, key: str) -> bool:
         """Protects ``key`` from eviction until `release`; False where it is not held."""
-        return self.store.lease(key)
+        held = self.store.lease(key)
+        if held:
+            with self._lock:
+                self._leases[key] += 1
+        return held
 
     def release(self, key: str) -> None:
         self.store.release(key)
+        with self._lock:
+            self._leases[key] -= 1
+            if self._leases[key] <= 0:
+                del self._leases[key]
+
+    def leased(self, key: str) -> bool:
+        """Whether somebody holds a lease on ``key`` through this repository."""
+        with self._lock:
+            return self._leases[key] > 0 if key in self._leases else False
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

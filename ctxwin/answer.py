@@ -1,0 +1,164 @@
+"""What asking returns: `Answer` with its `Usage`, `Plan` with its price, and `Disposability`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ctxwin.fidelity import Lane
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What an answer cost. Tokens are prompt tokens unless said otherwise.
+
+    Attributes:
+        engine: ``hf`` or ``vllm``.
+        prompt_tokens: header + chunks + query.
+        computed_tokens: tokens that went through a forward, canonicals and patch forming included.
+        reused_tokens: tokens by lane of every placed chunk and the header (``computed`` and ``formed`` included, so the
+            values sum to header + chunks).
+        forwards: prefill forwards.
+        vision_encodes: runs of the vision tower since the previous answer of this window (its appends included).
+        bytes_loaded: KV bytes brought into the engine's cache.
+        misses: stored KV that was expected but gone, and was recomputed.
+        fallbacks: loads that failed inside the engine and were recomputed.
+        ttft_s, total_s: seconds to the first token and to the last.
+        exact: whether every placed chunk was served exactly.
+    """
+
+    engine: str
+    prompt_tokens: int
+    computed_tokens: int
+    reused_tokens: dict[str, int]
+    forwards: int
+    vision_encodes: int
+    bytes_loaded: int
+    ttft_s: float
+    total_s: float
+    cached_tokens: int = 0
+    answer_tokens: int = 0
+    misses: int = 0
+    fallbacks: int = 0
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer.
+
+    Attributes:
+        first_token_logprobs: log-probability by token id, as many as asked for.
+        audit: KL to a re-prefill where this ask was audited, else None.
+        remembered: placement id of the remembered exchange, else None.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    usage: Usage
+    first_token_logprobs: dict[int, float] = field(default_factory=dict)
+    audit: float | None = None
+    remembered: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """How one placed chunk would be served.
+
+    Attributes:
+        offset: index of its first token in the prompt; ``start``: position of its origin.
+        compute: tokens a forward would run for it.
+        bytes: KV bytes that would be brought in.
+        exact: whether it equals a re-prefill; depth: length of the chain of approximations behind it.
+        unseen: placement ids in front that its KV has not absorbed; missing: ids it absorbed that are gone.
+    """
+
+    id: str
+    chunk_id: str
+    lane: Lane
+    tokens: int
+    offset: int
+    start: int
+    compute: int
+    bytes: int
+    exact: bool
+    depth: int
+    conditioned: bool = True
+    pinned: bool = False
+    unseen: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the next ask would do, before paying. The query's own tokens come on top.
+
+    Attributes:
+        computed_tokens: tokens of header and chunks that would run a forward.
+        repair_tokens: further tokens that re-forming every kept approximation (`Window.recall` with ``repair=True``,
+            `Window.refresh`) would run.
+        reprefill_tokens: tokens a full re-prefill would run.
+        bytes: KV bytes that would be brought in.
+        salted: whether the window is kept apart from the engine's exact prefix cache.
+    """
+
+    header_tokens: int
+    header_resident: bool
+    entries: tuple[PlanEntry, ...]
+    salted: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.header_tokens + sum(e.tokens for e in self.entries)
+
+    @property
+    def computed_tokens(self) -> int:
+        return sum(e.compute for e in self.entries) + (0 if self.header_resident else self.header_tokens)
+
+    @property
+    def repair_tokens(self) -> int:
+        return sum(e.tokens for e in self.entries if not e.exact and e.conditioned and not e.compute)
+
+    @property
+    def reprefill_tokens(self) -> int:
+        return self.tokens
+
+    @property
+    def bytes(self) -> int:
+        return sum(e.bytes for e in self.entries)
+
+    @property
+    def exact(self) -> bool:
+        return all(e.exact for e in self.entries)
+
+    @property
+    def tokens_by_lane(self) -> dict[str, int]:
+        """Tokens by lane, the header under ``resident`` or ``computed``."""
+        lanes = {"resident" if self.header_resident else "computed": self.header_tokens}
+        for entry in self.entries:
+            lanes[entry.lane] = lanes.get(entry.lane, 0) + entry.tokens
+        return lanes
+
+    def __str__(self) -> str:
+        rows = [f"{'id':<12}{'lane':<10}{'tokens':>7}{'compute':>9}{'exact':>7}{'depth':>7}"]
+        rows += [f"{e.id:<12}{e.lane:<10}{e.tokens:>7}{e.compute:>9}{e.exact!s:>7}{e.depth:>7}" for e in self.entries]
+        total = f"computes {self.computed_tokens} of {self.tokens} tokens; repairing everything: {self.repair_tokens} more"
+        return "\n".join([*rows, total])
+
+
+@dataclass(frozen=True)
+class Disposability:
+    """Whether a chunk mattered for a query.
+
+    Attributes:
+        disposable: the greedy answer is the same without it.
+        kl: KL(with || without) of the first answer token over the whole vocabulary, in nats.
+    """
+
+    disposable: bool
+    kl: float
+    answer_with: str
+    answer_without: str

@@ -1,0 +1,398 @@
+"""Questions to a window: answering, streaming, remembering, testing what matters, and work for idle time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ctxwin import edits
+from ctxwin.answer import Answer, Disposability, Usage
+from ctxwin.assembly import Assembly, Laid, Work
+from ctxwin.chunk import Chunk
+from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
+from ctxwin.errors import BudgetExceeded, ReadOnlyWindow
+from ctxwin.identity import digest
+from ctxwin.lanes import canonical_key
+from ctxwin.media import pack_frames
+from ctxwin.state import Conditioning, Placed, State, provenance_of, span_key
+
+if TYPE_CHECKING:
+    from ctxwin.kv import SpanKV
+    from ctxwin.window import Window
+
+
+class _Stopped(Exception):
+    """The caller lost interest; nothing is committed."""
+
+
+def ask(
+    window: Window,
+    query: str,
+    max_tokens: int = 32,
+    *,
+    remember: bool = False,
+    logprobs: int = 0,
+    temperature: float = 0.0,
+    seed: int | None = None,
+    stop_ids: Sequence[int] = (),
+    on_token: Callable[[int, str], bool] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Answer:
+    """See `Window.ask`. ``stopped`` is polled: once true, the engine stops and the window stays as it was."""
+    if not isinstance(query, str) or not query:
+        raise ValueError(f"query must be a non-empty str, got {query!r}")
+    if not isinstance(max_tokens, int) or max_tokens < 1:
+        raise ValueError(f"max_tokens must be an int >= 1, got {max_tokens!r}")
+    if temperature < 0:
+        raise ValueError(f"temperature must be >= 0, got {temperature}")
+    with window._writing(edit=remember) as state:
+        begin = time.perf_counter()
+        encoded = window.engine.encode_query(query)
+        check_budget(state, encoded.tokens, max_tokens)
+        work, encodes = Work(), window.engine.counters.vision_encodes
+        laid = window._assembly.lay_out(state, window._fidelity, work)
+        laid_s = time.perf_counter() - begin
+
+        def heard(token: int, text: str) -> bool:
+            return not stopped() and (on_token is None or on_token(token, text))
+
+        sampling = Sampling(max_tokens, temperature, seed, logprobs, tuple(stop_ids))
+        generation = window._assembly.run(laid, encoded, sampling, capture_query=remember, on_token=heard)
+        if stopped():
+            raise _Stopped
+        settled = window._assembly.settle(state, laid, generation.captured, window._fidelity)
+        remembered = None
+        if remember:
+            settled, remembered = _remember_pass(window, settled, laid, query, generation, work)
+        total = time.perf_counter() - begin
+        if stopped():
+            raise _Stopped
+        window._commit(settled)
+        window._encodes += window.engine.counters.vision_encodes - encodes
+        usage = _usage(window, state, laid, encoded, generation, work, laid_s, total)
+        window._encodes = 0
+    return Answer(generation.text, tuple(generation.token_ids), usage, generation.logprobs, remembered=remembered)
+
+
+def check_budget(state: State, query: int, max_tokens: int) -> None:
+    """Raises BudgetExceeded where header, chunks, query and answer do not fit together."""
+    needed = state.tokens + query + max_tokens
+    if needed > state.budget:
+        raise BudgetExceeded(
+            f"header and chunks ({state.tokens} tokens), query ({query}) and answer ({max_tokens}) must fit the budget of "
+            f"{state.budget}, got {needed}; slide() the window, shorten the query or lower max_tokens",
+            needed=needed,
+            budget=state.budget,
+        )
+
+
+def _usage(
+    window: Window, state: State, laid: Laid, query: Encoded, generation: Generation, work: Work, laid_s: float, total: float
+) -> Usage:
+    lanes = {"computed" if laid.pieces[0].span is None else "resident": state.header_tokens}
+    for choice in laid.choices:
+        lanes[choice.lane] = lanes.get(choice.lane, 0) + choice.placed.tokens
+    return Usage(
+        engine=window.engine.spec.name,
+        prompt_tokens=state.tokens + query.tokens,
+        computed_tokens=generation.computed_tokens + work.tokens,
+        reused_tokens=lanes,
+        forwards=generation.forwards + work.forwards,
+        vision_encodes=window._encodes,
+        bytes_loaded=generation.bytes_loaded,
+        cached_tokens=generation.cached_tokens,
+        answer_tokens=len(generation.token_ids),
+        misses=work.misses,
+        fallbacks=generation.fallbacks,
+        ttft_s=laid_s + generation.ttft_s,
+        total_s=total,
+        exact=all(c.served.exact for c in laid.choices),
+    )
+
+
+# -- remembering ---------------------------------------------------------------------------------------------------
+
+
+def remember(window: Window, query: str, answer: str | Sequence[int]) -> str:
+    """See `Window.remember`."""
+    if not query or not len(answer):
+        raise ValueError(f"query and answer must not be empty, got {query!r} and {answer!r}")
+    engine = window.engine
+    ids = engine.encode(Chunk.text(answer)).token_ids if isinstance(answer, str) else tuple(answer)
+    chunk, _ = _exchange(engine, query, ids)
+    return window.append(chunk)
+
+
+def _exchange(engine: Engine, query: str, ids: Sequence[int]) -> tuple[Chunk, Encoded]:
+    encoded = engine.encode_exchange(query, ids)
+    return Chunk.tokens(encoded.token_ids, label=f"{query} {engine.decode(list(ids))}".strip()), encoded
+
+
+def _remember_pass(
+    window: Window, state: State, laid: Laid, query: str, generation: Generation, work: Work
+) -> tuple[State, str]:
+    """Appends the exchange just made, with the KV of that very pass; only the turn's closing tokens are computed."""
+    chunk, encoded = _exchange(window.engine, query, generation.token_ids)
+    placed = window._new(state, chunk)
+    start = state.header_advance + sum(p.advance for p in state.placed)
+    front = [c.served for c in laid.choices]
+    exact = all(f.exact for f in front)
+    provenance = provenance_of(state.header_key, chunk.id, [f.provenance for f in front])
+    served = Conditioning(
+        provenance=provenance, antecedents=tuple(p.id for p in state.placed), exact=exact,
+        depth=0 if exact else 1 + max(f.depth for f in front), lane="computed", span=span_key(provenance, exact),
+    )  # fmt: skip
+    span = generation.query_span
+    if span is not None:
+        span = _finish(window, laid, generation, encoded, span, start, work)
+        window._assembly.put(served.span, span, encoded, provenance=provenance, exact=exact, depth=served.depth)
+        placed = placed.but(kv=served, seen=True)
+    return edits.appended(state, placed), placed.id
+
+
+def _finish(
+    window: Window, laid: Laid, generation: Generation, exchange: Encoded, head: SpanKV, start: int, work: Work
+) -> SpanKV:
+    """KV of the whole exchange: ``head`` was captured, the tokens behind it are computed."""
+    import torch
+
+    n = head.tokens
+    if n >= exchange.tokens:
+        return head.slice(0, exchange.tokens)
+    pieces = [
+        replace(piece, span=generation.captured[i]) if piece.span is None and i in generation.captured else piece
+        for i, piece in enumerate(laid.pieces)
+    ]
+    shift = int(exchange.positions[:, n].min())
+    first = replace(exchange, token_ids=exchange.token_ids[:n], positions=exchange.positions[:, :n], advance=shift)
+    rest = replace(
+        exchange, chunk_id=digest("tail", exchange.chunk_id), token_ids=exchange.token_ids[n:],
+        positions=exchange.positions[:, n:] - shift, advance=exchange.advance - shift,
+    )  # fmt: skip
+    tail = window.engine.prefill([*pieces, Piece(first, start, span=head)], rest, start + shift, salt=laid.salt)
+    work.forwards += 1
+    work.tokens += rest.tokens
+    positions = torch.from_numpy(exchange.positions.copy())
+    return replace(head, k=torch.cat([head.k, tail.k], 1), v=torch.cat([head.v, tail.v], 1), positions=positions)
+
+
+# -- streaming -----------------------------------------------------------------------------------------------------
+
+
+class Stream(Iterator[str]):
+    """Text of an answer as it is made. ``answer`` is None until the stream is exhausted."""
+
+    def __init__(self, window: Window, query: str, max_tokens: int, **options: Any) -> None:
+        self.answer: Answer | None = None
+        self._items: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._sent = 0
+        self._thread = threading.Thread(target=self._run, args=(window, query, max_tokens, options), daemon=True)
+        self._thread.start()
+
+    def _run(self, window: Window, query: str, max_tokens: int, options: dict[str, Any]) -> None:
+        def on_token(_: int, text: str) -> bool:
+            self._items.put(text[self._sent :])
+            self._sent = len(text)
+            return True
+
+        try:
+            self.answer = ask(window, query, max_tokens, on_token=on_token, stopped=self._stop.is_set, **options)
+            self._items.put(self.answer.text[self._sent :])
+            self._items.put(None)
+        except _Stopped:
+            self._items.put(None)
+        except BaseException as error:  # handed to the caller's thread, which raises it
+            self._items.put(error)
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> str:
+        while True:
+            if self._stop.is_set():
+                raise StopIteration
+            item = self._items.get()
+            if item is None:
+                self.close()
+                raise StopIteration
+            if isinstance(item, BaseException):
+                self.close()
+                raise item
+            if item:
+                return item
+
+    def close(self) -> None:
+        """Stops the engine if it is still answering, and waits for it; the window is then unchanged."""
+        self._stop.set()
+        self._thread.join()
+
+    def __del__(self) -> None:
+        self._stop.set()
+
+
+async def aask(window: Window, query: str, max_tokens: int, **options: Any) -> Answer:
+    """See `Window.aask`."""
+    stop = threading.Event()
+    task = asyncio.ensure_future(asyncio.to_thread(ask, window, query, max_tokens, stopped=stop.is_set, **options))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        stop.set()
+        # The engine is given the time to stop, so that the window is free again when the caller goes on.
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()
+        raise
+
+
+async def astream(window: Window, query: str, max_tokens: int, **options: Any) -> AsyncIterator[str]:
+    """See `Window.astream`."""
+    stream = Stream(window, query, max_tokens, **options)
+    try:
+        while True:
+            text = await asyncio.to_thread(next, stream, None)
+            if text is None:
+                return
+            yield text
+    finally:
+        await asyncio.to_thread(stream.close)
+
+
+# -- what matters --------------------------------------------------------------------------------------------------
+
+
+def disposable(window: Window, placement: str, query: str, max_tokens: int, *, clean: bool) -> Disposability:
+    """See `Window.disposable`."""
+    with window.fork() as kept:
+        gone = kept._state.placed[kept._state.index(placement)]
+        with_it = ask(kept, query, max_tokens, logprobs=-1)
+    with window.fork() as branch:
+        if clean:
+            branch._commit(edits.forgotten(branch._state, gone)[0])
+        else:
+            branch.evict(placement)
+        without = ask(branch, query, max_tokens, logprobs=-1)
+    return Disposability(
+        disposable=with_it.token_ids == without.token_ids,
+        kl=kl(with_it.first_token_logprobs, without.first_token_logprobs),
+        answer_with=with_it.text,
+        answer_without=without.text,
+    )
+
+
+def kl(p: dict[int, float], q: dict[int, float]) -> float:
+    """KL(p || q) in nats of two next-token distributions over the same vocabulary, by token id."""
+    if p.keys() != q.keys():
+        raise ValueError(f"both distributions must cover the whole vocabulary, got {len(p)} and {len(q)} tokens")
+    return max(0.0, math.fsum(math.exp(lp) * (lp - q[token]) for token, lp in p.items() if lp > -math.inf))
+
+
+# -- idle time -----------------------------------------------------------------------------------------------------
+
+
+def refresh(window: Window, count: int | None) -> list[str]:
+    """See `Window.refresh`."""
+    if window._read_only:
+        raise ReadOnlyWindow("an old version must not be refreshed; fork() it first")
+    work, done = Work(), []
+    with window._writing() as state:
+        plan = window._assembly.plan(state, window._fidelity)
+        deep = sorted((e for e in plan.entries if not e.exact and e.conditioned and not e.compute), key=lambda e: -e.depth)
+        chosen = {e.id for e in deep[: len(deep) if count is None else count]}
+        for i, p in enumerate(state.placed):
+            if p.id in chosen:
+                # Re-forming one changes the provenance of what stands behind it: lay out anew each time.
+                laid = window._assembly.lay_out(state, window._fidelity, work)
+                if laid.choices[i].served.exact and not laid.choices[i].compute:
+                    continue
+                state = window._assembly.reform(state, i, laid, window._fidelity, work)
+                done.append(p.id)
+        if done:
+            window._commit(state.edited())
+    return done
+
+
+def compress(window: Window) -> int:
+    """See `Window.compress`."""
+    assembly, repo, freed = window._assembly, window.engine.repo, 0
+    with window._writing() as state:
+        placed = list(state.placed)
+        dropped: list[str] = []
+        for i, p in enumerate(placed):
+            if p.kv is None or p.kv.patch is not None or not p.kv.antecedents:
+                continue
+            encoded = assembly.encode(p)
+            found = repo.get_span(p.kv.span, token_ids=encoded.token_ids)
+            if found is None:
+                continue
+            base = assembly.canonical(state, p, None, Work())
+            key = assembly.form(found[0], base, p.kv.provenance, encoded, window._fidelity)
+            patch = repo.get_patch(key) if key else None
+            if key is None or patch is None or patch.nbytes >= found[0].nbytes:
+                continue
+            dropped.append(p.kv.span)
+            freed += found[0].nbytes - patch.nbytes
+            kv = p.kv.model_copy(
+                update={"lane": "patched", "exact": False, "depth": p.kv.depth + 1, "span": base, "patch": key}
+            )
+            placed[i] = p.but(kv=kv)
+        if dropped:
+            window._commit(state.edited(placed=tuple(placed)))
+            for key in dropped:
+                if not repo.leased(key):
+                    repo.delete(key)
+    return freed
+
+
+# -- sources, restoring, forgetting --------------------------------------------------------------------------------
+
+
+def keep_source(engine: Engine, chunk: Chunk) -> None:
+    """Stores the lossless bytes of in-memory media, so that the chunk can be rebuilt after a restart."""
+    if not chunk.keep_source:
+        return
+    for part in chunk.media:
+        frames = chunk.pixels(part) if part.source is None else None
+        if frames is not None and not engine.repo.contains(f"source/{part.content}"):
+            engine.repo.put_source(part.content, pack_frames(frames))
+
+
+def rebind(engine: Engine, state: State) -> State:
+    """``state`` for ``engine``: as it is on the same model, encoded again without KV on another one."""
+    mine = digest(engine.spec.name, engine.spec.identity)
+    if state.engine == mine:
+        return state
+    header = engine.encode_header(state.header)
+
+    def again(placed: Placed) -> Placed:
+        encoded = engine.encode(placed.chunk)
+        return placed.but(tokens=encoded.tokens, advance=encoded.advance, kv=None, seen=False, unseen=())
+
+    return state.but(
+        engine=mine, header_tokens=header.tokens, header_advance=header.advance,
+        budget=min(state.budget, engine.spec.max_tokens),
+        placed=tuple(again(p) for p in state.placed), evicted=tuple(p.but(kv=None) for p in state.evicted),
+    )  # fmt: skip
+
+
+def forget(engine: Engine, state: State, gone: Placed, tainted: Sequence[Placed]) -> None:
+    """Deletes stored KV that carries something of ``gone``; its embeddings and source too, unless placed elsewhere.
+
+    Keys that another window leases stay: it still shows the chunk.
+    """
+    repo = engine.repo
+    keys = {k for p in (gone, *tainted) if p.kv for k in (p.kv.span, p.kv.patch) if k}
+    if all(p.chunk_id != gone.chunk_id for p in (*state.placed, *state.evicted)):
+        keys.add(canonical_key(state, gone.chunk_id)[1])
+        keys |= {m.key for m in engine.encode(gone.chunk).media}
+        keys |= {f"source/{part.content}" for part in gone.chunk.media}
+    for key in keys - state.keys():
+        if not repo.leased(key):
+            repo.delete(key)

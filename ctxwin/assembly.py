@@ -1,0 +1,290 @@
+"""From lanes to KV: fetches or rebuilds the spans an ask needs, runs the engine, stores what was computed.
+
+Every stored piece may be gone by the time it is wanted. `Assembly.lay_out` therefore fetches first and commits later: a
+key that cannot be read is remembered as missing, counted, and the lanes are chosen again without it, so that a failure of
+the store becomes a recomputation and never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from ctxwin.answer import Plan
+from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
+from ctxwin.fidelity import Fidelity
+from ctxwin.lanes import Choice, canonical_key, choose, plan_of
+from ctxwin.state import Placed, State, orbit_key, patch_key, provenance_of, span_key
+
+if TYPE_CHECKING:
+    from ctxwin.kv import SpanKV
+    from ctxwin.operator import Patch
+
+log = logging.getLogger("ctxwin")
+
+
+@dataclass
+class Work:
+    """What one operation cost beyond `Engine.generate`: forwards run to form canonicals and patches, and misses."""
+
+    forwards: int = 0
+    tokens: int = 0
+    misses: int = 0
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A layout ready for an engine: header first, then one piece per placed chunk."""
+
+    choices: tuple[Choice, ...]
+    pieces: tuple[Piece, ...]
+    salt: str
+
+
+@dataclass
+class Assembly:
+    """Binds one engine (with its repository of spans) to the functions a window needs. Holds no window state."""
+
+    engine: Engine
+    missing: set[str] = field(default_factory=set)
+
+    @property
+    def repo(self):  # type: ignore[no-untyped-def]
+        return self.engine.repo
+
+    def has(self, key: str) -> bool:
+        """Whether ``key`` can be served, as far as is known without reading it."""
+        return key not in self.missing and self.repo.contains(key)
+
+    def encode(self, placed: Placed) -> Encoded:
+        return self.engine.encode(placed.chunk)
+
+    # -- planning ------------------------------------------------------------------------------------------------
+
+    def header_key(self, state: State) -> str:
+        return span_key(provenance_of(state.header_key, "header", ()), True)
+
+    def plan(self, state: State, fidelity: Fidelity) -> Plan:
+        """What an ask of ``state`` would do; reads no KV."""
+        kv = self.engine.spec.kv
+        itemsize = 4 if kv.dtype == "float32" else 2
+        return plan_of(state, choose(state, fidelity, self.has), kv.span_bytes(1, itemsize), self.has(self.header_key(state)))
+
+    # -- laying out ----------------------------------------------------------------------------------------------
+
+    def lay_out(self, state: State, fidelity: Fidelity, work: Work) -> Laid:
+        """Chooses lanes, fetches their KV, forms missing canonicals. Repeats with what turned out to be missing."""
+        self.missing.clear()
+        # Each round either succeeds or learns of at least one missing key, so it ends.
+        while True:
+            choices = choose(state, fidelity, self.has)
+            pieces = self._pieces(state, choices, work)
+            if pieces is not None:
+                exact = all(c.served.exact for c in choices)
+                return Laid(tuple(choices), pieces, "" if exact else state.epoch)
+
+    def _pieces(self, state: State, choices: Sequence[Choice], work: Work) -> tuple[Piece, ...] | None:
+        header = self._header(state, work)
+        pieces = [header]
+        for choice, start in zip(choices, state.starts(), strict=True):
+            encoded = self.encode(choice.placed)
+            if choice.compute:
+                pieces.append(Piece(encoded, start, capture=True, id=choice.served.span))
+                continue
+            if choice.form_canonical:
+                self.canonical(state, choice.placed, header, work)
+            span = self._span(choice.served.span, encoded, work)
+            if span is None:
+                return None
+            if choice.served.patch is not None:
+                patch = self._patch(choice.served.patch, work)
+                if patch is None:
+                    return None
+                from ctxwin.operator import apply_patch
+
+                span = apply_patch(span, patch, self.engine.spec.kv, start)
+            pieces.append(Piece(encoded, start, span=span, id=choice.served.patch or choice.served.span))
+        return tuple(pieces)
+
+    def _header(self, state: State, work: Work) -> Piece:
+        encoded = self.engine.encode_header(state.header)
+        key = self.header_key(state)
+        span = self._span(key, encoded, work) if self.has(key) else None
+        return Piece(encoded, 0, span=span, capture=span is None, id=key)
+
+    def _span(self, key: str, encoded: Encoded, work: Work) -> SpanKV | None:
+        found = self.repo.get_span(key, token_ids=encoded.token_ids)
+        if found is None:
+            self._miss(key, work)
+            return None
+        span: SpanKV = found[0]
+        return span
+
+    def _patch(self, key: str, work: Work) -> Patch | None:
+        patch: Patch | None = self.repo.get_patch(key)
+        if patch is None:
+            self._miss(key, work)
+        return patch
+
+    def _miss(self, key: str, work: Work) -> None:
+        self.missing.add(key)
+        work.misses += 1
+        log.warning("%s is gone from the store: recomputing", key[:20])
+
+    def put(self, key: str, span: SpanKV, encoded: Encoded, **meta: object) -> None:
+        """Stores a computed span; a refusal is logged by the store and costs a recomputation later."""
+        self.missing.discard(key)
+        self.repo.put_span(key, span, {"token_ids": list(encoded.token_ids), "chunk": encoded.chunk_id, **meta})
+
+    def canonical(self, state: State, placed: Placed, header: Piece | None, work: Work) -> str:
+        """The key of a chunk's canonical, formed by one forward behind the header where it is not held."""
+        provenance, key = canonical_key(state, placed.chunk_id)
+        if self.has(key):
+            return key
+        header = header or self._header(state, work)
+        encoded = self.encode(placed)
+        span = self.engine.prefill([header], encoded, state.header_advance)
+        work.forwards += 1
+        work.tokens += encoded.tokens + (header.encoded.tokens if header.span is None else 0)
+        self.put(key, span, encoded, provenance=provenance, exact=True)
+        return key
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        laid: Laid,
+        query: Encoded,
+        sampling: Sampling,
+        *,
+        capture_query: bool = False,
+        on_token: Callable[[int, str], bool] | None = None,
+    ) -> Generation:
+        return self.engine.generate(
+            laid.pieces, query, sampling, salt=laid.salt, capture_query=capture_query, on_token=on_token
+        )
+
+    def settle(self, state: State, laid: Laid, captured: dict[int, SpanKV], fidelity: Fidelity) -> State:
+        """Stores captured KV and returns ``state`` with each placement's conditioning as it was served.
+
+        The version stays: what is placed has not changed, only what is known about its KV.
+        """
+        if 0 in captured:
+            self.put(laid.pieces[0].id, captured[0], laid.pieces[0].encoded, provenance="header", exact=True)
+        placed = []
+        for i, choice in enumerate(laid.choices, start=1):
+            p = choice.placed
+            if choice.compute:
+                if i not in captured:  # the engine could not read it back: stay uncomputed
+                    placed.append(p)
+                    continue
+                served = choice.served
+                self.put(
+                    served.span, captured[i], laid.pieces[i].encoded,
+                    provenance=served.provenance, exact=served.exact, depth=served.depth,
+                )  # fmt: skip
+                if fidelity.mode == "patched" and served.antecedents:
+                    self._store_factors(state, choice, captured[i], laid.pieces[i].encoded, fidelity)
+            if choice.settles:
+                p = p.but(kv=choice.served, seen=True, unseen=())
+            placed.append(p)
+        return state.but(placed=tuple(placed))
+
+    def _store_factors(
+        self, state: State, choice: Choice, conditioned: SpanKV, encoded: Encoded, fidelity: Fidelity
+    ) -> None:
+        """Stores patches against every base at hand; never runs a forward on the path of an answer."""
+        _, base = canonical_key(state, choice.placed.chunk_id)
+        for key in {base, choice.removal} - {None}:
+            assert key is not None
+            if self.has(key):
+                self.form(conditioned, key, choice.served.provenance, encoded, fidelity)
+
+    def form(self, conditioned: SpanKV, base_key: str, provenance: str, encoded: Encoded, fidelity: Fidelity) -> str | None:
+        """Forms and stores the patch that turns a stored base into ``conditioned``; None where the base is gone."""
+        from ctxwin.operator import form_patch
+
+        key = patch_key(provenance, base_key, fidelity.patch_name)
+        if self.has(key):
+            return key
+        base = self.repo.get_span(base_key, token_ids=encoded.token_ids)
+        if base is None:
+            return None
+        patch = form_patch(
+            conditioned, base[0], self.engine.spec.kv, rank=fidelity.rank, bytes_share=fidelity.bytes_share,
+            layers=fidelity.layers,
+        )  # fmt: skip
+        self.missing.discard(key)
+        self.repo.put_patch(key, patch)
+        return key
+
+    # -- background and offline work -------------------------------------------------------------------------------
+
+    def reform(self, state: State, index: int, laid: Laid, fidelity: Fidelity, work: Work) -> State:
+        """Re-forms one placed chunk behind what is in front of it now: one forward, no vision encode."""
+        choice = laid.choices[index]
+        front = [c.served for c in laid.choices[:index]]
+        now = provenance_of(state.header_key, choice.placed.chunk_id, [f.provenance for f in front])
+        exact = all(f.exact for f in front)
+        piece = laid.pieces[index + 1]
+        span = self.engine.prefill(
+            laid.pieces[: index + 1], piece.encoded, piece.start, salt="" if exact else laid.salt
+        )
+        work.forwards += 1
+        work.tokens += piece.encoded.tokens
+        depth = 0 if exact else 1 + max(f.depth for f in front)
+        served = choice.served.model_copy(
+            update={
+                "provenance": now, "antecedents": tuple(c.placed.id for c in laid.choices[:index]), "exact": exact,
+                "depth": depth, "lane": "formed", "span": span_key(now, exact), "patch": None,
+            }
+        )  # fmt: skip
+        self.put(served.span, span, piece.encoded, provenance=now, exact=exact, depth=depth)
+        formed = replace(choice, lane="formed", served=served, compute=True)
+        if fidelity.mode == "patched" and front:
+            self._store_factors(state, formed, span, piece.encoded, fidelity)
+        placed = list(state.placed)
+        placed[index] = placed[index].but(kv=served, seen=True, unseen=())
+        return state.but(placed=tuple(placed))
+
+    def orbit(
+        self, state: State, index: int, orders: Iterable[Sequence[int]], fidelity: Fidelity, work: Work
+    ) -> str | None:
+        """Forms one patch for the chunk at ``index`` from the mean over ``orders`` of the chunks in front of it.
+
+        Each order is a permutation of ``range(index)``. Cost: a forward of everything in front and of the chunk per
+        order, no vision encode. Kamera, section 5 "Reorder". Returns the patch key.
+        """
+        from ctxwin.operator import orbit_mean
+
+        target = state.placed[index]
+        encoded = self.encode(target)
+        header = self._header(state, work)
+        base_key = self.canonical(state, target, header, work)
+        base = self.repo.get_span(base_key, token_ids=encoded.token_ids)
+        if base is None:
+            return None
+        met: list[SpanKV] = []
+        for order in orders:
+            pieces, at = [header], state.header_advance
+            for i in order:
+                front = self.encode(state.placed[i])
+                span = self.engine.prefill(pieces, front, at)
+                pieces.append(Piece(front, at, span=span))
+                work.forwards += 1
+                work.tokens += front.tokens
+                at += front.advance
+            met.append(self.engine.prefill(pieces, encoded, at))
+            work.forwards += 1
+            work.tokens += encoded.tokens
+        patch = orbit_mean(
+            met, base[0], self.engine.spec.kv, rank=fidelity.rank, bytes_share=fidelity.bytes_share, layers=fidelity.layers
+        )
+        key = orbit_key(
+            state.header_key, target.chunk_id, [p.chunk_id for p in state.placed[:index]], fidelity.patch_name
+        )
+        self.repo.put_patch(key, patch)
+        self.missing.discard(key)
+        return key

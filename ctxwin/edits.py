@@ -1,0 +1,111 @@
+"""Pure functions from one window state to the next; what each method of `Window` shares with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice, permutations
+from random import Random
+
+from ctxwin.errors import BudgetExceeded
+from ctxwin.state import Placed, State
+
+# Evicted chunks a window remembers; the oldest are dropped, so that an endless stream stays bounded.
+MAX_EVICTED = 4096
+
+
+def checked_index(index: int, length: int) -> int:
+    """``index`` as 0..length, negative ones counted from the end like ``list.insert``'s; ValueError outside."""
+    if not isinstance(index, int) or isinstance(index, bool) or not -length <= index <= length:
+        raise ValueError(f"index must be an int in {-length}..{length}, got {index!r}")
+    return index + length if index < 0 else index
+
+
+def appended(state: State, placed: Placed) -> State:
+    """An append keeps the epoch: everything in front of it is as it was."""
+    return state.but(version=state.version + 1, arrivals=state.arrivals + 1, placed=(*state.placed, placed))
+
+
+def inserted(state: State, placed: Placed, index: int, *, repair: bool = False) -> State:
+    """``placed`` at ``index``; what stands behind either keeps its KV without having seen it, or is to be re-formed."""
+    behind = tuple(
+        p.but(kv=None, unseen=()) if repair else p.but(unseen=tuple(dict.fromkeys((*p.unseen, placed.id))))
+        for p in state.placed[index:]
+    )
+    return state.but(placed=(*state.placed[:index], placed, *behind))
+
+
+def evicted(state: State, leaving: Sequence[Placed]) -> State:
+    """Without ``leaving``, which can be recalled."""
+    out = {p.id for p in leaving}
+    kept = tuple(p for p in state.placed if p.id not in out)
+    return state.edited(placed=kept, evicted=(*state.evicted, *leaving)[-MAX_EVICTED:])
+
+
+def forgotten(state: State, gone: Placed) -> tuple[State, list[Placed]]:
+    """Without ``gone`` and without anything it left in others; also the placements whose KV carried something of it."""
+    tainted = absorbers(state, gone.id)
+
+    def clean(placed: Placed) -> Placed:
+        return placed.but(kv=None, unseen=()) if placed.id in tainted else placed
+
+    new = state.edited(
+        placed=tuple(clean(p) for p in state.placed if p.id != gone.id),
+        evicted=tuple(clean(p) for p in state.evicted if p.id != gone.id),
+    )
+    return new, [p for p in (*state.placed, *state.evicted) if p.id in tainted]
+
+
+def absorbers(state: State, source: str) -> set[str]:
+    """Ids of placed and evicted chunks whose KV carries something of ``source``, directly or through others.
+
+    An antecedent that is no longer known (evicted too long ago) counts as a carrier: forgetting must not miss one.
+    """
+    known = {p.id: p for p in (*state.placed, *state.evicted)}
+    tainted = {source}
+    changed = True
+    while changed:
+        changed = False
+        for p in known.values():
+            if p.id in tainted or p.kv is None:
+                continue
+            if any(a in tainted or a not in known for a in p.kv.antecedents):
+                tainted.add(p.id)
+                changed = True
+    return tainted - {source}
+
+
+def leaving_for_budget(state: State) -> list[Placed]:
+    """The oldest unpinned chunks whose eviction brings the window within its budget; BudgetExceeded where none can."""
+    excess = state.tokens - state.budget
+    leaving: list[Placed] = []
+    for placed in oldest_first(state):
+        if excess <= 0:
+            break
+        leaving.append(placed)
+        excess -= placed.tokens
+    if excess > 0:
+        needed = state.budget + excess
+        raise BudgetExceeded(
+            f"pinned chunks must fit the budget of {state.budget} tokens, got {needed}; unpin some or raise the budget",
+            needed=needed,
+            budget=state.budget,
+        )
+    return leaving
+
+
+def oldest_first(state: State) -> list[Placed]:
+    """Unpinned placed chunks by arrival."""
+    return sorted((p for p in state.placed if not p.pinned), key=lambda p: p.arrival)
+
+
+def sampled_orders(k: int, count: int, seed: int) -> list[tuple[int, ...]]:
+    """Up to ``count`` distinct permutations of ``range(k)``: all of them where there are fewer."""
+    rng = Random(seed)
+    every = list(islice(permutations(range(k)), 5041))  # 7! + 1: beyond that, sample
+    if len(every) <= 5040:
+        rng.shuffle(every)
+        return every[:count]
+    seen: dict[tuple[int, ...], None] = {}
+    while len(seen) < count:
+        seen[tuple(rng.sample(range(k), k))] = None
+    return list(seen)

@@ -1,0 +1,158 @@
+"""The immutable state of a window: what is placed, what each placed chunk's KV has absorbed, what was evicted.
+
+Pydantic models, so that a snapshot is this state and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from ctxwin.chunk import Chunk
+from ctxwin.errors import UnknownChunk
+from ctxwin.fidelity import Fidelity, Lane
+from ctxwin.identity import digest
+
+
+class Conditioning(BaseModel):
+    """What a placed chunk's KV has absorbed, and where that KV is.
+
+    Attributes:
+        provenance: digest of header and antecedents in order, each with its own provenance (see `provenance_of`).
+        antecedents: placement ids in front when it was computed; the edges of the cascade graph.
+        exact: whether it equals what a re-prefill behind exactly these antecedents gives.
+        depth: length of the chain of approximations it stands on; 0 where exact.
+        lane: how it came to be.
+        span: store key of its span (of the base it is rebuilt from, where there is a patch).
+        patch: store key of the patch that is added to the base, if any.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    provenance: str
+    antecedents: tuple[str, ...]
+    exact: bool
+    depth: int
+    lane: Lane
+    span: str
+    patch: str | None = None
+
+
+class Placed(BaseModel):
+    """One placement of a chunk.
+
+    Attributes:
+        tokens: KV slots; advance: how far the next chunk's start moves on.
+        arrival: counts appends over the window's lifetime; the chronological order.
+        kv: its conditioned KV; None: must be computed.
+        seen: whether it has been computed before (a recomputation is ``formed``, not ``computed``).
+        unseen: placement ids put in front of it later that it was allowed not to absorb.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    chunk: Chunk
+    chunk_id: str
+    tokens: int
+    advance: int
+    arrival: int
+    pinned: bool = False
+    conditioned: bool = True
+    kv: Conditioning | None = None
+    seen: bool = False
+    unseen: tuple[str, ...] = ()
+
+    def but(self, **changes: Any) -> Placed:
+        return self.model_copy(update=changes)
+
+
+class State(BaseModel):
+    """A version of a window.
+
+    Attributes:
+        epoch: changes with every edit except an append; names the lineage of approximate KV (see `Engine.generate`).
+        placed: chunks in prompt order; evicted: what can be recalled, oldest eviction first.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: int = 1
+    engine: str
+    header: str
+    header_tokens: int
+    header_advance: int
+    budget: int
+    fidelity: Fidelity
+    version: int = 0
+    epoch: str
+    arrivals: int = 0
+    placed: tuple[Placed, ...] = ()
+    evicted: tuple[Placed, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return self.header_tokens + sum(p.tokens for p in self.placed)
+
+    @property
+    def header_key(self) -> str:
+        """Provenance of the header itself."""
+        return digest("header", self.engine, self.header)
+
+    def index(self, placement: str) -> int:
+        """Index of a placed chunk; raises UnknownChunk."""
+        for i, p in enumerate(self.placed):
+            if p.id == placement:
+                return i
+        gone = any(p.id == placement for p in self.evicted)
+        hint = "it is evicted: recall it first" if gone else f"this version places {[p.id for p in self.placed]}"
+        raise UnknownChunk(f"id must be a placed chunk, got {placement!r}; {hint}")
+
+    def find_evicted(self, placement: str) -> Placed:
+        for p in self.evicted:
+            if p.id == placement:
+                return p
+        placed = any(p.id == placement for p in self.placed)
+        hint = "it is placed already" if placed else f"evicted are {[p.id for p in self.evicted]}"
+        raise UnknownChunk(f"id must be an evicted chunk, got {placement!r}; {hint}")
+
+    def but(self, **changes: Any) -> State:
+        return self.model_copy(update=changes)
+
+    def edited(self, **changes: Any) -> State:
+        """The next version, in a new epoch: something before the tail changed."""
+        return self.but(version=self.version + 1, epoch=digest("epoch", self.epoch, self.version), **changes)
+
+    def starts(self) -> list[int]:
+        """Start position of every placed chunk."""
+        at, out = self.header_advance, []
+        for p in self.placed:
+            out.append(at)
+            at += p.advance
+        return out
+
+    def keys(self) -> set[str]:
+        """Store keys this version needs to stay available."""
+        return {k for p in self.placed if p.kv for k in (p.kv.span, p.kv.patch) if k}
+
+
+def provenance_of(header_key: str, chunk_id: str, front: Iterable[str]) -> str:
+    """Provenance of a chunk's KV: header, then its antecedents in order, each by its own provenance."""
+    return digest("provenance", header_key, chunk_id, list(front))
+
+
+def span_key(provenance: str, exact: bool) -> str:
+    """Store key of a span. Exact and approximate KV of one provenance never share a key."""
+    return "span/" + digest("span", provenance, exact)
+
+
+def patch_key(provenance: str, base: str, name: str) -> str:
+    """Store key of a patch that turns the base span into KV of ``provenance``."""
+    return "patch/" + digest("patch", provenance, base, name)
+
+
+def orbit_key(header_key: str, chunk_id: str, antecedents: Sequence[str], name: str) -> str:
+    """Store key of an orbit patch: header, chunk, and the antecedents' contents as a set."""
+    return "orbit/" + digest("orbit", header_key, chunk_id, sorted(antecedents), name)

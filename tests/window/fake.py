@@ -1,0 +1,179 @@
+"""A tiny exact engine in float64 for tests of the window: its KV is a causal function of everything in front.
+
+Each token's "KV" is ``tanh(own + mean of everything in front)``, its key additionally rotated by position. Re-prefilling a
+layout and re-using spans can therefore be told apart to the last bit, and an answer names the KV it was read from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
+from ctxwin.engines.base import Encoded, Engine, EngineCounters, EngineSpec, Generation, MediaSpan, Piece, Sampling
+from ctxwin.errors import ChunkUnavailable
+from ctxwin.identity import digest
+from ctxwin.kv import KVSpec, RopeSpec, SpanKV
+from ctxwin.media import unpack_frames
+from ctxwin.operator import relocate
+from ctxwin.store import open_store
+from ctxwin.store.base import Store
+from ctxwin.store.spans import SpanRepository
+
+LAYERS, DIM = 2, 4
+KV = KVSpec(
+    identity="fake", family="gqa", layers=LAYERS, heads=1, k_dim=DIM, v_dim=DIM,
+    rope=RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=DIM), dtype="float32",
+)  # fmt: skip
+
+
+def _positions(n: int) -> np.ndarray:
+    return np.broadcast_to(np.arange(n, dtype=np.int64), (3, n)).copy()
+
+
+def _own(token: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(token + 1)
+    return torch.randn(2, LAYERS, DIM, generator=generator, dtype=torch.float64)
+
+
+class FakeEngine(Engine):
+    """See the module. Vocabulary of 50 tokens; media are one token per frame, derived from the pixels' digest."""
+
+    def __init__(self, store: Store | None = None, max_tokens: int = 4096, name: str = "fake") -> None:
+        self.spec = EngineSpec(name, "fake-model", digest("fake", name), KV, max_tokens, vision=True)
+        self.store = store or open_store("memory:")
+        self.repo = SpanRepository(self.store, self.spec.identity)
+        self.counters = EngineCounters()
+        self.delay = 0.0
+        self.fail: Exception | None = None
+
+    # -- encoding
+
+    def _text(self, text: str) -> list[int]:
+        return [100 + b for b in text.encode()]
+
+    def _plain(self, chunk_id: str, ids: Sequence[int], media: tuple[MediaSpan, ...] = ()) -> Encoded:
+        return Encoded(chunk_id, tuple(ids), _positions(len(ids)), len(ids), media)
+
+    def encode_header(self, header: str) -> Encoded:
+        return self._plain(digest("header", header), [1, *self._text(header)])
+
+    def encode(self, chunk: Chunk) -> Encoded:
+        ids: list[int] = []
+        media: list[MediaSpan] = []
+        for part in chunk.parts:
+            if isinstance(part, TextPart):
+                ids += self._text(part.text)
+            elif isinstance(part, TokensPart):
+                ids += part.ids
+            else:
+                key = "embed/" + digest("fake", part.content)
+                frames = self._see(chunk, part, key)
+                media.append(MediaSpan(part.media, key, len(ids), len(frames), (len(frames), 2, 2)))
+                ids += [1000 + int(f) for f in frames]
+        return self._plain(chunk.id, ids, tuple(media))
+
+    def _see(self, chunk: Chunk, part: MediaPart, key: str) -> torch.Tensor:
+        held = self.repo.get_embedding(key)
+        if held is None:
+            pixels = chunk.pixels(part)
+            if pixels is None:
+                stored = self.repo.get_source(f"source/{part.content}")
+                if stored is None:
+                    raise ChunkUnavailable(f"media {part.content[:12]} has neither pixels nor a source")
+                pixels = unpack_frames(stored)
+            self.counters.vision_encodes += 1
+            held = torch.tensor([int(f.astype(np.int64).sum()) % 997 for f in pixels], dtype=torch.float32)
+            self.repo.put_embedding(key, held)
+        return held
+
+    def encode_query(self, query: str) -> Encoded:
+        return self._plain(digest("query", query), [*self._text(query), 2, 3])
+
+    def encode_exchange(self, query: str, answer_ids: Sequence[int]) -> Encoded:
+        ids = [*self.encode_query(query).token_ids, *answer_ids, 2, 4]
+        return self._plain(digest("exchange", ids), ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(str(t) for t in token_ids)
+
+    def embed(self, key: str) -> torch.Tensor:
+        held = self.repo.get_embedding(key)
+        if held is None:
+            raise ChunkUnavailable(key)
+        return held
+
+    # -- computing
+
+    def _forward(self, front: list[SpanKV], encoded: Encoded, start: int) -> SpanKV:
+        parts = [torch.stack([relocate(s, KV, 0).k, s.v])[:, :, :, 0] for s in front]  # [2, L, T, D] each
+        context = torch.cat(parts, 2) if parts else torch.zeros(2, LAYERS, 0, DIM, dtype=torch.float64)
+        for token in encoded.token_ids:
+            seen = context.mean(2) if context.shape[2] else torch.zeros(2, LAYERS, DIM, dtype=torch.float64)
+            context = torch.cat([context, torch.tanh(_own(token) + 3 * seen)[:, :, None]], 2)
+        mine = context[:, :, -encoded.tokens :, None]
+        positions = torch.from_numpy(encoded.positions.copy())
+        return relocate(SpanKV(mine[0].clone(), mine[1].clone(), positions, 0), KV, start)
+
+    def _run(self, pieces: Sequence[Piece]) -> tuple[list[SpanKV], dict[int, SpanKV], int, int]:
+        spans: list[SpanKV] = []
+        captured: dict[int, SpanKV] = {}
+        tokens = loaded = 0
+        for i, piece in enumerate(pieces):
+            if piece.span is not None:
+                spans.append(relocate(piece.span, KV, piece.start))
+                loaded += piece.span.nbytes
+            else:
+                spans.append(self._forward(spans, piece.encoded, piece.start))
+                tokens += piece.encoded.tokens
+                if piece.capture:
+                    captured[i] = spans[-1]
+        return spans, captured, tokens, loaded
+
+    def prefill(self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "") -> SpanKV:
+        if self.fail:
+            raise self.fail
+        spans, _, tokens, _ = self._run(context)
+        self.counters.prefill_forwards += 1
+        self.counters.prefill_tokens += tokens + target.tokens
+        return self._forward(spans, target, start)
+
+    def generate(
+        self, layout: Sequence[Piece], query: Encoded, sampling: Sampling, *, salt: str = "", capture_query: bool = False,
+        on_token: Callable[[int, str], bool] | None = None,
+    ) -> Generation:  # fmt: skip
+        if self.fail:
+            raise self.fail
+        spans, captured, tokens, loaded = self._run(layout)
+        start = layout[-1].start + layout[-1].encoded.advance
+        asked = self._forward(spans, query, start)
+        out: list[int] = []
+        logprobs: dict[int, float] = {}
+        fed = query
+        for _ in range(min(3, sampling.max_tokens)):
+            state = (asked.v[-1, -1, 0] * 40).tolist()
+            logits = torch.tensor([sum(x * np.cos((i + 1) * (j + 1.3)) for i, x in enumerate(state)) for j in range(50)])
+            logs = torch.log_softmax(3 * logits.double(), 0)
+            token = int(logs.argmax())
+            logprobs = logprobs or {i: float(v) for i, v in enumerate(logs)}
+            out.append(token)
+            if self.delay:
+                time.sleep(self.delay)
+            if on_token and not on_token(token, self.decode(out)):
+                break
+            ids = (*fed.token_ids, token)
+            fed = replace(fed, token_ids=ids, positions=_positions(len(ids)), advance=len(ids))
+            asked = self._forward(spans, fed, start)
+        n = query.tokens + len(out) - 1
+        return Generation(
+            token_ids=out, text=self.decode(out), logprobs=logprobs if sampling.logprobs else {}, captured=captured,
+            query_span=asked.slice(0, n) if capture_query else None, computed_tokens=tokens + query.tokens, forwards=1,
+            bytes_loaded=loaded, ttft_s=0.001,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.store.close()
