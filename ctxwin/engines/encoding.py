@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
 from ctxwin.engines.base import Encoded, EngineCounters, MediaSpan
 from ctxwin.engines.checkpoint import Checkpoint, MediaTokens
-from ctxwin.errors import BadMedia, ChunkUnavailable, StoreCorrupt, UnsupportedModel
+from ctxwin.errors import BadMedia, ChunkUnavailable, UnsupportedModel
 from ctxwin.identity import digest
 from ctxwin.media import unpack_frames
 
@@ -23,77 +23,63 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from ctxwin.store.base import Store
+    from ctxwin.store.spans import SpanRepository
 
 Vision = Callable[[Any, Any], Any]
 """``(pixel_values, grid_thw int64 [n, 3]) -> embeddings [tokens, hidden]`` of all n items, in order."""
 Positions = Callable[[Sequence[int], Sequence[MediaSpan]], "tuple[np.ndarray, int]"]
 """``(token_ids, media) -> (int64 [3, T] starting at 0, position of a text token that would follow)``."""
 
+Grid = tuple[int, int, int]
+"""Patches before merging: (t, h, w)."""
+
 _FRAMES_AT_ONCE = 16
 _log = logging.getLogger("ctxwin.engines")
 
 
 class Embeddings:
-    """Vision embeddings by key, with their grid: a store in front of which the latest ones are kept in memory.
+    """Vision embeddings by key, with their patch grid, in a repository.
 
-    Args:
-        store: where they are kept for good.
-        max_bytes: bound of the in-memory part; it serves the forward that follows an encode, also where the store
-            refuses (full) or has just evicted.
+    What the store refuses (full, everything leased) is kept in memory up to ``max_bytes``, so that the forward which
+    follows an encode finds it.
     """
 
-    def __init__(self, store: Store, max_bytes: int = 256 << 20) -> None:
-        self.store = store
+    def __init__(self, repository: SpanRepository, max_bytes: int = 64 << 20) -> None:
+        self._repository = repository
         self._max_bytes = max_bytes
-        self._held: OrderedDict[str, tuple[torch.Tensor, tuple[int, int, int]]] = OrderedDict()
-        self._bytes = 0
+        self._refused: OrderedDict[str, tuple[torch.Tensor, Grid]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: str) -> tuple[torch.Tensor, tuple[int, int, int]] | None:
-        """``([tokens, hidden], (t, h, w))``, or None. A corrupt blob is a miss."""
-        from ctxwin.store.codec import decode_tensors
-
+    def get(self, key: str) -> tuple[torch.Tensor, Grid] | None:
+        """``([tokens, hidden], (t, h, w))``, or None where either is gone or unreadable."""
         with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-                return self._held[key]
-        blob = self.store.get(key)
-        if blob is None:
+            if key in self._refused:
+                return self._refused[key]
+        grid = self._repository.get_json(_grid_key(key))
+        if grid is None:
             return None
-        try:
-            tensors, meta = decode_tensors(blob)
-            t, h, w = (int(n) for n in meta["grid"])
-            found = (tensors["embeddings"], (t, h, w))
-        except (StoreCorrupt, KeyError, TypeError, ValueError) as error:
-            _log.warning("stored vision embeddings %s are unreadable and will be recomputed: %s", key, error)
-            self.store.delete(key)
-            return None
-        self._keep(key, *found)
-        return found
+        embeddings = self._repository.get_embedding(key)
+        return None if embeddings is None else (embeddings, (int(grid[0]), int(grid[1]), int(grid[2])))
 
     def contains(self, key: str) -> bool:
         with self._lock:
-            held = key in self._held
-        return held or self.store.contains(key)
+            held = key in self._refused
+        return held or (self._repository.contains(key) and self._repository.contains(_grid_key(key)))
 
-    def put(self, key: str, embeddings: torch.Tensor, grid: tuple[int, int, int]) -> None:
-        from ctxwin.store.codec import encode_tensors
-
+    def put(self, key: str, embeddings: torch.Tensor, grid: Grid) -> None:
         embeddings = embeddings.detach().to("cpu").contiguous()
-        self._keep(key, embeddings, grid)
-        if not self.store.put(key, encode_tensors({"embeddings": embeddings}, {"grid": list(grid)})):
-            _log.warning("the store refused vision embeddings %s; they are kept in memory only", key)
-
-    def _keep(self, key: str, embeddings: torch.Tensor, grid: tuple[int, int, int]) -> None:
+        # The grid goes first: embeddings without their grid would be useless, a grid alone is a miss.
+        if self._repository.put_json(_grid_key(key), list(grid)) and self._repository.put_embedding(key, embeddings):
+            return
+        _log.warning("the store refused vision embeddings %s; they are kept in memory only", key)
         with self._lock:
-            if key in self._held:
-                return
-            self._held[key] = (embeddings, grid)
-            self._bytes += embeddings.nbytes
-            while self._bytes > self._max_bytes and len(self._held) > 1:
-                _, (old, _) = self._held.popitem(last=False)
-                self._bytes -= old.nbytes
+            self._refused[key] = (embeddings, grid)
+            while len(self._refused) > 1 and sum(e.nbytes for e, _ in self._refused.values()) > self._max_bytes:
+                self._refused.popitem(last=False)
+
+
+def _grid_key(key: str) -> str:
+    return "grid/" + key.partition("/")[2]
 
 
 class Encoder:
@@ -105,7 +91,7 @@ class Encoder:
     Args:
         checkpoint: the model's files.
         identity: model identity, part of every embedding key.
-        store: where embeddings are kept and media sources are looked up.
+        repository: where embeddings are kept and media sources are looked up.
         vision: runs the vision tower; None for a text model.
         positions: the serving engine's position rule.
         counters: ``vision_encodes`` counts media that went through the tower.
@@ -116,16 +102,16 @@ class Encoder:
         self,
         checkpoint: Checkpoint,
         identity: str,
-        store: Store,
+        repository: SpanRepository,
         vision: Vision | None,
         positions: Positions,
         counters: EngineCounters,
         cache: int = 1024,
     ) -> None:
         self.checkpoint = checkpoint
-        self.embeddings = Embeddings(store)
+        self.embeddings = Embeddings(repository)
         self._identity = identity
-        self._store = store
+        self._repository = repository
         self._vision = vision
         self._positions = positions
         self._counters = counters
@@ -265,13 +251,13 @@ class Encoder:
             raise UnsupportedModel(f"{self.checkpoint.name} does not see {part.media}s; use a vision-language model")
         return tokens
 
-    def _images(self, chunk: Chunk, part: MediaPart) -> list[tuple[str, int, tuple[int, int, int], None]]:
+    def _images(self, chunk: Chunk, part: MediaPart) -> list[tuple[str, int, Grid, None]]:
         """An image, or the frames of a video as images: (key, tokens, grid, None) each. One count a media."""
         keys = [
             self._key(part, "image", index if part.media == "video" else None) for index in range(part.shape[0])
         ]
         missing = [i for i, key in enumerate(keys) if self.embeddings.get(key) is None]
-        fresh: dict[str, tuple[int, tuple[int, int, int]]] = {}
+        fresh: dict[str, tuple[int, Grid]] = {}
         if missing:
             from PIL import Image
 
@@ -285,13 +271,13 @@ class Encoder:
             self._counters.vision_encodes += 1
         return [(key, *(fresh.get(key) or self._known(key)), None) for key in keys]
 
-    def _video(self, chunk: Chunk, part: MediaPart) -> list[tuple[str, int, tuple[int, int, int], float]]:
+    def _video(self, chunk: Chunk, part: MediaPart) -> list[tuple[str, int, Grid, float]]:
         """A video as native tokens. An odd number of frames is filled up by repeating the last."""
         processor = self.checkpoint.video_processor
         patch = int(processor.temporal_patch_size)
         fps = part.fps or 2.0
         key = self._key(part, "video", fps)
-        fresh: dict[str, tuple[int, tuple[int, int, int]]] = {}
+        fresh: dict[str, tuple[int, Grid]] = {}
         if self.embeddings.get(key) is None:
             import numpy as np
             import torch
@@ -311,7 +297,7 @@ class Encoder:
         except ValueError as error:  # an aspect ratio beyond the processor's limits, for example
             raise BadMedia(f"the model's processor refused a {part.media} of {part.shape}: {error}") from error
 
-    def _run(self, pixels: Any, grids: Any, keys: list[str]) -> dict[str, tuple[int, tuple[int, int, int]]]:
+    def _run(self, pixels: Any, grids: Any, keys: list[str]) -> dict[str, tuple[int, Grid]]:
         """One run of the vision tower over ``keys``; stores each part, returns (tokens, grid) by key."""
         assert self._vision is not None
         merge = int(self.checkpoint.image_processor.merge_size) ** 2
@@ -324,7 +310,7 @@ class Encoder:
             self.embeddings.put(key, part.clone(), grid)
         return {key: (count, grid) for key, count, grid in zip(keys, rows, sizes, strict=True)}
 
-    def _known(self, key: str) -> tuple[int, tuple[int, int, int]]:
+    def _known(self, key: str) -> tuple[int, Grid]:
         found = self.embeddings.get(key)
         if found is None:
             raise ChunkUnavailable(f"the vision embeddings {key} left the store while the chunk was encoded; try again")
@@ -338,7 +324,7 @@ class Encoder:
         frames = chunk.pixels(part)
         if frames is not None:
             return frames
-        packed = self._store.get(f"source/{part.content}")
+        packed = self._repository.get_source(f"source/{part.content}")
         if packed is not None:
             return unpack_frames(packed)
         origin = f"its file {part.source!r} is gone or changed" if part.source else "it came from memory"
