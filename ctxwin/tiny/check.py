@@ -1,8 +1,9 @@
 """Check a trained checkpoint on held-out contexts: `python -m ctxwin.tiny.check --weights DIR --n 320`.
 
-Three ways to come by the key-value cache of the frames: `reprefill` (one forward over the whole context), `blind` (each
-frame prefilled alone behind the header, keys rotated into place) and `patch` (blind plus a low-rank approximation of what
-conditioning changed). The figures stand in MODEL_CARD.md; the evals of the library measure the same on its own engines.
+Three ways to come by the key-value cache of the frames: `reprefill` (one forward over the whole context), `blind`
+(each frame prefilled alone behind the header, keys rotated into place) and `patch` (blind plus a low-rank
+approximation of what conditioning changed). The figures stand in MODEL_CARD.md; the evals of the library measure the
+same on its own engines.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Reader:
     def prefill(
         self, pieces: Sequence[str | None], pictures: Tensor, start: int = 0, past: Span | None = None
     ) -> tuple[Span, Tensor, int, Tensor]:
-        """One forward; returns the span, its positions [1, 3, T], the next position, and the last token's logits [vocab].
+        """One forward.
+
+        Returns the span, its positions [1, 3, T], the next position, and the last token's logits [vocab].
 
         Args:
             pieces: Texts and pictures, in order.
@@ -62,7 +65,8 @@ class Reader:
 
 
 def _join(spans: Sequence[Span]) -> Span:
-    return [(torch.cat([k for k, _ in layer], 2), torch.cat([v for _, v in layer], 2)) for layer in zip(*spans, strict=True)]
+    layers = zip(*spans, strict=True)
+    return [(torch.cat([k for k, _ in layer], 2), torch.cat([v for _, v in layer], 2)) for layer in layers]
 
 
 def _cut(span: Span, begin: int, end: int) -> Span:
@@ -74,7 +78,8 @@ def patched(blind: Span, conditioned: Span, rank: int) -> Span:
 
     Both spans must be rotated to the same positions. Layer 0 is untouched: it never depends on what stands in front.
     """
-    deficit = [c - b for low, high in zip(blind[1:], conditioned[1:], strict=True) for b, c in zip(low, high, strict=True)]
+    pairs = zip(blind[1:], conditioned[1:], strict=True)
+    deficit = [c - b for low, high in pairs for b, c in zip(low, high, strict=True)]
     matrix = torch.cat([d[0].transpose(0, 1).flatten(1) for d in deficit], 1)
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     reduced = ((u[:, :rank] * s[:rank]) @ v[:rank]).chunk(len(deficit), 1)
@@ -85,7 +90,9 @@ def patched(blind: Span, conditioned: Span, rank: int) -> Span:
 
 
 @torch.no_grad()
-def answers(reader: Reader, item: Item, header: str, labels: bool, decoded: bool, rank: int, seed: int) -> dict[str, Tensor]:
+def answers(
+    reader: Reader, item: Item, header: str, labels: bool, decoded: bool, rank: int, seed: int
+) -> dict[str, Tensor]:
     """First-token logits of the item's first question under every arm."""
     pixels = [render(frame) for frame in item.frames]
     if decoded:
@@ -130,7 +137,10 @@ def check(
     decoded: bool = False,
     rank: int = 8,
 ) -> dict[str, dict[str, Any]]:
-    """Accuracy and mean KL to re-prefill of every arm, per task and number of frames ("all" pools them), n items a cell."""
+    """Accuracy and mean KL to re-prefill of every arm, per task and number of frames ("all" pools them).
+
+    `n` is the number of items a cell.
+    """
     cells: dict[str, dict[str, Tally]] = {}
     for task in tasks:
         for count in frames:
@@ -158,7 +168,7 @@ def check(
 
 def main() -> None:
     """Command line of the check; prints one JSON object."""
-    parser = argparse.ArgumentParser(prog="python -m ctxwin.tiny.check", description="Check a checkpoint on held-out items.")
+    parser = argparse.ArgumentParser(prog="python -m ctxwin.tiny.check", description="Check a checkpoint")
     parser.add_argument("--weights", type=Path, default=checkpoint_dir())
     parser.add_argument("--n", type=int, default=320, help="items per task and number of frames")
     parser.add_argument("--rank", type=int, default=8)

@@ -1,4 +1,4 @@
-"""The trainer's checkpoint: one safetensors file, replaced atomically, with the rest of the state as JSON in its header."""
+"""The trainer's checkpoint: one safetensors file, replaced atomically, the rest of the state as JSON in its header."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class Checkpoint:
             optimizer.state[parameter] = {"step": self.moments["optimizer.step"].clone(), **moments}
 
 
-def save_checkpoint(folder: Path, tensors: dict[str, Tensor], optimizer: torch.optim.AdamW, state: dict[str, Any]) -> None:
+def save_checkpoint(
+    folder: Path, tensors: dict[str, Tensor], optimizer: torch.optim.AdamW, state: dict[str, Any]
+) -> None:
     """Write weights, optimizer moments and a JSON-able state."""
     everything = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -55,7 +57,8 @@ def load_checkpoint(folder: Path, tensors: dict[str, Tensor]) -> Checkpoint | No
         return None
     with safe_open(path, framework="pt") as file:
         state = json.loads(file.metadata()["state"])
-        moments = {name: file.get_tensor(name) for name in file.keys() if name.startswith("optimizer.")}
+        names = list(file.keys())
+        moments = {name: file.get_tensor(name) for name in names if name.startswith("optimizer.")}
         with torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.copy_(file.get_tensor(name))

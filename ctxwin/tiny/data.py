@@ -82,7 +82,7 @@ def place(vocabulary: Vocabulary, pieces: Sequence[str | None], start: int = 0) 
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What one training step draws: contexts, frames in each, marks and questions, share of steps with decoded frames."""
+    """What one step draws: contexts, frames in each, marks and questions, share of steps with decoded frames."""
 
     contexts: int
     frames: int
@@ -121,7 +121,7 @@ class Batch:
 
 
 def through_clip(pictures: Sequence[NDArray[np.uint8]], rng: np.random.Generator) -> list[NDArray[np.uint8]]:
-    """Write pictures to a video file and decode them again: mostly mp4v, one in five times MJPG; each shown 1-3 times."""
+    """Write pictures to a video file and decode it: mostly mp4v, one in five times MJPG; each shown 1-3 times."""
     suffix, fourcc = (".avi", "MJPG") if rng.random() < 0.2 else (".mp4", "mp4v")
     repeats = int(rng.integers(1, 4))
     with tempfile.TemporaryDirectory() as folder:
@@ -175,7 +175,10 @@ def _exchange(rng: np.random.Generator, frames: Sequence[Frame], colors: Sequenc
 def _questions(
     rng: np.random.Generator, frames: Sequence[Frame], colors: Sequence[IntArray], count: int
 ) -> tuple[list[str], NDArray[np.float32], list[bool]]:
-    """`count` questions (texts, target distributions [count, 17], whether a legend decides them), mostly colours of scene things."""
+    """`count` questions, mostly colours of scene things.
+
+    Returns texts, target distributions [count, 17] and whether a legend decides them.
+    """
     cells = [(f, int(r), int(c)) for f, frame in enumerate(frames) for r, c in np.argwhere(frame.mark != NO_MARK)]
     scenes = [cell for cell in cells if frames[cell[0]].role == "scene"]
     legends = [cell for cell in cells if frames[cell[0]].role == "legend"]

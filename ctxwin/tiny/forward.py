@@ -1,7 +1,7 @@
 """A fast functional forward over the weights of a transformers Qwen2.5-VL, for frames of 224 x 224 pixels.
 
-It computes what the transformers classes compute (float32, to rounding), but batches pictures, takes any attention mask and
-any positions, and hands out keys before rotation, which training and the checks of the bundled model need.
+It computes what the transformers classes compute (float32, to rounding), but batches pictures, takes any attention
+mask and any positions, and hands out keys before rotation, which training and the checks of the bundled model need.
 """
 
 from __future__ import annotations

@@ -16,13 +16,15 @@ LAYERS = 4
 HEADS = 4
 KV_HEADS = 2
 HEAD_DIM = HIDDEN // HEADS
+QK_GAIN = 2.0
+"""Initial scale of query and key projections, relative to the rest: equal contents stand out from the first step on."""
 
 
 def build_model(tokenizer: Any, seed: int) -> Any:
     """A freshly initialised `Qwen2_5_VLForConditionalGeneration` of 1.2 million parameters, float32, on the CPU.
 
-    Query and key projections start equal within each group of heads that shares a key, so attention starts out comparing
-    contents; without this the look-up of marks is learned much later.
+    Query and key projections start equal within each group of heads that shares a key, so attention starts out
+    comparing contents; without this the look-up of marks is learned much later.
     """
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -73,6 +75,7 @@ def build_model(tokenizer: Any, seed: int) -> Any:
     with torch.no_grad():
         for layer in model.model.language_model.layers:
             attention = layer.self_attn
+            attention.k_proj.weight.mul_(QK_GAIN)
             shared = attention.k_proj.weight.view(KV_HEADS, 1, HEAD_DIM, HIDDEN)
             queries = shared.expand(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, HIDDEN)
             attention.q_proj.weight.copy_(queries.reshape(HIDDEN, HIDDEN))
@@ -80,7 +83,9 @@ def build_model(tokenizer: Any, seed: int) -> Any:
 
 
 def save_model(model: Any, tokenizer: Any, out: Path) -> None:
-    """Write weights (bfloat16 safetensors), configuration, tokenizer and processor; a 224 x 224 picture stays that size.
+    """Write weights (bfloat16 safetensors), configuration, tokenizer and processor.
+
+    The processor leaves a picture of 224 x 224 pixels at that size.
 
     The model itself is rounded to bfloat16 values and stays float32.
     """

@@ -17,7 +17,7 @@ N_COLORS = 8
 N_SHAPES = len(SHAPES)
 GREY = 8
 TINT_PAIRS = ((0, 2), (1, 4), (3, 7), (5, 6))
-"""Colour indices each tint stands for: sage is red or blue, sky green or purple, tan yellow or pink, lilac orange or cyan."""
+"""Colours of each tint: sage is red or blue, sky green or purple, tan yellow or pink, lilac orange or cyan."""
 N_TINTS = len(TINT_PAIRS)
 N_APPEARANCES = N_COLORS + 1 + N_TINTS
 
@@ -52,7 +52,7 @@ _FONT = (
 
 
 def _coverage(shape: str, dx: int, dy: int) -> NDArray[np.float64]:
-    """Anti-aliased mask of a shape in its cell, [28, 28] in 0..1, centred above the digits and shifted by (dx, dy) pixels."""
+    """Anti-aliased mask of a shape, [28, 28] in 0..1, centred above the digits and shifted by (dx, dy) pixels."""
     samples = 8
     grid = (np.arange(CELL * samples) + 0.5) / samples
     x, y = (grid - 14 - dx)[None, :], (grid - 10 - dy)[:, None]

@@ -32,11 +32,13 @@ HEADERS = (
     "You assist an operator who reviews old recordings; be exact, be short, and say only what the pictures show.",
     "Watch.",
 )
-HEADER_WORDS = (
-    "you the a are is in of and to for with on at it an agent assistant camera robot home user picture frame video answer "
-    "question short word exact look watch see tell report say what who when only never always please room door street screen "
-    "page image be this that each one then new old first last helpful careful system operator do not use your my we they"
-).split()
+_WORDS = (
+    "you the a are is in of and to for with on at it an agent assistant camera robot home user picture frame video "
+    "answer question short word exact look watch see tell report say what who when only never always please room "
+    "door street screen page image be this that each one then new old first last helpful careful system operator do "
+    "not use your my we they"
+)
+HEADER_WORDS = _WORDS.split()
 LABELS = ("t={s} s\n", "t={s}.0 s\n", "frame {s}\n", "camera 2, t={s} s\n", "12:03:{s:02d}\n", "note: all quiet\n")
 
 _TEMPLATE = (
@@ -78,7 +80,8 @@ def build_tokenizer() -> Any:
     words = [*COLORS, *SHAPES, "color", "shape", "of", *HEADER_WORDS]
     numbers = [f"{k:02d}" for k in range(N_MARKS)]
     labels = [label.format(s=12) for label in LABELS]
-    corpus = [*words, *numbers, *(f" {w}" for w in (*words, *numbers)), *HEADERS, *labels, "system", "user", "assistant", "\n"]
+    roles = ["system", "user", "assistant", "\n"]
+    corpus = [*words, *numbers, *(f" {w}" for w in (*words, *numbers)), *HEADERS, *labels, *roles]
     trainer = trainers.BpeTrainer(
         vocab_size=1000,
         min_frequency=1,

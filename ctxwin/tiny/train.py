@@ -1,8 +1,8 @@
 """Train the bundled model from scratch: `python -m ctxwin.tiny.train --out DIR --seed 0`.
 
-Two stages. First the vision tower learns to read shape, appearance and mark at every merged token; the rows of those linear
-heads become the embeddings of the words. Then, with vision frozen, the decoder learns to answer. Every step draws its data
-from (seed, stage, step), so a resumed run repeats an uninterrupted one exactly on the same machine.
+Two stages. First the vision tower learns to read shape, appearance and mark at every merged token; the rows of those
+linear heads become the embeddings of the words. Then, with vision frozen, the decoder learns to answer. Every step
+draws its data from (seed, stage, step), so a resumed run repeats an uninterrupted one exactly on the same machine.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ from ctxwin.tiny.world import Role, render, sample_frames
 MARKS = ((0.0, 2), (0.06, 3), (0.12, 5), (0.19, 8), (0.27, 12), (0.36, 16), (0.46, 25), (0.56, 64))
 """Marks a frame from each share of stage 2 on, as far as 100 marks go round."""
 FRAMES = (
-    (0.0, {2: 0.5, 3: 0.5}),
+    (0.0, {1: 0.3, 2: 0.4, 3: 0.3}),
     (0.06, {1: 0.05, 2: 0.35, 3: 0.35, 4: 0.25}),
     (0.19, {1: 0.04, 2: 0.2, 3: 0.2, 4: 0.2, 5: 0.15, 6: 0.17, 7: 0.02, 8: 0.02}),
 )
 """Weights of the number of frames from each share of stage 2 on."""
+
+PICTURE_NORM = 6.0
+"""Mean norm of picture embeddings when stage 2 starts, a few times a layer's contribution to the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,10 @@ def _update(optimizer: torch.optim.AdamW, loss: Tensor, rate: float) -> None:
 
 
 def vision_batch(rng: np.random.Generator, count: int) -> tuple[Tensor, Tensor]:
-    """Pictures uint8 [count, 224, 224, 3], often decoded or noisy, and labels [count, 64, 3] (shape, appearance, mark or 100)."""
+    """Pictures uint8 [count, 224, 224, 3], often decoded or noisy, and labels [count, 64, 3].
+
+    A label is shape, appearance and mark (100 for none).
+    """
     frames = []
     for _ in range(count):
         role: Role = "legend" if rng.random() < 0.5 else "scene"
@@ -134,13 +140,18 @@ def train_vision(run: Run, optimizer: torch.optim.AdamW) -> None:
 
 
 def copy_heads(run: Run, vocabulary: Vocabulary) -> None:
-    """Make the head rows of shapes, colours and marks the embeddings of their words."""
+    """Make the head rows of shapes, colours and marks their words' embeddings; bring pictures to a like scale."""
     shape, appearance, mark = run.heads
     words = run.model.model.language_model.embed_tokens.weight
     with torch.no_grad():
         words[vocabulary.shapes] = shape.weight
         words[vocabulary.colors] = appearance.weight[: GREY + 1]
         words[vocabulary.numbers] = mark.weight[:N_MARKS]
+        pixels, _ = vision_batch(_rng(run, 1, run.recipe.vision_steps), 8)
+        scale = PICTURE_NORM / encode_pictures(run.model.model.visual, pixels.to(run.device)).norm(dim=-1).mean()
+        last = run.model.model.visual.merger.mlp[2]
+        last.weight.mul_(scale)
+        last.bias.mul_(scale)
 
 
 def batch_spec(recipe: Recipe, step: int, rng: np.random.Generator) -> BatchSpec:
@@ -149,10 +160,13 @@ def batch_spec(recipe: Recipe, step: int, rng: np.random.Generator) -> BatchSpec
     weights = next(w for start, w in reversed(FRAMES) if share >= start)
     frames = int(rng.choice(list(weights), p=list(weights.values())))
     marks = min(next(m for start, m in reversed(MARKS) if share >= start), 64, N_MARKS // frames)
-    return BatchSpec(max(1, recipe.frames_per_step // frames), frames, marks, questions=max(6, 3 * frames))
+    questions = max(6, (3 if share > 0.15 else 6) * frames)
+    return BatchSpec(max(1, recipe.frames_per_step // frames), frames, marks, questions)
 
 
-def decoder_losses(model: Any, vocabulary: Vocabulary, batch: Batch, smoothing: float) -> tuple[Tensor, dict[str, float]]:
+def decoder_losses(
+    model: Any, vocabulary: Vocabulary, batch: Batch, smoothing: float
+) -> tuple[Tensor, dict[str, float]]:
     """Loss and figures of one step of stage 2."""
     text = model.model.language_model
     words = text.embed_tokens.weight
@@ -165,7 +179,8 @@ def decoder_losses(model: Any, vocabulary: Vocabulary, batch: Batch, smoothing: 
 
     answers = torch.tensor(vocabulary.colors + vocabulary.shapes, device=x.device)
     is_color = batch.targets[:, : len(COLORS)].sum(-1, keepdim=True)
-    even = torch.cat([is_color.expand(-1, len(COLORS)) / len(COLORS), (1 - is_color).expand(-1, N_SHAPES) / N_SHAPES], -1)
+    color, shape = is_color.expand(-1, len(COLORS)) / len(COLORS), (1 - is_color).expand(-1, N_SHAPES) / N_SHAPES
+    even = torch.cat([color, shape], -1)
     targets = (1 - smoothing) * batch.targets + smoothing * even
 
     def scored(at: Tensor, columns: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,7 +276,7 @@ def train(recipe: Recipe, out: Path, device: str = "cpu", resume: bool = False) 
 
 def main() -> None:
     """Command line of the trainer."""
-    parser = argparse.ArgumentParser(prog="python -m ctxwin.tiny.train", description="Train the bundled model from scratch.")
+    parser = argparse.ArgumentParser(prog="python -m ctxwin.tiny.train", description="Train the bundled model")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="decoder steps")

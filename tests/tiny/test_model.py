@@ -125,7 +125,8 @@ def test_bundled_model_binds_at_prefill(reader: Reader) -> None:
 
 def test_bundled_model_reads_decoded_frames(reader: Reader) -> None:
     pytest.importorskip("cv2")
-    figures = check(reader, 20, ("multi_hop",), (3,), decoded=True, labels=False, header="You are a shopping assistant.")
+    header = "You are a shopping assistant."
+    figures = check(reader, 20, ("multi_hop",), (3,), decoded=True, labels=False, header=header)
     assert figures["multi_hop/3"]["reprefill"]["accuracy"] >= 0.9
 
 
@@ -133,9 +134,10 @@ def test_bundled_model_reads_decoded_frames(reader: Reader) -> None:
 def test_bundled_model_generates_one_word_and_stops(reader: Reader, processor) -> None:
     item = make_item(77, "single_hop", 2)
     drawn = [Image.fromarray(render(frame)) for frame in item.frames]
+    question = {"type": "text", "text": item.questions[0].text}
     messages = [
         {"role": "system", "content": "You watch a camera."},
-        {"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": item.questions[0].text}]},
+        {"role": "user", "content": [{"type": "image"}, {"type": "image"}, question]},
     ]
     prompt = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     inputs = processor(text=[prompt], images=drawn, return_tensors="pt")

@@ -193,6 +193,7 @@ def test_render_draws_every_cell_with_its_own_picture() -> None:
 
 
 def test_the_world_imports_no_heavy_library() -> None:
-    code = "import sys, ctxwin.tiny, ctxwin.tiny.world, ctxwin.tiny.clip; print({'torch', 'transformers', 'cv2'} & set(sys.modules))"
+    heavy = "{'torch', 'transformers', 'cv2'}"
+    code = f"import sys, ctxwin.tiny, ctxwin.tiny.world, ctxwin.tiny.clip; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
