@@ -45,8 +45,7 @@ class MemoryStore(Store):
 
     def _find(self, key: str) -> _Item | None:
         """The live item, made the most recent one; the lock is held."""
-        if self._closed:
-            raise ValueError("the store is closed; open another one")
+        self._check_open()
         item = self._items.get(key)
         if item is None:
             return None
@@ -55,6 +54,10 @@ class MemoryStore(Store):
             return None
         self._items.move_to_end(key)
         return item
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the store is closed; open another one")
 
     def _drop(self, key: str) -> bool:
         item = self._items.pop(key, None)
@@ -110,6 +113,7 @@ class MemoryStore(Store):
     def list(self, prefix: str = "") -> Iterator[str]:
         """A sorted snapshot of the live keys. O(items log items)."""
         with self._lock:
+            self._check_open()
             now = self._clock()
             live = [k for k, i in self._items.items() if i.expires is None or now < i.expires]
         return iter(sorted(k for k in live if k.startswith(prefix)))
@@ -141,6 +145,7 @@ class MemoryStore(Store):
         return sum(1 for _ in self.list()), 0
 
     def close(self) -> None:
+        """Drops everything; idempotent. Later calls raise ValueError."""
         with self._lock:
             self._items.clear()
             self._leases.clear()

@@ -31,6 +31,9 @@ class TieredStore(Store):
             if value is not None:
                 for above in self.tiers[:depth]:
                     above.put(key, value)
+                # What is hot above must not look cold below: `contains` counts as a use.
+                for below in self.tiers[depth + 1 :]:
+                    below.contains(key)
                 with self._lock:
                     self._hits += 1
                 return value
@@ -39,17 +42,18 @@ class TieredStore(Store):
         return None
 
     def put(self, key: str, value: bytes) -> bool:
-        """Writes through to every tier; True where at least one took it. A tier that refused keeps no older value."""
-        taken = False
-        for tier in self.tiers:
-            if tier.put(key, value):
-                taken = True
-            else:
-                tier.delete(key)
-        if taken:
-            with self._lock:
-                self._puts += 1
-        return taken
+        """Writes through to every tier; True where at least one took it.
+
+        Then a tier that refused drops the older value it may hold; where all refused, everything stays as it was.
+        """
+        refused = [tier for tier in self.tiers if not tier.put(key, value)]
+        if len(refused) == len(self.tiers):
+            return False
+        for tier in refused:
+            tier.delete(key)
+        with self._lock:
+            self._puts += 1
+        return True
 
     def delete(self, key: str) -> bool:
         with self._lock:
@@ -57,7 +61,7 @@ class TieredStore(Store):
         return any([tier.delete(key) for tier in self.tiers])
 
     def contains(self, key: str) -> bool:
-        return any(tier.contains(key) for tier in self.tiers)
+        return any([tier.contains(key) for tier in self.tiers])
 
     def list(self, prefix: str = "") -> Iterator[str]:
         return iter(sorted({key for tier in self.tiers for key in tier.list(prefix)}))
