@@ -1,0 +1,459 @@
+"""The reference engine, on transformers: every arm runs here, and other engines are held against it.
+
+KV is a `DynamicCache` filled with relocated spans; what is missing is computed behind it with explicit 3-D positions and
+a causal mask over past and new tokens. One request at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ctxwin.engines.base import Encoded, Engine, EngineCounters, EngineSpec, Generation, MediaSpan, Piece, Sampling
+from ctxwin.engines.checkpoint import open_checkpoint
+from ctxwin.engines.encoding import Encoder
+from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.kv import SpanKV
+from ctxwin.store.spans import SpanRepository
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    import torch
+
+    from ctxwin.chunk import Chunk
+    from ctxwin.store.base import Store
+
+VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
+DTYPES = ("float32", "bfloat16", "float16")
+_log = logging.getLogger("ctxwin.engines")
+
+
+@dataclass
+class _Pass:
+    """One assembled sequence: its cache, where each piece lies in it, and what it cost."""
+
+    cache: Any
+    tokens: int = 0
+    slices: list[tuple[int, int]] = field(default_factory=list)
+    logits: torch.Tensor | None = None
+    computed: int = 0
+    forwards: int = 0
+    bytes_loaded: int = 0
+
+
+class HFEngine(Engine):
+    """Serves Qwen2-VL, Qwen2.5-VL and text models with rotary GQA or MHA attention (Qwen2, Llama and their kin).
+
+    Args:
+        model: local folder or Hub name.
+        device: torch device.
+        dtype: ``float32``, ``bfloat16`` or ``float16`` (or the torch dtype); None takes the checkpoint's own.
+        store: where spans, embeddings and sources are kept; None opens a store in memory.
+
+    Raises:
+        UnsupportedModel: a model whose KV cannot be moved, or a vision model other than the above.
+        ValueError: no such model, device or dtype.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str | torch.dtype | None = None,
+        store: Store | None = None,
+    ) -> None:
+        from ctxwin.engines._torchvision import repair
+
+        repair()
+        import torch
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+        from ctxwin.operator.config import kv_spec_from_config
+        from ctxwin.store import open_store
+
+        checkpoint = open_checkpoint(model)
+        kind = str(checkpoint.config.model_type)
+        if checkpoint.media is not None and kind not in VISION_MODELS:
+            raise UnsupportedModel(f"a vision model must be one of {', '.join(VISION_MODELS)}, got {kind!r}")
+        name = _dtype_name(dtype, checkpoint.config)
+        identity = checkpoint.identity(name, "transformers")
+        kv = kv_spec_from_config(checkpoint.config, identity, name, "hf")
+        if kv.family == "mla":
+            raise UnsupportedModel(f"{kind!r} has latent attention (MLA), which the transformers engine does not serve")
+        loader = AutoModelForCausalLM if checkpoint.media is None else AutoModelForImageTextToText
+        try:
+            self._device = torch.device(device)
+            loaded = loader.from_pretrained(
+                checkpoint.path, dtype=getattr(torch, name), attn_implementation="sdpa", use_safetensors=True
+            )
+            self._model: Any = loaded.to(self._device).eval()
+        except (RuntimeError, AssertionError) as error:  # an unknown device, or one that torch was not built for
+            raise ValueError(f"device must be one that torch can use, got {device!r}: {error}") from error
+        self.spec = EngineSpec(
+            name="hf",
+            model=str(model),
+            identity=identity,
+            kv=kv,
+            max_tokens=int(checkpoint.text_config.max_position_embeddings),
+            vision=checkpoint.media is not None,
+        )
+        self.store = store if store is not None else open_store("memory:")
+        self.repo = SpanRepository(self.store, identity)
+        self.counters = EngineCounters()
+        self._checkpoint = checkpoint
+        self._dtype = getattr(torch, name)
+        self._lock = threading.RLock()
+        vision = self._see if checkpoint.media is not None else None
+        self._encoder = Encoder(checkpoint, identity, self.repo, vision, self._positions, self.counters)
+        _log.info("transformers engine: %s (%s) on %s, %s", model, kind, self._device, name)
+
+    def encode_header(self, header: str) -> Encoded:
+        return self._encoder.encode_header(header)
+
+    def encode(self, chunk: Chunk) -> Encoded:
+        return self._encoder.encode(chunk)
+
+    def encode_query(self, query: str) -> Encoded:
+        return self._encoder.encode_query(query)
+
+    def encode_exchange(self, query: str, answer_ids: Sequence[int]) -> Encoded:
+        return self._encoder.encode_exchange(query, answer_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._encoder.decode(token_ids)
+
+    def embed(self, key: str) -> torch.Tensor:
+        return self._encoder.embed(key)
+
+    def prefill(self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "") -> SpanKV:
+        """See `Engine.prefill`. ``salt`` has no effect: this engine has no prefix cache."""
+        with self._lock:
+            done = self._run([*context, Piece(target, start)])
+            return self._span(done, done.slices[-1], target.positions, start)
+
+    def generate(
+        self,
+        layout: Sequence[Piece],
+        query: Encoded,
+        sampling: Sampling,
+        *,
+        salt: str = "",
+        capture_query: bool = False,
+        on_token: Callable[[int, str], bool] | None = None,
+    ) -> Generation:
+        """See `Engine.generate`. ``salt`` has no effect: this engine has no prefix cache."""
+        if sampling.max_tokens < 1 or sampling.temperature < 0:
+            raise ValueError(
+                f"max_tokens must be >= 1 and temperature >= 0, got {sampling.max_tokens} and {sampling.temperature}"
+            )
+        begun = time.perf_counter()
+        made = Generation()
+        with self._lock:
+            start = _end(layout)
+            done = self._run([*layout, Piece(query, start)], room=sampling.max_tokens)
+            made.computed_tokens, made.forwards = done.computed, done.forwards
+            made.bytes_loaded = done.bytes_loaded
+            for index, piece in enumerate(layout):
+                if piece.capture and piece.span is None:
+                    made.captured[index] = self._span(done, done.slices[index], piece.encoded.positions, piece.start)
+            fed = self._decode_loop(done, query, start, sampling, made, on_token, begun)
+            if capture_query:
+                made.query_span = self._query_span(done, query, fed, start)
+        made.text = self.decode(made.token_ids)
+        made.total_s = time.perf_counter() - begun
+        return made
+
+    def logits(self, layout: Sequence[Piece], query: Encoded) -> torch.Tensor:
+        """Next-token logits behind ``query``, float32 ``[vocab]`` on the CPU; one forward over what is missing."""
+        with self._lock:
+            return _last(self._run([*layout, Piece(query, _end(layout))]))
+
+    def teacher_forced(self, layout: Sequence[Piece], query: Encoded, answer_ids: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities before each answer token given the earlier ones, float32 ``[len(answer_ids), vocab]``.
+
+        One forward over what is missing, the query and the answer. Row i is the distribution that ``answer_ids[i]`` is
+        drawn from. ValueError where the answer is empty.
+        """
+        if not len(answer_ids):
+            raise ValueError("answer_ids must hold at least one id, got none")
+        start = _end(layout)
+        answer = _text([int(i) for i in answer_ids])
+        with self._lock:
+            tail = [Piece(query, start), Piece(answer, start + query.advance)]
+            done = self._run([*layout, *tail], keep=answer.tokens + 1)
+        assert done.logits is not None
+        return done.logits[:-1].log_softmax(-1)
+
+    def close(self) -> None:
+        """Drops the model; the store stays open, it belongs to the caller (a store in memory goes with the engine)."""
+        with self._lock:
+            self._model = None
+
+    def _run(self, pieces: Sequence[Piece], *, room: int = 0, keep: int = 1) -> _Pass:
+        """Assembles ``pieces`` into one sequence. Neighbours without a span share a forward, as do neighbours with one.
+
+        Args:
+            pieces: in order; the last one has no span.
+            room: tokens that will be generated behind.
+            keep: how many of the last tokens' logits are kept.
+        """
+        import torch
+        from transformers import DynamicCache
+
+        if self._model is None:
+            raise EngineFailed("the engine is closed; open it again")
+        self._check(pieces, room)
+        done = _Pass(DynamicCache(config=self._checkpoint.text_config))
+        waiting: list[Piece] = []
+        try:
+            with torch.no_grad():
+                for piece in pieces:
+                    done.slices.append((done.tokens, done.tokens + piece.encoded.tokens))
+                    done.tokens += piece.encoded.tokens
+                    if not piece.encoded.tokens:
+                        continue
+                    if waiting and (waiting[0].span is None) != (piece.span is None):
+                        self._flush(done, waiting, 1)
+                        waiting = []
+                    waiting.append(piece)
+                self._flush(done, waiting, keep)
+        except RuntimeError as error:  # torch's own: out of memory, a failed kernel
+            raise EngineFailed(f"the forward over {done.tokens} tokens failed: {error}") from error
+        if done.logits is None or bool(done.logits.isnan().any()):
+            raise EngineFailed("the model gave no usable logits (NaN); try dtype='float32'")
+        return done
+
+    def _flush(self, done: _Pass, pieces: Sequence[Piece], keep: int) -> None:
+        if pieces[0].span is None:
+            self._forward(done, pieces, keep)
+        else:
+            self._load(done, pieces)
+
+    def _check(self, pieces: Sequence[Piece], room: int) -> None:
+        tokens = sum(p.encoded.tokens for p in pieces)
+        last = max((p.start + int(p.encoded.positions.max()) for p in pieces if p.encoded.tokens), default=0)
+        if not pieces or not pieces[-1].encoded.tokens or pieces[-1].span is not None:
+            raise ValueError("the last piece of a forward must have tokens to compute, got none")
+        if tokens + room > self.spec.max_tokens or last + room >= self.spec.max_tokens:
+            raise EngineFailed(
+                f"{tokens} prompt tokens (up to position {last}) and {room} to generate must fit the model's "
+                f"{self.spec.max_tokens} positions; drop chunks or ask for fewer tokens"
+            )
+
+    def _load(self, done: _Pass, pieces: Sequence[Piece]) -> None:
+        """Writes relocated spans into the cache: one rotation a span, one append a layer."""
+        import torch
+
+        from ctxwin.operator.relocate import relocate
+
+        keys, values = [], []
+        for piece in pieces:
+            span = piece.span
+            assert span is not None
+            if not torch.equal(span.positions.cpu(), torch.from_numpy(_writable(piece.encoded.positions))):
+                raise ValueError(
+                    f"a span must have its piece's {piece.encoded.tokens} positions, got {span.tokens} others (chunk "
+                    f"{piece.encoded.chunk_id[:12]})"
+                )
+            here = SpanKV(
+                span.k.to(self._device), span.v.to(self._device), span.positions.to(self._device), span.start
+            )
+            moved = relocate(here, self.spec.kv, piece.start)
+            keys.append(moved.k.to(self._dtype))
+            values.append(moved.v.to(self._dtype))
+            done.bytes_loaded += span.nbytes
+        k, v = torch.cat(keys, dim=1).transpose(1, 2), torch.cat(values, dim=1).transpose(1, 2)
+        for layer in range(self.spec.kv.layers):
+            done.cache.update(k[layer][None], v[layer][None], layer)
+
+    def _forward(self, done: _Pass, pieces: Sequence[Piece], keep: int) -> None:
+        """One forward over neighbouring pieces behind everything in the cache."""
+        import numpy as np
+        import torch
+
+        embeds = torch.cat([self._embeds(p.encoded) for p in pieces])
+        positions = torch.from_numpy(np.concatenate([p.encoded.positions + p.start for p in pieces], axis=1))
+        self._feed(done, embeds, positions, keep)
+        tokens = int(embeds.shape[0])
+        done.computed += tokens
+        done.forwards += 1
+        self.counters.prefill_tokens += tokens
+        self.counters.prefill_forwards += 1
+
+    def _feed(self, done: _Pass, embeds: torch.Tensor, positions: torch.Tensor, keep: int) -> None:
+        """Runs ``embeds [T, hidden]`` at ``positions [3, T]`` and leaves the last ``keep`` logits in ``done``."""
+        import torch
+
+        past, new = int(done.cache.get_seq_length()), int(embeds.shape[0])
+        # Explicit, since transformers would otherwise guess packed sequences from positions that jump.
+        mask = torch.ones(new, past + new, dtype=torch.bool, device=self._device).tril(past)
+        places = positions.to(self._device)
+        out = self._model(
+            inputs_embeds=embeds[None],
+            position_ids=places[:, None] if self.spec.kv.rope.sections else places[:1],
+            attention_mask=mask[None, None],
+            past_key_values=done.cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        done.logits = out.logits[0].to("cpu", torch.float32)
+
+    def _embeds(self, encoded: Encoded) -> torch.Tensor:
+        """Input embeddings ``[T, hidden]`` with the vision embeddings in their places; no vision encode."""
+        import torch
+
+        ids = torch.tensor(encoded.token_ids, dtype=torch.int64, device=self._device)
+        embeds: torch.Tensor = self._model.get_input_embeddings()(ids)
+        for media in encoded.media:
+            seen = self.embed(media.key)
+            if tuple(seen.shape) != (media.tokens, embeds.shape[1]):
+                raise EngineFailed(
+                    f"stored vision embeddings must be {[media.tokens, int(embeds.shape[1])]}, got {list(seen.shape)}"
+                )
+            embeds[media.offset : media.offset + media.tokens] = seen.to(embeds)
+        return embeds
+
+    def _decode_loop(
+        self,
+        done: _Pass,
+        query: Encoded,
+        start: int,
+        sampling: Sampling,
+        made: Generation,
+        on_token: Callable[[int, str], bool] | None,
+        begun: float,
+    ) -> int:
+        """Samples until an end; returns how many generated tokens were fed back (their KV is in the cache)."""
+        import torch
+
+        ends = self._checkpoint.eos | set(sampling.stop_ids)
+        generator = torch.Generator().manual_seed(sampling.seed) if sampling.seed is not None else None
+        at, fed = start + query.advance, 0
+        logits = _last(done)
+        if sampling.logprobs:
+            made.logprobs = _top(logits, sampling.logprobs)
+        with torch.no_grad():
+            while True:
+                token = _sample(logits, sampling.temperature, generator)
+                if not made.ttft_s:
+                    made.ttft_s = time.perf_counter() - begun
+                if token in ends:
+                    return fed
+                made.token_ids.append(token)
+                if on_token is not None and on_token(token, self.decode(made.token_ids)) is False:
+                    made.finished = False
+                    return fed
+                if len(made.token_ids) >= sampling.max_tokens:
+                    return fed
+                embeds = self._model.get_input_embeddings()(torch.tensor([token], device=self._device))
+                self._feed(done, embeds, torch.full((3, 1), at + fed), 1)
+                fed += 1
+                logits = _last(done)
+
+    def _query_span(self, done: _Pass, query: Encoded, fed: int, start: int) -> SpanKV:
+        """KV of the query and the tokens fed behind it, positions relative to the query's start."""
+        import numpy as np
+
+        begin, end = done.slices[-1]
+        answer = np.tile(np.arange(query.advance, query.advance + fed, dtype=np.int64), (3, 1))
+        return self._span(done, (begin, end + fed), np.concatenate([query.positions, answer], axis=1), start)
+
+    def _span(self, done: _Pass, part: tuple[int, int], positions: np.ndarray, start: int) -> SpanKV:
+        """A copy, on the CPU, of part of the cache, in the frame it was computed in."""
+        import torch
+
+        def take(name: str) -> torch.Tensor:
+            layers = [getattr(layer, name)[0, :, part[0] : part[1]] for layer in done.cache.layers]
+            return torch.stack(layers).transpose(1, 2).contiguous().to("cpu")
+
+        where = torch.from_numpy(_writable(positions))
+        return SpanKV(k=take("keys"), v=take("values"), positions=where, start=start)
+
+    def _see(self, pixels: Any, grids: Any) -> torch.Tensor:
+        """Runs the vision tower: embeddings ``[tokens, hidden]`` of all items."""
+        import torch
+
+        if self._model is None:
+            raise EngineFailed("the engine is closed; open it again")
+        with self._lock, torch.no_grad():
+            seen = self._model.get_image_features(
+                pixels.to(self._device, self._dtype), grids.to(self._device), return_dict=True
+            )
+            return torch.cat(list(seen.pooler_output))
+
+    def _positions(self, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
+        """The model's own position rule; one text token more is placed to learn where the next chunk starts."""
+        import numpy as np
+        import torch
+
+        count = len(token_ids)
+        if not media:
+            return np.tile(np.arange(count, dtype=np.int64), (3, 1)), count
+        kinds = torch.zeros(1, count + 1, dtype=torch.int64)
+        for m in media:
+            kinds[0, m.offset : m.offset + m.tokens] = 1 if m.modality == "image" else 2
+        images = [m.grid_thw for m in media if m.modality == "image"]
+        videos = [m for m in media if m.modality == "video"]
+        placed, _ = self._model.model.get_rope_index(
+            torch.tensor([[*token_ids, 0]]),
+            mm_token_type_ids=kinds,
+            image_grid_thw=torch.tensor(images) if images else None,
+            video_grid_thw=torch.tensor([m.grid_thw for m in videos]) if videos else None,
+            second_per_grid_ts=torch.tensor([m.seconds_per_grid for m in videos]) if videos else None,
+        )
+        places = placed[:, 0].numpy().astype(np.int64)
+        return np.ascontiguousarray(places[:, :-1]), int(places[0, -1])
+
+
+def _writable(positions: np.ndarray) -> np.ndarray:
+    """A writable int64 copy, which torch can share."""
+    import numpy as np
+
+    return np.array(positions, dtype=np.int64)
+
+
+def _end(layout: Sequence[Piece]) -> int:
+    """Where the query starts: right behind the last piece."""
+    return layout[-1].start + layout[-1].encoded.advance if layout else 0
+
+
+def _text(ids: Sequence[int]) -> Encoded:
+    import numpy as np
+
+    return Encoded("", tuple(ids), np.tile(np.arange(len(ids), dtype=np.int64), (3, 1)), len(ids))
+
+
+def _last(done: _Pass) -> torch.Tensor:
+    assert done.logits is not None
+    return done.logits[-1]
+
+
+def _sample(logits: torch.Tensor, temperature: float, generator: torch.Generator | None) -> int:
+    import torch
+
+    if temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+
+
+def _top(logits: torch.Tensor, count: int) -> dict[int, float]:
+    """Log-probabilities by token id, best first; all of them where ``count`` is -1."""
+    best = logits.log_softmax(-1).topk(logits.numel() if count < 0 else min(count, logits.numel()))
+    return dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+
+def _dtype_name(dtype: Any, config: Any) -> str:
+    """Name of the dtype to serve in; ValueError for one that is not a float dtype of `DTYPES`."""
+    own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or "float32"
+    asked = own if dtype is None else dtype
+    name = str(asked).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return name

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from ctxwin.engines._torchvision import repair
+
+repair()
+
+
+@pytest.fixture(scope="session")
+def vision_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.engines.models import write_vision_model
+
+    return write_vision_model(tmp_path_factory.mktemp("models") / "vision")
+
+
+@pytest.fixture(scope="session")
+def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.engines.models import write_text_model
+
+    return write_text_model(tmp_path_factory.mktemp("models") / "text")
