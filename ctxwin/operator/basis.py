@@ -1,6 +1,7 @@
 """A basis shared by all patches of a model: the directions belong to the model, only the coefficients to a chunk.
 
-Kamera, section 4: "a fixed per-layer basis pooled over (A, B) pairs recovers a held-out deficit as well as that item's own SVD".
+Kamera, section 4: "a fixed per-layer basis pooled over (A, B) pairs recovers a held-out deficit as well as that
+item's own SVD".
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def fit_basis(
         raise ValueError("deficits must hold at least one, got none")
     kept = min(rank, *(min(x.shape) for x in sketches))
     tops = [truncated_svd(x, kept)[1] for x in sketches]
-    rights = list(tops[0].split(width, dim=1)) if layout == "joint" else tops
+    rights = list(tops[0].view(kept, len(covered), width).unbind(1)) if layout == "joint" else tops
     back = [weigh(x, layer, spec, weight, inverse=True) for x, layer in zip(rights, covered, strict=True)]
     return SharedBasis(
         identity=spec.identity, layout=layout, layers=covered, heads=spec.heads, k_dim=spec.k_dim, v_dim=spec.v_dim,
@@ -180,10 +181,12 @@ def _fold(sketch: torch.Tensor | None, rows: torch.Tensor, keep: int) -> torch.T
     if stacked.shape[0] <= keep:
         return stacked
     _, s, vh = torch.linalg.svd(stacked, full_matrices=False)
-    return s[:keep, None] * vh[:keep]
+    kept: torch.Tensor = s[:keep, None] * vh[:keep]
+    return kept
 
 
 def _coefficients(rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Least-squares ``L`` in ``rows ~= L @ right``; float64, because rounded directions are not quite orthonormal."""
     a, r = rows.double(), right.double()
-    return torch.linalg.lstsq(r.T, a.T).solution.T.to(rows.dtype)
+    solution: torch.Tensor = torch.linalg.lstsq(r.T, a.T).solution
+    return solution.T.to(rows.dtype)

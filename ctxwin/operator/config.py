@@ -1,13 +1,14 @@
 """From a transformers config to `RopeSpec` and `KVSpec`, or a refusal that names the property in the way.
 
-Inverse frequencies come from transformers' own functions. What cannot be moved is refused here, before any KV is stored:
+Inverse frequencies come from transformers' own functions. What cannot be moved is refused, before any KV is stored:
 
 - frequencies that depend on the length of the sequence (dynamic NTK, LongRoPE), so a key has no one rotation to undo;
 - positions that are no rotation of the key (ALiBi, learned absolute, none at all);
 - state that is no KV of tokens (linear attention, state space, convolution layers);
-- windowed layers (sliding, chunked): the mathematics would allow them, a cached span depending on its antecedents only, but engines
-  drop what left the window, so such a span can neither be read back whole nor be written in place. A window that is configured but
-  never in effect (Qwen2 with ``use_sliding_window`` false, or a window no shorter than the context) passes.
+- windowed layers (sliding, chunked): the mathematics would allow them, since a cached span depends on its antecedents
+  only, but engines drop what left the window, so such a span can neither be read back whole nor be written in place. A
+  window that is configured but never in effect (Qwen2 with ``use_sliding_window`` false, or a window no shorter than
+  the context) passes.
 """
 
 from __future__ import annotations
@@ -20,24 +21,33 @@ from ctxwin.kv import KVSpec, RopeSpec
 
 Engine = Literal["hf", "vllm"]
 
-_LEARNED = frozenset(
-    "bart bert biogpt codegen_legacy ctrl electra gpt2 gpt_bigcode gpt_neo imagegpt marian mbart openai-gpt opt roberta "
-    "trocr whisper xglm xlm".split()
-)
-_RECURRENT = frozenset(
-    "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h "
-    "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_text qwen3_5_moe_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2".split()
-)
+_LEARNED = frozenset((
+    "bart", "bert", "biogpt", "ctrl", "electra", "gpt2", "gpt_bigcode", "gpt_neo", "imagegpt", "marian", "mbart",
+    "openai-gpt", "opt", "roberta", "trocr", "whisper", "xglm", "xlm",
+))  # fmt: skip
+_RECURRENT = frozenset((
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
+    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
+    "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
+))  # fmt: skip
 _ALIBI = frozenset(("bloom", "mpt"))
 # Models that turn neighbouring dimensions (2i, 2i + 1) and leave them where they are. DeepSeek-V3 and its kin also pair
 # neighbours, but transformers caches their keys de-interleaved (half), vLLM as they were (interleaved).
-_INTERLEAVED = frozenset(
-    "cohere cohere2 cohere2_moe deepseek_v2 ernie4_5 ernie4_5_moe glm glm4 glm4v_text glm_ocr_text helium".split()
-)
+_INTERLEAVED = frozenset((
+    "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "glm4v_text",
+    "glm_ocr_text", "helium",
+))  # fmt: skip
 _CYCLING_MROPE = ("qwen3_vl", "qwen3_omni")
 _BLOCKED_MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "glm_ocr", "paddleocr_vl")
 # Sections that the modelling code falls back to where the config names none.
 _DEFAULT_SECTIONS = {"qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
+_STATE_LAYERS = (
+    ("linear_attention", "linear attention layers"),
+    ("mamba", "state space layers"),
+    ("conv", "convolution layers"),
+    ("recurrent", "recurrent layers"),
+    ("chunked_attention", "chunked attention layers"),
+)
 _COMPOSING = ("linear", "llama3", "yarn", "proportional")
 
 
@@ -68,16 +78,12 @@ def check_supported(config: Any) -> None:
 
 def _check_layers(text: Any, kind: str) -> None:
     types = set(getattr(text, "layer_types", None) or ())
-    for name, label in (
-        ("linear_attention", "linear attention layers"), ("mamba", "state space layers"), ("conv", "convolution layers"),
-        ("recurrent", "recurrent layers"), ("chunked_attention", "chunked attention layers"),
-    ):  # fmt: skip
+    for name, label in _STATE_LAYERS:
         if any(name in t for t in types):
             raise _refusal(kind, label, "they keep no KV for every token of the window")
     window = getattr(text, "sliding_window", None)
-    in_effect = (
-        "sliding_attention" in types if types else bool(window) and getattr(text, "use_sliding_window", True) is not False
-    )
+    switched_on = getattr(text, "use_sliding_window", True) is not False
+    in_effect = "sliding_attention" in types if types else bool(window) and switched_on
     longest = getattr(text, "max_position_embeddings", None)
     if in_effect and window and not (longest and window >= longest):
         raise _refusal(kind, "sliding window layers", "engines drop the KV that left the window")
@@ -140,7 +146,8 @@ def kv_spec_from_config(config: Any, identity: str, dtype: str, engine: Engine =
         engine: as in `rope_spec_from_config`.
 
     Returns:
-        ``mla`` where the config has a ``kv_lora_rank``; ``mha`` where every query head has its own KV head; else ``gqa``.
+        ``mla`` where the config has a ``kv_lora_rank``, ``mha`` where there are as many KV heads as query heads, else
+        ``gqa``.
 
     Raises:
         UnsupportedModel: see `rope_spec_from_config`.

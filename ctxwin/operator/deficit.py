@@ -9,8 +9,8 @@ import torch
 from ctxwin.kv import KVSpec, SpanKV
 from ctxwin.operator.relocate import canonicalise
 
-# Relative size (to the layer's own KV) under which a deficit is arithmetic noise: what is left of equal KV that went through
-# one rotation and one rounding at two places, with room for GEMM reordering.
+# Relative size (to the layer's own KV) under which a deficit is arithmetic noise: what is left of equal KV that went
+# through one rotation and one rounding at two places, with room for GEMM reordering.
 _NOISE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
@@ -57,8 +57,8 @@ class Deficit:
 def deficit(conditioned: SpanKV, base: SpanKV, spec: KVSpec) -> Deficit:
     """What ``conditioned`` has over ``base``, both brought to the canonical frame first.
 
-    For addition ``base`` is the canonical span; for removal ``conditioned`` is the re-prefill without the antecedent that
-    left and ``base`` the survivor.
+    For addition ``base`` is the canonical span; for removal ``conditioned`` is the re-prefill without the antecedent
+    that left and ``base`` the survivor.
 
     Args:
         conditioned: the wanted KV, in any frame.

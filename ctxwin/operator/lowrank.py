@@ -17,10 +17,10 @@ OVERSAMPLING = 8
 def truncated_svd(
     matrix: torch.Tensor, rank: int, method: Method = "exact", seed: int = 0, power_iterations: int = 2
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Best rank-``rank`` factors of ``matrix``: ``left [R, m]`` (singular values in it) and orthonormal ``right [m, C]``.
+    """Best rank-``rank`` factors: ``left [R, m]`` with the singular values in it, and orthonormal ``right [m, C]``.
 
-    ``randomized`` sketches ``rank + 8`` directions with a seeded generator and ``power_iterations`` passes (Halko, Martinsson,
-    Tropp 2011, algorithm 4.4): O(R C m) instead of O(R C min(R, C)).
+    ``randomized`` sketches ``rank + 8`` directions with a seeded generator and ``power_iterations`` passes (Halko,
+    Martinsson, Tropp 2011, algorithm 4.4): O(R C m) instead of O(R C min(R, C)).
 
     Raises:
         ValueError: a rank outside ``[0, min(R, C)]`` or an unknown method.
@@ -50,8 +50,8 @@ def truncated_svd(
 class Weight:
     """How the error of a truncation is measured: ``|| (deficit - patch) S ||`` instead of the plain norm.
 
-    ``k`` and ``v`` hold S: positive scales ``[L, H, D]``, invertible matrices ``[L, H, D, D]`` (the Cholesky factor of the query
-    covariance for K, of ``W_O W_O^T`` for V: what the output sees), or None for the identity.
+    ``k`` and ``v`` hold S: positive scales ``[L, H, D]``, invertible matrices ``[L, H, D, D]`` (the Cholesky factor of
+    the query covariance for K, of ``W_O W_O^T`` for V: what the output sees), or None for the identity.
     """
 
     k: torch.Tensor | None = None
@@ -72,7 +72,7 @@ class Weight:
                 raise ValueError(f"weight.{name} must be {scales} or {(*scales, dim)}, got {tuple(weight.shape)}")
 
     def apply(self, rows: torch.Tensor, layer: int, heads: int, k_dim: int, *, inverse: bool = False) -> torch.Tensor:
-        """``rows @ S`` (or ``rows @ S^-1``) for one layer; ``rows`` is ``[R, heads * (k_dim + v_dim)]``, K columns first."""
+        """``rows @ S`` or ``rows @ S^-1`` for one layer; ``rows [R, heads * (k_dim + v_dim)]`` has K columns first."""
         parts = [rows[:, : heads * k_dim], rows[:, heads * k_dim :]]
         out = [
             part if weight is None else _scaled(part, weight[layer].to(part), inverse)
@@ -91,8 +91,5 @@ def _scaled(rows: torch.Tensor, weight: torch.Tensor, inverse: bool) -> torch.Te
     if weight.ndim == 2:
         return (by_head / weight if inverse else by_head * weight).reshape(rows.shape)
     columns = by_head.permute(1, 0, 2)
-    if inverse:
-        solved = torch.linalg.solve(weight, columns, left=False)
-    else:
-        solved = columns @ weight
+    solved = torch.linalg.solve(weight, columns, left=False) if inverse else columns @ weight
     return solved.permute(1, 0, 2).reshape(rows.shape)

@@ -1,8 +1,8 @@
 """The conditioning patch: the low-rank half of the operator (Kamera, section 3, eq. 1, second term; appendix A).
 
 The paper's listing adds the factors after the rotation, which is right only at the place they were formed at. Here the
-deficit is taken in the canonical frame, the factors are added there, and every served key is rotated once, so a patch formed at
-one place is right at every place.
+deficit is taken in the canonical frame, the factors are added there, and every served key is rotated once, so a patch
+formed at one place is right at every place.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Patch:
             factors = self.factors(layer)
             assert factors is not None
             both = factors[0].to(dtype) @ factors[1].to(dtype)
-        k, v = both.split([self.heads * self.k_dim, self.heads * self.v_dim], dim=-1)
+        k, v = both[:, : self.heads * self.k_dim], both[:, self.heads * self.k_dim :]
         return k.view(-1, self.heads, self.k_dim), v.view(-1, self.heads, self.v_dim)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -179,15 +179,16 @@ def form_patch(
     """The patch that takes ``base`` to ``conditioned`` (Kamera, section 3, "Forming and applying the patch").
 
     Args:
-        conditioned: KV of the chunk behind its antecedents, in any frame. For a removal patch: the re-prefill without the
-            antecedent that left.
+        conditioned: KV of the chunk behind its antecedents, in any frame. For a removal patch: the re-prefill without
+            the antecedent that left.
         base: the canonical span, in any frame; for removal, the survivor's KV.
         spec: layout of both.
         rank: directions to keep, per patch (joint) or per layer (per_layer); capped at min(tokens, width). None with no
             ``bytes_share``: the full rank.
-        bytes_share: instead of ``rank``: the largest rank whose bytes stay within this share of the chunk's KV in bf16.
-            Rank 0 where not even one direction fits; see ``meta["captured"]``.
-        layers: ``all``, ``deep`` (the upper half) or layer numbers. Layers whose deficit is arithmetic noise are dropped.
+        bytes_share: instead of ``rank``: the largest rank whose bytes stay within this share of the chunk's KV in bf16,
+            the deficit itself where that fits. Rank 0 where not even one direction fits; see ``meta["captured"]``.
+        layers: ``all``, ``deep`` (the upper half) or layer numbers. Where the deficit is arithmetic noise a layer is
+            dropped.
         layout: ``joint`` (one left factor for all layers) or ``per_layer``. Shared ones come from `basis.project`.
         method: ``exact`` SVD or ``randomized``.
         seed: of the randomised method.
@@ -223,6 +224,10 @@ def compress(
     """The patch of a deficit; arguments as in `form_patch`."""
     if layout not in ("joint", "per_layer"):
         raise ValueError(f"layout must be joint or per_layer, got {layout!r}; shared patches come from basis.project")
+    if bytes_share is not None and not bytes_share > 0:
+        raise ValueError(f"bytes_share must be > 0, got {bytes_share}")
+    if rank is not None and rank < 0:
+        raise ValueError(f"rank must be >= 0, got {rank}")
     wanted = select_layers(layers, spec.layers)
     covered = lost.covered(wanted)
     if weight is not None:
@@ -230,10 +235,10 @@ def compress(
     n, t, width = len(covered), lost.tokens, spec.heads * (spec.k_dim + spec.v_dim)
     per_rank = t + n * width if layout == "joint" else n * (t + width)
     cap = min(t, n * width if layout == "joint" else width)
-    kept = _rank(rank, bytes_share, cap, per_rank * dtype.itemsize, spec.span_bytes(t, _KV_ITEMSIZE))
-    if n == 0:
-        kept = 0
-    dense = n > 0 and kept * per_rank >= n * t * width
+    whole = n * t * width
+    budget = None if bytes_share is None else bytes_share * spec.span_bytes(t, _KV_ITEMSIZE) / dtype.itemsize
+    kept = _rank(rank, budget, cap, per_rank, whole) if n else 0
+    dense = n > 0 and kept * per_rank >= whole
     left, right = (_dense(lost, covered, dtype), None) if dense else _factor(
         lost, covered, spec, kept, layout, method, seed, dtype, weight
     )  # fmt: skip
@@ -260,7 +265,8 @@ def apply_patch(base: SpanKV, patch: Patch, spec: KVSpec, start: int) -> SpanKV:
         start: position of the origin (>= 0).
 
     Returns:
-        A new span in the dtype of ``base``; ``positions`` are shared. Cost: one rotation and one ``[T, m] @ [m, W]`` a layer.
+        A new span in the dtype of ``base``; ``positions`` are shared. Cost: one rotation and one ``[T, m] @ [m, W]``
+        a layer.
 
     Raises:
         ValueError: a patch of another model or of another number of tokens, or shapes that do not fit.
@@ -305,28 +311,25 @@ def select_layers(layers: Layers, count: int) -> tuple[int, ...]:
 
 
 def captured_energy(lost: Deficit, patch: Patch) -> dict[str, float]:
-    """``energy`` of the whole deficit and the share of it that ``patch`` restores (``captured``; 1.0 where there is none)."""
+    """``energy`` of the deficit and ``captured``, the share of it that ``patch`` restores (1.0 where it is only noise)."""
     energy = float(lost.energy.sum())
+    if not lost.covered(tuple(range(lost.k.shape[0]))):
+        return {"energy": energy, "captured": 1.0}
     left_over = 0.0
     for layer in range(lost.k.shape[0]):
         delta = patch.delta(layer, lost.k.dtype)
         k, v = (lost.k[layer], lost.v[layer]) if delta is None else (lost.k[layer] - delta[0], lost.v[layer] - delta[1])
         left_over += float(k.double().pow(2).sum()) + float(v.double().pow(2).sum())
-    return {"energy": energy, "captured": 1.0 - left_over / energy if energy else 1.0}
+    return {"energy": energy, "captured": 1.0 - left_over / energy}
 
 
-def _rank(rank: int | None, bytes_share: float | None, cap: int, bytes_per_rank: int, kv_bytes: int) -> int:
-    if rank is not None and bytes_share is not None:
+def _rank(rank: int | None, budget: float | None, cap: int, per_rank: int, whole: int) -> int:
+    """Directions to keep; ``budget``, ``per_rank`` and ``whole`` (the deficit itself) count numbers."""
+    if rank is not None and budget is not None:
         raise ValueError("give rank or bytes_share, got both")
-    if bytes_share is not None:
-        if not bytes_share > 0:
-            raise ValueError(f"bytes_share must be > 0, got {bytes_share}")
-        return min(cap, int(bytes_share * kv_bytes / max(1, bytes_per_rank)))
-    if rank is None:
-        return cap
-    if rank < 0:
-        raise ValueError(f"rank must be >= 0, got {rank}")
-    return min(cap, rank)
+    if budget is not None:
+        return cap if whole <= budget else min(cap, int(budget / per_rank))
+    return cap if rank is None else min(cap, rank)
 
 
 def _dense(lost: Deficit, covered: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -353,7 +356,7 @@ def _factor(
     weighed = [weigh(lost.matrix(layer), layer, spec, weight) for layer in covered]
     if layout == "joint":
         left, flat = truncated_svd(torch.cat(weighed, dim=1), rank, method, seed)
-        rights = list(flat.split(width, dim=1))
+        rights = list(flat.view(rank, n, width).unbind(1))
     else:
         pairs = [truncated_svd(x, rank, method, seed + i) for i, x in enumerate(weighed)]
         left, rights = torch.stack([pair[0] for pair in pairs]), [pair[1] for pair in pairs]

@@ -1,9 +1,9 @@
 """Rotary positions: the engine's own angles, and the turn that takes keys from one place to another.
 
-RoPE composes, ``R(d) R(p0) = R(p0 + d)`` (Kamera, section 3), but engines round: they multiply float32 positions by float32
-frequencies and round the product. Turning by ``d * inv_freq`` therefore misses the engine's own keys by up to 5e-5 (theta 1e4,
-8k positions). Turning each token by the *difference of the two rounded angles* does not: what is left is one float32
-multiply-add.
+RoPE composes, ``R(d) R(p0) = R(p0 + d)`` (Kamera, section 3), but engines round: they multiply float32 positions by
+float32 frequencies and round the product. Turning by ``d * inv_freq`` therefore misses the engine's own keys by up to
+5e-5 (theta 1e4, 8k positions). Turning each token by the *difference of the two rounded angles* does not: what is left
+is one float32 multiply-add.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def angles(rope: RopeSpec, positions: torch.Tensor) -> torch.Tensor:
         positions: integers ``[3, T]``: (t, h, w) of each token, absolute.
 
     Returns:
-        float64 ``[T, rotary_dim / 2]`` on the device of ``positions``, each a float32 value exactly, so that a difference
-        of two is exact too.
+        float64 ``[T, rotary_dim / 2]`` on the device of ``positions``, each a float32 value exactly, so that a
+        difference of two is exact too.
 
     Raises:
         ValueError: positions of another shape, or sections that do not fit. TypeError: positions that are not integers.
@@ -63,8 +63,8 @@ def angles(rope: RopeSpec, positions: torch.Tensor) -> torch.Tensor:
 def turn(rope: RopeSpec, k: torch.Tensor, delta_angles: torch.Tensor) -> torch.Tensor:
     """Rotates the first ``rotary_dim`` dimensions of ``k``; the others pass through.
 
-    Cosine and sine are taken in float64 and applied in float32 (float64 for float64 keys); the result is rounded once, to
-    the dtype of ``k``. YaRN's magnitude stands on the keys already and cancels in a difference.
+    Cosine and sine are taken in float64 and applied in float32 (float64 for float64 keys); the result is rounded once,
+    to the dtype of ``k``. YaRN's magnitude stands on the keys already and cancels in a difference.
 
     Args:
         rope: pairing and rotary width.
