@@ -1,15 +1,15 @@
 """The KV connector: spans go into vLLM's paged blocks before a forward, computed spans come out when a request ends.
 
-vLLM instantiates the class twice in one process, for its scheduler and for its worker. Loading is synchronous: the engine
-runs one request at a time, so there is no other work that an asynchronous load could overlap with, and a synchronous
-one spares the extra scheduler step (2-5 ms at 1,024 tokens). It is also the one whose failures end cleanly: with
-``kv_load_failure_policy="fail"`` vLLM drops the step's token, evicts the blocks and ends the request, and the engine then
-asks again without loads. ``recompute`` would keep the blocks in front of the failed one, and dies where the encoder cache
-no longer holds the media.
+vLLM instantiates the class twice in one process, for its scheduler and for its worker. Loading is synchronous: the
+engine runs one request at a time, so there is no other work that an asynchronous load could overlap with, and a
+synchronous one spares the extra scheduler step (2-5 ms at 1,024 tokens). It is also the one whose failures end
+cleanly: with ``kv_load_failure_policy="fail"`` vLLM drops the step's token, evicts the blocks and ends the request, and
+the engine then asks again without loads. ``recompute`` would keep the blocks in front of the failed one, which may be
+approximate, and would count the failed tokens as cached.
 
 Spans are read back in `request_finished`, once for the whole request: the blocks are still owned by it, every step's
-forward is complete (no asynchronous scheduling), tokens of any earlier step, of chunked prefill and of vLLM's own prefix
-cache are all there, and nothing is added to the time to the first token.
+forward is complete (no asynchronous scheduling), tokens of any earlier step, of chunked prefill and of vLLM's own
+prefix cache are all there, and nothing is added to the time to the first token.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Load:
 
 
 @dataclass
-class Loads(KVConnectorMetadata):
+class Loads(KVConnectorMetadata):  # type: ignore[misc]  # mypy sees vLLM as untyped
     """What the worker loads in one step."""
 
     loads: list[Load]
 
 
-class CtxwinConnector(KVConnectorBase_V1):
+class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vLLM as untyped
     """Loads and captures the spans of the requests that carry a ctxwin handle; others pass untouched."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:

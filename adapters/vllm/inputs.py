@@ -33,8 +33,8 @@ class Inputs:
         """Positions of a prompt as the model itself counts them.
 
         Returns:
-            int64 ``[3, T]`` from 0 (three equal rows without M-RoPE), and the position of a text token that would follow.
-            Cost: O(T), no forward.
+            int64 ``[3, T]`` from 0 (three equal rows without M-RoPE), and the position of a text token that would
+            follow. Cost: O(T), no forward.
         """
         count = len(token_ids)
         if not self._config.uses_mrope:
@@ -80,8 +80,8 @@ class Inputs:
     ) -> dict[str, Any]:
         """A rendered engine input, the form that vLLM's own renderer hands to the engine.
 
-        Media carry their embeddings, so vLLM's processor and tower never run, and the digest in their key as their hash,
-        so nothing is hashed again.
+        Media carry their embeddings, so vLLM's processor and tower never run, and the digest in their key as their
+        hash, so nothing is hashed again.
 
         Args:
             token_ids: placeholders expanded.

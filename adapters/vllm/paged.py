@@ -1,9 +1,9 @@
 """Writing and reading token slots of vLLM's paged KV cache, whatever its packing.
 
-Attention backends pack a block as their kernels like it (transposed keys, tiles, keys and values in one tensor), and the
-packing depends on the instruction set. Writing therefore goes through the backend's own ``do_kv_cache_update``, which
-every backend has. There is no reading counterpart, so `PagedKV` learns the packing once: it writes the index of each
-number into a scratch block, in digits that the cache dtype holds exactly, and inverts the permutation it finds.
+Attention backends pack a block as their kernels like it (transposed keys, tiles, keys and values in one tensor), and
+the packing depends on the instruction set. Writing therefore goes through the backend's own ``do_kv_cache_update``,
+which every backend has. There is no reading counterpart, so `PagedKV` learns the packing once: it writes the index of
+each number into a scratch block, in digits that the cache dtype holds exactly, and inverts the permutation it finds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PagedKV:
     def __init__(self, layers: Mapping[str, Any], kv: KVSpec, block_size: int) -> None:
         if kv.family == "mla":
             raise UnsupportedModel(
-                "the model caches compressed MLA pairs; the vLLM engine of ctxwin writes GQA and MHA caches only: "
+                "the model has latent attention (MLA); only GQA and MHA caches can be written: "
                 "open it as hf:MODEL"
             )
         self._kv = kv
@@ -42,8 +42,8 @@ class PagedKV:
         self.block_size = block_size
         if len(self._layers) != kv.layers:
             raise UnsupportedModel(
-                f"the cache must have one attention layer per decoder layer ({kv.layers}), got {len(self._layers)}; models "
-                "with layers of other kinds, or with a drafter, cannot be served from spans"
+                f"the cache must have one attention layer per decoder layer ({kv.layers}), got {len(self._layers)}; "
+                "models with layers of other kinds, or with a drafter, cannot be served from spans"
             )
         for layer in self._layers:
             self._check_layer(layer)
@@ -63,12 +63,13 @@ class PagedKV:
                 f"a cache block must hold {self.block_size} tokens of {per_token} numbers, got {tuple(cache.shape)}"
             )
         if getattr(layer, "sliding_window", None) is not None:
-            raise UnsupportedModel("sliding-window attention frees blocks inside a window; it cannot be served from spans")
+            raise UnsupportedModel("sliding-window attention drops what left its window; spans cannot serve it")
 
     def slots(self, blocks: Sequence[int], begin: int, end: int) -> torch.Tensor:
         """Slot of each token ``[begin, end)`` of a request that owns ``blocks``: int64 ``[end - begin]``."""
         tokens = torch.arange(begin, end)
-        return torch.tensor(blocks, dtype=torch.int64)[tokens // self.block_size] * self.block_size + tokens % self.block_size
+        owned = torch.tensor(blocks, dtype=torch.int64)
+        return owned[tokens // self.block_size] * self.block_size + tokens % self.block_size
 
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> int:
         """Writes the KV of ``T`` tokens; returns the bytes written.
@@ -95,8 +96,8 @@ class PagedKV:
         """KV of the tokens ``[begin, end)`` of a request that owns ``blocks``.
 
         Returns:
-            ``(k, v)``, each ``[layers, end - begin, heads, dim]``, new tensors on the cache's device. Cost: one gather of
-            the blocks concerned per layer.
+            ``(k, v)``, each ``[layers, end - begin, heads, dim]``, new tensors on the cache's device. Cost: one gather
+            of the blocks concerned per layer.
         """
         first, last = begin // self.block_size, -(-end // self.block_size)
         if not 0 <= begin < end or last > len(blocks):
@@ -142,8 +143,8 @@ class PagedKV:
             found += scratch.reshape(2, total).to(torch.int64) * _BASE**digit
         if not torch.equal(found[0], found[1]) or not torch.equal(found[0].sort().values, numbers):
             raise UnsupportedModel(
-                f"the cache packing of attention backend {type(layer.impl).__name__} is not a permutation within a block; "
-                "spans cannot be read back from it: choose another attention backend"
+                f"the cache packing of attention backend {type(layer.impl).__name__} is not a permutation within a "
+                "block; spans cannot be read back from it: choose another attention backend"
             )
         gather = torch.empty_like(numbers)
         gather[found[0]] = numbers
@@ -159,8 +160,10 @@ class PagedKV:
         slots = torch.randperm(2 * size, generator=noise)
         k = torch.randn(2 * size, kv.heads, kv.k_dim, generator=noise).to(scratch)
         v = torch.randn(2 * size, kv.heads, kv.v_dim, generator=noise).to(scratch)
-        for part in slots.split(2 * size // 3):
-            _update(layer, k[part].contiguous(), v[part].contiguous(), scratch, part.to(scratch.device))
+        step = 2 * size // 3
+        for at in range(0, 2 * size, step):
+            part = slots[at : at + step]
+            _update(layer, k[part], v[part], scratch, part.to(scratch.device))
         got_k, got_v = self._unpack(scratch)
         if not (torch.equal(got_k, k) and torch.equal(got_v, v)):
             raise UnsupportedModel(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ctxwin.kv import KVSpec, SpanKV
 
 PARAM = "ctxwin"
-"""Key inside ``kv_transfer_params`` that holds the handle, and inside the connector's extra config the exchange name."""
+"""Key of the handle inside ``kv_transfer_params``, and of the exchange's name inside the connector's extra config."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ def find_exchange(name: str) -> Exchange:
         exchange = _exchanges.get(name)
     if exchange is None:
         raise RuntimeError(
-            f"the ctxwin KV connector must run in the process of its engine, but process {os.getpid()} holds no exchange "
-            f"{name!r}; run vLLM with VLLM_ENABLE_V1_MULTIPROCESSING=0, tensor_parallel_size=1 and pipeline_parallel_size=1"
+            f"the ctxwin KV connector must run in the process of its engine, but process {os.getpid()} holds no "
+            f"exchange {name!r}; run vLLM with VLLM_ENABLE_V1_MULTIPROCESSING=0, tensor_parallel_size=1 and "
+            "pipeline_parallel_size=1"
         )
     return exchange

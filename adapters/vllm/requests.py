@@ -15,7 +15,7 @@ from ctxwin.engines.base import Sampling
 _serial = itertools.count()
 
 
-class LoadFailed(Exception):
+class LoadError(Exception):
     """The connector could not load or read back a span; nothing of the request may be used."""
 
 
@@ -57,7 +57,7 @@ def run(
         on_token: called with all ids after each token that does not end the answer; returning False stops.
 
     Raises:
-        LoadFailed: see there. Whatever vLLM raises passes through, with the request taken back.
+        LoadError: see there. Whatever vLLM raises passes through, with the request taken back.
     """
     engine = llm.llm_engine
     handle = exchange.add(transfer)
@@ -74,11 +74,11 @@ def run(
                 engine.abort_request([request], internal=True)
         exchange.remove(handle)
     if transfer.error is not None or reason == "error":
-        raise LoadFailed(str(transfer.error or "vLLM reported a failed load")) from transfer.error
+        raise LoadError(str(transfer.error or "vLLM reported a failed load")) from transfer.error
     if transfer.loaded_tokens != transfer.planned_tokens:
-        # The scheduler counted on tokens that nobody wrote: their blocks hold garbage, and are hashed as if they did not.
+        # The scheduler counted on tokens that nobody wrote: their blocks hold garbage under the hashes of real ones.
         engine.reset_prefix_cache()
-        raise LoadFailed(f"{transfer.planned_tokens} tokens were to be loaded, got {transfer.loaded_tokens}")
+        raise LoadError(f"{transfer.planned_tokens} tokens were to be loaded, got {transfer.loaded_tokens}")
     return outcome
 
 
@@ -139,7 +139,7 @@ def _first(logprobs: Any, wanted: int) -> dict[int, float]:
 
 @contextlib.contextmanager
 def _no_compilation(config: Any) -> Iterator[None]:
-    """Runs vLLM's few ``torch.compile``d sampling functions as they are on a CPU, whose compiler takes 17 s for them."""
+    """Runs vLLM's few ``torch.compile``d sampling functions as written on a CPU, whose compiler takes 17 s for them."""
     import torch
 
     if config.device_config.device_type == "cpu" and config.model_config.enforce_eager:

@@ -1,8 +1,9 @@
 """Starting and stopping vLLM inside this process without leaving traces in it.
 
-vLLM is made for processes of its own: starting it seeds the global random generators, replaces ``torch.set_num_threads``,
-reads its settings from environment variables and logs a screenful. Here everything that a host program would notice is
-put back, and several engines can be open at once although vLLM keeps its process groups in globals.
+vLLM is made for processes of its own: starting it seeds the global random generators, replaces
+``torch.set_num_threads``, reads its settings from environment variables and logs a screenful. Here everything that a
+host program would notice is put back, and several engines can be open at once although vLLM keeps its process groups in
+globals.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def start(model: str, exchange: Exchange, options: dict[str, Any]) -> Any:
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
-            arguments.setdefault("block_size", 32)  # the smallest the CPU kernels take: less to load behind a prefix hit
+            arguments.setdefault("block_size", 32)  # the smallest for CPU kernels: less to load behind a prefix hit
             arguments.setdefault("enforce_eager", True)  # compiling costs more than a CPU window wins back
             if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
                 arguments.setdefault("kv_cache_memory_bytes", CPU_KV_BYTES)

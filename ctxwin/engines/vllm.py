@@ -59,8 +59,8 @@ class VLLMEngine(Engine):
         model: local folder or Hub name.
         store: where vision embeddings and spans are kept; a 2 GiB store in memory by default.
         tenant: separates prefix-cache entries of tenants that share an engine.
-        **options: keyword arguments of ``vllm.LLM`` (``dtype``, ``max_model_len``, ``gpu_memory_utilization`` ...). On a
-            CPU the defaults are blocks of 32 tokens, a paged cache of 1 GiB and eager execution.
+        **options: keyword arguments of ``vllm.LLM`` (``dtype``, ``max_model_len``, ``gpu_memory_utilization`` ...). On
+            a CPU the defaults are blocks of 32 tokens, a paged cache of 1 GiB and eager execution.
 
     Raises:
         UnsupportedModel: a model whose KV cannot be moved, or options that need further processes.
@@ -81,7 +81,7 @@ class VLLMEngine(Engine):
         kv = kv_spec_from_config(checkpoint.config, identity, dtype, "vllm")
         if kv.family == "mla":
             raise UnsupportedModel(
-                "the model caches compressed MLA pairs, which ctxwin does not write into vLLM's cache; open it as hf:MODEL"
+                "the model has latent attention (MLA): ctxwin does not write its compressed pairs into vLLM's cache yet"
             )
         try:
             from ctxwin.adapters.vllm import registry, startup
@@ -214,8 +214,8 @@ class VLLMEngine(Engine):
         capture_query: bool = False,
         on_token: Callable[[list[int]], bool] | None = None,
     ) -> tuple[_Work, Outcome, int]:
-        """Serves a layout, once more without its spans where loading them fails; returns also how often that happened."""
-        from ctxwin.adapters.vllm.requests import LoadFailed
+        """Serves a layout, once more without its spans where loading them fails (the last value counts that)."""
+        from ctxwin.adapters.vllm.requests import LoadError
 
         if self._closed:
             raise EngineFailed("the engine is closed; open a new one")
@@ -224,7 +224,7 @@ class VLLMEngine(Engine):
             work = _Work()
             outcome = self._attempt(work, layout, base, query, sampling, salt, capture_query, on_token)
             return work, outcome, 0
-        except LoadFailed as error:
+        except LoadError as error:
             _log.warning("loading spans into vLLM failed (%s); the prompt is computed instead", error)
             again = _Work(computed=work.computed, forwards=work.forwards)
         except CtxwinError:
@@ -249,8 +249,11 @@ class VLLMEngine(Engine):
         capture_query: bool,
         on_token: Callable[[list[int]], bool] | None,
     ) -> Outcome:
-        """The requests of one call. vLLM takes external KV as one prefix only, so a missing piece with spans behind it is
-        computed by a request of its own and then loaded with the others."""
+        """The requests of one call.
+
+        vLLM takes external KV as one prefix only, so a missing piece with spans behind it is computed by a request of
+        its own and then loaded with the others.
+        """
         pieces = list(layout)
         last = max((i for i, piece in enumerate(pieces) if piece.span is not None), default=0)
         for i, piece in enumerate(pieces[:last]):
@@ -335,8 +338,8 @@ class VLLMEngine(Engine):
     def _check(self, layout: Sequence[Piece], query: Encoded | None, sampling: Sampling) -> int:
         """Validates a request before anything is submitted; returns the position its first token is shifted by.
 
-        Positions within a prompt are vLLM's, so the pieces must stand where vLLM puts them. Only the whole prompt may be
-        shifted: attention sees differences of positions.
+        Positions within a prompt are vLLM's, so the pieces must stand where vLLM puts them. Only the whole prompt may
+        be shifted: attention sees differences of positions.
         """
         if sampling.max_tokens < 1:
             raise ValueError(f"max_tokens must be >= 1, got {sampling.max_tokens}")
@@ -362,7 +365,7 @@ class VLLMEngine(Engine):
             start += part.advance
         if not np.array_equal(np.concatenate(parts, axis=1), self._inputs.positions(ids, media)[0]):
             raise UnsupportedModel(
-                f"{self.spec.model} positions a chunk by what stands before it; its KV cannot be put together from chunks"
+                f"{self.spec.model} places a chunk by what stands before it; its KV cannot be put together from chunks"
             )
         return base
 
@@ -401,7 +404,8 @@ def _dtype(wanted: Any, config: Any) -> str:
     """The name of the dtype to serve in: what was asked for, else the checkpoint's."""
     name = str(wanted).removeprefix("torch.")
     if name == "auto":
-        name = str(getattr(config, "dtype", None) or config.get_text_config().dtype or "bfloat16").removeprefix("torch.")
+        own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+        name = str(own or "bfloat16").removeprefix("torch.")
     if name not in _DTYPES:
         raise ValueError(f"dtype must be auto, {', '.join(_DTYPES)}, got {wanted!r}")
     return name
