@@ -93,7 +93,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     if hasattr(config, "vision_config"):
         from transformers import AutoProcessor
 
-        processor = AutoProcessor.from_pretrained(path)  # type: ignore[no-untyped-call]
+        processor = AutoProcessor.from_pretrained(path)
         tokenizer = processor.tokenizer
         image_processor = getattr(processor, "image_processor", None)
         video_processor = getattr(processor, "video_processor", None)

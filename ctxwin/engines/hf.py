@@ -1,7 +1,7 @@
 """The reference engine, on transformers: every arm runs here, and other engines are held against it.
 
-KV is a `DynamicCache` filled with relocated spans; what is missing is computed behind it with explicit 3-D positions and
-a causal mask over past and new tokens. One request at a time.
+KV is a `DynamicCache` filled with relocated spans; what is missing is computed behind it with explicit 3-D positions
+and a causal mask over past and new tokens. One request at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ctxwin.engines import hf_model
 from ctxwin.engines.base import Encoded, Engine, EngineCounters, EngineSpec, Generation, MediaSpan, Piece, Sampling
 from ctxwin.engines.checkpoint import open_checkpoint
 from ctxwin.engines.encoding import Encoder
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from ctxwin.store.base import Store
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
-DTYPES = ("float32", "bfloat16", "float16")
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -48,7 +48,7 @@ class _Pass:
 
 
 class HFEngine(Engine):
-    """Serves Qwen2-VL, Qwen2.5-VL and text models with rotary GQA or MHA attention (Qwen2, Llama and their kin).
+    """Serves Qwen2-VL, Qwen2.5-VL and text models with rotary positions: GQA, MHA (Qwen2, Llama and their kin) and MLA.
 
     Args:
         model: local folder or Hub name.
@@ -69,11 +69,7 @@ class HFEngine(Engine):
         dtype: str | torch.dtype | None = None,
         store: Store | None = None,
     ) -> None:
-        from ctxwin.engines._torchvision import repair
-
-        repair()
         import torch
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
         from ctxwin.operator.config import kv_spec_from_config
         from ctxwin.store import open_store
@@ -82,20 +78,10 @@ class HFEngine(Engine):
         kind = str(checkpoint.config.model_type)
         if checkpoint.media is not None and kind not in VISION_MODELS:
             raise UnsupportedModel(f"a vision model must be one of {', '.join(VISION_MODELS)}, got {kind!r}")
-        name = _dtype_name(dtype, checkpoint.config)
+        name = hf_model.dtype_name(dtype, checkpoint.config)
         identity = checkpoint.identity(name, "transformers")
         kv = kv_spec_from_config(checkpoint.config, identity, name, "hf")
-        if kv.family == "mla":
-            raise UnsupportedModel(f"{kind!r} has latent attention (MLA), which the transformers engine does not serve")
-        loader = AutoModelForCausalLM if checkpoint.media is None else AutoModelForImageTextToText
-        try:
-            self._device = torch.device(device)
-            loaded = loader.from_pretrained(
-                checkpoint.path, dtype=getattr(torch, name), attn_implementation="sdpa", use_safetensors=True
-            )
-            self._model: Any = loaded.to(self._device).eval()
-        except (RuntimeError, AssertionError) as error:  # an unknown device, or one that torch was not built for
-            raise ValueError(f"device must be one that torch can use, got {device!r}: {error}") from error
+        self._device, self._model = hf_model.load(checkpoint, device, name)
         self.spec = EngineSpec(
             name="hf",
             model=str(model),
@@ -207,8 +193,7 @@ class HFEngine(Engine):
         import torch
         from transformers import DynamicCache
 
-        if self._model is None:
-            raise EngineFailed("the engine is closed; open it again")
+        self._opened()
         self._check(pieces, room)
         done = _Pass(DynamicCache(config=self._checkpoint.text_config))
         waiting: list[Piece] = []
@@ -270,8 +255,10 @@ class HFEngine(Engine):
             values.append(moved.v.to(self._dtype))
             done.bytes_loaded += span.nbytes
         k, v = torch.cat(keys, dim=1).transpose(1, 2), torch.cat(values, dim=1).transpose(1, 2)
+        # Transformers caches MLA's latent as "keys" and its decoupled rope keys as "values".
+        first, second = (v, k) if self.spec.kv.family == "mla" else (k, v)
         for layer in range(self.spec.kv.layers):
-            done.cache.update(k[layer][None], v[layer][None], layer)
+            done.cache.update(first[layer][None], second[layer][None], layer)
 
     def _forward(self, done: _Pass, pieces: Sequence[Piece], keep: int) -> None:
         """One forward over neighbouring pieces behind everything in the cache."""
@@ -338,10 +325,10 @@ class HFEngine(Engine):
         at, fed = start + query.advance, 0
         logits = _last(done)
         if sampling.logprobs:
-            made.logprobs = _top(logits, sampling.logprobs)
+            made.logprobs = hf_model.top_logprobs(logits, sampling.logprobs)
         with torch.no_grad():
             while True:
-                token = _sample(logits, sampling.temperature, generator)
+                token = hf_model.sample(logits, sampling.temperature, generator)
                 if not made.ttft_s:
                     made.ttft_s = time.perf_counter() - begun
                 if token in ends:
@@ -373,43 +360,29 @@ class HFEngine(Engine):
             layers = [getattr(layer, name)[0, :, part[0] : part[1]] for layer in done.cache.layers]
             return torch.stack(layers).transpose(1, 2).contiguous().to("cpu")
 
+        rope, content = ("values", "keys") if self.spec.kv.family == "mla" else ("keys", "values")
         where = torch.from_numpy(_writable(positions))
-        return SpanKV(k=take("keys"), v=take("values"), positions=where, start=start)
+        span = SpanKV(k=take(rope), v=take(content), positions=where, start=start)
+        span.validate(self.spec.kv)
+        return span
 
     def _see(self, pixels: Any, grids: Any) -> torch.Tensor:
         """Runs the vision tower: embeddings ``[tokens, hidden]`` of all items."""
         import torch
 
-        if self._model is None:
-            raise EngineFailed("the engine is closed; open it again")
         with self._lock, torch.no_grad():
-            seen = self._model.get_image_features(
+            seen = self._opened().get_image_features(
                 pixels.to(self._device, self._dtype), grids.to(self._device), return_dict=True
             )
             return torch.cat(list(seen.pooler_output))
 
     def _positions(self, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
-        """The model's own position rule; one text token more is placed to learn where the next chunk starts."""
-        import numpy as np
-        import torch
+        return hf_model.positions(self._opened(), token_ids, media)
 
-        count = len(token_ids)
-        if not media:
-            return np.tile(np.arange(count, dtype=np.int64), (3, 1)), count
-        kinds = torch.zeros(1, count + 1, dtype=torch.int64)
-        for m in media:
-            kinds[0, m.offset : m.offset + m.tokens] = 1 if m.modality == "image" else 2
-        images = [m.grid_thw for m in media if m.modality == "image"]
-        videos = [m for m in media if m.modality == "video"]
-        placed, _ = self._model.model.get_rope_index(
-            torch.tensor([[*token_ids, 0]]),
-            mm_token_type_ids=kinds,
-            image_grid_thw=torch.tensor(images) if images else None,
-            video_grid_thw=torch.tensor([m.grid_thw for m in videos]) if videos else None,
-            second_per_grid_ts=torch.tensor([m.seconds_per_grid for m in videos]) if videos else None,
-        )
-        places = placed[:, 0].numpy().astype(np.int64)
-        return np.ascontiguousarray(places[:, :-1]), int(places[0, -1])
+    def _opened(self) -> Any:
+        if self._model is None:
+            raise EngineFailed("the engine is closed; open it again")
+        return self._model
 
 
 def _writable(positions: np.ndarray) -> np.ndarray:
@@ -433,27 +406,3 @@ def _text(ids: Sequence[int]) -> Encoded:
 def _last(done: _Pass) -> torch.Tensor:
     assert done.logits is not None
     return done.logits[-1]
-
-
-def _sample(logits: torch.Tensor, temperature: float, generator: torch.Generator | None) -> int:
-    import torch
-
-    if temperature == 0:
-        return int(logits.argmax())
-    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
-
-
-def _top(logits: torch.Tensor, count: int) -> dict[int, float]:
-    """Log-probabilities by token id, best first; all of them where ``count`` is -1."""
-    best = logits.log_softmax(-1).topk(logits.numel() if count < 0 else min(count, logits.numel()))
-    return dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-
-
-def _dtype_name(dtype: Any, config: Any) -> str:
-    """Name of the dtype to serve in; ValueError for one that is not a float dtype of `DTYPES`."""
-    own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or "float32"
-    asked = own if dtype is None else dtype
-    name = str(asked).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
-    return name

@@ -14,13 +14,13 @@ repair()
 
 @pytest.fixture(scope="session")
 def vision_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.engines.models import write_vision_model
+    from engines.models import write_vision_model
 
     return write_vision_model(tmp_path_factory.mktemp("models") / "vision")
 
 
 @pytest.fixture(scope="session")
 def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.engines.models import write_text_model
+    from engines.models import write_text_model
 
     return write_text_model(tmp_path_factory.mktemp("models") / "text")

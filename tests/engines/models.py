@@ -16,7 +16,7 @@ CHATML = (
     "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_CORPUS = ("system user assistant what color is the shape of a frame camera watch number now red blue circle square " * 8,)
+_CORPUS = ("system user assistant what color is the shape of a frame camera number now red blue circle square " * 8,)
 
 
 def build_tokenizer(chat_template: str | None = CHATML) -> Any:

@@ -1,0 +1,84 @@
+"""What the transformers engine needs of a model: loading it, its position rule, and choosing tokens from logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ctxwin.engines.base import MediaSpan
+from ctxwin.engines.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def load(checkpoint: Checkpoint, device: str, dtype: str) -> tuple[torch.device, Any]:
+    """The device and the model on it, ready for inference; ValueError where torch cannot use the device."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    loader: Any = AutoModelForCausalLM if checkpoint.media is None else AutoModelForImageTextToText
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:  # an unknown device, or one that torch was not built for
+        raise ValueError(f"device must be one that torch can use, got {device!r}: {error}") from error
+    model = loader.from_pretrained(
+        checkpoint.path, dtype=getattr(torch, dtype), attn_implementation="sdpa", use_safetensors=True
+    )
+    return place, model.to(place).eval()
+
+
+def positions(model: Any, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
+    """The model's own position rule (``get_rope_index``): int64 ``[3, T]``, and where a text token behind would stand.
+
+    The latter is learned by placing one text token more: behind a video, transformers goes on from the height and width
+    of its grid, not from its last moment.
+    """
+    import numpy as np
+    import torch
+
+    count = len(token_ids)
+    if not media:
+        return np.tile(np.arange(count, dtype=np.int64), (3, 1)), count
+    kinds = torch.zeros(1, count + 1, dtype=torch.int64)
+    for m in media:
+        kinds[0, m.offset : m.offset + m.tokens] = 1 if m.modality == "image" else 2
+    images = [m.grid_thw for m in media if m.modality == "image"]
+    videos = [m for m in media if m.modality == "video"]
+    placed, _ = model.model.get_rope_index(
+        torch.tensor([[*token_ids, 0]]),
+        mm_token_type_ids=kinds,
+        image_grid_thw=torch.tensor(images) if images else None,
+        video_grid_thw=torch.tensor([m.grid_thw for m in videos]) if videos else None,
+        second_per_grid_ts=torch.tensor([m.seconds_per_grid for m in videos]) if videos else None,
+    )
+    places = placed[:, 0].numpy().astype(np.int64)
+    return np.ascontiguousarray(places[:, :-1]), int(places[0, -1])
+
+
+def sample(logits: torch.Tensor, temperature: float, generator: torch.Generator | None) -> int:
+    """One token id from ``logits [vocab]``: the most likely one at temperature 0."""
+    import torch
+
+    if temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+
+
+def top_logprobs(logits: torch.Tensor, count: int) -> dict[int, float]:
+    """Log-probabilities by token id, best first; all of them where ``count`` is -1."""
+    best = logits.log_softmax(-1).topk(logits.numel() if count < 0 else min(count, logits.numel()))
+    return dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+
+def dtype_name(dtype: Any, config: Any) -> str:
+    """Name of the dtype to serve in, the checkpoint's own for None; ValueError for one that is not in `DTYPES`."""
+    own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or "float32"
+    name = str(own if dtype is None else dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return name
