@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import diskcache  # type: ignore[import-untyped]
+import diskcache
 
 from ctxwin.errors import StoreCorrupt
 from ctxwin.store import codec

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import diskcache  # type: ignore[import-untyped]
+import diskcache
 
 from ctxwin.errors import StoreCorrupt
 from ctxwin.store import codec

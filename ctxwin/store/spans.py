@@ -287,9 +287,10 @@ class SpanRepository:
                 found = self._decode(key, kind, blob, decode)
         if found is not None:
             identity = self.identity if bound else ""
-            what = "model" if found.meta.get("identity") != identity else "tokens" if not same(found.meta) else ""
+            another = found.meta.get("identity") != identity
+            what = "another model" if another else "" if same(found.meta) else "other tokens"
             if what:
-                log.warning("stored %s is of another %s than asked for; taken as a miss", key, what)
+                log.warning("stored %s is of %s than asked for; taken as a miss", key, what)
                 with self._lock:
                     self.counters.mismatched += 1
                 found = None

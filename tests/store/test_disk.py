@@ -1,0 +1,469 @@
+"""The disk store: what a crash, another process, or a hostile folder can and cannot do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import diskcache
+import pytest
+
+from ctxwin.store.disk import DiskStore
+
+
+def blobs(path: Path) -> list[Path]:
+    return [p for p in (path / "blobs").rglob("*") if p.is_file()]
+
+
+def sql(path: Path, statement: str, *arguments: Any) -> list[Any]:
+    with sqlite3.connect(path / "cache.db") as connection:
+        rows = connection.execute(statement, arguments).fetchall()
+    connection.close()
+    return rows
+
+
+def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A second process, as a user's would be: fresh interpreter, same folder."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_survives_reopening(tmp_path: Path) -> None:
+    with_value = DiskStore(tmp_path)
+    with_value.put("span/a", b"value")
+    with_value.close()
+    again = DiskStore(tmp_path)
+    assert again.get("span/a") == b"value"
+    assert again.stats().items == 1
+
+
+def test_the_same_value_is_not_written_twice(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    store.put("span/a", b"value")
+    before = blobs(tmp_path)
+    store.put("span/a", b"value")
+    assert blobs(tmp_path) == before
+    store.put("span/a", b"other")
+    assert len(blobs(tmp_path)) == 1
+    assert blobs(tmp_path) != before
+
+
+class TestProcesses:
+    def test_a_second_process_finds_the_first_ones_chunks(self, tmp_path: Path) -> None:
+        wrote = run(
+            "import sys; from ctxwin.store.disk import DiskStore\n"
+            "s = DiskStore(sys.argv[1])\n"
+            "for i in range(5): assert s.put(f'span/{i}', b'%d' % i * 1000)\n",
+            tmp_path,
+        )
+        assert wrote.returncode == 0, wrote.stderr
+        store = DiskStore(tmp_path)
+        assert list(store.list()) == [f"span/{i}" for i in range(5)]
+        assert store.get("span/3") == b"3" * 1000
+
+    def test_both_see_each_others_writes_and_deletes(self, tmp_path: Path) -> None:
+        store = DiskStore(tmp_path)
+        store.put("span/mine", b"mine")
+        other = run(
+            "import sys; from ctxwin.store.disk import DiskStore\n"
+            "s = DiskStore(sys.argv[1])\n"
+            "assert s.get('span/mine') == b'mine' and s.delete('span/mine') and s.put('span/theirs', b'theirs')\n",
+            tmp_path,
+        )
+        assert other.returncode == 0, other.stderr
+        assert store.get("span/mine") is None
+        assert store.get("span/theirs") == b"theirs"
+
+    def test_writers_at_once_within_one_limit(self, tmp_path: Path) -> None:
+        code = (
+            "import sys; from ctxwin.store.disk import DiskStore\n"
+            "s = DiskStore(sys.argv[1], max_bytes=200_000)\n"
+            "for i in range(60):\n"
+            "    k = f'span/{i % 20}'; v = k.encode() * 1500\n"
+            "    s.put(k, v); got = s.get(k); assert got in (None, v)\n"
+            "assert s.stats().corrupt == 0 and s.failures == 0, (s.stats(), s.failures)\n"
+        )
+        running = [
+            subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+            for _ in range(3)
+        ]
+        for process in running:
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == 0, errors
+        store = DiskStore(tmp_path, max_bytes=200_000)
+        assert store.stats().bytes <= 200_000
+        assert store.verify() == (store.stats().items, 0)
+        store.gc(0)
+        assert len(blobs(tmp_path)) == store.stats().items
+
+    def test_importing_the_package_does_not_import_torch(self) -> None:
+        code = (
+            "import sys, ctxwin.store.disk, ctxwin.store.memory, ctxwin.store.spans, ctxwin.store.codec\n"
+            "assert not {'torch', 'pytest', 'hypothesis'} & set(sys.modules)"
+        )
+        assert run(code).returncode == 0
+
+
+STEPS = ["open", "fsync", "replace", "sync_folder", "set"]
+
+
+class TestCrash:
+    @pytest.mark.parametrize("step", STEPS)
+    @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+    def test_a_kill_at_any_step_leaves_a_miss_or_the_value(self, tmp_path: Path, step: str, after: bool) -> None:
+        """A process dies, without any cleanup, on either side of each step of a put that replaces a value."""
+        store = DiskStore(tmp_path)
+        store.put("span/old", b"old" * 1000)
+        store.put("span/both", b"first" * 1000)
+        store.close()
+        code = (
+            "import sys, os, builtins\n"
+            "from ctxwin.store import disk\n"
+            "path, step, after = sys.argv[1], sys.argv[2], sys.argv[3] == 'True'\n"
+            "s = disk.DiskStore(path)\n"
+            "where = {'open': (builtins, 'open'), 'fsync': (os, 'fsync'), 'replace': (os, 'replace'),\n"
+            "         'sync_folder': (disk, 'sync_folder'), 'set': (s._cache, 'set')}[step]\n"
+            "real = getattr(*where)\n"
+            "def die(*a, **k):\n"
+            "    if after: real(*a, **k)\n"
+            "    os._exit(9)\n"
+            "setattr(*where, die)\n"
+            "s.put('span/both', b'second' * 1000)\n"
+        )
+        assert run(code, tmp_path, step, after).returncode == 9
+        again = DiskStore(tmp_path)
+        assert again.get("span/old") == b"old" * 1000
+        done = step == "set" and after
+        assert again.get("span/both") == (b"second" if done else b"first") * 1000
+        assert again.stats().corrupt == 0
+        again.gc(0)
+        assert len(blobs(tmp_path)) == 2
+        assert list((tmp_path / "tmp").iterdir()) == []
+        assert again.put("span/both", b"second" * 1000)
+        assert again.get("span/both") == b"second" * 1000
+
+    def test_a_row_whose_file_is_gone_is_a_miss(self, tmp_path: Path) -> None:
+        store = DiskStore(tmp_path)
+        store.put("span/a", b"value")
+        blobs(tmp_path)[0].unlink()
+        assert not store.contains("span/a")
+        assert store.get("span/a") is None
+        assert store.stats().items == 0
+        assert store.put("span/a", b"value")
+        assert store.get("span/a") == b"value"
+
+    def test_a_torn_file_is_a_miss(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        for cut in (0, 10, 100, -1):
+            store = DiskStore(tmp_path / str(cut))
+            store.put("span/a", b"value" * 100)
+            blob = blobs(tmp_path / str(cut))[0]
+            blob.write_bytes(blob.read_bytes()[:cut])
+            assert store.get("span/a") is None
+            assert store.stats().corrupt == 1
+            assert blobs(tmp_path / str(cut)) == []
+        assert "span/a is corrupt" in caplog.text
+
+
+class TestCorruption:
+    def test_a_flipped_bit_is_a_miss_counted_and_logged(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        store = DiskStore(tmp_path)
+        store.put("span/a", b"value" * 100)
+        whole = blobs(tmp_path)[0].read_bytes()
+        for at in (0, 9, 14, 20, 40, 63, 70, len(whole) - 1):
+            store.put("span/a", b"value" * 100)
+            blob = blobs(tmp_path)[0]
+            blob.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+            assert store.get("span/a") is None, at
+            assert not blob.exists()
+        assert store.stats().corrupt == 8
+        assert caplog.text.count("is corrupt and was deleted") == 8
+
+    def test_verify_finds_and_removes(self, tmp_path: Path) -> None:
+        store = DiskStore(tmp_path)
+        for i in range(4):
+            store.put(f"span/{i}", b"%d" % i * 100)
+        bad = blobs(tmp_path)[1]
+        bad.write_bytes(bad.read_bytes()[:-1] + b"?")
+        assert store.verify() == (3, 1)
+        assert store.verify() == (3, 0)
+
+    def test_another_keys_blob_is_a_miss(self, tmp_path: Path) -> None:
+        store = DiskStore(tmp_path)
+        store.put("span/a", b"value of a")
+        store.put("span/b", b"value of b")
+        ((file, sum_),) = sql(tmp_path, "SELECT filename, value FROM Cache WHERE key = 'span/a'")
+        sql(tmp_path, "UPDATE Cache SET filename = ?, value = ? WHERE key = 'span/b'", file, sum_)
+        assert store.get("span/b") is None
+        assert store.stats().corrupt == 1
+
+    def test_an_older_value_put_back_is_a_miss(self, tmp_path: Path) -> None:
+        store = DiskStore(tmp_path)
+        store.put("span/a", b"older")
+        older = blobs(tmp_path)[0].read_bytes()
+        store.put("span/a", b"newer")
+        blobs(tmp_path)[0].write_bytes(older)
+        assert store.get("span/a") is None
+
+    def test_a_damaged_index_starts_empty(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        store = DiskStore(tmp_path)
+        store.put("span/a", b"value")
+        store.close()
+        for tail in ("-wal", "-shm"):
+            (tmp_path / f"cache.db{tail}").unlink(missing_ok=True)
+        (tmp_path / "cache.db").write_bytes(b"this is no database" * 100)
+        again = DiskStore(tmp_path)
+        assert again.get("span/a") is None
+        assert "damaged" in caplog.text
+        assert again.put("span/a", b"value")
+        assert again.get("span/a") == b"value"
+        assert again.gc(0)[0] == 2
+        assert again.get("span/a") == b"value"
+
+
+class Bomb:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+class TestPickle:
+    """CVE-2025-69872: diskcache unpickles what it finds; this store must not."""
+
+    def plant(self, path: Path, key: Any, value: Any) -> None:
+        with diskcache.Cache(str(path)) as cache:
+            cache.set(key, value)
+
+    def test_the_bomb_works_on_plain_diskcache(self, tmp_path: Path) -> None:
+        self.plant(tmp_path, "span/a", Bomb(tmp_path / "pwned"))
+        with diskcache.Cache(str(tmp_path)) as cache:
+            cache.get("span/a")
+        assert (tmp_path / "pwned").exists()
+
+    @pytest.mark.parametrize("existing", [False, True])
+    def test_a_planted_value_is_a_miss(self, tmp_path: Path, existing: bool) -> None:
+        if existing:
+            DiskStore(tmp_path).put("span/a", b"value")
+        self.plant(tmp_path, "span/a", Bomb(tmp_path / "pwned"))
+        store = DiskStore(tmp_path)
+        assert store.get("span/a") is None
+        assert store.stats().corrupt == 1
+        assert store.put("span/a", b"value")
+        assert store.get("span/a") == b"value"
+        assert not (tmp_path / "pwned").exists()
+
+    def test_a_planted_file_value_is_a_miss(self, tmp_path: Path) -> None:
+        DiskStore(tmp_path).close()
+        (tmp_path / "bomb.val").write_bytes(pickle.dumps(Bomb(tmp_path / "pwned")))
+        sql(
+            tmp_path,
+            "INSERT INTO Cache(key, raw, store_time, access_time, size, mode, filename)"
+            " VALUES ('span/a', 1, 0, 0, 9, 4, ?)",
+            "bomb.val",
+        )
+        store = DiskStore(tmp_path)
+        assert not store.contains("span/a")
+        assert store.get("span/a") is None
+        assert store.verify()[0] == 0
+        assert not (tmp_path / "pwned").exists()
+        assert (tmp_path / "bomb.val").exists(), "a foreign file is not ours to delete"
+
+    def test_a_planted_key_is_passed_over(self, tmp_path: Path) -> None:
+        DiskStore(tmp_path).put("span/a", b"value")
+        with diskcache.Cache(str(tmp_path), disk=diskcache.Disk) as cache:
+            cache.set(("a", Bomb(tmp_path / "pwned")), b"x")
+        store = DiskStore(tmp_path, max_bytes=1000)
+        assert list(store.list()) == ["span/a"]
+        assert store.stats().items == 1
+        assert store.verify() == (1, 1)
+        self.plant(tmp_path, ("a", Bomb(tmp_path / "pwned")), b"x")
+        for i in range(9):
+            assert store.put(f"span/{i}", bytes(200)), "foreign rows are evicted like any other"
+        store.gc(0)
+        assert store.verify() == (store.stats().items, 0)
+        assert not (tmp_path / "pwned").exists()
+
+    @pytest.mark.parametrize("value", ["text", 7, 1.5, b"raw bytes", b"x" * 50_000])
+    def test_other_foreign_values_are_misses(self, tmp_path: Path, value: Any) -> None:
+        DiskStore(tmp_path).close()
+        self.plant(tmp_path, "span/a", value)
+        store = DiskStore(tmp_path)
+        assert store.get("span/a") is None
+        assert not store.contains("span/a")
+
+    def test_nothing_but_blobs_is_ever_written(self, tmp_path: Path) -> None:
+        store = DiskStore(tmp_path)
+        for value in ({"a": 1}, "text", object(), b"bytes"):
+            with pytest.raises(TypeError):
+                store._cache.set("span/a", value)
+        with pytest.raises(TypeError):
+            store._cache.set(("a", "tuple"), b"x")
+
+    def test_planted_settings_are_not_obeyed(self, tmp_path: Path) -> None:
+        DiskStore(tmp_path).put("span/a", b"value")
+        for key, value in (("cull_limit", 10), ("size_limit", 1), ("eviction_policy", "evil"), ("disk_evil", "x")):
+            sql(tmp_path, "INSERT OR REPLACE INTO Settings VALUES (?, ?)", key, value)
+        store = DiskStore(tmp_path)
+        for i in range(5):
+            assert store.put(f"span/{i}", b"value")
+        assert store.get("span/a") == b"value"
+        assert store.stats().items == 6
+
+    @pytest.mark.parametrize("target", ["../victim", "{absolute}", "blobs/../../victim", "victim"])
+    def test_a_planted_path_is_neither_read_nor_deleted(self, tmp_path: Path, target: str) -> None:
+        folder = tmp_path / "store"
+        store = DiskStore(folder)
+        store.put("span/a", b"value")
+        good = blobs(folder)[0].read_bytes()
+        for victim in (tmp_path / "victim", folder / "victim"):
+            victim.write_bytes(good)
+        name = target.format(absolute=tmp_path / "victim")
+        sql(folder, "UPDATE Cache SET filename = ? WHERE key = 'span/a'", name)
+        assert store.get("span/a") is None
+        store.put("span/a", b"value")
+        sql(folder, "UPDATE Cache SET filename = ? WHERE key = 'span/a'", name)
+        store.delete("span/a")
+        store.verify()
+        assert (tmp_path / "victim").exists()
+        assert (folder / "victim").exists()
+
+
+class TestFailures:
+    def test_a_full_disk_refuses(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        store = DiskStore(tmp_path)
+        store.put("span/a", b"value")
+
+        def full(_: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.fsync", full)
+            assert store.put("span/b", b"value") is False
+        assert store.failures == 1
+        assert "No space left" in caplog.text
+        assert store.get("span/b") is None
+        assert store.get("span/a") == b"value"
+        assert list((tmp_path / "tmp").iterdir()) == []
+        assert len(blobs(tmp_path)) == 1
+        assert store.put("span/b", b"value")
+
+    def test_a_locked_index_refuses_and_leaves_no_file(self, tmp_path: Path) -> None:
+        store = DiskStore(tmp_path, timeout=0.05)
+        store.put("span/a", b"value")
+        holder = sqlite3.connect(tmp_path / "cache.db", isolation_level=None)
+        holder.execute("BEGIN IMMEDIATE")
+        try:
+            assert store.put("span/b", b"value") is False
+            assert store.get("span/a") == b"value"
+        finally:
+            holder.execute("ROLLBACK")
+            holder.close()
+        assert len(blobs(tmp_path)) == 1
+        assert store.put("span/b", b"value")
+
+    def test_no_permission_refuses(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = DiskStore(tmp_path)
+
+        def denied(*_: object) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.replace", denied)
+            assert store.put("span/a", b"value") is False
+        assert store.failures == 1
+        assert store.put("span/a", b"value")
+        with monkeypatch.context() as patch:
+            patch.setattr("builtins.open", denied)
+            assert store.get("span/a") is None
+        assert store.failures == 2
+        assert store.get("span/a") == b"value", "what could not be read is not deleted"
+
+    def test_a_vanished_folder_is_misses_and_refusals(self, tmp_path: Path) -> None:
+        import shutil
+
+        store = DiskStore(tmp_path / "store")
+        store.put("span/a", b"value")
+        shutil.rmtree(tmp_path / "store")
+        assert store.get("span/a") is None
+        assert store.put("span/b", b"value") is False
+        assert store.failures >= 1
+
+    def test_opening_where_a_file_stands_says_so(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("x")
+        with pytest.raises(OSError, match="file"):
+            DiskStore(tmp_path / "file")
+
+    @pytest.mark.parametrize("bad", [{"max_bytes": 0}, {"max_bytes": -1}, {"ttl": 0.0}])
+    def test_bad_arguments(self, tmp_path: Path, bad: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="must be positive"):
+            DiskStore(tmp_path, **bad)
+
+
+class TestUpkeep:
+    def test_gc_removes_orphans_and_nothing_else(self, tmp_path: Path) -> None:
+        store = DiskStore(tmp_path)
+        store.put("span/a", b"value")
+        (tmp_path / "blobs" / "00").mkdir(exist_ok=True)
+        orphan = tmp_path / "blobs" / "00" / ("0" * 32 + ".blob")
+        orphan.write_bytes(b"x" * 10)
+        (tmp_path / "tmp" / "dead.tmp").write_bytes(b"y" * 5)
+        (tmp_path / "README").write_text("somebody's note")
+        assert store.gc() == (0, 0), "young files may be a put in progress"
+        assert store.gc(0) == (2, 15)
+        assert store.get("span/a") == b"value"
+        assert (tmp_path / "README").exists()
+
+    def test_gc_without_a_readable_index_removes_nothing(self, tmp_path: Path) -> None:
+        store = DiskStore(tmp_path)
+        store.put("span/a", b"value")
+        sql(tmp_path, "ALTER TABLE Cache RENAME TO Gone")
+        assert store.gc(0)[0] == 0
+        assert len(blobs(tmp_path)) == 1
+
+    def test_opening_clears_old_temporary_files(self, tmp_path: Path) -> None:
+        DiskStore(tmp_path).close()
+        for name, age in (("old.tmp", 7200), ("new.tmp", 0)):
+            (tmp_path / "tmp" / name).write_bytes(b"x")
+            os.utime(tmp_path / "tmp" / name, (time.time() - age,) * 2)
+        DiskStore(tmp_path)
+        assert [p.name for p in (tmp_path / "tmp").iterdir()] == ["new.tmp"]
+
+    def test_expired_values_free_their_files(self, tmp_path: Path) -> None:
+        store = DiskStore(tmp_path, ttl=0.05)
+        store.put("span/a", b"value")
+        time.sleep(0.1)
+        store.gc(0)
+        assert blobs(tmp_path) == []
+        assert store.stats().items == 0
+
+    def test_recency_survives_reopening(self, tmp_path: Path) -> None:
+        store = DiskStore(tmp_path, max_bytes=3500)
+        for name in "abc":
+            store.put(f"span/{name}", name.encode() * 1000)
+        store.get("span/a")
+        store.close()
+        again = DiskStore(tmp_path, max_bytes=3500)
+        again.put("span/d", b"d" * 1000)
+        assert list(again.list()) == ["span/a", "span/c", "span/d"]
+
+    def test_a_smaller_limit_applies_at_the_next_put(self, tmp_path: Path) -> None:
+        store = DiskStore(tmp_path)
+        for i in range(10):
+            store.put(f"span/{i}", bytes(1000))
+        store.close()
+        again = DiskStore(tmp_path, max_bytes=3500)
+        assert again.put("span/x", bytes(1000))
+        assert again.stats().bytes <= 3500
+        assert len(blobs(tmp_path)) == again.stats().items == 3

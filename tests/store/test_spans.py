@@ -1,0 +1,278 @@
+"""The typed repository: exact or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ctxwin.kv import KVSpec, RopeSpec, SpanKV
+from ctxwin.operator.basis import fit_basis, project
+from ctxwin.operator.deficit import deficit
+from ctxwin.operator.patch import Patch, form_patch
+from ctxwin.store import open_store
+from ctxwin.store.codec import decode_tensors, encode_bytes, encode_tensors
+from ctxwin.store.memory import MemoryStore
+from ctxwin.store.spans import SpanRepository
+from ctxwin.store.wrappers import FaultStore, LoggingStore
+
+SPEC = KVSpec("model", "gqa", 2, 2, 8, 8, RopeSpec(tuple(1.0 / 10_000 ** (i / 4) for i in range(4)), 8), "float32")
+IDS = [11, 12, 13, 14, 15]
+
+
+def span(seed: int = 0, dtype: torch.dtype = torch.bfloat16, start: int = 7, tokens: int = 5) -> SpanKV:
+    random = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(2, tokens, 2, 8, generator=random).to(dtype) for _ in range(2))
+    return SpanKV(k, v, torch.arange(tokens).repeat(3, 1), start)
+
+
+def same(a: SpanKV, b: SpanKV) -> bool:
+    pairs = ((a.k, b.k), (a.v, b.v), (a.positions, b.positions))
+    return a.start == b.start and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
+
+
+@pytest.fixture
+def repo() -> SpanRepository:
+    return SpanRepository(MemoryStore(), "engine")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("live", [0, 1 << 20])
+def test_a_span_comes_back_exactly(dtype: torch.dtype, live: int) -> None:
+    repo = SpanRepository(MemoryStore(), "engine", live)
+    put = span(dtype=dtype)
+    assert repo.put_span("a", put, {"token_ids": tuple(IDS), "depth": 2})
+    for _ in range(2):
+        found = repo.get_span("span/a", token_ids=IDS)
+        assert found is not None
+        got, meta = found
+        assert got.k.view(torch.uint8).equal(put.k.view(torch.uint8))
+        assert got.v.view(torch.uint8).equal(put.v.view(torch.uint8))
+        assert (got.start, got.positions.tolist()) == (7, put.positions.tolist())
+        assert meta == {"token_ids": IDS, "depth": 2}
+    assert repo.counters.hits["span"] == 2
+    assert repo.counters.live_hits == (1 if live else 0)
+
+
+def test_other_tokens_are_a_miss(repo: SpanRepository, caplog: pytest.LogCaptureFixture) -> None:
+    repo.put_span("a", span(), {"token_ids": IDS})
+    for attempt in range(2):
+        assert repo.get_span("a", token_ids=[*IDS[:-1], 99]) is None
+        assert repo.get_span("a", token_ids=IDS[:-1]) is None
+        assert repo.counters.mismatched == 2 * attempt + 2
+        assert repo.get_span("a", token_ids=IDS) is not None
+    assert repo.counters.misses["span"] == 4
+    assert "span/a is of other tokens" in caplog.text
+
+
+def test_another_model_is_a_miss_and_keeps_its_record(repo: SpanRepository) -> None:
+    repo.put_span("a", span(), {"token_ids": IDS})
+    repo.put_embedding("a", torch.ones(2))
+    repo.put_json("a", {"x": 1})
+    other = SpanRepository(repo.store, "another engine")
+    assert other.get_span("a") is None
+    assert other.get_embedding("a") is None
+    assert other.get_json("a") is None
+    assert other.counters.mismatched == 3
+    assert repo.get_span("a") is not None
+
+
+def test_sources_are_shared_by_models(repo: SpanRepository) -> None:
+    repo.put_source("a", b"png bytes")
+    assert SpanRepository(repo.store, "another engine").get_source("source/a") == b"png bytes"
+
+
+def test_token_ids_are_required(repo: SpanRepository) -> None:
+    for meta in ({}, {"token_ids": [1, 2]}):
+        with pytest.raises(ValueError, match="must hold 5 ids"):
+            repo.put_span("a", span(), meta)
+
+
+def test_json(repo: SpanRepository) -> None:
+    value = {"ids": [1, 2], "text": "ä", "none": None}
+    assert repo.put_json("chunk/a", value)
+    got = repo.get_json("chunk/a")
+    assert got == value
+    got["ids"].append(3)
+    assert repo.get_json("a") == value
+    repo.put_json("profile/m", [1])
+    assert repo.get_json("profile/m") == [1]
+    with pytest.raises(TypeError):
+        repo.put_json("a", object())
+
+
+def test_namespaces_are_kept_apart(repo: SpanRepository) -> None:
+    repo.put_embedding("a", torch.ones(2))
+    repo.put_source("a", b"x")
+    assert repo.get_span("a") is None
+    for call in (repo.get_span, repo.get_patch, repo.get_source):
+        with pytest.raises(ValueError, match="must start with"):
+            call("embed/a")
+    assert sorted(repo.store.list()) == ["embed/a", "source/a"]
+
+
+def make_patch(rank: int = 2) -> Patch:
+    base = span(1, torch.float32, start=0, tokens=12)
+    return form_patch(span(2, torch.float32, start=0, tokens=12), base, SPEC, rank=rank)
+
+
+@pytest.mark.parametrize("key", ["a", "patch/a", "orbit/a"])
+def test_patches(repo: SpanRepository, key: str) -> None:
+    patch = make_patch()
+    assert repo.put_patch(key, patch)
+    for _ in range(2):
+        got = repo.get_patch(key)
+        assert got is not None
+        assert got.describe() == patch.describe()
+        assert all(torch.equal(got.tensors()[n], t) for n, t in patch.tensors().items())
+
+
+def test_a_patch_on_a_shared_basis_brings_the_basis(repo: SpanRepository) -> None:
+    lost = deficit(span(2, torch.float32, 0, 12), span(1, torch.float32, 0, 12), SPEC)
+    basis = fit_basis([lost], SPEC, 2)
+    patch = project(lost, basis, SPEC)
+    assert repo.put_patch("a", patch)
+    assert repo.put_patch("b", patch)
+    assert sorted(repo.store.list()) == [f"basis/{basis.id}", "patch/a", "patch/b"]
+    got = SpanRepository(repo.store, "engine").get_patch("a")
+    assert got is not None
+    assert got.basis is not None
+    assert torch.equal(got.basis.right, basis.right)
+    repo.delete(f"basis/{basis.id}")
+    assert SpanRepository(repo.store, "engine").get_patch("a") is None
+    assert repo.contains("patch/a"), "the patch itself is sound"
+
+
+BROKEN: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda blob: b"",
+    "cut": lambda blob: blob[:-7],
+    "flipped": lambda blob: blob[:200] + bytes([blob[200] ^ 1]) + blob[201:],
+    "pickle": lambda blob: b"\x80\x04K\x01.",
+    "another kind": lambda blob: encode_bytes(b"x", {"kind": "span", "key": "span/a", "identity": "engine"}),
+    "no tensors": lambda blob: encode_tensors({}, decode_tensors(blob)[1]),
+    "shapes": lambda blob: encode_tensors(
+        decode_tensors(blob)[0] | {"positions": torch.zeros(3, 4, dtype=torch.int64)}, decode_tensors(blob)[1]
+    ),
+    "no meta": lambda blob: encode_tensors(decode_tensors(blob)[0]),
+    "meta types": lambda blob: encode_tensors(decode_tensors(blob)[0], decode_tensors(blob)[1] | {"user": 5}),
+    "another key": lambda blob: encode_tensors(decode_tensors(blob)[0], decode_tensors(blob)[1] | {"key": "span/b"}),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_whatever_cannot_be_decoded_is_a_miss(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    repo = SpanRepository(MemoryStore(), "engine")
+    repo.put_span("a", span(), {"token_ids": IDS})
+    blob = repo.store.get("span/a")
+    assert blob is not None
+    repo.store.put("span/a", BROKEN[how](blob))
+    assert repo.get_span("a", token_ids=IDS) is None
+    assert repo.counters.corrupt == 1
+    assert repo.counters.misses["span"] == 1
+    assert "span/a cannot be decoded" in caplog.text
+    assert not repo.contains("span/a")
+    assert repo.put_span("a", span(), {"token_ids": IDS})
+    assert repo.get_span("a", token_ids=IDS) is not None
+
+
+def test_under_faults_it_is_exact_or_nothing() -> None:
+    store = FaultStore(MemoryStore(), seed=5, miss=0.2, corrupt=0.4, refuse=0.1)
+    repo = SpanRepository(store, "engine", max_live_bytes=0)
+    hits = 0
+    for i in range(150):
+        put = span(i)
+        repo.put_span(str(i), put, {"token_ids": IDS})
+        found = repo.get_span(str(i), token_ids=IDS)
+        if found is not None:
+            assert same(found[0], put)
+            hits += 1
+    assert hits > 30
+    assert repo.counters.corrupt == store.faults["corrupt"] > 20
+    assert repo.counters.refused == store.faults["refuse"] > 3
+    assert repo.counters.misses["span"] == 150 - hits
+
+
+class TestLive:
+    def test_a_second_get_reads_nothing(self) -> None:
+        store = LoggingStore(MemoryStore())
+        repo = SpanRepository(store, "engine")
+        repo.put_span("a", span(), {"token_ids": IDS})
+        first, second = repo.get_span("a"), repo.get_span("a")
+        assert store.calls["get"] == 1
+        assert first is not None
+        assert second is not None
+        assert first[0].k is second[0].k
+
+    def test_it_is_bounded_and_the_oldest_leaves(self) -> None:
+        size = len(encode_tensors({"k": span().k, "v": span().v, "positions": span().positions})) + 300
+        repo = SpanRepository(MemoryStore(), "engine", max_live_bytes=3 * size)
+        for name in "abcdef":
+            repo.put_span(name, span(), {"token_ids": IDS})
+            repo.get_span(name)
+            assert repo._live_bytes <= 3 * size
+        assert repo._live_bytes == sum(live.nbytes for live in repo._live.values())
+        assert list(repo._live)[-1] == "span/f"
+        assert "span/a" not in repo._live
+
+    def test_it_never_outlives_the_store(self) -> None:
+        repo = SpanRepository(MemoryStore(), "engine")
+        repo.put_span("a", span(), {"token_ids": IDS})
+        assert repo.get_span("a") is not None
+        repo.store.delete("span/a")
+        assert repo.get_span("a") is None
+
+    def test_a_put_replaces_it(self, repo: SpanRepository) -> None:
+        repo.put_span("a", span(0), {"token_ids": IDS})
+        repo.get_span("a")
+        repo.put_span("a", span(1), {"token_ids": IDS})
+        found = repo.get_span("a")
+        assert found is not None
+        assert same(found[0], span(1))
+
+
+def test_a_slice_of_a_returned_span_can_be_stored(repo: SpanRepository) -> None:
+    repo.put_span("a", span(), {"token_ids": IDS})
+    found = repo.get_span("a")
+    assert found is not None
+    part = found[0].slice(1, 4)
+    assert repo.put_span("b", part, {"token_ids": IDS[1:4]})
+    again = repo.get_span("b", token_ids=IDS[1:4])
+    assert again is not None
+    assert same(again[0], part)
+    assert same(again[0], replace(span().slice(1, 4), start=7))
+
+
+def test_leases_pass_through(repo: SpanRepository) -> None:
+    assert not repo.lease("span/a")
+    repo.put_span("a", span(), {"token_ids": IDS})
+    assert repo.lease("span/a")
+    assert repo.store.stats().leased == 1
+    repo.release("span/a")
+    assert repo.store.stats().leased == 0
+
+
+def test_spans_survive_a_restart(tmp_path: Path) -> None:
+    for url in (f"disk:{tmp_path}", f"tiered:memory:,disk:{tmp_path}"):
+        store = open_store(url)
+        SpanRepository(store, "engine").put_span("a", span(), {"token_ids": IDS})
+        store.close()
+        store = open_store(url)
+        found = SpanRepository(store, "engine").get_span("a", token_ids=IDS)
+        assert found is not None
+        assert same(found[0], span())
+        store.close()
+
+
+def test_a_refused_put_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    repo = SpanRepository(MemoryStore(100), "engine")
+    assert not repo.put_span("a", span(), {"token_ids": IDS})
+    assert repo.counters.refused == 1
+    assert "refused span/a" in caplog.text
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="max_live_bytes"):
+        SpanRepository(MemoryStore(), "engine", -1)
