@@ -28,7 +28,17 @@ import diskcache
 from ctxwin.errors import StoreCorrupt
 from ctxwin.store import codec
 from ctxwin.store.base import Store, StoreStats, check_key, check_value
-from ctxwin.store.rawdisk import BLOBS, RawDisk, RefusedRow, Row, Written, read_blob, remove_old, size_of, sync_folder
+from ctxwin.store.rawdisk import (
+    BLOBS,
+    RawDisk,
+    RefusedRowError,
+    Row,
+    Written,
+    read_blob,
+    remove_old,
+    size_of,
+    sync_folder,
+)
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +98,10 @@ class DiskStore(Store):
             # Not ours or damaged. Its blobs become orphans: misses now, removed by `gc`.
             aside = self.path / f"{diskcache.core.DBNAME}.damaged-{secrets.token_hex(4)}"
             log.warning("index of store %s is damaged (%s); moved to %s, starting empty", self.path, error, aside.name)
-            os.replace(self.path / diskcache.core.DBNAME, aside)
+            (self.path / diskcache.core.DBNAME).replace(aside)
             for tail in ("-wal", "-shm"):
                 with contextlib.suppress(OSError):
-                    os.remove(self.path / (diskcache.core.DBNAME + tail))
+                    (self.path / (diskcache.core.DBNAME + tail)).unlink()
             self._corrupt += 1
             return diskcache.Cache(str(self.path), timeout=self._timeout, disk=RawDisk, **settings)
 
@@ -114,7 +124,7 @@ class DiskStore(Store):
             raise ValueError("the store is closed; open another one")
         try:
             row = self._cache.get(key)
-        except RefusedRow as error:
+        except RefusedRowError as error:
             self._reject(key, None, str(error))
             return None
         except _FAILURES as error:
@@ -200,17 +210,17 @@ class DiskStore(Store):
         target = self.path / filename
         temp = self.path / _TEMP / f"{name}.tmp"
         try:
-            with open(temp, "xb") as file:
+            with temp.open("xb") as file:
                 for part in parts:
                     file.write(part)
                 file.flush()
                 os.fsync(file.fileno())
             target.parent.mkdir(exist_ok=True)
-            os.replace(temp, target)
+            temp.replace(target)
             sync_folder(target.parent)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.remove(temp)
+                temp.unlink()
             raise
         return filename
 

@@ -29,7 +29,7 @@ class Row(NamedTuple):
     sum: str
 
 
-class RefusedRow(ValueError):
+class RefusedRowError(ValueError):
     """A row that this store did not write."""
 
 
@@ -45,7 +45,7 @@ class RawDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types
 
     def get(self, key: Any, raw: Any) -> str:
         if raw != 1 or not isinstance(key, str):
-            raise RefusedRow("the index has a key that is not a str")
+            raise RefusedRowError("the index has a key that is not a str")
         return key
 
     def store(self, value: Any, read: bool, key: Any = None) -> tuple[int, int, str, str]:
@@ -55,16 +55,16 @@ class RawDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types
 
     def fetch(self, mode: Any, filename: Any, value: Any, read: bool) -> Row:
         if mode != MODE_BINARY or not isinstance(filename, str) or _FILE.fullmatch(filename) is None:
-            raise RefusedRow(f"the index has a row of mode {mode!r} and file {filename!r}"[:200])
+            raise RefusedRowError(f"the index has a row of mode {mode!r} and file {filename!r}"[:200])
         if not isinstance(value, str) or _SUM.fullmatch(value) is None:
-            raise RefusedRow("the index has a row without a checksum")
+            raise RefusedRowError("the index has a row without a checksum")
         return Row(filename, value)
 
     def remove(self, file_path: Any) -> None:
         # A planted row must not make us delete a file elsewhere.
         if isinstance(file_path, str) and _FILE.fullmatch(file_path):
             with contextlib.suppress(OSError):
-                os.remove(os.path.join(self._directory, file_path))
+                Path(self._directory, file_path).unlink()
 
 
 class Written(NamedTuple):
@@ -76,7 +76,7 @@ class Written(NamedTuple):
 
 def read_blob(path: Path, key: str, summed: str) -> bytes:
     """The value in a blob file; StoreCorrupt where it is not exactly what was put under ``key``, else OSError."""
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         first = file.read(codec.PREFIX.size)
         prefix = codec.read_prefix(first, os.fstat(file.fileno()).st_size)
         head = first + file.read(prefix.body_offset - len(first))

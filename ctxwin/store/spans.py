@@ -92,9 +92,7 @@ class SpanRepository:
 
     # -- records -----------------------------------------------------------------------------------------------------
 
-    def get_span(
-        self, key: str, token_ids: Sequence[int] | None = None
-    ) -> tuple[SpanKV, dict[str, Any]] | None:
+    def get_span(self, key: str, token_ids: Sequence[int] | None = None) -> tuple[SpanKV, dict[str, Any]] | None:
         """The span and its meta, or None.
 
         Args:
@@ -145,7 +143,7 @@ class SpanRepository:
             named = header["patch"]["basis"]
             basis = None if named is None else self.get_basis(named)
             if named is not None and basis is None:
-                raise _BasisGone(named)
+                raise _BasisGoneError(named)
             return Patch.from_tensors(tensors, header["patch"], basis), header
 
         found = self._get(_key(key, *_PATCHES), "patch", decode)
@@ -314,7 +312,7 @@ class SpanRepository:
             record, header = decode(blob)
             if header.get("kind") != kind or header.get("key") != key:
                 raise StoreCorrupt(f"it is a {header.get('kind')!r} record of {header.get('key')!r}"[:200])
-        except _BasisGone as gone:
+        except _BasisGoneError as gone:
             log.warning("stored %s needs basis %s, which is gone; taken as a miss", key, gone)
             return None
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
@@ -356,7 +354,7 @@ class SpanRepository:
                 self._live_bytes -= old.nbytes
 
 
-class _BasisGone(LookupError):
+class _BasisGoneError(LookupError):
     """The shared basis of a patch is not stored any more."""
 
 

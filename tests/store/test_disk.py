@@ -124,11 +124,11 @@ class TestCrash:
         store.put("span/both", b"first" * 1000)
         store.close()
         code = (
-            "import sys, os, builtins\n"
+            "import sys, os\n"
             "from ctxwin.store import disk\n"
             "path, step, after = sys.argv[1], sys.argv[2], sys.argv[3] == 'True'\n"
             "s = disk.DiskStore(path)\n"
-            "where = {'open': (builtins, 'open'), 'fsync': (os, 'fsync'), 'replace': (os, 'replace'),\n"
+            "where = {'open': (disk.Path, 'open'), 'fsync': (os, 'fsync'), 'replace': (os, 'replace'),\n"
             "         'sync_folder': (disk, 'sync_folder'), 'set': (s._cache, 'set')}[step]\n"
             "real = getattr(*where)\n"
             "def die(*a, **k):\n"
@@ -385,7 +385,7 @@ class TestFailures:
         assert store.failures == 1
         assert store.put("span/a", b"value")
         with monkeypatch.context() as patch:
-            patch.setattr("builtins.open", denied)
+            patch.setattr("pathlib.Path.open", denied)
             assert store.get("span/a") is None
         assert store.failures == 2
         assert store.get("span/a") == b"value", "what could not be read is not deleted"
