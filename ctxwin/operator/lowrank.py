@@ -62,6 +62,22 @@ class Weight:
         """Scales that count K and V alike in every layer: one over the RMS of ``span`` per layer and channel group."""
         return cls(k=_inverse_rms(span.k), v=_inverse_rms(span.v))
 
+    @classmethod
+    def from_covariance(cls, k: torch.Tensor | None, v: torch.Tensor | None, ridge: float = 1e-3) -> Weight:
+        """The weight under which an error counts by what the output sees of it (Kamera, section 4, "functional rank").
+
+        Args:
+            k: covariance of the queries that read each KV head, in the canonical frame: ``[L, H, k_dim, k_dim]``.
+            v: ``W_O W_O^T`` of the same heads, ``[L, H, v_dim, v_dim]``.
+            ridge: added to the diagonal, as a share of its mean, so that no direction becomes free.
+
+        Raises:
+            ValueError: a ridge <= 0, or matrices that are not square. Cost: one Cholesky factor per head.
+        """
+        if not ridge > 0:
+            raise ValueError(f"ridge must be > 0, got {ridge}")
+        return cls(k=_factor(k, ridge), v=_factor(v, ridge))
+
     def validate(self, spec: KVSpec) -> None:
         """Raises ValueError where a weight does not fit ``spec``."""
         for name, weight, dim in (("k", self.k, spec.k_dim), ("v", self.v, spec.v_dim)):
@@ -79,6 +95,17 @@ class Weight:
             for part, weight in zip(parts, (self.k, self.v), strict=True)
         ]
         return torch.cat(out, dim=1)
+
+
+def _factor(covariance: torch.Tensor | None, ridge: float) -> torch.Tensor | None:
+    if covariance is None:
+        return None
+    if covariance.ndim != 4 or covariance.shape[-1] != covariance.shape[-2]:
+        raise ValueError(f"covariance must be [L, H, D, D], got {list(covariance.shape)}")
+    matrix = covariance.to(torch.float64)
+    level = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(torch.float32).tiny) * ridge
+    factor: torch.Tensor = torch.linalg.cholesky(matrix + torch.diag_embed(level[..., None].expand(matrix.shape[:-1])))
+    return factor
 
 
 def _inverse_rms(x: torch.Tensor) -> torch.Tensor:

@@ -311,7 +311,7 @@ def select_layers(layers: Layers, count: int) -> tuple[int, ...]:
 
 
 def captured_energy(lost: Deficit, patch: Patch) -> dict[str, float]:
-    """``energy`` of the deficit and ``captured``, the share of it that ``patch`` restores (1.0 where it is only noise)."""
+    """``energy`` of a deficit and ``captured``: the share of it that ``patch`` restores, 1.0 where it is only noise."""
     energy = float(lost.energy.sum())
     if not lost.covered(tuple(range(lost.k.shape[0]))):
         return {"energy": energy, "captured": 1.0}
