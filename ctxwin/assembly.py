@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from ctxwin.answer import Plan
 from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
-from ctxwin.fidelity import Fidelity
+from ctxwin.fidelity import Fidelity, Lane
+from ctxwin.identity import digest
 from ctxwin.lanes import Choice, canonical_key, choose, plan_of
 from ctxwin.state import Placed, State, orbit_key, patch_key, provenance_of, span_key
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from ctxwin.operator import Patch
 
 log = logging.getLogger("ctxwin")
+
+IN_PLACE: frozenset[Lane] = frozenset({"computed", "formed", "resident"})
 
 
 @dataclass
@@ -41,6 +44,17 @@ class Laid:
     choices: tuple[Choice, ...]
     pieces: tuple[Piece, ...]
     salt: str
+
+
+def salt_of(choices: Sequence[Choice], pieces: Sequence[Piece]) -> str:
+    """The prefix-cache space of a layout: "" (the exact one) or a digest of the KV that a forward would not give.
+
+    Everything up to the last chunk that is served otherwise than computed in place (a survivor, a patch, a canonical) names
+    the space; what stands behind it was computed behind exactly that, so the engine's own chain of block hashes tells it
+    apart. An append or a fork therefore stays in its space, and an edit undone comes back to it.
+    """
+    last = max((i for i, c in enumerate(choices, start=1) if c.lane not in IN_PLACE and not c.served.exact), default=0)
+    return digest("salt", [piece.id for piece in pieces[: last + 1]]) if last else ""
 
 
 @dataclass
@@ -82,8 +96,7 @@ class Assembly:
             choices = choose(state, fidelity, self.has)
             pieces = self._pieces(state, choices, work)
             if pieces is not None:
-                exact = all(c.served.exact for c in choices)
-                return Laid(tuple(choices), pieces, "" if exact else state.epoch)
+                return Laid(tuple(choices), pieces, salt_of(choices, pieces))
 
     def _pieces(self, state: State, choices: Sequence[Choice], work: Work) -> tuple[Piece, ...] | None:
         header = self._header(state, work)
@@ -229,9 +242,8 @@ class Assembly:
         now = provenance_of(state.header_key, choice.placed.chunk_id, [f.provenance for f in front])
         exact = all(f.exact for f in front)
         piece = laid.pieces[index + 1]
-        span = self.engine.prefill(
-            laid.pieces[: index + 1], piece.encoded, piece.start, salt="" if exact else laid.salt
-        )
+        salt = salt_of(laid.choices[:index], laid.pieces)
+        span = self.engine.prefill(laid.pieces[: index + 1], piece.encoded, piece.start, salt=salt)
         work.forwards += 1
         work.tokens += piece.encoded.tokens
         depth = 0 if exact else 1 + max(f.depth for f in front)

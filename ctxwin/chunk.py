@@ -89,6 +89,13 @@ class Chunk(BaseModel):
     keep_source: bool = True
     _frames: dict[str, Any] = PrivateAttr(default_factory=dict)
 
+    def __eq__(self, other: object) -> bool:
+        # Pixels held in memory are a cache, not a part of the value.
+        return isinstance(other, Chunk) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash((self.parts, self.role, self.label, self.pin))
+
     @property
     def id(self) -> str:
         """Content identity: SHA-256, hexadecimal. Cost: a hash over part descriptions, not over pixels."""
@@ -112,7 +119,7 @@ class Chunk(BaseModel):
         return tuple(p for p in self.parts if isinstance(p, MediaPart))
 
     @classmethod
-    def text(cls, text: str, **metadata: Any) -> Chunk:  # type: ignore[override]
+    def text(cls, text: str, **metadata: Any) -> Chunk:
         """A text chunk; ValueError where ``text`` is empty. O(len)."""
         if not isinstance(text, str) or not text:
             raise ValueError(f"text must be a non-empty str, got {text!r}")

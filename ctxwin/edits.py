@@ -21,8 +21,8 @@ def checked_index(index: int, length: int) -> int:
 
 
 def appended(state: State, placed: Placed) -> State:
-    """An append keeps the epoch: everything in front of it is as it was."""
-    return state.but(version=state.version + 1, arrivals=state.arrivals + 1, placed=(*state.placed, placed))
+    """``placed`` behind everything."""
+    return state.edited(arrivals=state.arrivals + 1, placed=(*state.placed, placed))
 
 
 def inserted(state: State, placed: Placed, index: int, *, repair: bool = False) -> State:

@@ -32,6 +32,7 @@ def as_rgb(image: Any) -> np.ndarray:
     import numpy as np
     from PIL import Image, UnidentifiedImageError
 
+    picture: Image.Image
     if isinstance(image, np.ndarray):
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
             raise BadMedia(

@@ -73,7 +73,6 @@ class State(BaseModel):
     """A version of a window.
 
     Attributes:
-        epoch: changes with every edit except an append; names the lineage of approximate KV (see `Engine.generate`).
         placed: chunks in prompt order; evicted: what can be recalled, oldest eviction first.
     """
 
@@ -87,7 +86,6 @@ class State(BaseModel):
     budget: int
     fidelity: Fidelity
     version: int = 0
-    epoch: str
     arrivals: int = 0
     placed: tuple[Placed, ...] = ()
     evicted: tuple[Placed, ...] = ()
@@ -122,8 +120,8 @@ class State(BaseModel):
         return self.model_copy(update=changes)
 
     def edited(self, **changes: Any) -> State:
-        """The next version, in a new epoch: something before the tail changed."""
-        return self.but(version=self.version + 1, epoch=digest("epoch", self.epoch, self.version), **changes)
+        """The next version."""
+        return self.but(version=self.version + 1, **changes)
 
     def starts(self) -> list[int]:
         """Start position of every placed chunk."""

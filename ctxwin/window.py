@@ -66,7 +66,7 @@ class Window:
         fidelity = fidelity or Fidelity()
         state = State(
             engine=digest(engine.spec.name, engine.spec.identity), header=header, header_tokens=encoded.tokens,
-            header_advance=encoded.advance, budget=budget, fidelity=fidelity, epoch=uuid.uuid4().hex,
+            header_advance=encoded.advance, budget=budget, fidelity=fidelity,
         )  # fmt: skip
         self._open(engine, state)
 
@@ -273,7 +273,7 @@ class Window:
             i = state.index(placement)
             placed = list(state.placed)
             placed[i] = placed[i].but(pinned=pinned)
-            self._commit(state.but(version=state.version + 1, placed=tuple(placed)))
+            self._commit(state.edited(placed=tuple(placed)))
 
     def fork(self, header: str | None = None) -> Window:
         """A copy-on-write branch: it shares every chunk and costs no KV bytes until it is edited.

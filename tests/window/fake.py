@@ -6,6 +6,7 @@ layout and re-using spans can therefore be told apart to the last bit, and an an
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -155,9 +156,10 @@ class FakeEngine(Engine):
         logprobs: dict[int, float] = {}
         fed = query
         for _ in range(min(3, sampling.max_tokens)):
-            state = (asked.v[-1, -1, 0] * 40).tolist()
-            logits = torch.tensor([sum(x * np.cos((i + 1) * (j + 1.3)) for i, x in enumerate(state)) for j in range(50)])
-            logs = torch.log_softmax(3 * logits.double(), 0)
+            # Very sensitive, so that a wrong antecedent anywhere shows in the answer; float64 leaves room for rounding.
+            state = float(sum((i + 1) * x for i, x in enumerate(asked.v[-1, -1, 0].tolist())))
+            logits = torch.tensor([math.cos(1e4 * state * (j + 1.3)) for j in range(50)], dtype=torch.float64)
+            logs = torch.log_softmax(3 * logits, 0)
             token = int(logs.argmax())
             logprobs = logprobs or {i: float(v) for i, v in enumerate(logs)}
             out.append(token)

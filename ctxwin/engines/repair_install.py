@@ -1,0 +1,23 @@
+"""Writes the ``.pth`` file that makes the torchvision repair act in every process of this environment.
+
+``python -m ctxwin.engines.repair_install`` after installing; vLLM inspects model classes in child processes, which a
+repair made by a running program does not reach. Harmless where nothing is broken: see `ctxwin.engines._torchvision`.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+LINE = "import sys; exec('try:\\n import ctxwin.engines._torchvision as t; t.install_hook()\\nexcept ImportError: pass')\n"
+
+
+def write() -> Path:
+    """Writes ``ctxwin-repair.pth`` into this environment's site-packages; returns its path. Idempotent."""
+    path = Path(sysconfig.get_path("purelib")) / "ctxwin-repair.pth"
+    path.write_text(LINE)
+    return path
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,203 @@
+"""Content identity, and bad media refused at the edge."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from ctxwin import BadMedia, Chunk
+from ctxwin.identity import digest
+from ctxwin.media import as_rgb, decode_video, pack_frames, pixels_digest, unpack_frames
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=8,
+)
+
+
+def same(a: object, b: object) -> bool:
+    """Equality that tells 1, 1.0 and True apart, and lists from each other by their items."""
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+@given(PLAIN, PLAIN)
+def test_digests_differ_exactly_where_values_or_types_do(a: object, b: object) -> None:
+    assert (digest(a) == digest(b)) == same(a, b)
+
+
+def test_concatenation_is_no_identity() -> None:
+    assert digest("ab", "c") != digest("a", "bc") != digest(["a", "bc"])
+    assert digest(["a"], "b") != digest(["a", "b"])
+    with pytest.raises(TypeError, match="identity must be built from"):
+        digest(object())
+
+
+@pytest.fixture
+def picture() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 255, (12, 16, 3), dtype=np.uint8)
+
+
+def test_a_chunk_is_what_the_model_sees(picture: np.ndarray, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    Image.fromarray(picture).save(path)
+    forms = [picture, Image.fromarray(picture), path, str(path), path.read_bytes()]
+    assert len({Chunk.image(f).id for f in forms}) == 1
+    assert Chunk.image(picture, label="x", pin=True).id == Chunk.image(picture).id
+    assert Chunk.image(picture, text="t").id != Chunk.image(picture).id
+    assert Chunk.image(picture).id != Chunk.video([picture]).id
+    # Same bytes, another shape: two images.
+    assert Chunk.image(picture).id != Chunk.image(picture.reshape(16, 12, 3)).id
+    assert Chunk.text("12").id != Chunk.tokens([12]).id
+    assert Chunk.message("user", "hi").id != Chunk.text("hi").id
+    assert Chunk.image(path).source == str(path.resolve())
+
+
+def test_a_chunk_survives_json_without_pixels(picture: np.ndarray) -> None:
+    chunk = Chunk.message("user", ["look", {"type": "image", "image": picture}, Chunk.text("!")])
+    again = Chunk.model_validate_json(chunk.model_dump_json())
+    assert again == chunk
+    assert again.id == chunk.id
+    assert again.pixels(again.media[0]) is None
+    assert np.array_equal(chunk.pixels(chunk.media[0])[0], picture)  # type: ignore[index]
+    assert chunk.light().pixels(chunk.media[0]) is None
+
+
+def test_a_source_that_changed_is_not_the_chunks(picture: np.ndarray, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    Image.fromarray(picture).save(path)
+    chunk = Chunk.image(path).light()
+    part = chunk.media[0]
+    assert np.array_equal(chunk.pixels(part)[0], picture)  # type: ignore[index]
+    Image.fromarray(255 - picture).save(path)
+    assert chunk.pixels(part) is None
+    path.unlink()
+    assert chunk.pixels(part) is None
+
+
+def test_frames_pack_without_loss(picture: np.ndarray) -> None:
+    frames = np.stack([picture, 255 - picture])
+    packed = pack_frames(frames)
+    assert np.array_equal(unpack_frames(packed), frames)
+    assert pixels_digest(frames) != pixels_digest(frames[::-1])
+    with pytest.raises(BadMedia):
+        unpack_frames(b"something else")
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (b"", "must not be empty"),
+        (b"not an image", "must be decodable"),
+        (np.zeros((0, 4, 3), np.uint8), "must not be empty"),
+        (np.zeros((4, 4), np.uint8), "HxWx3 uint8"),
+        (np.zeros((4, 4, 3), np.float32), "HxWx3 uint8"),
+        ("missing.png", "readable file"),
+        (12, "must be a path"),
+    ],
+)
+def test_bad_images(bad: object, message: str) -> None:
+    with pytest.raises(BadMedia, match=message):
+        Chunk.image(bad)  # type: ignore[arg-type]
+
+
+def test_a_cut_image_is_refused(picture: np.ndarray) -> None:
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, "PNG")
+    with pytest.raises(BadMedia, match="decodable"):
+        as_rgb(buffer.getvalue()[:60])
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import cv2
+
+    path = tmp_path_factory.mktemp("clip") / "clip.mp4"
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), 8, (64, 48))
+    for i in range(32):
+        writer.write(np.full((48, 64, 3), 8 * i, np.uint8))
+    writer.release()
+    return path
+
+
+def test_sampling_rules(clip: Path) -> None:
+    frames, fps = decode_video(clip, fps=1.0)
+    assert fps == 1.0
+    assert [round(f.mean() / 8) for f in frames] == [0, 8, 16, 24]
+    frames, fps = decode_video(clip, start=1.0, end=3.0, frames=3)
+    assert [round(f.mean() / 8) for f in frames] == [8, 16, 23]  # round(linspace(8, 23, 3))
+    assert fps == pytest.approx(1.5)
+    whole = Chunk.video(clip, fps=1.0)
+    assert whole.media[0].shape == (4, 48, 64)
+    assert whole.light().pixels(whole.media[0]) is not None
+    assert Chunk.video(clip, start=1.0, fps=1.0).id != whole.id
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fps": 1.0, "frames": 2}, "fps or by frames, got both"),
+        ({"fps": 0.0}, "fps must be > 0"),
+        ({"frames": 0}, "frames must be >= 1"),
+        ({"start": 3.0, "end": 2.0}, "0 <= start < end"),
+        ({"start": -1.0}, "0 <= start < end"),
+        ({"start": 1.0, "end": 9.0}, "truncated or the range lies"),
+        ({"start": 7.0}, "truncated or the range lies"),
+    ],
+)
+def test_bad_ranges(clip: Path, options: dict[str, float], message: str) -> None:
+    with pytest.raises(BadMedia, match=message):
+        Chunk.video(clip, **options)  # type: ignore[arg-type]
+
+
+def test_truncated_and_foreign_videos(clip: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.mp4"
+    cut.write_bytes(clip.read_bytes()[: clip.stat().st_size // 2])
+    with pytest.raises(BadMedia, match="must be decodable|truncated"):
+        Chunk.video(cut)
+    noise = tmp_path / "noise.mp4"
+    noise.write_bytes(b"no video" * 100)
+    with pytest.raises(BadMedia, match="must be decodable"):
+        Chunk.video(noise)
+    with pytest.raises(BadMedia, match="readable file"):
+        Chunk.video(tmp_path / "none.mp4")
+    with pytest.raises(BadMedia, match="at least one frame"):
+        Chunk.video([])
+    with pytest.raises(BadMedia, match="one size"):
+        Chunk.video([np.zeros((4, 4, 3), np.uint8), np.zeros((6, 4, 3), np.uint8)])
+    with pytest.raises(BadMedia, match="need a video path"):
+        Chunk.video([np.zeros((4, 4, 3), np.uint8)], start=1.0)
+
+
+def test_bad_text_tokens_and_roles() -> None:
+    for make, message in (
+        (lambda: Chunk.text(""), "non-empty str"),
+        (lambda: Chunk.tokens([]), "non-empty list"),
+        (lambda: Chunk.tokens([-1]), "ids >= 0"),
+        (lambda: Chunk.message("robot", "x"), "role must be"),  # type: ignore[arg-type]
+        (lambda: Chunk.message("user", []), "must have content"),
+        (lambda: Chunk.message("user", [{"type": "smell"}]), "content block must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_importing_ctxwin_loads_no_heavy_library() -> None:
+    """Nor does naming everything public, up to the engine that is opened."""
+    code = (
+        "import sys, ctxwin; from ctxwin import *; import ctxwin.cli.main;"
+        "heavy = [m for m in ('torch', 'vllm', 'transformers', 'cv2', 'matplotlib') if m in sys.modules];"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,216 @@
+"""Random programs of edits against a naive list.
+
+The oracle holds the prompt as a plain list of texts and recomputes everything from scratch; it shares no code with the
+window. Two windows run the same program: one exact, whose every answer must equal the oracle's, and one patched, which
+must place the same chunks, never call an approximation exact, and answer like the oracle whenever it says it is exact.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ctxwin import Chunk, Fidelity, Window, open_store
+from window.fake import DIM, LAYERS, FakeEngine, _own
+
+HEADER = "h"
+
+
+def oracle_answer(texts: list[str], query: str) -> list[int]:
+    """What a forward over the whole prompt answers: one loop over tokens, no spans, no positions."""
+    own = {t: _own(t) for t in {100 + b for s in (HEADER, query, *texts) for b in s.encode()} | {1, 2, 3}}
+    prompt = [1, *(100 + b for b in HEADER.encode())]
+    for text in texts:
+        prompt += [100 + b for b in text.encode()]
+    prompt += [*(100 + b for b in query.encode()), 2, 3]
+    rows: list[torch.Tensor] = []
+    out: list[int] = []
+    for _ in range(3):
+        while len(rows) < len(prompt):
+            seen = torch.stack(rows).mean(0) if rows else torch.zeros(2, LAYERS, DIM, dtype=torch.float64)
+            token = prompt[len(rows)]
+            rows.append(torch.tanh((own[token] if token in own else _own(token)) + 3 * seen))
+        state = float(sum((i + 1) * x for i, x in enumerate(rows[-1][1, -1].tolist())))
+        scores = [math.cos(1e4 * state * (j + 1.3)) for j in range(50)]
+        out.append(max(range(50), key=scores.__getitem__))
+        prompt.append(out[-1])
+    return out
+
+
+class Programs(RuleBasedStateMachine):
+    """One program; see the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # In memory where there is such a folder: the store syncs every blob, and durability is tested elsewhere.
+        self.folder = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+        self.engine = self._engine()
+
+    def _engine(self) -> FakeEngine:
+        return FakeEngine(open_store(f"disk:{self.folder.name}"))
+
+    @initialize(survivors=st.sampled_from(["keep", "removal", "refresh"]), orbit=st.booleans())
+    def open(self, survivors: Any, orbit: bool) -> None:
+        fidelities = (Fidelity("exact"), Fidelity("patched", rank=2, survivors=survivors, orbit=orbit))
+        self.windows = [Window(self.engine, HEADER, budget=48, fidelity=f) for f in fidelities]
+        self.names: dict[str, int] = {}  # placement id (of either window) -> arrival
+        self.texts: list[str] = []  # by arrival
+        self.placed: list[int] = []
+        self.evicted: list[int] = []
+        self.branches: list[Window] = []
+
+    def id(self, window: Window, arrival: int) -> str:
+        return next(i for i in (*window.ids, *window.evicted) if self.names[i] == arrival)
+
+    def _arrive(self, text: str, index: int | None) -> None:
+        for window in self.windows:
+            new = window.append(Chunk.text(text)) if index is None else window.insert(index, Chunk.text(text))
+            self.names[new] = len(self.texts)
+        self.placed.insert(len(self.placed) if index is None else index, len(self.texts))
+        self.texts.append(text)
+
+    @rule(text=st.text("abc", min_size=1, max_size=3))
+    def append(self, text: str) -> None:
+        self._arrive(text, None)
+
+    @rule(text=st.text("abc", min_size=1, max_size=3), at=st.integers(0, 9))
+    def insert(self, text: str, at: int) -> None:
+        self._arrive(text, at % (len(self.placed) + 1))
+
+    @precondition(lambda self: self.placed)
+    @rule(at=st.integers(0, 9), forget=st.booleans())
+    def evict(self, at: int, forget: bool) -> None:
+        arrival = self.placed.pop(at % len(self.placed))
+        for window in self.windows:
+            window.evict(self.id(window, arrival), forget=forget)
+        if not forget:
+            self.evicted.append(arrival)
+
+    @precondition(lambda self: len(self.placed) > 1)
+    @rule()
+    def slide(self) -> None:
+        oldest = min(self.placed)
+        for window in self.windows:
+            assert window.slide(1) == [self.id(window, oldest)]
+        self.placed.remove(oldest)
+        self.evicted.append(oldest)
+
+    @precondition(lambda self: self.evicted)
+    @rule(which=st.integers(0, 9), at=st.none() | st.integers(0, 9), repair=st.booleans())
+    def recall(self, which: int, at: int | None, repair: bool) -> None:
+        arrival = self.evicted.pop(which % len(self.evicted))
+        index = None if at is None else at % (len(self.placed) + 1)
+        for window in self.windows:
+            window.recall(self.id(window, arrival), index, repair=repair)
+        if index is None:
+            later = [i for i, a in enumerate(self.placed) if a > arrival]
+            index = later[0] if later else len(self.placed)
+        self.placed.insert(index, arrival)
+
+    @precondition(lambda self: len(self.placed) > 1)
+    @rule(data=st.data())
+    def reorder(self, data: st.DataObject) -> None:
+        self.placed = list(data.draw(st.permutations(self.placed)))
+        for window in self.windows:
+            window.reorder([self.id(window, a) for a in self.placed])
+
+    @precondition(lambda self: self.placed)
+    @rule(at=st.integers(0, 9))
+    def toggle_off_and_on(self, at: int) -> None:
+        # Lanes, keys and bytes must come back; the exact window's answers are checked by `ask`.
+        arrival = self.placed[at % len(self.placed)]
+        for window in self.windows:
+            placement = self.id(window, arrival)
+            before = [(e.id, e.lane, e.exact, e.depth) for e in window.chunks]
+            window.toggle(placement, conditioned=False)
+            window.check()
+            assert next(e for e in window.chunks if e.id == placement).lane == "canonical"
+            window.toggle(placement, conditioned=True)
+            assert [(e.id, e.lane, e.exact, e.depth) for e in window.chunks] == before
+
+    @rule()
+    def fork_edit_adopt(self) -> None:
+        for i, window in enumerate(self.windows):
+            branch = window.fork()
+            before = window.snapshot()
+            if branch.ids:
+                branch.evict(branch.ids[-1])
+            branch.append(Chunk.text("fork"))
+            branch.check()
+            assert window.snapshot() == before
+            if i == 0:
+                continue
+            other = window.fork()
+            window.adopt(other)
+            window.check()
+            assert window.ids == other.ids
+
+    @rule()
+    def restart(self) -> None:
+        """Another process: a new engine and store on the same folder, the windows from their JSON."""
+        states = [w.snapshot().model_dump_json() for w in self.windows]
+        for window in self.windows:
+            window.close()
+        self.engine.close()
+        self.engine = self._engine()
+        self.windows = [Window.restore(self.engine, s) for s in states]
+
+    @rule()
+    def lose_the_store(self) -> None:
+        for key in list(self.engine.store.list()):
+            if key.startswith(("span/", "patch/", "orbit/")):
+                self.engine.repo.delete(key)
+
+    @precondition(lambda self: len(self.placed) > 2)
+    @rule()
+    def idle(self) -> None:
+        patched = self.windows[1]
+        patched.prepare_orbit(patched.ids[:2], orders=2)
+        patched.refresh(1)
+        patched.compress()
+
+    @rule(query=st.sampled_from("xy"))
+    def ask(self, query: str) -> None:
+        texts = [self.texts[a] for a in self.placed]
+        if sum(map(len, texts)) + 8 > 48:
+            return
+        expected = oracle_answer(texts, query)
+        exact, patched = self.windows
+        answer = exact.ask(query, max_tokens=3)
+        assert list(answer.token_ids) == expected
+        assert answer.usage.exact
+        claims = patched.plan()
+        answer = patched.ask(query, max_tokens=3)
+        assert sum(answer.usage.reused_tokens.values()) == patched.tokens
+        if claims.exact:
+            assert list(answer.token_ids) == expected
+        assert patched.plan().computed_tokens == 0, "asking again must cost the query alone"
+
+    @invariant()
+    def same_as_the_list(self) -> None:
+        for window in getattr(self, "windows", []):
+            window.check()
+            assert [self.names[i] for i in window.ids] == self.placed
+            assert [self.names[i] for i in window.evicted] == self.evicted
+            assert window.tokens == 2 + sum(len(self.texts[a]) for a in self.placed)
+
+    def teardown(self) -> None:
+        for window in getattr(self, "windows", []):
+            window.close()
+        assert self.engine.store.stats().leased == 0
+        self.engine.close()
+        self.folder.cleanup()
+
+
+Programs.TestCase.settings = settings(
+    max_examples=300, stateful_step_count=15, deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)  # fmt: skip
+TestPrograms = Programs.TestCase

@@ -1,0 +1,495 @@
+"""What each edit of a window does, on an engine whose KV is a pure function of everything in front."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ctxwin import (
+    BudgetExceeded,
+    Chunk,
+    ChunkUnavailable,
+    EngineFailed,
+    Fidelity,
+    ReadOnlyWindow,
+    UnknownChunk,
+    Window,
+    WindowBusy,
+)
+from window.fake import FakeEngine
+
+
+def lanes(window: Window) -> list[str]:
+    return [e.lane for e in window.chunks]
+
+
+def fresh(engine: FakeEngine, window: Window) -> list[int]:
+    """The answer of a window that computes the same chunks from nothing."""
+    with Window(FakeEngine(), window.header, window.budget, Fidelity("exact")) as other:
+        for placement in window.ids:
+            chunk = window.chunk(placement)
+            if chunk.media:
+                chunk = Chunk.image(np.full((4, 4, 3), 9, np.uint8), text="b")
+            other.append(chunk)
+        return list(other.ask("q", max_tokens=3).token_ids)
+
+
+def test_first_sight_is_computed_once_and_then_resident(engine: FakeEngine) -> None:
+    window = Window(engine, "hd", fidelity=Fidelity("patched"))
+    window.append(Chunk.text("aa"))
+    first = window.ask("q")
+    assert first.usage.reused_tokens == {"computed": 3 + 2}
+    assert first.usage.computed_tokens == first.usage.prompt_tokens
+    again = window.ask("q")
+    assert again.token_ids == first.token_ids
+    assert again.usage.reused_tokens == {"resident": 5}
+    assert again.usage.computed_tokens == again.usage.prompt_tokens - 5
+    assert again.usage.bytes_loaded > 0
+
+
+def test_a_plan_says_what_the_ask_then_costs(window: Window) -> None:
+    window.append(Chunk.text("dddd"))
+    window.reorder([window.ids[-1], *window.ids[:-1]])
+    plan = window.plan()
+    usage = window.ask("q").usage
+    assert usage.computed_tokens == plan.computed_tokens + 3
+    assert usage.reused_tokens == plan.tokens_by_lane
+
+
+def test_a_slide_leaves_survivors_that_cost_nothing(window: Window) -> None:
+    gone = window.slide(1)
+    assert gone == list(window.evicted)
+    assert lanes(window) == ["survivor", "survivor"]
+    assert [e.missing for e in window.chunks] == [tuple(gone)] * 2
+    assert not window.plan().exact
+    assert window.plan().computed_tokens == 0
+
+
+def test_recall_to_its_old_place_makes_everything_exact_again(engine: FakeEngine, window: Window) -> None:
+    before = window.ask("q", max_tokens=3).token_ids
+    b = window.ids[1]
+    window.evict(b)
+    assert window.recall(b) == 1
+    assert lanes(window) == ["resident"] * 3
+    assert window.ask("q", max_tokens=3).token_ids == before
+    assert engine.counters.vision_encodes == 1
+
+
+def test_recall_to_the_front_swaps_in_the_canonical_where_it_is_held(window: Window) -> None:
+    a, b, c = window.ids
+    window.toggle(b, conditioned=False)
+    window.ask("q")  # forms b's canonical
+    window.toggle(b, conditioned=True)
+    window.evict(a)
+    assert lanes(window) == ["resident", "survivor"]  # only the header is in front of b
+    assert window.chunks[0].exact
+    assert window.dependents(a) == (b, c)
+    window.ask("q")
+    assert window.dependents(a) == (c,), "b settled on its canonical; c still carries a"
+
+
+def test_recall_keeps_dependents_unless_told_to_repair(window: Window) -> None:
+    a, b, c = window.ids
+    window.evict(a)
+    d = window.append(Chunk.text("dd"))
+    window.ask("q")
+    window.recall(a)
+    assert lanes(window) == ["resident", "resident", "resident", "survivor"]
+    assert window.chunks[3].unseen == (a,)
+    assert window.plan().repair_tokens == 2
+    window.evict(a)
+    window.recall(a, repair=True)
+    # b and c find the spans they were computed with; only d was never computed behind a.
+    assert lanes(window) == ["resident", "resident", "resident", "formed"]
+    window.ask("q")
+    assert window.plan().exact
+    assert window.dependents(a) == (b, c, d)
+
+
+@pytest.mark.parametrize("survivors", ["keep", "removal", "refresh"])
+def test_survivors_policy(engine: FakeEngine, survivors: Any) -> None:
+    window = Window(engine, "hd", fidelity=Fidelity("patched", rank=2, survivors=survivors))
+    window.extend([Chunk.text("aa"), Chunk.text("bb"), Chunk.text("cc")])
+    window.ask("q")
+    window.slide(1)
+    assert lanes(window) == (["survivor"] * 2 if survivors == "keep" else ["formed"] * 2)
+    window.ask("q")
+    if survivors == "keep":
+        return
+    assert window.plan().exact
+    # Were the re-formed spans lost, the removal patch would serve on the old ones.
+    assert engine.repo.contains(window.snapshot().placed[1].kv.span)  # type: ignore[union-attr]
+
+
+def test_reorder_re_forms_what_moved_and_remembers_both_orders(engine: FakeEngine, window: Window) -> None:
+    a, b, c = window.ids
+    first = window.ask("q", max_tokens=3).token_ids
+    window.reorder([a, c, b])
+    assert lanes(window) == ["resident", "formed", "formed"]
+    assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
+    window.reorder([a, b, c])
+    assert lanes(window) == ["resident"] * 3
+    assert window.ask("q", max_tokens=3).token_ids == first
+
+
+def test_toggle_off_and_on_is_bit_identical(engine: FakeEngine, window: Window) -> None:
+    b = window.ids[1]
+    before = window.ask("q", max_tokens=3, logprobs=-1)
+    keys = [p.kv for p in window.snapshot().placed]
+    window.toggle(b, conditioned=False)
+    assert lanes(window) == ["resident", "canonical", "survivor"]
+    window.ask("q")
+    window.toggle(b, conditioned=True)
+    assert [p.kv for p in window.snapshot().placed] == keys
+    after = window.ask("q", max_tokens=3, logprobs=-1)
+    assert after.first_token_logprobs == before.first_token_logprobs
+    assert engine.counters.vision_encodes == 1
+
+
+def test_a_toggled_chunks_conditioned_span_stays_leased(engine: FakeEngine, window: Window) -> None:
+    b = window.ids[1]
+    span = window.snapshot().placed[1].kv.span  # type: ignore[union-attr]
+    window.toggle(b, conditioned=False)
+    assert engine.repo.leased(span)
+
+
+def test_blind_serves_canonicals(engine: FakeEngine) -> None:
+    window = Window(engine, "hd", fidelity=Fidelity("blind"))
+    window.extend([Chunk.text("aa"), Chunk.text("bb")])
+    first = window.ask("q").usage
+    assert first.reused_tokens["canonical"] == 4
+    assert window.plan().computed_tokens == 0
+    assert [e.exact for e in window.chunks] == [True, False]
+
+
+def test_exact_never_approximates(engine: FakeEngine) -> None:
+    window = Window(engine, "hd", fidelity=Fidelity("exact"))
+    a, *_ = window.extend([Chunk.text("aa"), Chunk.text("bb"), Chunk.text("cc")])
+    window.ask("q")
+    window.evict(a)
+    assert lanes(window) == ["computed", "computed"]
+    assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
+
+
+def test_compress_serves_patches_and_gives_bytes_back(engine: FakeEngine, window: Window) -> None:
+    long = window.append(Chunk.text("l" * 30))
+    window.ask("q")
+    span = window.snapshot().placed[-1].kv.span  # type: ignore[union-attr]
+    assert window.compress() > 0
+    assert lanes(window)[-1] == "patched"
+    assert not window.chunks[-1].exact
+    assert not engine.repo.contains(span)
+    usage = window.ask("q").usage
+    assert usage.computed_tokens == 3
+    assert usage.reused_tokens["patched"] >= 30
+    assert window.refresh() and window.plan().exact
+    assert window.ids[-1] == long
+    assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
+
+
+def test_an_orbit_patch_serves_every_order_of_its_set(engine: FakeEngine) -> None:
+    window = Window(engine, "hd", fidelity=Fidelity("patched", rank=4, orbit=True, forbid=("resident", "survivor")))
+    a, b, c = window.extend([Chunk.text("aa"), Chunk.text("bb"), Chunk.text("cccccccccccc")])
+    assert window.prepare_orbit([a, b]) == [c]
+    for order in ([a, b, c], [b, a, c]):
+        window.reorder(order)
+        assert lanes(window)[-1] == "orbit"
+        assert not window.ask("q").usage.exact
+    with pytest.raises(ValueError, match="first placed chunks"):
+        window.prepare_orbit([c])
+    with pytest.raises(ValueError, match="leave a chunk behind"):
+        window.prepare_orbit([a, b, c])
+
+
+def test_a_fork_shares_everything_and_its_edits_stay_its_own(engine: FakeEngine, window: Window) -> None:
+    size = engine.store.stats().bytes
+    branch = window.fork()
+    assert engine.store.stats().bytes == size
+    assert branch.plan().computed_tokens == 0
+    branch.evict(branch.ids[0])
+    assert len(window.ids) == 3
+    window.adopt(branch)
+    assert window.ids == branch.ids
+    late = window.fork()
+    window.append(Chunk.text("moved on"))
+    with pytest.raises(ValueError, match="must not have moved since the fork"):
+        window.adopt(late)
+    window.adopt(late, force=True)
+    assert window.ids == late.ids
+    with pytest.raises(ValueError, match="must be a fork of this window"):
+        window.adopt(Window(engine, "hd"))
+
+
+def test_a_fork_behind_another_header_sees_nothing_again(engine: FakeEngine, window: Window) -> None:
+    branch = window.fork(header="other")
+    assert branch.header == "other"
+    assert branch.ids == window.ids
+    assert all(lane in ("computed", "formed") for lane in lanes(branch))
+    branch.ask("q")
+    assert engine.counters.vision_encodes == 1
+    assert branch.plan().exact
+    assert lanes(window) == ["resident"] * 3
+
+
+def test_old_versions_can_be_read_and_not_edited(window: Window) -> None:
+    version, ids = window.version, window.ids
+    window.slide(1)
+    old = window.at(version)
+    assert old.ids == ids
+    assert old.ask("q").text
+    with pytest.raises(ReadOnlyWindow, match=r"fork\(\)"):
+        old.slide(1)
+    assert old.fork().slide(1) == [ids[0]]
+    with pytest.raises(LookupError, match="kept version"):
+        window.at(version + 99)
+
+
+def test_forgetting_recomputes_all_that_absorbed_a_chunk(engine: FakeEngine, window: Window) -> None:
+    a, b, _ = window.ids
+    window.evict(b)
+    d = window.append(Chunk.text("dd"))  # absorbs what c absorbed from b
+    window.ask("q")
+    window.recall(b)
+    part = window.chunk(b).media[0]
+    version = window.version
+    window.evict(b, forget=True)
+    assert [e.lane for e in window.chunks] == ["resident", "formed", "formed"]
+    assert window.chunks[-1].id == d
+    assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
+    assert b not in window.evicted
+    with pytest.raises(UnknownChunk):
+        window.recall(b)
+    with pytest.raises(LookupError):
+        window.at(version)
+    assert not engine.repo.contains(f"source/{part.content}")
+    assert window.ids[0] == a
+
+
+def test_remember_captures_the_very_pass(engine: FakeEngine, window: Window) -> None:
+    answer = window.ask("q", max_tokens=3, remember=True)
+    assert window.ids[-1] == answer.remembered
+    assert lanes(window)[-1] == "resident"
+    assert answer.usage.computed_tokens == 3 + 3  # the query; the last answer token and the closing of its turn
+    held = list(window.ask("q", max_tokens=3).token_ids)
+    assert held == fresh(engine, window)
+    other = window.remember("who", "nobody")
+    assert window.ids[-1] == other
+    assert lanes(window)[-1] == "computed"
+
+
+def test_disposable_compares_two_asks_and_changes_nothing(window: Window) -> None:
+    state = window.snapshot()
+    result = window.disposable(window.ids[0], "q", max_tokens=3)
+    clean = window.disposable(window.ids[0], "q", max_tokens=3, clean=True)
+    assert window.snapshot() == state
+    assert result.disposable == (result.answer_with == result.answer_without)
+    assert clean.answer_with == result.answer_with
+    assert clean.kl > 0
+    assert result.kl >= 0
+
+
+def test_refresh_bounds_the_drift(engine: FakeEngine, window: Window) -> None:
+    for i in range(6):
+        window.append(Chunk.text(f"n{i}"))
+        window.slide(1)
+        window.ask("q")
+    depths = [e.depth for e in window.chunks]
+    assert max(depths) > 2
+    done = window.refresh(1)
+    assert len(done) == 1
+    assert max(e.depth for e in window.chunks) <= max(depths)
+    window.refresh()
+    assert window.plan().exact
+    assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
+
+
+def test_streams_yield_the_answers_text(window: Window) -> None:
+    whole = window.ask("q", max_tokens=3)
+    stream = window.stream("q", max_tokens=3)
+    assert "".join(stream) == whole.text
+    assert stream.answer is not None  # type: ignore[attr-defined]
+    assert stream.answer.token_ids == whole.token_ids  # type: ignore[attr-defined]
+
+    async def collect() -> str:
+        return "".join([text async for text in window.astream("q", max_tokens=3)])
+
+    assert asyncio.run(collect()) == whole.text
+
+
+def test_a_stream_closed_early_changes_nothing(engine: FakeEngine, window: Window) -> None:
+    window.append(Chunk.text("dd"))
+    state = window.snapshot()
+    engine.delay = 0.05
+    stream = window.stream("q", max_tokens=3)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert window.snapshot() == state
+    engine.delay = 0.0
+    assert window.ask("q").text
+
+
+def test_cancelling_aask_changes_nothing(engine: FakeEngine, window: Window) -> None:
+    window.append(Chunk.text("dd"))
+    state = window.snapshot()
+    engine.delay = 0.05
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(window.aask("q", max_tokens=3))
+        await asyncio.sleep(0.03)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert window.snapshot() == state
+    window.append(Chunk.text("free again"))
+
+
+def test_a_window_has_one_writer(engine: FakeEngine, window: Window) -> None:
+    engine.delay = 0.1
+    thread = threading.Thread(target=window.ask, args=("q",))
+    thread.start()
+    while not window._lock.locked():
+        pass
+    with pytest.raises(WindowBusy, match="one writer"):
+        window.append(Chunk.text("x"))
+    assert window.fork().plan().tokens == window.tokens
+    thread.join()
+    window.append(Chunk.text("x"))
+
+
+def test_a_snapshot_is_small_json_and_restores_elsewhere(engine: FakeEngine, window: Window) -> None:
+    window.slide(1)
+    text = window.snapshot().model_dump_json()
+    assert len(text) < 1000 * (len(window.ids) + len(window.evicted))
+    for state in (window.snapshot(), json.loads(text), text):
+        again = Window.restore(engine, state)
+        again.check()
+        assert again.ids == window.ids
+        assert lanes(again) == lanes(window)
+        assert again.ask("q").token_ids == window.ask("q").token_ids
+    with pytest.raises(ValueError, match="format must be 1"):
+        Window.restore(engine, {**json.loads(text), "format": 2})
+
+
+def test_restoring_on_another_model_encodes_again(engine: FakeEngine, window: Window) -> None:
+    other = FakeEngine(engine.store, name="other")
+    again = Window.restore(other, window.snapshot())
+    again.check()
+    assert lanes(again) == ["computed"] * 3
+    assert again.ask("q").text
+    assert other.counters.vision_encodes == 1
+
+
+def test_lost_kv_is_recomputed_and_counted(engine: FakeEngine, window: Window) -> None:
+    expected = window.ask("q", max_tokens=3).token_ids
+    engine.repo.delete(window.snapshot().placed[1].kv.span)  # type: ignore[union-attr]
+    assert lanes(window) == ["resident", "formed", "resident"]
+    assert window.ask("q", max_tokens=3).token_ids == expected
+
+
+def test_corrupt_kv_is_a_counted_miss(engine: FakeEngine, window: Window) -> None:
+    expected = window.ask("q", max_tokens=3).token_ids
+    key = window.snapshot().placed[1].kv.span  # type: ignore[union-attr]
+    blob = bytearray(engine.store.get(key) or b"")
+    blob[-1] ^= 1
+    engine.repo.delete(key)
+    engine.store.put(key, bytes(blob))
+    answer = window.ask("q", max_tokens=3)
+    assert answer.token_ids == expected
+    assert answer.usage.misses == 1
+
+
+def test_lost_content_without_a_source_is_said_so() -> None:
+    engine = FakeEngine()
+    window = Window(engine, "hd", fidelity=Fidelity("exact"))
+    window.append(Chunk.image(np.zeros((4, 4, 3), np.uint8), keep_source=False))
+    window.ask("q")
+    state = window.snapshot()
+    for key in list(engine.store.list()):
+        engine.repo.delete(key)
+    again = Window.restore(engine, state)
+    with pytest.raises(ChunkUnavailable):
+        again.ask("q")
+    assert again.snapshot() == state
+
+
+def test_leases_follow_the_window(engine: FakeEngine, window: Window) -> None:
+    assert engine.store.stats().leased == 3
+    branch = window.fork()
+    assert engine.store.stats().leased == 3
+    window.close()
+    assert engine.store.stats().leased == 3
+    branch.close()
+    assert engine.store.stats().leased == 0
+    with pytest.raises(ReadOnlyWindow, match="closed"):
+        window.append(Chunk.text("x"))
+
+
+# -- bad input: the documented error, the window unchanged
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        (lambda w: w.evict("nope"), UnknownChunk, "must be a placed chunk, got 'nope'"),
+        (lambda w: w.recall("nope"), UnknownChunk, "must be an evicted chunk"),
+        (lambda w: w.recall(w.ids[0]), UnknownChunk, "placed already"),
+        (lambda w: w.toggle("nope", conditioned=False), UnknownChunk, "placed chunk"),
+        (lambda w: w.reorder(w.ids[:2]), ValueError, "must be a permutation"),
+        (lambda w: w.reorder([*w.ids[:2], w.ids[0]]), ValueError, "must be a permutation"),
+        (lambda w: w.insert(9, Chunk.text("x")), ValueError, "index must be an int in -3..3, got 9"),
+        (lambda w: w.slide(4), ValueError, "at most the 3 unpinned"),
+        (lambda w: w.slide(-1), ValueError, "int >= 0"),
+        (lambda w: w.append("text"), TypeError, "must be a ctxwin.Chunk, got str"),
+        (lambda w: w.append(Chunk.text("x" * 101)), BudgetExceeded, "must fit the budget of 100"),
+        (lambda w: w.extend([Chunk.text("x"), Chunk.text("x" * 101)]), BudgetExceeded, "must fit the budget"),
+        (lambda w: w.ask(""), ValueError, "query must be a non-empty str"),
+        (lambda w: w.ask("q" * 90), BudgetExceeded, "must fit the budget of 100"),
+        (lambda w: w.ask("q", max_tokens=0), ValueError, "max_tokens must be an int >= 1"),
+        (lambda w: w.ask("q", temperature=-1), ValueError, "temperature must be >= 0"),
+        (lambda w: w.disposable("nope", "q"), UnknownChunk, "placed chunk"),
+        (lambda w: w.prepare_orbit(w.ids[:2], orders=0), ValueError, "orders must be"),
+    ],
+)
+def test_bad_input_is_refused_and_changes_nothing(window: Window, act: Any, error: type[Exception], message: str) -> None:
+    state = window.snapshot()
+    with pytest.raises(error, match=message) as caught:
+        act(window)
+    assert "'" in str(caught.value) or "got" in str(caught.value) or "budget" in str(caught.value)
+    assert window.snapshot() == state
+    window.check()
+
+
+def test_a_failing_engine_leaves_the_window_as_it_was(engine: FakeEngine, window: Window) -> None:
+    window.append(Chunk.text("dd"))
+    state = window.snapshot()
+    engine.fail = EngineFailed("out of memory")
+    with pytest.raises(EngineFailed):
+        window.ask("q")
+    assert window.snapshot() == state
+    engine.fail = None
+    assert window.ask("q").text
+
+
+def test_budgets_of_the_window_itself(engine: FakeEngine) -> None:
+    with pytest.raises(ValueError, match=r"budget must be an int in 1\.\.4096"):
+        Window(engine, budget=5000)
+    with pytest.raises(BudgetExceeded, match="must exceed the header's 11 tokens"):
+        Window(engine, "0123456789", budget=11)
+    window = Window(engine, "h", budget=12)
+    window.append(Chunk.text("aaaa", pin=True))
+    window.append(Chunk.text("bbbb"))
+    window.append(Chunk.text("cccc"))
+    assert window.tokens > window.budget
+    assert window.slide() == [window.evicted[0]]
+    assert [e.pinned for e in window.chunks] == [True, False]
+    window.pin(window.ids[1])
+    window.append(Chunk.text("dddd", pin=True))
+    with pytest.raises(BudgetExceeded, match="pinned chunks must fit"):
+        window.slide()
