@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from ctxwin.tiny import checkpoint_dir
+from ctxwin.tiny._transformers import transformers
 from ctxwin.tiny.data import PICTURE, Vocabulary, place, through_clip
 from ctxwin.tiny.forward import Span, decode, encode_pictures, rotate_span
 from ctxwin.tiny.tokenizer import header_text, query_text
@@ -35,11 +37,10 @@ class Reader:
     """A checkpoint, loaded in float32, that reads contexts piece by piece."""
 
     def __init__(self, weights: Path) -> None:
-        from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
-
-        self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(weights, dtype=torch.float32).eval()
+        library = transformers()
+        self.model = library.Qwen2_5_VLForConditionalGeneration.from_pretrained(weights, dtype=torch.float32).eval()
         self.text: Any = self.model.model.language_model
-        self.vocabulary = Vocabulary(AutoTokenizer.from_pretrained(weights))
+        self.vocabulary = Vocabulary(library.AutoTokenizer.from_pretrained(weights))
 
     def prefill(
         self, pieces: Sequence[str | None], pictures: Tensor, start: int = 0, past: Span | None = None
@@ -57,7 +58,7 @@ class Reader:
         ids, positions, following = place(self.vocabulary, pieces, start)
         tokens, where = torch.from_numpy(ids)[None], torch.from_numpy(positions)[None]
         words = self.text.embed_tokens.weight
-        x = F.embedding(tokens, words).masked_scatter((tokens == self.vocabulary.image)[..., None], pictures)
+        x = functional.embedding(tokens, words).masked_scatter((tokens == self.vocabulary.image)[..., None], pictures)
         front = 0 if past is None else past[0][0].shape[2]
         mask = torch.ones(len(ids), front + len(ids), dtype=torch.bool).tril(front)
         hidden, span = decode(self.text, x, where, mask, past)
@@ -154,7 +155,7 @@ def check(
                 truth = reader.vocabulary.encode(word)[0]
                 reference = logits["reprefill"].log_softmax(-1)
                 for arm in ARMS:
-                    kl = F.kl_div(logits[arm].log_softmax(-1), reference, log_target=True, reduction="sum")
+                    kl = functional.kl_div(logits[arm].log_softmax(-1), reference, log_target=True, reduction="sum")
                     for cell in (f"{task}/{count}", f"{task}/all"):
                         tally = cells.setdefault(cell, {}).setdefault(arm, Tally())
                         tally.n, tally.right = tally.n + 1, tally.right + float(logits[arm].argmax() == truth)
@@ -186,7 +187,7 @@ def main() -> None:
         decoded=options.decoded,
         rank=options.rank,
     )
-    print(json.dumps(figures, indent=1))
+    sys.stdout.write(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

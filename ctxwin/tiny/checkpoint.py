@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ def save_checkpoint(
             everything |= {f"optimizer.{index}.{name}": known[name].contiguous() for name in _MOMENTS}
     temporary = folder / f"{_NAME}.tmp"
     save_file(everything, temporary, metadata={"state": json.dumps(state)})
-    os.replace(temporary, folder / _NAME)
+    temporary.replace(folder / _NAME)
 
 
 def load_checkpoint(folder: Path, tensors: dict[str, Tensor]) -> Checkpoint | None:

@@ -10,8 +10,8 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from ctxwin.tiny.sprites import GRID
 
@@ -47,7 +47,7 @@ def _vision_angles(head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def _norm(x: Tensor, norm: Any) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
+    return functional.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
 
 
 def encode_pictures(visual: Any, pixels: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def encode_pictures(visual: Any, pixels: Tensor) -> Tensor:
     for block in visual.blocks:
         qkv = block.attn.qkv(_norm(x, block.norm1)).view(count, PATCHES, 3, heads, width // heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v)
+        mixed = functional.scaled_dot_product_attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v)
         x = x + block.attn.proj(mixed.transpose(1, 2).reshape(count, PATCHES, width))
         x = x + block.mlp(_norm(x, block.norm2))
     merged: Tensor = visual.merger.mlp(_norm(x, visual.merger.ln_q).view(count, TOKENS, 4 * width))
@@ -114,7 +114,7 @@ def decode(text: Any, x: Tensor, positions: Tensor, mask: Tensor, past: Span | N
         if past is not None:
             k, v = torch.cat([past[index][0], k], 2), torch.cat([past[index][1], v], 2)
         group = heads // kv_heads
-        mixed = F.scaled_dot_product_attention(
+        mixed = functional.scaled_dot_product_attention(
             _rotate(q, cos, sin), k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), attn_mask=mask
         )
         x = x + attention.o_proj(mixed.transpose(1, 2).reshape(batch, length, width))

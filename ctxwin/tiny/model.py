@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ctxwin.tiny._transformers import transformers
 from ctxwin.tiny.sprites import FRAME
 from ctxwin.tiny.tokenizer import SPECIAL_TOKENS
 
@@ -26,10 +27,9 @@ def build_model(tokenizer: Any, seed: int) -> Any:
     Query and key projections start equal within each group of heads that shares a key, so attention starts out
     comparing contents; without this the look-up of marks is learned much later.
     """
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
+    library = transformers()
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
-    config = Qwen2_5_VLConfig(
+    config = library.Qwen2_5_VLConfig(
         text_config={
             "vocab_size": (len(tokenizer) + 7) // 8 * 8,
             "hidden_size": HIDDEN,
@@ -71,7 +71,7 @@ def build_model(tokenizer: Any, seed: int) -> Any:
         tie_word_embeddings=True,
     )
     torch.manual_seed(seed)
-    model = Qwen2_5_VLForConditionalGeneration(config)
+    model = library.Qwen2_5_VLForConditionalGeneration(config)
     with torch.no_grad():
         for layer in model.model.language_model.layers:
             attention = layer.self_attn
@@ -89,18 +89,16 @@ def save_model(model: Any, tokenizer: Any, out: Path) -> None:
 
     The model itself is rounded to bfloat16 values and stays float32.
     """
-    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor
-    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
-
+    library = transformers()
     out.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(out)
     model.to(torch.float32)
     model.config.dtype = torch.float32
-    image_processor = Qwen2VLImageProcessor(
+    image_processor = library.Qwen2VLImageProcessor(
         patch_size=14, merge_size=2, temporal_patch_size=2, min_pixels=4 * 28 * 28, max_pixels=FRAME * FRAME
     )
-    video_processor = Qwen2VLVideoProcessor(patch_size=14, merge_size=2, temporal_patch_size=2)
-    Qwen2_5_VLProcessor(
+    video_processor = library.Qwen2VLVideoProcessor(patch_size=14, merge_size=2, temporal_patch_size=2)
+    library.Qwen2_5_VLProcessor(
         image_processor=image_processor,
         tokenizer=tokenizer,
         video_processor=video_processor,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ctxwin.tiny._transformers import transformers
 from ctxwin.tiny.sprites import COLORS, N_MARKS, SHAPES
 
 SPECIAL_TOKENS = (
@@ -72,7 +73,6 @@ def build_tokenizer() -> Any:
     Colours and shapes (bare) and numbers (" 17") are single tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -90,7 +90,7 @@ def build_tokenizer() -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(corpus, trainer)
-    return PreTrainedTokenizerFast(
+    return transformers().PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ctxwin.tiny.checkpoint import load_checkpoint, save_checkpoint
 from ctxwin.tiny.data import Batch, BatchSpec, Vocabulary, make_batch, through_clip
@@ -130,7 +130,7 @@ def train_vision(run: Run, optimizer: torch.optim.AdamW) -> None:
         pixels, labels = (t.to(run.device) for t in vision_batch(_rng(run, 1, step), recipe.vision_frames))
         merged = encode_pictures(visual, pixels).flatten(0, 1)
         scores = [head(merged) for head in run.heads]
-        losses = [F.cross_entropy(s, labels[..., i].flatten()) for i, s in enumerate(scores)]
+        losses = [functional.cross_entropy(s, labels[..., i].flatten()) for i, s in enumerate(scores)]
         _update(optimizer, torch.stack(losses).sum(), _rate(recipe, step, recipe.vision_steps))
         run.step = step + 1
         if run.step % 25 == 0 or run.step == recipe.vision_steps:
@@ -172,7 +172,7 @@ def decoder_losses(
     words = text.embed_tokens.weight
     with torch.no_grad():
         pictures = encode_pictures(model.model.visual, batch.pixels)
-    x = F.embedding(batch.ids, words)
+    x = functional.embedding(batch.ids, words)
     x = x.masked_scatter((batch.ids == vocabulary.image)[..., None], pictures)
     mask = torch.zeros(batch.mask.shape, device=x.device).masked_fill_(~batch.mask, float("-inf"))
     hidden = decode(text, x, batch.positions, mask)[0].flatten(0, 1)
@@ -190,7 +190,7 @@ def decoder_losses(
 
     answer, right = scored(batch.last, answers, targets)
     number, _ = scored(batch.numbers, answers, targets)
-    end = F.cross_entropy(hidden[batch.last + 1] @ words.t(), torch.full_like(batch.last, vocabulary.end))
+    end = functional.cross_entropy(hidden[batch.last + 1] @ words.t(), torch.full_like(batch.last, vocabulary.end))
     loss = answer + 0.5 * number + 0.1 * end
     figures = {"answer": answer.item(), "right": float(right.float().mean())}
     if bool(batch.bound.any()):

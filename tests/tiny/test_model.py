@@ -4,13 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
+import torch
 from PIL import Image
 
 from ctxwin.tiny import checkpoint_dir
+from ctxwin.tiny._transformers import transformers
 from ctxwin.tiny.check import Reader, check, patched
 from ctxwin.tiny.data import PICTURE
 from ctxwin.tiny.forward import encode_pictures, patchify
@@ -26,9 +24,7 @@ def reader() -> Reader:
 
 @pytest.fixture(scope="module")
 def processor():
-    from transformers import AutoProcessor
-
-    return AutoProcessor.from_pretrained(checkpoint_dir())
+    return transformers().AutoProcessor.from_pretrained(checkpoint_dir())
 
 
 def pictures(count: int = 3) -> list[np.ndarray]:

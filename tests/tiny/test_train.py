@@ -6,11 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-pytest.importorskip("cv2")
-
+import torch
 from safetensors.torch import load_file
 
 from ctxwin.tiny import train as trainer
@@ -19,6 +15,7 @@ from ctxwin.tiny.sprites import COLORS, SHAPES
 from ctxwin.tiny.tokenizer import build_tokenizer
 from ctxwin.tiny.train import Recipe, batch_spec, train
 
+pytest.importorskip("cv2")
 TINY = Recipe(vision_steps=2, vision_frames=2, steps=4, frames_per_step=3, warmup=2, checkpoint_every=2)
 
 
