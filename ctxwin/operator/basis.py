@@ -56,9 +56,7 @@ class SharedBasis:
         """Digest of the directions and of what they are directions of. Cost: one hash over `nbytes`, once."""
         raw = self.right.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
         shape = [self.heads, self.k_dim, self.v_dim, *self.right.shape]
-        return digest(
-            "basis", self.identity, self.layout, list(self.layers), shape, str(self.right.dtype), raw
-        )
+        return digest("basis", self.identity, self.layout, list(self.layers), shape, str(self.right.dtype), raw)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Its tensors by name, for a codec."""
@@ -123,9 +121,7 @@ def fit_basis(
         scale = energy**-0.5 if normalise and energy > 0 else 1.0
         rows = [weigh(lost.matrix(layer) * scale, layer, spec, weight) for layer in covered]
         blocks = [torch.cat(rows, dim=1)] if layout == "joint" else rows
-        sketches = [
-            _fold(sketches[i] if sketches else None, block, 4 * rank) for i, block in enumerate(blocks)
-        ]
+        sketches = [_fold(sketches[i] if sketches else None, block, 4 * rank) for i, block in enumerate(blocks)]
     if not sketches:
         raise ValueError("deficits must hold at least one, got none")
     kept = min(rank, *(min(x.shape) for x in sketches))
@@ -159,9 +155,7 @@ def project(
     if basis.identity != spec.identity:
         raise ValueError(f"basis must be fitted on model {spec.identity}, got {basis.identity}")
     rows = [weigh(lost.matrix(layer), layer, spec, weight) for layer in basis.layers]
-    rights = [
-        weigh(basis.right[i].to(rows[i]), layer, spec, weight) for i, layer in enumerate(basis.layers)
-    ]
+    rights = [weigh(basis.right[i].to(rows[i]), layer, spec, weight) for i, layer in enumerate(basis.layers)]
     if basis.layout == "joint":
         left = _coefficients(torch.cat(rows, dim=1), torch.cat(rights, dim=1))
     else:

@@ -110,7 +110,7 @@ def _factor(covariance: torch.Tensor | None, ridge: float) -> torch.Tensor | Non
 
 def _inverse_rms(x: torch.Tensor) -> torch.Tensor:
     rms = x.float().pow(2).mean(dim=(1, 2, 3), keepdim=True).sqrt()
-    return (1.0 / rms.clamp_min(torch.finfo(torch.float32).tiny**0.5))[:, 0].expand(-1, x.shape[2], x.shape[3])
+    return (1.0 / rms.clamp_min(torch.finfo(torch.float32).tiny ** 0.5))[:, 0].expand(-1, x.shape[2], x.shape[3])
 
 
 def _scaled(rows: torch.Tensor, weight: torch.Tensor, inverse: bool) -> torch.Tensor:

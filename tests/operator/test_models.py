@@ -102,9 +102,7 @@ class Tiny:
         rows = positions[:, None] if self.mrope else positions[:1]
         # Equal positions within one image read as packed sequences to the mask; one sequence is all there is here.
         mask = torch.ones(1, ids.numel(), dtype=torch.int64)
-        self.model(
-            input_ids=ids[None], position_ids=rows, past_key_values=cache, use_cache=True, attention_mask=mask
-        )
+        self.model(input_ids=ids[None], position_ids=rows, past_key_values=cache, use_cache=True, attention_mask=mask)
         keys = torch.stack([layer.keys[0].transpose(0, 1) for layer in cache.layers])[:, begin:]
         values = torch.stack([layer.values[0].transpose(0, 1) for layer in cache.layers])[:, begin:]
         if self.spec.family == "mla":
