@@ -1,0 +1,263 @@
+"""``ctxwin eval``: run, score, report, drift, ls."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ctxwin.errors import CtxwinError
+
+if TYPE_CHECKING:
+    from ctxwin.engines.hf import HFEngine
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure how close reuse stays to a full re-prefill.")
+
+ALL_ARMS = (
+    "reprefill,blind,patched:1,patched:2,patched:4,patched:8,first_k:4,orbit:8,transfer:8,survivor,removal:8,"
+    "stale:8@0,stale:8@0.5,stale:8@1,recall:8@0,recall:8@0.5,recall:8@1"
+)
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Model = Annotated[str, typer.Option(help="'tiny' (bundled) or a local folder or Hub name of a Qwen2(.5)-VL model.")]
+Threads = Annotated[int, typer.Option(help="CPU threads; 0 leaves the default.", min=0)]
+
+
+@app.command()
+def run(
+    suite: Annotated[str, typer.Argument(help="The suite: 'tiny', the generated world of the bundled model.")] = "tiny",
+    arms: Annotated[str, typer.Option(help="Comma-separated: reprefill, blind, survivor, patched:M, first_k:K, orbit:M, "
+                                           "transfer:M, removal:M, stale:M@T, recall:M@T.")] = ALL_ARMS,
+    n: Annotated[int, typer.Option(help="Items a task.")] = 300,
+    seed: Annotated[int, typer.Option(help="Seed of the items.")] = 0,
+    tasks: Annotated[str, typer.Option(help="Comma-separated; arms that need another setting bring its tasks along.")]
+        = "single_hop,multi_hop,graded,order",
+    frames: Annotated[str, typer.Option(help="Numbers of frames, as 2-6 or 2,4.")] = "2-6",
+    decoded: Annotated[bool, typer.Option(help="Pass the frames through an mp4 file first.")] = False,
+    model: Model = "tiny",
+    header: Annotated[str, typer.Option(help="System prompt of every context.")] = "You watch a camera.",
+    layout: Annotated[str, typer.Option(help="Patch factors: joint, per_layer or shared.")] = "joint",
+    layers: Annotated[str, typer.Option(help="Patched layers: all or deep.")] = "all",
+    weight: Annotated[str, typer.Option(help="How truncation is measured: none, balanced or output.")] = "none",
+    patch_dtype: Annotated[str, typer.Option(help="Stored factors: bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="The model's arithmetic: float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
+    output: Annotated[Path | None, typer.Option(help="Folder of the run; one that exists is continued.")] = None,
+    threads: Threads = 0,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Run arms over generated items, score them against an exact re-prefill, print the table.
+
+    A run that was interrupted is continued by the same command: what is in the folder is not computed again.
+    """
+    with _errors():
+        from ctxwin.evals.arms import parse_arms
+        from ctxwin.evals.run import Runner, Settings, plan_jobs
+        from ctxwin.evals.score import scores
+
+        if suite != "tiny":
+            raise ValueError(f"the suite must be tiny, got {suite!r}")
+        if n < 1:
+            raise ValueError(f"n must be >= 1, got {n}")
+        chosen = parse_arms(arms)
+        jobs = plan_jobs(chosen, [t.strip() for t in tasks.split(",") if t.strip()])
+        settings = Settings(
+            seed, _frames(frames), decoded, header, layout, layers, weight, patch_dtype,  # type: ignore[arg-type]
+        )  # fmt: skip
+        engine = _open(model, dtype, device, threads)
+        folder = output or _default_folder(settings.config(engine))
+        runner = Runner(engine, settings, folder)
+        with _progress("samples", n * sum(len(job.arms) for job in jobs)) as advance:
+            runner.run(jobs, n, advance)
+        result = scores(runner.samples, [arm.name for arm in chosen], n)
+        result |= {"n": n, "output": str(folder), "vision_encodes": engine.counters.vision_encodes}
+        (folder / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        _show(result, as_json)
+
+
+@app.command()
+def score(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    arms: Annotated[str, typer.Option(help="Only these arms.")] = "",
+    n: Annotated[int, typer.Option(help="Only the first n items of every task; 0: all.", min=0)] = 0,
+    as_json: Json = False,
+) -> None:
+    """Score the samples of a run again, without a model."""
+    with _errors():
+        from ctxwin.evals.arms import parse_arms
+        from ctxwin.evals.samples import read_samples
+        from ctxwin.evals.score import scores
+
+        names = [arm.name for arm in parse_arms(arms)] if arms else None
+        result = scores(read_samples(folder), names, n or None)
+        _show(result | {"output": str(folder)}, as_json)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run.")],
+) -> None:
+    """Write report.md and, where ranks were swept, sweep.png into the folder of a run."""
+    with _errors():
+        from ctxwin.evals.report import markdown, plot_sweep
+        from ctxwin.evals.samples import read_samples
+        from ctxwin.evals.score import scores
+
+        result = scores(read_samples(folder))
+        text = markdown(result)
+        if plot_sweep(result, folder / "sweep.png"):
+            text += "\n![Accuracy and eta over patch bytes](sweep.png)\n"
+        (folder / "report.md").write_text(text, encoding="utf-8")
+        _console().print(f"wrote {folder / 'report.md'}")
+
+
+@app.command()
+def drift(
+    streams: Annotated[int, typer.Option(help="Independent streams.", min=1)] = 12,
+    window: Annotated[int, typer.Option(help="Frames in the window.", min=2)] = 3,
+    slides: Annotated[str, typer.Option(help="After how many slides to measure.")] = "1,8,32,128",
+    questions: Annotated[int, typer.Option(help="Questions a stream and point.", min=1)] = 6,
+    refresh: Annotated[int, typer.Option(help="Approximations re-formed after each slide, in the refreshed run.", min=1)] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the streams.", min=0)] = 0,
+    model: Model = "tiny",
+    header: Annotated[str, typer.Option(help="System prompt.")] = "You watch a camera.",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
+    threads: Threads = 0,
+    output: Annotated[Path | None, typer.Option(help="Also write drift.json into this folder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Slide a window along a stream and measure how far its answers drift from a re-prefill, with and without refresh."""
+    with _errors():
+        from ctxwin.evals.drift import DriftSettings, drift_table, measure
+
+        points = tuple(sorted({int(p) for p in _numbers(slides)}))
+        settings = DriftSettings(streams, window, points, questions, refresh, seed, header)
+        engine = _open(model, dtype, device, threads)
+        with _progress("streams", 2 * streams) as advance:
+            result = measure(engine, settings, advance)
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
+            (output / "drift.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if as_json:
+            _print_json(result)
+        else:
+            _console().print(drift_table(result))
+            _console().print(result["note"])
+
+
+@app.command("ls")
+def list_(as_json: Json = False) -> None:
+    """List the tasks and the arms."""
+    from ctxwin.evals import arms as module
+    from ctxwin.evals.tasks import TASKS
+
+    kinds = {**module._PLAIN, **module._RANKED, "first_k": module.FirstK, **module._TURNED}
+    tasks = {t.name: {"about": t.about, "setting": t.setting, "least_frames": t.least} for t in TASKS.values()}
+    arms = {
+        name: {"about": (kind.__doc__ or "").splitlines()[0], "source": kind.source, "settings": list(kind.settings)}
+        for name, kind in kinds.items()
+    }
+    if as_json:
+        _print_json({"tasks": tasks, "arms": arms, "forms": module.ARM_FORMS})
+        return
+    from rich.table import Table
+
+    for title, entries in (("tasks", tasks), ("arms", arms)):
+        made = Table(title=title, title_justify="left")
+        columns = list(next(iter(entries.values())))
+        for column in ("name", *columns):
+            made.add_column(column)
+        for name, entry in entries.items():
+            made.add_row(name, *(", ".join(v) if isinstance(v, list) else str(v) for v in entry.values()))
+        _console().print(made)
+    _console().print(module.ARM_FORMS)
+
+
+def _open(model: str, dtype: str, device: str, threads: int) -> HFEngine:
+    """The transformers engine; the reader needs its model."""
+    from ctxwin.engines._torchvision import repair
+
+    repair()  # before the first import of transformers
+    import torch
+    from transformers.utils import logging as hub_logging
+
+    from ctxwin.engines.open import open_engine
+
+    hub_logging.disable_progress_bar()
+    if threads:
+        torch.set_num_threads(threads)
+    name = "tiny:hf" if model == "tiny" else model if model.startswith("hf:") else f"hf:{model}"
+    return open_engine(name, dtype=dtype, device=device)  # type: ignore[return-value]
+
+
+def _default_folder(config: dict[str, Any]) -> Path:
+    """One folder a configuration, so that the same command continues its run and no other."""
+    from ctxwin.identity import digest
+
+    return Path("eval-output") / f"{config['suite']}-{digest('run', config)[:12]}"
+
+
+def _frames(text: str) -> tuple[int, ...]:
+    low, dash, high = text.partition("-")
+    if dash and low.strip().isdigit() and high.strip().isdigit():
+        return tuple(range(int(low), int(high) + 1))
+    return tuple(_numbers(text))
+
+
+def _numbers(text: str) -> list[int]:
+    parts = [p.strip() for p in text.split(",") if p.strip()]
+    if not parts or not all(p.isdigit() for p in parts):
+        raise ValueError(f"numbers must be a comma-separated list, got {text!r}")
+    return [int(p) for p in parts]
+
+
+def _show(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        _print_json(result)
+        return
+    from ctxwin.evals.report import rich_tables
+
+    for made in rich_tables(result):
+        _console().print(made)
+    if result["basis_bytes"]:
+        _console().print(f"shared basis: {result['basis_bytes']:,} bytes, once for the model")
+    _console().print(f"samples and results: {result['output']}")
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=1))
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    # A file or a pipe gets whole rows.
+    return Console() if sys.stdout.isatty() else Console(width=150)
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, so that ``--json`` stays clean; silent where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Bad input and what the library raises on purpose become one line and exit code 2."""
+    try:
+        yield
+    except (ValueError, TypeError, CtxwinError, ModuleNotFoundError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error

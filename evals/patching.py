@@ -1,0 +1,118 @@
+"""How deficits are compressed in a run: layout, layers, weight, dtype; and the shared basis where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast
+
+import torch
+
+from ctxwin.kv import KVSpec, SpanKV
+from ctxwin.operator import Deficit, Patch, SharedBasis, Weight, compress, project
+from ctxwin.operator.patch import Layers, Layout
+
+Weighting = Literal["none", "balanced", "output"]
+
+
+@dataclass
+class Patcher:
+    """Turns deficits into patches of any rank.
+
+    A sweep over ranks costs one decomposition: the patch of the largest rank so far is kept under its key and cut, which
+    is what truncating the same singular value decomposition gives.
+
+    Attributes:
+        layout: ``joint``, ``per_layer`` or ``shared`` (needs ``basis``).
+        weight: how truncation errors are measured; None for the plain norm.
+        basis: directions for ``shared``, of at least the largest rank that will be asked for.
+    """
+
+    spec: KVSpec
+    layout: Layout = "joint"
+    layers: Layers = "all"
+    dtype: torch.dtype = torch.bfloat16
+    weight: Weight | None = None
+    basis: SharedBasis | None = None
+    _bases: dict[int, SharedBasis] = field(default_factory=dict)
+
+    def patch(self, lost: Deficit, rank: int | None, held: dict[object, Patch], key: object) -> Patch:
+        """The patch of ``lost`` at ``rank`` (None: full). ``held`` is the caller's cache for this item."""
+        if self.layout == "shared":
+            return self._projected(lost, rank)
+        known = held.get(key)
+        if known is not None and rank is not None and rank <= known.rank:
+            return _cut(known, rank)
+        made = compress(
+            lost, self.spec, rank=rank, layers=self.layers, layout=self.layout, dtype=self.dtype, weight=self.weight
+        )
+        if not made.dense and made.right is not None:
+            held[key] = made
+        return made
+
+    def _projected(self, lost: Deficit, rank: int | None) -> Patch:
+        if self.basis is None:
+            raise ValueError("layout 'shared' needs a basis, got none")
+        rank = self.basis.rank if rank is None else min(rank, self.basis.rank)
+        if rank < 1:
+            # No directions: the relocated canonical itself.
+            return compress(lost, self.spec, rank=0, dtype=self.dtype)
+        if rank not in self._bases:
+            # Directions are ordered by energy, so the first ones are the basis of a smaller rank.
+            self._bases[rank] = replace(self.basis, right=self.basis.right[:, :rank].contiguous())
+        return project(lost, self._bases[rank], self.spec, weight=self.weight, dtype=self.dtype)
+
+    def basis_bytes(self, rank: int | None) -> int:
+        """Bytes of the shared basis at ``rank``, paid once a model; 0 for the other layouts."""
+        if self.basis is None:
+            return 0
+        kept = self.basis.rank if rank is None else min(rank, self.basis.rank)
+        return self.basis.nbytes * kept // self.basis.rank
+
+
+def _cut(patch: Patch, rank: int) -> Patch:
+    assert patch.right is not None
+    return replace(
+        patch,
+        rank=rank,
+        left=patch.left[..., :rank].contiguous(),
+        right=patch.right[:, :rank].contiguous(),
+        meta={**patch.meta, "cut_from": patch.rank},
+    )
+
+
+def make_weight(kind: Weighting, model: object, spec: KVSpec, sample: SpanKV) -> Weight | None:
+    """The weight of a run.
+
+    ``balanced`` counts keys and values alike in every layer. ``output`` measures values by what the output projection
+    makes of them (the Cholesky factor of ``W_O W_O^T`` per KV head) and keys balanced against them.
+
+    Raises ValueError for another kind, or for ``output`` on latent attention.
+    """
+    if kind == "none":
+        return None
+    if kind == "balanced":
+        return Weight.balanced(sample)
+    if kind != "output":
+        raise ValueError(f"weight must be none, balanced or output, got {kind!r}")
+    if spec.family == "mla":
+        raise ValueError("weight 'output' needs per-head values, got a model with latent attention")
+    layers = cast("list[object]", _text_model(model).layers)
+    factors = []
+    for layer in layers:
+        projection = layer.self_attn.o_proj.weight.detach().double()  # type: ignore[attr-defined]
+        # Columns of W_O belong to query heads; those of one group read the same values.
+        by_group = projection.view(projection.shape[0], spec.heads, -1, spec.v_dim).permute(1, 2, 0, 3)
+        gram = torch.einsum("hgod,hgoe->hde", by_group, by_group)
+        gram = gram + 1e-6 * gram.diagonal(dim1=1, dim2=2).mean() * torch.eye(spec.v_dim, dtype=torch.float64)
+        factors.append(torch.linalg.cholesky(gram))
+    v = torch.stack(factors).float()
+    # Keys act through the softmax on values of this size; a key error counts like a value error of the same share.
+    values = torch.einsum("lthd,lhde->lthe", sample.v.float(), v)
+    size = values.pow(2).mean(dim=(1, 2, 3)).sqrt() / sample.k.float().pow(2).mean(dim=(1, 2, 3)).sqrt()
+    k = size[:, None, None].expand(spec.layers, spec.heads, spec.k_dim)
+    return Weight(k=k.contiguous(), v=v)
+
+
+def _text_model(model: object) -> object:
+    inner = getattr(model, "model", model)
+    return getattr(inner, "language_model", inner)
