@@ -1,0 +1,1 @@
+"""The command line: `ctxwin`, also `python -m ctxwin`. `ctxwin.cli.main:app` is the entry point."""

@@ -1,0 +1,108 @@
+"""`ctxwin demo`: a windowed agent watches a video, and shows what its window costs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, cast, get_args
+
+import typer
+
+QUIET = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TQDM_DISABLE": "1",
+}
+"""Set where unset: a table that is redrawn in place must not share the terminal with progress bars."""
+
+
+def demo(
+    video: Annotated[
+        Path | None, typer.Argument(help="A video; without one, a clip of the bundled model's world is rendered.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(metavar="vllm|hf", help="Default: embedded vLLM where it works, else transformers.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="A local folder or Hub name of a vision-language model; 'tiny' is the bundled one.")
+    ] = "tiny",
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("demo-output"),
+    seed: Annotated[int, typer.Option(help="Seed of the clip, the moves and the questions.")] = 0,
+    seeds: Annotated[str, typer.Option(metavar="N,N,...", help="Several runs, pooled; instead of --seed.")] = "",
+    steps: Annotated[int | None, typer.Option(help="Most asks a run. Default: to the end of the video.")] = None,
+    window: Annotated[int, typer.Option(metavar="FRAMES", help="Most frames in the window.")] = 6,
+    frames: Annotated[int, typer.Option(help="Frames of the rendered clip; most frames taken of a video.")] = 28,
+    fps: Annotated[float, typer.Option(help="Frames a second to take of a video.")] = 1.0,
+    ask: Annotated[
+        list[str] | None, typer.Option(metavar="QUESTION", help="A question about your video; may be given often.")
+    ] = None,
+    mode: Annotated[
+        str, typer.Option(metavar="auto|exact|patched|blind", help="Fidelity; auto follows the model's profile.")
+    ] = "auto",
+    rank: Annotated[int | None, typer.Option(help="Rank of stored patches, with --mode patched.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
+) -> None:
+    """Watch a video through a window: slides, look-backs, branches, another order, and what each costs.
+
+    Writes result.json, timeline.png, report.html and the rendered clip into --out.
+    """
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    from rich.console import Console
+
+    from ctxwin.demo.live import LiveTable, final_table
+    from ctxwin.demo.run import Options, prepare, run
+    from ctxwin.fidelity import Fidelity, Mode
+
+    if mode not in get_args(Mode):
+        raise ValueError(f"--mode must be auto, exact, patched or blind, got {mode!r}")
+    if rank is not None and mode != "patched":
+        raise ValueError(f"--rank needs --mode patched, got --mode {mode}")
+    fidelity = Fidelity(cast(Mode, mode)) if rank is None else Fidelity("patched", rank=rank)
+    options = Options(
+        video=video, out=out, seeds=_seeds(seed, seeds), steps=steps, window=window, frames=frames, fps=fps,
+        questions=tuple(ask or ()), fidelity=fidelity,
+    )  # fmt: skip
+    name = _engine_name(model, engine)
+    footage = prepare(options)
+    # With --json the table goes where it does not mix with the result.
+    console = Console(stderr=as_json)
+    from ctxwin.engines.open import open_engine
+
+    with console.status("opening the engine"):
+        opened = open_engine(name)
+    try:
+        watched = video.name if video else "a rendered clip"
+        with LiveTable(console, f"watching {watched} on {opened.spec.name}") as table:
+            result = run(opened, options, footage, table.add)
+    finally:
+        opened.close()
+    if as_json:
+        typer.echo(json.dumps(result["summary"], indent=1))
+        return
+    console.print(final_table(result["summary"]))
+    console.print(f"wrote {out / 'report.html'}, result.json and timeline.png", highlight=False)
+
+
+def _engine_name(model: str, engine: str | None) -> str:
+    """A name for `open_engine`; ValueError for an engine that does not exist."""
+    if engine not in (None, "vllm", "hf"):
+        raise ValueError(f"--engine must be vllm or hf, got {engine!r}")
+    if model == "tiny":
+        return f"tiny:{engine}" if engine else "tiny"
+    if engine is not None:
+        return f"{engine}:{model}"
+    from importlib.util import find_spec
+
+    return f"vllm:{model}" if find_spec("vllm") else f"hf:{model}"
+
+
+def _seeds(seed: int, seeds: str) -> tuple[int, ...]:
+    if not seeds:
+        return (seed,)
+    try:
+        return tuple(int(part) for part in seeds.split(","))
+    except ValueError:
+        raise ValueError(f"--seeds must be integers separated by commas, got {seeds!r}") from None

@@ -1,0 +1,129 @@
+"""`ctxwin store`: what a store holds, and its upkeep."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import closing
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ctxwin.store.base import Store
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look into a store of KV, and keep it in order.")
+
+Url = Annotated[str, typer.Argument(metavar="STORE", help="'disk:PATH', PATH alone, or 'tiered:memory:,disk:PATH'.")]
+Tenant = Annotated[str, typer.Option(help="Whose part of the store.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("ls")
+def ls(
+    url: Url,
+    kind: Annotated[str, typer.Option(help="Only keys of a kind: span, patch, orbit, embed, source.")] = "",
+    limit: Annotated[int, typer.Option(min=1, help="Most keys to list.")] = 1000,
+    tenant: Tenant = "",
+    as_json: AsJson = False,
+) -> None:
+    """List keys."""
+    with closing(_open(url, tenant)) as store:
+        found = list(islice(store.list(f"{kind}/" if kind else ""), limit + 1))
+    keys, more = found[:limit], len(found) > limit
+    if as_json:
+        _print_json({"keys": keys, "more": more})
+        return
+    for key in keys:
+        typer.echo(key)
+    if more:
+        typer.echo(f"more than {limit} keys; raise --limit to see them", err=True)
+
+
+@app.command("stats")
+def stats(url: Url, tenant: Tenant = "", as_json: AsJson = False) -> None:
+    """Count items and bytes, by kind."""
+    with closing(_open(url, tenant)) as store:
+        kinds = Counter(key.partition("/")[0] for key in store.list())
+        held = store.stats()
+    if as_json:
+        _print_json({**asdict(held), "kinds": dict(sorted(kinds.items()))})
+        return
+    rows = [("items", f"{held.items:,}"), ("bytes", f"{held.bytes:,}")]
+    _table(("", ""), rows + [(f"  {kind}", f"{count:,}") for kind, count in sorted(kinds.items())])
+
+
+@app.command("gc")
+def gc(
+    url: Url,
+    min_age: Annotated[
+        float, typer.Option(min=0, help="Seconds; younger files may belong to a put that is under way.")
+    ] = 600.0,
+    tenant: Tenant = "",
+    as_json: AsJson = False,
+) -> None:
+    """Remove expired items and files that nothing refers to."""
+    with closing(_open(url, tenant)) as store:
+        collect = getattr(store, "gc", None)
+        if collect is None:
+            raise ValueError(f"gc needs a store on disk, got {url!r}; name its folder as disk:PATH")
+        files, size = collect(min_age)
+    if as_json:
+        _print_json({"files": files, "bytes": size})
+    else:
+        typer.echo(f"removed {files:,} files, {size:,} bytes")
+
+
+@app.command("verify")
+def verify(url: Url, tenant: Tenant = "", as_json: AsJson = False) -> None:
+    """Read and check every item; corrupt ones are deleted. Exit code 1 where there were any."""
+    with closing(_open(url, tenant)) as store:
+        good, corrupt = store.verify()
+    if as_json:
+        _print_json({"good": good, "corrupt": corrupt})
+    else:
+        remedy = " (deleted; they are computed again when needed)" if corrupt else ""
+        typer.echo(f"{good:,} good, {corrupt:,} corrupt{remedy}")
+    if corrupt:
+        raise typer.Exit(1)
+
+
+def _open(url: str, tenant: str) -> Store:
+    """An existing store; looking must not make one."""
+    from ctxwin.identity import digest
+    from ctxwin.store import open_store
+
+    kind, colon, _ = url.partition(":")
+    if not colon or kind not in ("disk", "tiered", "memory", "redis", "rediss"):
+        url = f"disk:{url}"
+    if url.startswith("memory:"):
+        raise ValueError(f"a store in memory ends with its process, so there is nothing to look into; got {url!r}")
+    for part in url.removeprefix("tiered:").split(",") if url.startswith("tiered:") else [url]:
+        if not part.startswith("disk:"):
+            continue
+        folder = Path(part.removeprefix("disk:")).expanduser()
+        if not folder.is_dir():
+            raise ValueError(f"a store must be an existing folder, got {str(folder)!r}")
+        if not (folder / digest("tenant", tenant)).is_dir():
+            whose = f"of tenant {tenant!r}" if tenant else "without a tenant"
+            raise ValueError(f"{str(folder)!r} holds no store {whose}; name the tenant it was opened with (--tenant)")
+    return open_store(url, tenant=tenant)
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=1))
+
+
+def _table(header: tuple[str, str], rows: list[tuple[str, str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=any(header), box=None, pad_edge=False)
+    table.add_column(header[0])
+    table.add_column(header[1], justify="right")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

@@ -1,0 +1,178 @@
+"""What the agent watches: a clip of the generated world, whose answers are known, or a user's own video."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ctxwin.errors import BadMedia
+from ctxwin.media import decode_video
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ctxwin.tiny.world import Frame
+
+DEFAULT_QUESTIONS = (
+    "What is happening in these pictures?",
+    "Which objects can be seen?",
+    "What changed between the first and the last picture?",
+    "Where was this recorded?",
+)
+HEADER = "You watch a camera."
+
+
+@dataclass(frozen=True)
+class Query:
+    """A question to the window.
+
+    Attributes:
+        kind: of the generated world (``single_hop``, ``multi_hop``, ...), or ``open`` for a question without truth.
+        frame: the frame it is about; None where it is about all.
+        needs: earlier frames that frame's tokens must have absorbed.
+        truth: the answer for the frames placed, in their order; None where it is not known.
+    """
+
+    text: str
+    kind: str
+    frame: int | None = None
+    needs: tuple[int, ...] = ()
+    truth: str | None = None
+
+
+class Footage(Protocol):
+    """Decoded frames with questions about any selection of them. Frames are named by their index."""
+
+    source: Path
+    pixels: Sequence[np.ndarray]
+    times: Sequence[float]
+    kinds: tuple[str, ...]
+
+    def question(
+        self, placed: Sequence[int], kind: str, rng: np.random.Generator, about: Collection[int] | None = None
+    ) -> Query | None:
+        """A question of a kind about the frames ``placed`` in this order, if there is one (about one of ``about``)."""
+
+    def look_back(
+        self, placed: Sequence[int], evicted: Sequence[int], kind: str, rng: np.random.Generator
+    ) -> tuple[tuple[int, ...], Query] | None:
+        """Evicted frames worth looking at again, at their places among ``placed``, with a question about one."""
+
+    def expendable(self, placed: Sequence[int]) -> int:
+        """The placed frame that a branch should drop first."""
+
+
+class WorldFootage:
+    """A clip of the bundled model's world: rendered to a video file, which is then decoded like any other.
+
+    Args:
+        path: where the clip is written; ``.mp4``.
+        seed: of the stream.
+        frames: length of the stream; shown for a second each.
+        window: frames within which every number is unique.
+    """
+
+    kinds: tuple[str, ...] = ("multi_hop", "single_hop")
+
+    def __init__(self, path: Path, seed: int, frames: int, window: int) -> None:
+        from ctxwin.tiny.clip import write_clip
+        from ctxwin.tiny.world import make_stream
+
+        self.source = path
+        self._world: list[Frame] = make_stream(seed, frames, window=window)
+        write_clip(path, self._world)
+        decoded, _ = decode_video(path, fps=1.0)
+        if len(decoded) != frames:
+            raise BadMedia(f"the clip must hold {frames} frames, got {len(decoded)} from {path}")
+        self.pixels: Sequence[np.ndarray] = list(decoded)
+        self.times: Sequence[float] = [float(i) for i in range(frames)]
+
+    def question(
+        self, placed: Sequence[int], kind: str, rng: np.random.Generator, about: Collection[int] | None = None
+    ) -> Query | None:
+        from ctxwin.tiny.world import questions_for
+
+        frames = [self._world[f] for f in placed]
+        # A selection takes as many as there are, in random order.
+        count = 1 if about is None else len(frames) * 200
+        for q in questions_for(frames, count, rng, kinds=(kind,)):  # type: ignore[arg-type]  # its kinds are ours
+            if about is None or placed[q.frame] in about:
+                return Query(q.text, q.kind, placed[q.frame], tuple(placed[i] for i in q.antecedents), q.answer)
+        return None
+
+    def look_back(
+        self, placed: Sequence[int], evicted: Sequence[int], kind: str, rng: np.random.Generator
+    ) -> tuple[tuple[int, ...], Query] | None:
+        from ctxwin.tiny.world import antecedents
+
+        for target in rng.permutation(sorted(evicted)).tolist():
+            legends: list[int] = []
+            if kind != "single_hop":
+                seen = self._world[: target + 1]
+                needed = [antecedents(seen, mark)[-1:] for mark in self._world[target].marks]
+                # The legends that the scene was seen with; those that are placed need no recall.
+                legends = sorted({n[0] for n in needed if n})
+            for legend in rng.permutation(legends).tolist() if legends else [target]:
+                back = sorted({target, legend} - set(placed))
+                if not set(back) <= set(evicted):
+                    continue
+                query = self.question(sorted({*placed, *back}), kind, rng, about=(target,))
+                if query is not None:
+                    return tuple(back), query
+        return None
+
+    def expendable(self, placed: Sequence[int]) -> int:
+        """A scene near the middle: no other frame is read through it."""
+        middle = sorted(placed, key=lambda f: abs(placed.index(f) - len(placed) // 2))
+        return next((f for f in middle if self._world[f].role == "scene"), middle[0])
+
+
+class VideoFootage:
+    """A user's video. Its questions have no truth; answers are compared with a re-prefill only.
+
+    Args:
+        path: a video file.
+        fps: frames a second to sample.
+        questions: asked in turn.
+        limit: most frames taken from the front.
+        least: frames it must have.
+
+    Raises:
+        BadMedia: a file that cannot be decoded, ends early, or is too short.
+    """
+
+    kinds: tuple[str, ...] = ("open",)
+
+    def __init__(
+        self, path: Path, fps: float, questions: Sequence[str] = (), limit: int | None = None, least: int = 1
+    ) -> None:
+        self.source = path
+        decoded, rate = decode_video(path, fps=fps)
+        if len(decoded) < least:
+            raise BadMedia(
+                f"the video must give at least {least} frames, got {len(decoded)} at {fps:g} a second; raise --fps or "
+                "lower --window"
+            )
+        self.pixels: Sequence[np.ndarray] = list(decoded[:limit])
+        self.times: Sequence[float] = [i / rate for i in range(len(self.pixels))]
+        self._questions = tuple(questions) or DEFAULT_QUESTIONS
+        self._asked = 0
+
+    def question(
+        self, placed: Sequence[int], kind: str, rng: np.random.Generator, about: Collection[int] | None = None
+    ) -> Query | None:
+        self._asked += 1
+        return Query(self._questions[(self._asked - 1) % len(self._questions)], "open")
+
+    def look_back(
+        self, placed: Sequence[int], evicted: Sequence[int], kind: str, rng: np.random.Generator
+    ) -> tuple[tuple[int, ...], Query] | None:
+        if not evicted:
+            return None
+        query = self.question(placed, kind, rng)
+        return None if query is None else ((int(rng.choice(sorted(evicted))),), query)
+
+    def expendable(self, placed: Sequence[int]) -> int:
+        return placed[len(placed) // 2]

@@ -1,0 +1,143 @@
+"""The live table of the demo, and its last one (rich)."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ctxwin.demo.palette import LANES
+from ctxwin.demo.record import Step
+
+_BAR = 24
+
+
+class LiveTable:
+    """One row an ask while the demo runs. Without a terminal the rows are printed as they come.
+
+    Args:
+        console: where to.
+        title: above the table.
+    """
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._console, self._title = console, title
+        self._rows: deque[Step] = deque(maxlen=max(5, console.height - 9))
+        self._sums = [0, 0, 0]
+        self._asks = 0
+        self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> LiveTable:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def add(self, step: Step) -> None:
+        """Shows a step."""
+        self._rows.append(step)
+        self._asks += 1
+        costs = (step.computed_tokens, step.computed_tokens_naive, step.computed_tokens_trim)
+        self._sums = [total + cost for total, cost in zip(self._sums, costs, strict=True)]
+        if self._live is not None:
+            self._live.update(self._table())
+        else:
+            mark = {True: "ok", False: "--", None: "  "}[right(step)]
+            self._console.print(
+                f"{step.time:6.1f} s  {step.op:<11} {step.query:<16.40} {step.answer:<10.40} {mark}  computed "
+                f"{step.computed_tokens:>5} (naive {step.computed_tokens_naive}, trim {step.computed_tokens_trim})",
+                markup=False, highlight=False, soft_wrap=True,
+            )  # fmt: skip
+
+    def _table(self) -> Table:
+        ours, naive, trim = self._sums
+        table = Table(title=self._title, caption=legend(), caption_justify="left", expand=False, pad_edge=False)
+        for name, justify in (
+            ("time", "right"), ("move", "left"), ("window by lane", "left"), ("question", "left"), ("answer", "left"),
+            ("re-prefill", "left"), ("computed", "right"), ("naive", "right"), ("trim", "right"), ("ms", "right"),
+        ):  # fmt: skip
+            table.add_column(name, justify=justify, no_wrap=True, max_width=28)  # type: ignore[arg-type]
+        for step in self._rows:
+            table.add_row(
+                f"{step.time:g} s", step.op, lane_bar(step), step.query, _answer(step), step.answer_reprefill,
+                str(step.computed_tokens), str(step.computed_tokens_naive), str(step.computed_tokens_trim),
+                f"{1000 * step.ttft_s:.0f}",
+            )  # fmt: skip
+        table.add_section()
+        share = f"{100 * ours / naive:.0f} % of naive" if naive else ""
+        table.add_row("", f"{self._asks} asks", "", "", "", share, str(ours), str(naive), str(trim), "", style="bold")
+        return table
+
+
+def right(step: Step) -> bool | None:
+    """Whether the answer is the truth; None where that is not known."""
+    return None if step.truth is None else step.answer == step.truth
+
+
+def _answer(step: Step) -> Text:
+    style = {True: "green", False: "bold red", None: ""}[right(step)]
+    return Text(step.answer, style=style)
+
+
+def lane_bar(step: Step, width: int = _BAR) -> Text:
+    """The window as a bar: one stretch a frame, coloured by lane."""
+    bar = Text()
+    total = sum(p["tokens"] for p in step.placed) or 1
+    drawn = tokens = 0
+    for placed in step.placed:
+        tokens += placed["tokens"]
+        end = round(width * tokens / total)
+        bar.append("█" * max(0, end - drawn - 1) + "▊", style=LANES[placed["lane"]][0])
+        drawn = max(end, drawn + 1)
+    return bar
+
+
+def legend() -> Text:
+    """The lanes with their colours, in one line."""
+    text = Text()
+    for lane, (colour, _) in LANES.items():
+        text.append("█ ", style=colour).append(f"{lane}  ")
+    return text
+
+
+def final_table(summary: dict[str, Any]) -> Table:
+    """What the run amounts to: costs against the opponents, answers against the yardsticks."""
+    table = Table(title=f"{summary['asks']} asks on {summary['engine']}", title_justify="left", show_header=True)
+    for name in ("", "ctxwin", "prefix cache, sliding", "trimming", "look-backs at the end"):
+        table.add_column(name, justify="left" if not name else "right")
+    tokens = [summary["computed_tokens"], *(summary[f"computed_tokens_{n}"] for n in ("naive", "trim", "append"))]
+    encodes = [summary["vision_encodes"], summary["vision_encodes_prefix_cache"]]
+    encodes += [summary["vision_encodes_trim"], summary["vision_encodes_append"]]
+    table.add_row("tokens computed", *(f"{t:,}" for t in tokens))
+    table.add_row("ctxwin computes", "", *(percent(tokens[0] / t if t else None) for t in tokens[1:]))
+    table.add_row("vision encodes", *(str(e) for e in encodes))
+    table.add_section()
+    table.add_row("", *(Text(n, style="bold") for n in ("ctxwin", "re-prefill", "blind", "")))
+    names = ("accuracy", "accuracy_reprefill", "accuracy_blind")
+    if summary["accuracy"] is not None:
+        table.add_row("right answers", *(percent(summary[name]) for name in names), "")
+        for kind, group in summary["by_kind"].items():
+            table.add_row(f"  {kind} (n = {group['asks']})", *(percent(group[name]) for name in names), "")
+    table.add_row("same as re-prefill", percent(summary["agreement"]), "", "", "")
+    table.add_row("mean KL to re-prefill", nats(summary["kl_mean"]), "", nats(summary["kl_blind_mean"]), "")
+    first = [summary["ttft_median_s"], summary["ttft_reprefill_median_s"]]
+    table.add_row("first token, median", *("" if t is None else f"{1000 * t:.0f} ms" for t in first), "", "")
+    return table
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def nats(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
