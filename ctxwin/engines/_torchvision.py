@@ -56,6 +56,8 @@ def _torchvision_broken() -> bool:
         return False
     import torch
 
+    if hasattr(torch.ops.torchvision, "nms"):  # loaded, or declared by somebody else
+        return False
     libraries = [p for root in spec.submodule_search_locations for p in Path(root).glob("_C*") if p.suffix != ".py"]
     for path in libraries:
         try:

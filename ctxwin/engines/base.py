@@ -71,13 +71,14 @@ class Encoded:
         chunk_id: content identity of what was encoded.
         token_ids: one id per KV slot (media placeholders expanded).
         positions: int64 ``[3, T]`` relative to the chunk's own origin.
-        advance: the next chunk starts at this chunk's start + ``advance`` (max position + 1).
+        advance: the next chunk starts at this chunk's start + ``advance``, by the engine's own rule: max position + 1 for
+            text and images; behind a video transformers goes on from its height and width, vLLM from its last moment.
         media: the images and videos in it, in order.
     """
 
     chunk_id: str
     token_ids: tuple[int, ...]
-    positions: np.ndarray
+    positions: np.ndarray = field(compare=False)  # follows from the ids and the media
     advance: int
     media: tuple[MediaSpan, ...] = ()
 
@@ -138,6 +139,7 @@ class Generation:
         bytes_loaded: bytes of KV written into the engine's cache from spans.
         fallbacks: loads that failed and were recomputed.
         ttft_s: seconds from the call to the first token.
+        finished: False where ``on_token`` stopped the answer.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -200,7 +202,8 @@ class Engine(ABC):
     def prefill(self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "") -> SpanKV:
         """KV of ``target`` computed behind ``context`` (pieces in order, all with spans or computed in place).
 
-        Exact to the engine's arithmetic. Returned in the frame ``start``. Counted in `counters`. ``salt`` as in `generate`.
+        Exact to the engine's arithmetic. Returned in the frame ``start``. Counted in `counters`. ``salt`` as in
+        `generate`.
         """
 
     @abstractmethod

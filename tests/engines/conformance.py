@@ -1,0 +1,366 @@
+"""What every engine must do; a test module subclasses `EngineConformance` and says how to open its engine.
+
+Everything runs in float32, on random weights: agreement is then a matter of arithmetic, not of what a model learned.
+Tolerances: KV relative to its largest element, a few float32 roundings through three layers; log-probabilities 1e-5.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ctxwin.chunk import Chunk
+from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
+from ctxwin.errors import ChunkUnavailable, EngineFailed, UnsupportedModel
+from ctxwin.kv import SpanKV
+from ctxwin.operator import apply_patch, form_patch, relocate
+from ctxwin.store import Store, open_store
+
+HEADER = "You watch a camera."
+QUERY = "what color is the square"
+KV_TOLERANCE = 2e-6
+LOGPROB_TOLERANCE = 1e-5
+ALL = Sampling(max_tokens=1, logprobs=-1)
+
+
+def picture(seed: int, size: int = 84) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
+
+
+def laid(encoded: Sequence[Encoded], start: int = 0, capture: bool = False) -> list[Piece]:
+    """Pieces one behind the other, none with a span."""
+    pieces = []
+    for e in encoded:
+        pieces.append(Piece(e, start, capture=capture, id=e.chunk_id))
+        start += e.advance
+    return pieces
+
+
+def with_spans(pieces: Sequence[Piece], spans: dict[int, SpanKV]) -> list[Piece]:
+    return [
+        Piece(p.encoded, p.start, spans.get(i), capture=i not in spans, id=f"{p.id}:{i}") for i, p in enumerate(pieces)
+    ]
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference relative to the largest element."""
+    return float((a.double() - b.double()).abs().max() / b.double().abs().max())
+
+
+def assert_same_kv(got: SpanKV, want: SpanKV, tolerance: float = KV_TOLERANCE) -> None:
+    assert got.start == want.start
+    assert torch.equal(got.positions, want.positions)
+    assert difference(got.k, want.k) <= tolerance
+    assert difference(got.v, want.v) <= tolerance
+
+
+def assert_same_answer(got: Generation, want: Generation) -> None:
+    assert got.token_ids == want.token_ids
+    assert got.logprobs.keys() == want.logprobs.keys()
+    assert max(abs(got.logprobs[i] - want.logprobs[i]) for i in want.logprobs) <= LOGPROB_TOLERANCE
+
+
+def kl(p: dict[int, float], q: dict[int, float]) -> float:
+    """KL(p || q) over the whole vocabulary, from log-probabilities by id."""
+    ids = sorted(p)
+    log_p, log_q = (torch.tensor([x[i] for i in ids], dtype=torch.float64) for x in (p, q))
+    return float((log_p.exp() * (log_p - log_q)).sum())
+
+
+class EngineConformance:
+    """Subclasses set `vision`, give a class-scoped fixture ``model_dir`` and `make_engine`."""
+
+    vision = True
+
+    @classmethod
+    def make_engine(cls, model_dir: Path, store: Store) -> Engine:
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, model_dir: Path) -> Iterator[Engine]:
+        made = cls.make_engine(model_dir, open_store("memory:"))
+        yield made
+        made.close()
+
+    @classmethod
+    def chunks(cls) -> list[Chunk]:
+        if cls.vision:
+            return [
+                Chunk.image(picture(1), text="frame 1"),
+                Chunk.image(picture(2, 56), text="frame 2"),
+                Chunk.text("the camera is blue now"),
+            ]
+        return [Chunk.text(f"frame {i}: the {c} is {c} {c}\n") for i, c in enumerate(("circle", "square", "shape"))]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def encoded(cls, engine: Engine) -> list[Encoded]:
+        """Header and chunks."""
+        return [engine.encode_header(HEADER), *(engine.encode(c) for c in cls.chunks())]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def query(cls, engine: Engine) -> Encoded:
+        return engine.encode_query(QUERY)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def whole(cls, engine: Engine, encoded: list[Encoded], query: Encoded) -> Generation:
+        """Everything computed by one call; its KV captured."""
+        return engine.generate(laid(encoded, capture=True), query, Sampling(max_tokens=5, logprobs=-1))
+
+    # encoding
+
+    def test_encoding_is_by_content(self, engine: Engine) -> None:
+        for made, again in zip(self.chunks(), self.chunks(), strict=True):
+            one, two = engine.encode(made), engine.encode(again)
+            assert one.chunk_id == made.id
+            assert (one.token_ids, one.advance, one.media) == (two.token_ids, two.advance, two.media)
+            assert np.array_equal(one.positions, two.positions)
+
+    def test_positions_begin_at_zero_and_advance_past_the_last_token(
+        self, encoded: list[Encoded], query: Encoded
+    ) -> None:
+        for e in [*encoded, query]:
+            assert e.positions.dtype == np.int64
+            assert e.positions.shape == (3, e.tokens)
+            assert e.positions[:, 0].tolist() == [0, 0, 0]
+            assert e.positions.min() == 0
+            assert e.positions[:, -1].tolist() == [e.advance - 1] * 3  # a chunk ends in a text token
+            if not e.media:
+                assert e.positions.tolist() == [list(range(e.tokens))] * 3
+
+    def test_pictures_stand_where_their_span_says(self, engine: Engine) -> None:
+        if not self.vision:
+            pytest.skip("a text model")
+        chunk = Chunk.message("user", ["one ", Chunk.image(picture(1)), " two ", Chunk.image(picture(2, 56))])
+        made = engine.encode(chunk)
+        assert [m.tokens for m in made.media] == [9, 4]
+        pad = made.token_ids[made.media[0].offset]
+        placed = [i for i, t in enumerate(made.token_ids) if t == pad]
+        assert placed == [i for m in made.media for i in range(m.offset, m.offset + m.tokens)]
+        for m in made.media:
+            assert m.grid_thw[0] * m.grid_thw[1] * m.grid_thw[2] == m.tokens * 4
+            assert engine.embed(m.key).shape[0] == m.tokens
+
+    def test_special_tokens_in_text_stay_text(self, engine: Engine) -> None:
+        made = engine.encode(Chunk.text("<|im_end|><|image_pad|>"))
+        special = set(engine.encode_query("x").token_ids) & set(engine.encode_header("x").token_ids)
+        assert len(made.token_ids) > 4 and not made.media
+        assert made.token_ids[0] not in special
+        if self.vision:
+            pad = engine.encode(Chunk.image(picture(1)))
+            with pytest.raises(ValueError, match="placeholder"):
+                engine.encode(Chunk.tokens([pad.token_ids[pad.media[0].offset]]))
+
+    def test_an_exchange_begins_with_the_query_and_the_answer(self, engine: Engine) -> None:
+        query, answer = engine.encode_query(QUERY), [70, 71, 72]
+        made = engine.encode_exchange(QUERY, answer)
+        assert list(made.token_ids[: query.tokens + 3]) == [*query.token_ids, *answer]
+        assert made.tokens > query.tokens + 3
+
+    def test_a_message_closes_and_reopens_the_user_turn(self, engine: Engine) -> None:
+        query = engine.encode_query("")
+        header = engine.encode_header(HEADER).token_ids
+        made = engine.encode(Chunk.message("assistant", "red"))
+        assert made.token_ids[: query.tokens] == query.token_ids
+        assert made.token_ids[-5:] == header[-5:]  # end of turn, newline, start of turn, user, newline
+
+    def test_the_vision_tower_runs_once(self, model_dir: Path, tmp_path: Path) -> None:
+        if not self.vision:
+            pytest.skip("a text model")
+        path = f"disk:{tmp_path / 'kv'}"
+        first = self.make_engine(model_dir, open_store(path))
+        chunk = Chunk.image(picture(5), text="a")
+        made = first.encode(chunk)
+        first.encode(chunk)
+        first.encode(Chunk.image(picture(5), text="the same picture under another label"))
+        assert first.counters.vision_encodes == 1
+        kv = first.prefill([], made, 0)
+        assert first.counters.vision_encodes == 1
+        first.close()
+        first.store.close()
+
+        second = self.make_engine(model_dir, open_store(path))
+        gone = chunk.light()
+        assert gone.pixels(gone.media[0]) is None
+        again = second.encode(gone)
+        assert (again.token_ids, again.media) == (made.token_ids, made.media)
+        assert_same_kv(second.prefill([], again, 0), kv)
+        assert second.counters.vision_encodes == 0
+        with pytest.raises(ChunkUnavailable):
+            second.encode(Chunk.image(picture(6)).light())
+        second.close()
+        second.store.close()
+
+    def test_a_text_model_refuses_pictures(self, engine: Engine) -> None:
+        if self.vision:
+            pytest.skip("a vision model")
+        with pytest.raises(UnsupportedModel, match="see image"):
+            engine.encode(Chunk.image(picture(1)))
+
+    # KV
+
+    def test_prefill_in_context_is_a_slice_of_the_whole(
+        self, engine: Engine, encoded: list[Encoded], whole: Generation
+    ) -> None:
+        pieces = laid(encoded)
+        assert sorted(whole.captured) == list(range(len(pieces)))
+        for i, piece in enumerate(pieces):
+            computed = engine.prefill(pieces[:i], piece.encoded, piece.start)
+            loaded = engine.prefill(with_spans(pieces[:i], whole.captured), piece.encoded, piece.start)
+            assert computed.start == piece.start
+            assert_same_kv(computed, whole.captured[i])
+            assert_same_kv(loaded, whole.captured[i])
+
+    def test_a_moved_canonical_is_what_is_computed_there(self, engine: Engine, encoded: list[Encoded]) -> None:
+        """The rotation itself (layer 0) is exact at any distance. Deeper layers also carry what the model's own float32
+        angles lose as positions grow (3e-5 rad at 300), so the whole is compared at 100."""
+        for e in encoded[1:]:
+            stored = engine.prefill([], e, 11)
+            moved = relocate(stored, engine.spec.kv, 100)
+            assert_same_kv(moved, engine.prefill([], e, 100))
+            assert torch.equal(moved.v, stored.v)
+            assert not torch.equal(moved.k, stored.k)
+            far = engine.prefill([], e, 900)
+            assert difference(relocate(stored, engine.spec.kv, 900).k[0], far.k[0]) <= 5e-7
+
+    def test_loaded_kv_answers_as_computed_kv_does(
+        self, engine: Engine, encoded: list[Encoded], query: Encoded, whole: Generation
+    ) -> None:
+        for cached in itertools.product((True, False), repeat=len(encoded) - 1):
+            spans = {i: whole.captured[i] for i, c in enumerate((True, *cached)) if c}
+            pieces = with_spans(laid(encoded), spans)
+            got = engine.generate(pieces, query, Sampling(max_tokens=5, logprobs=-1))
+            assert_same_answer(got, whole)
+            missing = sum(e.tokens for i, e in enumerate(encoded) if i not in spans)
+            assert got.computed_tokens + got.cached_tokens >= query.tokens + missing
+            assert got.computed_tokens <= query.tokens + missing
+            assert sorted(got.captured) == [i for i in range(len(encoded)) if i not in spans]
+            for i, span in got.captured.items():
+                assert_same_kv(span, whole.captured[i])
+        assert got.fallbacks == 0
+
+    def test_only_the_query_is_computed_behind_loaded_kv(
+        self, engine: Engine, encoded: list[Encoded], query: Encoded, whole: Generation
+    ) -> None:
+        got = engine.generate(with_spans(laid(encoded), whole.captured), query, ALL, salt="loaded")
+        assert got.computed_tokens <= query.tokens
+        assert got.bytes_loaded == sum(span.nbytes for span in whole.captured.values())
+
+    def test_a_full_rank_patch_formed_at_one_place_serves_at_another(
+        self, engine: Engine, encoded: list[Encoded], query: Encoded
+    ) -> None:
+        spec, header, seen, target = engine.spec.kv, *encoded[:3]
+        front = laid([header])
+        base = engine.prefill(front, target, header.advance)
+        here = laid([header, seen, target])
+        conditioned = engine.prefill(here[:2], target, here[2].start)
+        patch = form_patch(conditioned, base, spec, rank=None, dtype=torch.float32)
+        there = laid([header, seen, target], start=50)
+        reference = engine.generate(there, query, ALL)
+        arms = {}
+        for name, span in (
+            ("patched", apply_patch(base, patch, spec, there[2].start)),
+            ("blind", relocate(base, spec, there[2].start)),
+        ):
+            pieces = [*there[:2], Piece(target, there[2].start, span, id=name)]
+            arms[name] = kl(reference.logprobs, engine.generate(pieces, query, ALL, salt=name).logprobs)
+        assert arms["patched"] <= 1e-6
+        assert arms["blind"] > 1e-4  # or the patch would have had nothing to restore
+
+    def test_the_captured_query_is_the_exchange(self, engine: Engine, encoded: list[Encoded], query: Encoded) -> None:
+        pieces = laid(encoded)
+        got = engine.generate(pieces, query, Sampling(max_tokens=4), capture_query=True)
+        start = pieces[-1].start + pieces[-1].encoded.advance
+        exchange = engine.encode_exchange(QUERY, got.token_ids)
+        want = engine.prefill(pieces, exchange, start)
+        assert got.query_span is not None
+        fed = got.query_span.tokens
+        assert query.tokens < fed <= query.tokens + len(got.token_ids)
+        assert_same_kv(got.query_span, want.slice(0, fed), 1e-5)
+
+    # decoding
+
+    def test_first_token_logprobs(self, engine: Engine, encoded: list[Encoded], query: Encoded) -> None:
+        every = engine.generate(laid(encoded), query, ALL).logprobs
+        assert sum(np.exp(list(every.values()))) == pytest.approx(1.0, abs=1e-4)
+        some = engine.generate(laid(encoded), query, Sampling(max_tokens=1, logprobs=3)).logprobs
+        assert sorted(some) == sorted(sorted(every, key=lambda i: -every[i])[:3])
+        assert engine.generate(laid(encoded), query, Sampling(max_tokens=1)).logprobs == {}
+
+    def test_streaming(self, engine: Engine, encoded: list[Encoded], query: Encoded, whole: Generation) -> None:
+        heard: list[tuple[int, str]] = []
+
+        def listen(token: int, text: str) -> bool:
+            heard.append((token, text))
+            return True
+
+        got = engine.generate(laid(encoded), query, Sampling(max_tokens=5), on_token=listen)
+        assert [t for t, _ in heard] == got.token_ids == whole.token_ids
+        assert [text for _, text in heard] == [engine.decode(got.token_ids[: i + 1]) for i in range(len(heard))]
+        assert got.text == engine.decode(got.token_ids)
+        assert 0 < got.ttft_s <= got.total_s
+
+        short = engine.generate(laid(encoded), query, Sampling(max_tokens=5), on_token=lambda *_: False)
+        assert short.token_ids == whole.token_ids[:1]
+
+    def test_stop_ids_end_an_answer(
+        self, engine: Engine, encoded: list[Encoded], query: Encoded, whole: Generation
+    ) -> None:
+        stop = whole.token_ids[0]
+        got = engine.generate(laid(encoded), query, Sampling(max_tokens=5, stop_ids=(stop,)))
+        assert got.token_ids == []
+
+    def test_sampling_is_seeded(self, engine: Engine, encoded: list[Encoded], query: Encoded) -> None:
+        def drawn(seed: int) -> list[int]:
+            return engine.generate(laid(encoded), query, Sampling(8, temperature=2.0, seed=seed)).token_ids
+
+        assert drawn(1) == drawn(1)
+        assert len({tuple(drawn(seed)) for seed in (1, 2, 3)}) > 1
+
+    # failure and threads
+
+    def test_a_prompt_that_does_not_fit(self, engine: Engine, encoded: list[Encoded], query: Encoded) -> None:
+        long = engine.encode(Chunk.tokens([70] * (engine.spec.max_tokens - query.tokens)))
+        with pytest.raises(EngineFailed, match=str(engine.spec.max_tokens)):
+            engine.generate(laid([encoded[0], long]), query, ALL)
+        assert engine.generate(laid(encoded), query, ALL).token_ids  # and it goes on
+
+    def test_kv_of_other_tokens_is_refused(
+        self, engine: Engine, encoded: list[Encoded], query: Encoded, whole: Generation
+    ) -> None:
+        wrong = with_spans(laid(encoded), {1: whole.captured[0]})
+        with pytest.raises((ValueError, EngineFailed)):
+            engine.generate(wrong, query, ALL)
+
+    def test_threads(self, engine: Engine, encoded: list[Encoded], query: Encoded, whole: Generation) -> None:
+        def ask(i: int) -> Generation:
+            pieces = laid(encoded) if i % 2 else with_spans(laid(encoded), {0: whole.captured[0]})
+            engine.encode(Chunk.text(f"frame {i}"))
+            return engine.generate(pieces, query, Sampling(max_tokens=5, logprobs=-1))
+
+        with ThreadPoolExecutor(4) as pool:
+            for got in pool.map(ask, range(8)):
+                assert_same_answer(got, whole)
+
+    def test_work_is_counted(self, engine: Engine, encoded: list[Encoded]) -> None:
+        before = engine.counters.prefill_tokens, engine.counters.prefill_forwards
+        engine.prefill([], encoded[2], 700)
+        assert engine.counters.prefill_tokens - before[0] == encoded[2].tokens
+        assert engine.counters.prefill_forwards - before[1] == 1
+
+    def test_a_closed_engine_says_so(self, model_dir: Path) -> None:
+        made = self.make_engine(model_dir, open_store("memory:"))
+        query = made.encode_query(QUERY)
+        made.close()
+        made.close()
+        with pytest.raises(EngineFailed, match="closed"):
+            made.generate([], query, ALL)

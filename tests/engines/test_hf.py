@@ -1,0 +1,252 @@
+"""The transformers engine: the conformance suite, and the real model path as an oracle that shares no code with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture
+from engines.models import edit_config, write_text_model, write_vision_model
+from PIL import Image
+
+from ctxwin.chunk import Chunk
+from ctxwin.engines.base import Encoded, Engine, Piece, Sampling
+from ctxwin.engines.checkpoint import open_checkpoint
+from ctxwin.engines.hf import HFEngine
+from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.operator import relocate
+from ctxwin.store import Store
+
+
+class TestVision(EngineConformance):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, vision_dir: Path) -> Path:
+        return vision_dir
+
+    @classmethod
+    def make_engine(cls, model_dir: Path, store: Store) -> Engine:
+        return HFEngine(model_dir, dtype="float32", store=store)
+
+
+class TestText(EngineConformance):
+    vision = False
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, text_dir: Path) -> Path:
+        return text_dir
+
+    @classmethod
+    def make_engine(cls, model_dir: Path, store: Store) -> Engine:
+        return HFEngine(model_dir, dtype="float32", store=store)
+
+
+def real_answer(folder: Path, ids: list[int], **media: Any) -> tuple[list[int], torch.Tensor]:
+    """Ids and first-token log-probabilities of transformers' own generate on the whole prompt."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    loader = AutoModelForImageTextToText if media else AutoModelForCausalLM
+    model = loader.from_pretrained(folder, dtype=torch.float32)
+    prompt = torch.tensor([ids])
+    out = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False, output_logits=True,
+        return_dict_in_generate=True, **media,
+    )  # fmt: skip
+    new = [i for i in out.sequences[0, len(ids) :].tolist() if i != 2]
+    return new, out.logits[0][0].log_softmax(-1)
+
+
+def assert_answers(engine: HFEngine, encoded: list[Encoded], want: tuple[list[int], torch.Tensor]) -> None:
+    query = engine.encode_query(QUERY)
+    got = engine.generate(laid(encoded), query, Sampling(max_tokens=6, logprobs=-1))
+    assert got.token_ids == want[0]
+    logprobs = torch.tensor([got.logprobs[i] for i in range(len(want[1]))])
+    assert float((logprobs - want[1]).abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen2_vl"])
+def test_pictures_against_the_real_model_path(kind: str, vision_dir: Path, tmp_path: Path) -> None:
+    from transformers import AutoProcessor
+
+    folder = vision_dir if kind == "qwen2_5_vl" else write_vision_model(tmp_path / kind, kind)
+    engine = HFEngine(folder, dtype="float32")
+    images = [picture(1), picture(2, 56)]
+    messages = [
+        {"role": "system", "content": HEADER},
+        {"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": QUERY}]},
+    ]
+    processor = AutoProcessor.from_pretrained(folder)
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    inputs = processor(text=[text], images=[Image.fromarray(i) for i in images], return_tensors="pt")
+    encoded = [engine.encode_header(HEADER), *(engine.encode(Chunk.image(i)) for i in images)]
+    ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
+    assert ids == inputs["input_ids"][0].tolist()
+    want = real_answer(
+        folder, ids, pixel_values=inputs["pixel_values"], image_grid_thw=inputs["image_grid_thw"],
+        mm_token_type_ids=inputs["mm_token_type_ids"],
+    )  # fmt: skip
+    assert_answers(engine, encoded, want)
+
+
+@pytest.mark.parametrize("frames", [2, 3])
+def test_a_video_against_the_real_model_path(vision_dir: Path, frames: int) -> None:
+    """At 8 frames a second two frames are one position step, so generate's own shortcut for what follows holds too."""
+    from transformers import AutoProcessor
+
+    engine = HFEngine(vision_dir, dtype="float32")
+    clip = [picture(i) for i in range(frames)]
+    made = engine.encode(Chunk.video(clip, fps=8.0))
+    assert [m.modality for m in made.media] == ["video"]
+    assert made.media[0].seconds_per_grid == 0.25
+    processor = AutoProcessor.from_pretrained(vision_dir)
+    filled = torch.from_numpy(np.stack([*clip, clip[-1]] if frames % 2 else clip)).permute(0, 3, 1, 2)
+    inputs = processor.video_processor(videos=[filled], return_tensors="pt", do_sample_frames=False)
+    encoded = [engine.encode_header(HEADER), made]
+    ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
+    kinds = torch.tensor([[2 if i == engine._checkpoint.media.video else 0 for i in ids]])
+    want = real_answer(
+        vision_dir, ids, pixel_values_videos=inputs["pixel_values_videos"], video_grid_thw=inputs["video_grid_thw"],
+        second_per_grid_ts=torch.tensor([0.25]), mm_token_type_ids=kinds,
+    )  # fmt: skip
+    assert_answers(engine, encoded, want)
+
+
+def test_text_against_the_real_model_path(text_dir: Path) -> None:
+    engine = HFEngine(text_dir, dtype="float32")
+    encoded = [engine.encode_header(HEADER), *(engine.encode(Chunk.text(f"frame {i} is red\n")) for i in range(3))]
+    ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
+    assert_answers(engine, encoded, real_answer(text_dir, ids))
+
+
+def test_frames_as_images(vision_dir: Path) -> None:
+    engine = HFEngine(vision_dir, dtype="float32")
+    clip = [picture(i) for i in range(3)]
+    made = engine.encode(Chunk.video(clip, fps=2.0, as_frames=True))
+    single = [engine.encode(Chunk.image(frame)) for frame in clip]
+    assert made.token_ids == tuple(i for e in single for i in e.token_ids)
+    assert made.advance == sum(e.advance for e in single)
+    for media, alone in zip(made.media, single, strict=True):
+        torch.testing.assert_close(engine.embed(media.key), engine.embed(alone.media[0].key), rtol=1e-5, atol=1e-6)
+    assert engine.counters.vision_encodes == 4
+
+
+def test_the_stored_source_rebuilds_pixels(vision_dir: Path) -> None:
+    from ctxwin.media import pack_frames
+
+    engine = HFEngine(vision_dir, dtype="float32")
+    chunk = Chunk.image(picture(9))
+    engine.repo.put_source(f"source/{chunk.media[0].content}", pack_frames(picture(9)[None]))
+    made = engine.encode(chunk.light())
+    assert engine.counters.vision_encodes == 1
+    other = HFEngine(vision_dir, dtype="float32")
+    assert torch.equal(engine.embed(made.media[0].key), other.embed(other.encode(chunk).media[0].key))
+
+
+def test_teacher_forcing_agrees_with_decoding(text_dir: Path) -> None:
+    engine = HFEngine(text_dir, dtype="float32")
+    encoded = [engine.encode_header(HEADER), engine.encode(Chunk.text("the circle is red"))]
+    query = engine.encode_query(QUERY)
+    got = engine.generate(laid(encoded), query, Sampling(max_tokens=5, logprobs=-1))
+    forwards = engine.counters.prefill_forwards
+    rows = engine.teacher_forced(laid(encoded), query, got.token_ids)
+    assert engine.counters.prefill_forwards == forwards + 1
+    assert rows.argmax(-1).tolist() == got.token_ids
+    first = torch.tensor([got.logprobs[i] for i in range(rows.shape[1])])
+    torch.testing.assert_close(rows[0], first, rtol=0, atol=1e-5)
+    torch.testing.assert_close(engine.logits(laid(encoded), query).log_softmax(-1), first, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="answer_ids"):
+        engine.teacher_forced(laid(encoded), query, [])
+
+
+@pytest.mark.parametrize("kind", ["DeepseekV2", "DeepseekV3"])
+def test_latent_attention(kind: str, tmp_path: Path) -> None:
+    """MLA: a canonical moved is what is computed there, and loaded KV answers as computed KV does."""
+    import transformers
+    from engines.models import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    fields = dict(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, kv_lora_rank=24, q_lora_rank=None, qk_rope_head_dim=8, qk_nope_head_dim=16,
+        v_head_dim=16, first_k_dense_replace=2, max_position_embeddings=512, initializer_range=0.15, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    engine = HFEngine(tmp_path, dtype="float32")
+    assert engine.spec.kv.family == "mla"
+    encoded = [engine.encode_header(HEADER), engine.encode(Chunk.text("the circle is red now"))]
+    stored = engine.prefill([], encoded[1], 7)
+    moved = relocate(stored, engine.spec.kv, 100)
+    there = engine.prefill([], encoded[1], 100)
+    assert float((moved.k - there.k).abs().max() / there.k.abs().max()) <= 2e-6
+    query = engine.encode_query(QUERY)
+    whole = engine.generate(laid(encoded, capture=True), query, Sampling(max_tokens=4, logprobs=-1))
+    pieces = [Piece(p.encoded, p.start, whole.captured[i]) for i, p in enumerate(laid(encoded))]
+    got = engine.generate(pieces, query, Sampling(max_tokens=4, logprobs=-1))
+    assert got.token_ids == whole.token_ids
+    assert max(abs(got.logprobs[i] - whole.logprobs[i]) for i in whole.logprobs) <= 1e-5
+
+
+def test_bfloat16(vision_dir: Path) -> None:
+    engine = HFEngine(vision_dir, dtype=torch.bfloat16)
+    assert engine.spec.kv.dtype == "bfloat16"
+    made = engine.encode(Chunk.image(picture(1)))
+    assert engine.prefill([], made, 0).k.dtype == torch.bfloat16
+    assert engine.spec.identity != HFEngine(vision_dir, dtype="float32").spec.identity
+
+
+def test_identity_follows_content(text_dir: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    one = write_text_model(tmp_path / "one")
+    assert open_checkpoint(one).identity("float32", "transformers") == open_checkpoint(text_dir).identity(
+        "float32", "transformers"
+    )
+    first = open_checkpoint(one).identity("float32", "transformers")
+    weights = load_file(one / "model.safetensors")
+    weights["model.norm.weight"][0] += 1e-3
+    save_file(weights, one / "model.safetensors", metadata={"format": "pt"})
+    second = open_checkpoint(one).identity("float32", "transformers")
+    edit_config(one, rope_parameters={"rope_type": "default", "rope_theta": 5e4})
+    third = open_checkpoint(one).identity("float32", "transformers")
+    assert len({first, second, third}) == 3
+    assert open_checkpoint(one).identity("float32", "vllm") != third
+
+
+def test_models_that_cannot_be_served(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = write_text_model(tmp_path / "sliding")
+    edit_config(
+        folder, use_sliding_window=True, sliding_window=16, max_window_layers=0, layer_types=["sliding_attention"] * 3
+    )
+    with pytest.raises(UnsupportedModel, match="sliding"):
+        HFEngine(folder)
+    learned = write_text_model(tmp_path / "learned")
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=400)).save_pretrained(learned)
+    with pytest.raises(UnsupportedModel, match="learned absolute"):
+        HFEngine(learned)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModel, match="safetensors"):
+        HFEngine(folder)
+
+
+def test_bad_arguments(text_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="dtype"):
+        HFEngine(text_dir, dtype="int8")
+    with pytest.raises(ValueError, match="device"):
+        HFEngine(text_dir, device="abacus")
+    with pytest.raises(ValueError, match=r"config\.json"):
+        HFEngine(tmp_path)
+    engine = HFEngine(text_dir)
+    query = engine.encode_query("x")
+    with pytest.raises(ValueError, match="max_tokens"):
+        engine.generate([], query, Sampling(max_tokens=0))
+    with pytest.raises(EngineFailed, match="positions"):
+        engine.generate([Piece(engine.encode(Chunk.text("a")), 1020)], query, Sampling())

@@ -1,0 +1,175 @@
+"""Pieces read off chat templates, and templates that have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engines.models import CHATML
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2.exceptions import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ctxwin.engines.templates import Template
+from ctxwin.errors import UnsupportedModel
+
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+STRIPS_THINKING = CHATML.replace(
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1].lstrip() }}"
+    "{% else %}{{ m.content }}{% endif %}",
+)
+NUMBERS_PICTURES = "{% set n = namespace(v=0) %}" + CHATML.replace(
+    "<|vision_start|>", "{% set n.v = n.v + 1 %}Picture {{ n.v }}: <|vision_start|>"
+)
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+DROPS_SYSTEM = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+THINKING_PROMPT = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+ALTERNATES = (
+    "{% set turns = messages | rejectattr('role', 'equalto', 'system') | list %}{% for m in turns %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% endfor %}" + CHATML
+)
+NUMBERS_TURNS = CHATML.replace("{{ m.role }}\n", "{{ m.role }} {{ loop.index }}\n")
+LAST_ONLY = CHATML.replace("{% for m in messages %}", "{% for m in messages[-1:] %}")
+MERGES_SYSTEM = (
+    "{% for m in messages if m.role != 'system' %}<s>[INST] "
+    "{% if loop.first and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
+    "{{ m.content }} [/INST]{% endfor %}"
+)
+TRIMS = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
+
+
+def template(source: str | None, image: str | None = IMAGE) -> Template:
+    if source is None:
+        return Template(None, image)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    compiled = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
+
+    def render(messages: list[dict[str, Any]], generation: bool) -> str:
+        return compiled.render(messages=messages, add_generation_prompt=generation, raise_exception=refuse)
+
+    made = Template(render, image)
+    made.rendered = render  # type: ignore[attr-defined]
+    return made
+
+
+def test_chatml() -> None:
+    made = template(CHATML)
+    assert not made.plain
+    assert made.header("x") == ("<|im_start|>system\n", "<|im_end|>\n<|im_start|>user\n")
+    assert made.header("") == ("<|im_start|>user\n", "")
+    assert made.closing == "<|im_end|>\n<|im_start|>assistant\n"
+    reopened = "<|im_end|>\n<|im_start|>user\n"
+    assert made.turns("assistant") == ("<|im_end|>\n<|im_start|>assistant\n", reopened)
+    assert made.turns("tool") == ("<|im_end|>\n<|im_start|>tool\n", reopened)
+    assert made.exchange("q", "a") == reopened
+    made.check_pictures()
+    made.check_message("user", [{"type": "text", "text": "see "}, {"type": "image"}])
+
+
+ROLES = st.sampled_from(["user", "assistant", "tool", "system"])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.text(st.characters(codec="ascii", categories=("L", "N", "P")), min_size=1),
+    st.lists(st.tuples(ROLES, st.text(st.characters(codec="utf-8"), min_size=1)), max_size=4),
+)
+def test_pieces_put_together_are_the_rendered_conversation(header: str, turns: list[tuple[str, str]]) -> None:
+    made = template(CHATML)
+    before, after = made.header(header)
+    text = before + header + after
+    messages = [{"role": "system", "content": header}, {"role": "user", "content": "open "}]
+    text += "open "
+    for role, content in turns:
+        around = made.turns(role)
+        text += around[0] + content + around[1] + "next"
+        messages += [{"role": role, "content": content}, {"role": "user", "content": "next"}]
+    assert text + made.closing == made.rendered(messages, True)  # type: ignore[attr-defined]
+
+
+def test_no_template_is_plain_concatenation() -> None:
+    made = template(None)
+    assert made.plain
+    assert (made.header("x"), made.header(""), made.closing) == (("", "\n"), ("", ""), "\n")
+    assert made.exchange("q", "a") == "\n"
+    with pytest.raises(UnsupportedModel, match="no chat template"):
+        made.turns("user")
+
+
+@pytest.mark.parametrize("source", [NO_SYSTEM, DROPS_SYSTEM])
+def test_no_system_turn(source: str) -> None:
+    made = template(source)
+    with pytest.raises(UnsupportedModel, match="no system turn"):
+        made.header("x")
+    assert made.header("") == ("<|im_start|>user\n", "")
+    assert made.turns("assistant")[0] == made.closing
+
+
+def test_a_system_text_merged_into_the_user_turn_is_a_header() -> None:
+    made = template(MERGES_SYSTEM)
+    assert made.header("x") == ("<s>[INST] ", "\n\n")
+    assert made.header("") == ("<s>[INST] ", "")
+
+
+def test_numbered_pictures() -> None:
+    made = template(NUMBERS_PICTURES)
+    assert made.turns("assistant")
+    with pytest.raises(UnsupportedModel, match="numbers its pictures"):
+        made.check_pictures()
+
+
+def test_a_text_template_does_not_take_pictures() -> None:
+    made = template("{% for m in messages %}<u>{{ m.content + '' }}</u>{% endfor %}")
+    with pytest.raises(UnsupportedModel, match="pictures"):
+        made.check_pictures()
+
+
+def test_stripped_thinking() -> None:
+    made = template(STRIPS_THINKING)
+    made.check_message("assistant", "red")
+    assert made.exchange("q", "red")
+    with pytest.raises(UnsupportedModel, match="rewrites an earlier assistant turn"):
+        made.check_message("assistant", "<think>hm</think>red")
+    with pytest.raises(UnsupportedModel, match="rewrites an earlier assistant turn"):
+        made.exchange("q", "<think>hm</think>red")
+
+
+def test_a_generation_prompt_that_later_turns_do_not_show() -> None:
+    made = template(THINKING_PROMPT)
+    assert made.closing.endswith("<think>\n")
+    made.check_message("assistant", "red")
+    with pytest.raises(UnsupportedModel, match="cannot be remembered"):
+        made.exchange("q", "red")
+
+
+@pytest.mark.parametrize(
+    ("source", "role", "reason"),
+    [
+        (ALTERNATES, "user", "no user turn"),
+        (NUMBERS_TURNS, "assistant", "depending on its place"),
+        (LAST_ONLY, "assistant", "no assistant turn"),
+    ],
+)
+def test_turns_that_cannot_be_cut_out(source: str, role: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        template(source).turns(role)
+
+
+def test_roles_that_alternate_still_take_answers() -> None:
+    made = template(ALTERNATES)
+    assert made.turns("assistant")[0] == made.closing
+
+
+def test_blanks_at_the_ends_may_be_trimmed() -> None:
+    template(TRIMS).check_message("assistant", " red\n")
+
+
+def test_a_template_without_the_user_text_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="as it is"):
+        template("{% for m in messages %}{{ m.content | upper }}!{% endfor %}".replace("upper", "lower"))
