@@ -71,8 +71,8 @@ class Encoded:
         chunk_id: content identity of what was encoded.
         token_ids: one id per KV slot (media placeholders expanded).
         positions: int64 ``[3, T]`` relative to the chunk's own origin.
-        advance: the next chunk starts at this chunk's start + ``advance``, by the engine's own rule: max position + 1 for
-            text and images; behind a video transformers goes on from its height and width, vLLM from its last moment.
+        advance: the next chunk starts at this chunk's start + ``advance``, by the engine's own rule: max position + 1
+            for text and images; behind a video transformers goes on from its height and width, vLLM from its last moment.
         media: the images and videos in it, in order.
     """
 
