@@ -72,7 +72,7 @@ class Encoded:
         token_ids: one id per KV slot (media placeholders expanded).
         positions: int64 ``[3, T]`` relative to the chunk's own origin.
         advance: the next chunk starts at this chunk's start + ``advance``, by the engine's own rule: max position + 1
-            for text and images; behind a video transformers goes on from its height and width, vLLM from its last moment.
+            for text and images; behind a video transformers goes on from its height and width, vLLM from its end.
         media: the images and videos in it, in order.
     """
 
