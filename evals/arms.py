@@ -99,7 +99,7 @@ class Blind(Arm):
 
 @dataclass(frozen=True)
 class Patched(_Ranked):
-    """Every chunk but the first: canonical + patch formed behind exactly its antecedents. The first is exact as it is."""
+    """Every chunk but the first, which is exact as it is: canonical + patch formed behind exactly its antecedents."""
 
     source: ClassVar[str] = "Kamera, section 3, eq. 1"
     settings: ClassVar[tuple[Setting, ...]] = ("window",)
@@ -333,9 +333,7 @@ def other_orders(frames: Sequence[int], count: int, seed: int) -> list[tuple[int
     return list(chosen)
 
 
-def _patched_row(
-    group: Group, b: int, rank: int | None, instead: dict[int, Patch], **extra: float
-) -> Served:
+def _patched_row(group: Group, b: int, rank: int | None, instead: dict[int, Patch], **extra: float) -> Served:
     """The first chunk as it is, the others patched; ``instead`` replaces patches by place."""
     row, spans, stored = group.blind[b], [group.blind[b][0]], 0
     for i in range(1, len(row)):

@@ -16,7 +16,7 @@ from ctxwin.errors import CtxwinError
 if TYPE_CHECKING:
     from ctxwin.engines.hf import HFEngine
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure how close reuse stays to a full re-prefill.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="How close reuse stays to a full re-prefill.")
 
 ALL_ARMS = (
     "reprefill,blind,patched:1,patched:2,patched:4,patched:8,first_k:4,orbit:8,transfer:8,survivor,removal:8,"
@@ -30,8 +30,7 @@ Threads = Annotated[int, typer.Option(help="CPU threads; 0 leaves the default.",
 @app.command()
 def run(
     suite: Annotated[str, typer.Argument(help="The suite: 'tiny', the generated world of the bundled model.")] = "tiny",
-    arms: Annotated[str, typer.Option(help="Comma-separated: reprefill, blind, survivor, patched:M, first_k:K, orbit:M, "
-                                           "transfer:M, removal:M, stale:M@T, recall:M@T.")] = ALL_ARMS,
+    arms: Annotated[str, typer.Option(help="Comma-separated; `ctxwin eval ls` lists them.")] = ALL_ARMS,
     n: Annotated[int, typer.Option(help="Items a task.")] = 300,
     seed: Annotated[int, typer.Option(help="Seed of the items.")] = 0,
     tasks: Annotated[str, typer.Option(help="Comma-separated; arms that need another setting bring its tasks along.")]
@@ -121,7 +120,7 @@ def drift(
     window: Annotated[int, typer.Option(help="Frames in the window.", min=2)] = 3,
     slides: Annotated[str, typer.Option(help="After how many slides to measure.")] = "1,8,32,128",
     questions: Annotated[int, typer.Option(help="Questions a stream and point.", min=1)] = 6,
-    refresh: Annotated[int, typer.Option(help="Approximations re-formed after each slide, in the refreshed run.", min=1)] = 1,
+    refresh: Annotated[int, typer.Option(help="Approximations re-formed a slide, where refreshed.", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the streams.", min=0)] = 0,
     model: Model = "tiny",
     header: Annotated[str, typer.Option(help="System prompt.")] = "You watch a camera.",
@@ -131,7 +130,7 @@ def drift(
     output: Annotated[Path | None, typer.Option(help="Also write drift.json into this folder.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Slide a window along a stream and measure how far its answers drift from a re-prefill, with and without refresh."""
+    """Slide a window along a stream: how far its answers drift from a re-prefill, with and without refresh."""
     with _errors():
         from ctxwin.evals.drift import DriftSettings, drift_table, measure
 
@@ -156,7 +155,9 @@ def list_(as_json: Json = False) -> None:
     from ctxwin.evals import arms as module
     from ctxwin.evals.tasks import TASKS
 
-    kinds = {**module._PLAIN, **module._RANKED, "first_k": module.FirstK, **module._TURNED}
+    kinds: dict[str, type[module.Arm]] = {
+        **module._PLAIN, **module._RANKED, "first_k": module.FirstK, **module._TURNED
+    }  # fmt: skip
     tasks = {t.name: {"about": t.about, "setting": t.setting, "least_frames": t.least} for t in TASKS.values()}
     arms = {
         name: {"about": (kind.__doc__ or "").splitlines()[0], "source": kind.source, "settings": list(kind.settings)}

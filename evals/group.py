@@ -87,9 +87,7 @@ class Group:
         rows = []
         for case, spans in zip(self.cases, self.earlier, strict=True):
             by_frame = dict(zip(case.before, spans, strict=True))
-            rows.append(
-                [relocate(by_frame[f], self.spec, self.reader.start(i)) for i, f in enumerate(case.placed)]
-            )
+            rows.append([relocate(by_frame[f], self.spec, self.reader.start(i)) for i, f in enumerate(case.placed)])
         return rows
 
     def behind(self, wanted: Sequence[tuple[int, tuple[int, ...]]]) -> list[SpanKV]:

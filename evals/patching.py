@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from typing import Any, Literal
 
 import torch
 
@@ -18,8 +18,8 @@ Weighting = Literal["none", "balanced", "output"]
 class Patcher:
     """Turns deficits into patches of any rank.
 
-    A sweep over ranks costs one decomposition: the patch of the largest rank so far is kept under its key and cut, which
-    is what truncating the same singular value decomposition gives.
+    A sweep over ranks costs one decomposition: the patch of the largest rank so far is kept under its key and cut, as
+    truncating the same singular value decomposition would.
 
     Attributes:
         layout: ``joint``, ``per_layer`` or ``shared`` (needs ``basis``).
@@ -80,7 +80,7 @@ def _cut(patch: Patch, rank: int) -> Patch:
     )
 
 
-def make_weight(kind: Weighting, model: object, spec: KVSpec, sample: SpanKV) -> Weight | None:
+def make_weight(kind: Weighting, model: Any, spec: KVSpec, sample: SpanKV) -> Weight | None:
     """The weight of a run.
 
     ``balanced`` counts keys and values alike in every layer. ``output`` measures values by what the output projection
@@ -96,10 +96,9 @@ def make_weight(kind: Weighting, model: object, spec: KVSpec, sample: SpanKV) ->
         raise ValueError(f"weight must be none, balanced or output, got {kind!r}")
     if spec.family == "mla":
         raise ValueError("weight 'output' needs per-head values, got a model with latent attention")
-    layers = cast("list[object]", _text_model(model).layers)
     factors = []
-    for layer in layers:
-        projection = layer.self_attn.o_proj.weight.detach().double()  # type: ignore[attr-defined]
+    for layer in _text_model(model).layers:
+        projection = layer.self_attn.o_proj.weight.detach().cpu().double()
         # Columns of W_O belong to query heads; those of one group read the same values.
         by_group = projection.view(projection.shape[0], spec.heads, -1, spec.v_dim).permute(1, 2, 0, 3)
         gram = torch.einsum("hgod,hgoe->hde", by_group, by_group)
@@ -113,6 +112,6 @@ def make_weight(kind: Weighting, model: object, spec: KVSpec, sample: SpanKV) ->
     return Weight(k=k.contiguous(), v=v)
 
 
-def _text_model(model: object) -> object:
+def _text_model(model: Any) -> Any:
     inner = getattr(model, "model", model)
     return getattr(inner, "language_model", inner)

@@ -73,13 +73,14 @@ def markdown(result: Mapping[str, Any]) -> str:
         lines += [_line(cells(arm, figures)) for arm, figures in arms.items()]
         unscored = {arm: figures["unscored"] for arm, figures in arms.items() if figures["unscored"]}
         if unscored:
-            lines += ["", "Unscored (no other order exists): " + ", ".join(f"{a} {u}" for a, u in unscored.items()) + "."]
+            counts = ", ".join(f"{arm} {count}" for arm, count in unscored.items())
+            lines += ["", f"Unscored, since no other order exists: {counts}."]
     lines += [
         "",
-        "KL: KL(re-prefill || arm) of the next token in nats, mean and 99th percentile. eta: share of the base's KL that is "
-        "removed; the base is blind reuse, for slides the survivor as it is; '-' where the base's mean KL is under 0.01. "
-        "Flips back: of the items whose answer the base changes, the share that is restored. Harm: re-prefill right, arm "
-        "wrong. Bytes: stored for the patched chunks beyond the KV they are applied to, over their KV in bf16.",
+        "KL: KL(re-prefill || arm) of the next token in nats, mean and 99th percentile. eta: share of the base's KL that "
+        "is removed; the base is blind reuse, for slides the survivor as it is; '-' where the base's mean KL is under "
+        "0.01. Flips back: of the items whose answer the base changes, the share that is restored. Harm: re-prefill "
+        "right, arm wrong. Bytes: stored for the patched chunks beyond the KV they are applied to, over their KV in bf16.",
         "",
     ]
     return "\n".join(lines)
@@ -112,7 +113,8 @@ def plot_sweep(result: Mapping[str, Any], path: Path) -> bool:
         for name in ("reprefill", "blind"):
             figures = result["arms"].get(name, {}).get(task)
             if figures:
-                left.axhline(figures["accuracy"], color=line.get_color(), linewidth=0.8, linestyle=":" if name == "blind" else "--")
+                style = ":" if name == "blind" else "--"
+                left.axhline(figures["accuracy"], color=line.get_color(), linewidth=0.8, linestyle=style)
         if all(p[4] is not None for p in points):
             right.plot(share, [p[4] for p in points], marker="o", label=task, color=line.get_color())
     left.set_ylabel("accuracy (dashed: re-prefill, dotted: blind)")
@@ -131,7 +133,8 @@ def _small(value: float) -> str:
 
 def _span(frames: list[int]) -> str:
     low, high = min(frames), max(frames)
-    return f"{low} to {high}" if sorted(frames) == list(range(low, high + 1)) and low < high else ", ".join(map(str, frames))
+    whole = low < high and sorted(frames) == list(range(low, high + 1))
+    return f"{low} to {high}" if whole else ", ".join(map(str, frames))
 
 
 def _line(columns: list[str] | tuple[str, ...]) -> str:

@@ -86,8 +86,8 @@ class Job:
 def plan_jobs(arms: Sequence[Arm], tasks: Sequence[str]) -> list[Job]:
     """Which arms run on which tasks.
 
-    ``tasks`` are chosen names. An arm that fits none of them (``survivor`` needs a slide, ``recall:M@T`` a recall) brings
-    the tasks of its own setting along. Raises ValueError for an unknown task.
+    ``tasks`` are chosen names. An arm that fits none of them (``survivor`` needs a slide, ``recall:M@T`` a recall)
+    brings the tasks of its own setting along. Raises ValueError for an unknown task.
     """
     unknown = [t for t in tasks if t not in TASKS]
     if unknown:
@@ -132,14 +132,15 @@ class Runner:
     def run(self, jobs: Sequence[Job], n: int, progress: Callable[[int], None] = lambda done: None) -> None:
         """Computes the samples that are missing among the first ``n`` items of every job.
 
-        ``progress`` is called with the number of samples that each step finished. Interrupting loses at most the batch in
-        work.
+        ``progress`` is called with the number of samples that each step finished. Interrupting loses at most the batch
+        in work.
         """
         if n < 1:
             raise ValueError(f"n must be >= 1, got {n}")
         for job in jobs:
             for cases in _batches(job, n, self.settings):
-                wanted = [a for a in job.arms if any(not self.samples.has(job.task.name, a.name, c.index) for c in cases)]
+                task = job.task.name
+                wanted = [a for a in job.arms if not all(self.samples.has(task, a.name, c.index) for c in cases)]
                 if wanted:
                     self.samples.add(self._rows(job, cases, wanted))
                 progress(len(cases) * len(job.arms))
@@ -168,10 +169,15 @@ class Runner:
                 rows.append(
                     {
                         **row,
-                        "answer": self._word(logits), "reference": self._word(reference), "base": self._word(before),
-                        "kl": kl_divergence(reference, logits), "base_kl": kl_divergence(reference, before),
-                        "stored": one.stored, "over": one.over, **one.extra,
-                    }  # fmt: skip
+                        "answer": self._word(logits),
+                        "reference": self._word(reference),
+                        "base": self._word(before),
+                        "kl": kl_divergence(reference, logits),
+                        "base_kl": kl_divergence(reference, before),
+                        "stored": one.stored,
+                        "over": one.over,
+                        **one.extra,
+                    }
                 )
         return iter(rows)
 

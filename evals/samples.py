@@ -66,7 +66,7 @@ def open_samples(folder: Path, config: dict[str, Any]) -> Samples:
         differs = [k for k in sorted({*held, *config}) if held.get(k) != config.get(k)]
         if differs:
             what = "; ".join(f"{k} {held.get(k)!r} there, {config.get(k)!r} now" for k in differs)
-            raise ValueError(f"{folder} must hold samples of the same configuration, got {what}; choose another --output")
+            raise ValueError(f"{folder} must hold samples of this configuration, got {what}; choose another --output")
         samples = Samples(folder, held)
         _cut_torn_line(samples.path)
         samples.rows = {key_of(row): row for row in _lines(samples.path)}

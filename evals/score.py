@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from ctxwin.evals.metrics import Outcome, cell
@@ -15,16 +16,14 @@ def outcome(row: Row) -> Outcome:
     """The scored part of a sample; ValueError for an unscored one."""
     if "unscored" in row:
         raise ValueError(f"sample {row['index']} of {row['task']!r} is unscored: {row['unscored']}")
-    return Outcome(
-        row["answer"], row["reference"], row["base"], row["truth"], row["kl"], row["base_kl"], row["stored"], row["over"]
-    )
+    return Outcome(**{f.name: row[f.name] for f in fields(Outcome)})
 
 
 def table(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, Any]]]:
     """``{arm: {task: figures}}``; see `metrics.cell`. Unscored samples are counted apart, never as wrong.
 
-    Each cell also has ``by_frames``: accuracy by number of placed frames, and the means of the extra figures that an arm
-    left on its samples. Raises ValueError where there is nothing scored at all.
+    Each cell also has ``by_frames``: accuracy by number of placed frames, and the means of the extra figures that an
+    arm left on its samples. Raises ValueError where there is nothing scored at all.
     """
     found: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:

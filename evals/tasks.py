@@ -1,8 +1,9 @@
 """What is asked: contexts of frames in a setting (a window, a slide, a recall), one question each.
 
 Items are drawn from `ctxwin.tiny.world` with held-out seeds: an item's generator is seeded by
-``(SPACE, seed, task, variant, index)``, the trainer's by ``(seed, stage, step)``, and `SPACE` is a constant that no run
-uses as its seed, so no item can be a training batch. An item depends on its own index only, never on how many are drawn.
+``(SPACE, seed, task, variant, index)``, the trainer's by ``(seed, stage, step)``, and `SPACE` is a constant that no
+training run uses as its seed, so no item can be a training batch. An item depends on its own index only, never on how
+many are drawn.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from ctxwin.identity import digest
-from ctxwin.tiny.world import Frame, Question, Role, Task, antecedents, answer, make_item, questions_for, sample_frames
+from ctxwin.tiny.world import Frame, Question, Role, Task, answer, antecedents, make_item, questions_for, sample_frames
 
 SPACE = 0x63747877
 """First word of every evaluation seed ("ctxw"); the fit split of a shared basis has `FIT_SPACE`."""
@@ -109,7 +110,7 @@ def _world(task: Task) -> Draw:
 
 
 def _slide(needed: bool) -> Draw:
-    """The leading frame leaves a window of ``frames``; it was the deciding legend of what is asked, or has no part in it."""
+    """The leading frame leaves a window; it was the legend that decides what is asked, or has no part in it."""
 
     def draw(
         rng: np.random.Generator, frames: int, turnover: float
@@ -170,7 +171,7 @@ TASKS: dict[str, EvalTask] = {
         EvalTask("multi_hop", "needs the one earlier legend that decides it", "window", 2, _world("multi_hop")),
         EvalTask("graded", "as multi_hop, with a tint that leaves two colours open", "window", 2, _world("graded")),
         EvalTask("order", "earlier legends disagree: their order decides", "window", 3, _world("order")),
-        EvalTask("slide_distractor", "the leading frame leaves; it has no part in the answer", "slide", 3, _slide(False)),
+        EvalTask("slide_distractor", "the leading frame leaves; it has no part in it", "slide", 3, _slide(False)),
         EvalTask("slide_needed", "the leading frame leaves; it was the deciding legend", "slide", 2, _slide(True)),
         EvalTask("recall", "a scene comes back behind frames of which a share was replaced", "recall", 3, _recall),
     )

@@ -1,0 +1,215 @@
+"""Drift: a window slides along a long stream, and its answers are held against two re-prefills.
+
+The window runs as in production: a chunk is conditioned on the survivors in front of it, which were conditioned on
+earlier survivors, so what is approximate is absorbed again and again. ``window`` is the re-prefill of what is placed
+now; ``stream`` is the re-prefill of what was seen so far, as far as the model was trained to read, which a survivor that
+remembers what left the window is right by. Both are reported (Kamera, section 5 "Sliding-window survival", appendix D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ctxwin.answer import Answer
+from ctxwin.chunk import Chunk
+from ctxwin.engines.base import Encoded, Piece
+from ctxwin.evals.metrics import kl_divergence, wilson
+from ctxwin.evals.tasks import SPACE
+from ctxwin.fidelity import Fidelity
+from ctxwin.tiny.world import Frame, Question, answer, make_stream, questions_for, render
+from ctxwin.window import Window
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ctxwin.engines.hf import HFEngine
+
+TRAINED_FRAMES = 6
+"""The bundled model was trained on contexts of up to six frames: the `stream` reference reads no more."""
+_ASKED = ("multi_hop", "order", "unbound", "single_hop")
+
+
+@dataclass(frozen=True)
+class DriftSettings:
+    """What a drift run does.
+
+    Attributes:
+        streams: independent streams.
+        window: frames in the window; smaller than `TRAINED_FRAMES`, or the two references would be one.
+        points: numbers of slides after which questions are asked.
+        questions: questions a stream and point, about placed frames.
+        refresh: approximations re-formed after each slide in the refreshed run.
+    """
+
+    streams: int = 12
+    window: int = 3
+    points: tuple[int, ...] = (1, 8, 32, 128)
+    questions: int = 6
+    refresh: int = 1
+    seed: int = 0
+    header: str = "You watch a camera."
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.window < TRAINED_FRAMES:
+            raise ValueError(f"window must be 2..{TRAINED_FRAMES - 1} frames, got {self.window}")
+        if not self.points or min(self.points) < 1:
+            raise ValueError(f"slides must be numbers >= 1, got {list(self.points)}")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question at one point: KL(reference || window's answer) for both references, and who was right."""
+
+    slides: int
+    kl_window: float
+    kl_stream: float
+    right: bool
+    window_right: bool
+    stream_right: bool
+    references_agree: bool
+
+
+def measure(
+    engine: HFEngine, settings: DriftSettings, progress: Callable[[int], None] = lambda done: None
+) -> dict[str, Any]:
+    """Runs all streams with and without refresh.
+
+    Returns ``{"config", "note", "drift": {"kept" | "refreshed": {slides: {"window" | "stream": {...}, ...}}}}``.
+    ``accuracy`` is by the generator's answer over the placed frames (window) or the frames read (stream).
+    """
+    found: dict[str, list[Asked]] = {"kept": [], "refreshed": []}
+    for stream in range(settings.streams):
+        for name, refresh in (("kept", 0), ("refreshed", settings.refresh)):
+            found[name] += _one_stream(engine, settings, stream, refresh)
+            progress(1)
+    note = (
+        f"{settings.window} frames are placed. The stream reference reads the last {TRAINED_FRAMES} frames seen, the range "
+        f"the model was trained on, not the whole stream. Refreshed: {settings.refresh} re-formed after each slide."
+    )
+    return {
+        "config": {**asdict(settings), "points": list(settings.points), "stream_frames": TRAINED_FRAMES},
+        "note": note,
+        "drift": {
+            name: {
+                str(point): _summary([a for a in asked if a.slides == point], name) for point in sorted(settings.points)
+            }
+            for name, asked in found.items()
+        },
+    }
+
+
+def _one_stream(engine: HFEngine, settings: DriftSettings, stream: int, refresh: int) -> list[Asked]:
+    length = settings.window + max(settings.points)
+    rng = np.random.default_rng((SPACE, settings.seed, 0x64726674, stream))
+    frames = make_stream(rng, length, window=TRAINED_FRAMES)
+    asked: list[Asked] = []
+    with Window(engine, settings.header, fidelity=Fidelity("patched")) as window:
+        for i, frame in enumerate(frames):
+            window.append(Chunk.image(render(frame), keep_source=False))
+            slides = i + 1 - settings.window
+            if slides > 0:
+                window.slide(1)
+            # An answer conditions the new chunk, as a question a step would; its text does not matter.
+            window.ask("color of 00?", max_tokens=1)
+            if slides > 0 and refresh:
+                window.refresh(refresh)
+            if slides in settings.points:
+                asked += _ask(engine, window, settings, frames[: i + 1], slides, stream)
+    return asked
+
+
+def _ask(
+    engine: HFEngine, window: Window, settings: DriftSettings, seen: Sequence[Frame], slides: int, stream: int
+) -> list[Asked]:
+    """Questions about what is placed; the same ones with and without refresh."""
+    placed, read = seen[-settings.window :], seen[-TRAINED_FRAMES:]
+    rng = np.random.default_rng((SPACE, settings.seed, 0x61736B, stream, slides))
+    header = engine.encode_header(settings.header)
+    references = [_exact(engine, header, frames) for frames in (placed, read)]
+    asked = []
+    for question in _questions(placed, settings.questions, rng):
+        made = window.ask(question.text, max_tokens=1, logprobs=-1)
+        encoded = engine.encode_query(question.text)
+        now, whole = (engine.logits(layout, encoded).numpy() for layout in references)
+        ours = _vector(made, len(now))
+        words = [engine.decode([int(x.argmax())]).strip() for x in (ours, now, whole)]
+        truths = [answer(frames, question.text) for frames in (placed, read)]
+        asked.append(
+            Asked(
+                slides, kl_divergence(now, ours), kl_divergence(whole, ours), words[0] == truths[0], words[1] == truths[0],
+                words[2] == truths[1], words[1] == words[2],
+            )
+        )  # fmt: skip
+    return asked
+
+
+def _questions(placed: Sequence[Frame], count: int, rng: np.random.Generator) -> list[Question]:
+    """Mostly colours of scene things, where the two references may differ."""
+    scenes = [q for q in questions_for(placed, 1000, rng, _ASKED) if q.text.startswith("color")]
+    bound = [q for q in scenes if q.kind != "single_hop"]
+    return (bound + [q for q in scenes if q.kind == "single_hop"])[:count]
+
+
+def _exact(engine: HFEngine, header: Encoded, frames: Sequence[Frame]) -> list[Piece]:
+    """A layout with the exact KV of these frames: prefilled once, asked many times."""
+    pieces = [Piece(header, 0, span=engine.prefill([], header, 0))]
+    start = header.advance
+    for frame in frames:
+        encoded = engine.encode(Chunk.image(render(frame), keep_source=False))
+        pieces.append(Piece(encoded, start, span=engine.prefill(pieces, encoded, start)))
+        start += encoded.advance
+    return pieces
+
+
+def _vector(made: Answer, size: int) -> np.ndarray:
+    vector = np.full(size, -np.inf)
+    vector[list(made.first_token_logprobs)] = list(made.first_token_logprobs.values())
+    return vector
+
+
+def _summary(asked: Sequence[Asked], name: str) -> dict[str, Any]:
+    if not asked:
+        raise ValueError(f"a drift point must have questions, got none ({name})")
+    n = len(asked)
+
+    def figures(kls: list[float], reference_right: int) -> dict[str, Any]:
+        return {
+            "kl": float(np.mean(kls)), "kl_p99": float(np.quantile(kls, 0.99)), "kl_median": float(np.median(kls)),
+            "reference_accuracy": reference_right / n,
+        }  # fmt: skip
+
+    right = sum(a.right for a in asked)
+    return {
+        "n": n,
+        "accuracy": right / n,
+        "ci95": list(wilson(right, n)),
+        "references_agree": sum(a.references_agree for a in asked) / n,
+        "window": figures([a.kl_window for a in asked], sum(a.window_right for a in asked)),
+        "stream": figures([a.kl_stream for a in asked], sum(a.stream_right for a in asked)),
+        "window_where_references_agree": _mean([a.kl_window for a in asked if a.references_agree]),
+        "nearer": _mean([min(a.kl_window, a.kl_stream) for a in asked]),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def drift_table(result: dict[str, Any]) -> Table:
+    """The result for a terminal."""
+    from rich.table import Table
+
+    made = Table(title="KL of answers after slides (nats, mean)", title_justify="left")
+    for i, column in enumerate(("run", "slides", "n", "accuracy", "to window", "to stream", "to the nearer", "agree")):
+        made.add_column(column, justify="left" if i == 0 else "right")
+    for name, points in result["drift"].items():
+        for slides, p in points.items():
+            made.add_row(
+                name, slides, str(p["n"]), f"{p['accuracy']:.3f}", f"{p['window']['kl']:.4f}", f"{p['stream']['kl']:.4f}",
+                f"{p['nearer']:.4f}", f"{p['references_agree']:.2f}",
+            )  # fmt: skip
+    return made
