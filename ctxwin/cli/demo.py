@@ -52,7 +52,7 @@ def demo(
         os.environ.setdefault(name, value)
     from rich.console import Console
 
-    from ctxwin.demo.live import LiveTable, final_table
+    from ctxwin.demo.live import LiveTable, final_tables
     from ctxwin.demo.run import Options, prepare, run
     from ctxwin.fidelity import Fidelity, Mode
 
@@ -82,7 +82,7 @@ def demo(
     if as_json:
         typer.echo(json.dumps(result["summary"], indent=1))
         return
-    console.print(final_table(result["summary"]))
+    console.print(final_tables(result["summary"]))
     console.print(f"wrote {out / 'report.html'}, result.json and timeline.png", highlight=False)
 
 

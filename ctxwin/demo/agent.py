@@ -77,6 +77,7 @@ class Agent:
         self._count = 0
         self._multi = 0
         self._done, self._told = _Done(), _Done()
+        self.bytes_freed = 0
 
     def run(self, limit: int | None = None) -> Iterator[Step]:
         """Watches the stream to its end or for ``limit`` asks, yielding each."""
@@ -98,7 +99,7 @@ class Agent:
                 turn += 1
             if (frame + 1) % IDLE_EVERY == 0 and self.window.fidelity.mode == "patched":
                 with self._working():
-                    self.window.compress()
+                    self.bytes_freed += self.window.compress()
 
     # -- moves -------------------------------------------------------------------------------------------------------
 
@@ -252,19 +253,32 @@ class Agent:
         self._multi += query.kind == self._footage.kinds[0]
         self._count += 1
         usage = answer.usage
-        assert spent.tokens >= usage.computed_tokens, (
-            f"the counters miss work: {spent.tokens} < {usage.computed_tokens}"
-        )
+        assert spent.tokens >= usage.computed_tokens, (spent, usage)  # the engine's own counters miss nothing
         return Step(
-            seed=self._seed, index=self._count - 1, op=op, time=self._footage.times[len(self._ids) - 1],
-            kind=query.kind, query=query.text, answer=answer.text.strip(), truth=query.truth, answer_reprefill=exact.text.strip(),
-            answer_blind=blind.text.strip(), kl=kl(exact.logprobs, answer.first_token_logprobs),
-            kl_blind=kl(exact.logprobs, blind.logprobs), tokens_by_lane=dict(usage.reused_tokens),
-            prompt_tokens=usage.prompt_tokens, computed_tokens=spent.tokens,
-            background_tokens=spent.tokens - usage.computed_tokens, vision_encodes=spent.encodes,
-            **_opponent_costs(costs), bytes_loaded=usage.bytes_loaded, ttft_s=usage.ttft_s,
-            ttft_reprefill_s=exact.ttft_s, placed=shown, note=note,
-        )  # fmt: skip
+            seed=self._seed,
+            index=self._count - 1,
+            op=op,
+            time=self._footage.times[len(self._ids) - 1],
+            kind=query.kind,
+            query=query.text,
+            answer=answer.text.strip(),
+            truth=query.truth,
+            answer_reprefill=exact.text.strip(),
+            answer_blind=blind.text.strip(),
+            kl=kl(exact.logprobs, answer.first_token_logprobs),
+            kl_blind=kl(exact.logprobs, blind.logprobs),
+            tokens_by_lane=dict(usage.reused_tokens),
+            prompt_tokens=usage.prompt_tokens,
+            computed_tokens=spent.tokens,
+            background_tokens=spent.tokens - usage.computed_tokens,
+            vision_encodes=spent.encodes,
+            **_opponent_costs(costs),
+            bytes_loaded=usage.bytes_loaded,
+            ttft_s=usage.ttft_s,
+            ttft_reprefill_s=exact.ttft_s,
+            placed=shown,
+            note=note,
+        )
 
     def _placed(self, window: Window) -> list[int]:
         """Frames in prompt order."""

@@ -6,12 +6,12 @@ from collections import deque
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ctxwin.demo.palette import LANES
+from ctxwin.demo.palette import ENCODES, LANES, POLICIES
 from ctxwin.demo.record import Step
 
 _BAR = 24
@@ -110,28 +110,31 @@ def legend() -> Text:
     return text
 
 
-def final_table(summary: dict[str, Any]) -> Table:
-    """What the run amounts to: costs against the opponents, answers against the yardsticks."""
-    table = Table(title=f"{summary['asks']} asks on {summary['engine']}", title_justify="left", show_header=True)
-    for name in ("", "ctxwin", "prefix cache, sliding", "trimming", "look-backs at the end"):
-        table.add_column(name, justify="left" if not name else "right")
-    tokens = [summary["computed_tokens"], *(summary[f"computed_tokens_{n}"] for n in ("naive", "trim", "append"))]
-    encodes = [summary["vision_encodes"], summary["vision_encodes_prefix_cache"]]
-    encodes += [summary["vision_encodes_trim"], summary["vision_encodes_append"]]
-    table.add_row("tokens computed", *(f"{t:,}" for t in tokens))
-    table.add_row("ctxwin computes", "", *(percent(tokens[0] / t if t else None) for t in tokens[1:]))
-    table.add_row("vision encodes", *(str(e) for e in encodes))
-    table.add_section()
-    table.add_row("", *(Text(n, style="bold") for n in ("ctxwin", "re-prefill", "blind", "")))
+def final_tables(summary: dict[str, Any]) -> Group:
+    """What the run amounts to: costs beside the opponents', answers beside the yardsticks'."""
+    title = f"{summary['asks']} asks on {summary['engine']}"
+    costs = _titled(title, "", *(name for name, _ in POLICIES.values()))
+    ours = summary["computed_tokens"]
+    tokens = [summary[field] for field in POLICIES]
+    costs.add_row("tokens computed", *(f"{t:,}" for t in tokens))
+    costs.add_row("ctxwin's share", *(percent(ours / t if t else None) for t in tokens))
+    costs.add_row("vision encodes", *(str(summary[ENCODES[field]]) for field in POLICIES))
+    answers = _titled("", "", "n", "ctxwin", "re-prefill", "blind")
     names = ("accuracy", "accuracy_reprefill", "accuracy_blind")
     if summary["accuracy"] is not None:
-        table.add_row("right answers", *(percent(summary[name]) for name in names), "")
-        for kind, group in summary["by_kind"].items():
-            table.add_row(f"  {kind} (n = {group['asks']})", *(percent(group[name]) for name in names), "")
-    table.add_row("same as re-prefill", percent(summary["agreement"]), "", "", "")
-    table.add_row("mean KL to re-prefill", nats(summary["kl_mean"]), "", nats(summary["kl_blind_mean"]), "")
+        for kind, group in {**summary["by_kind"], "all": summary}.items():
+            answers.add_row(f"right, {kind}", str(group["asks"]), *(percent(group[name]) for name in names))
+    answers.add_row("same as re-prefill", str(summary["asks"]), percent(summary["agreement"]))
+    answers.add_row("KL to re-prefill, mean", "", nats(summary["kl_mean"]), "", nats(summary["kl_blind_mean"]))
     first = [summary["ttft_median_s"], summary["ttft_reprefill_median_s"]]
-    table.add_row("first token, median", *("" if t is None else f"{1000 * t:.0f} ms" for t in first), "", "")
+    answers.add_row("first token, median", "", *("" if t is None else f"{1000 * t:.0f} ms" for t in first))
+    return Group(costs, answers)
+
+
+def _titled(title: str, *names: str) -> Table:
+    table = Table(title=title or None, title_justify="left")
+    for name in names:
+        table.add_column(name, justify="right" if name else "left", max_width=20)
     return table
 
 

@@ -100,7 +100,7 @@ def run(
     steps: list[Step] = []
     # Like the engine's store and prefix cache, the opponents' caches last over all seeds.
     others = opponents(options.window)
-    resolved = options.fidelity
+    resolved, freed = options.fidelity, 0
     for seed in options.seeds:
         longest = options.max_tokens or (4 if options.video is None else 32)
         agent = Agent(engine, footage[seed], options.window, options.fidelity, others, seed, longest)
@@ -108,6 +108,7 @@ def run(
         for step in agent.run(options.steps):
             steps.append(step)
             on_step(step)
+        freed += agent.bytes_freed
         agent.window.close()
     summary = {
         **summarise(steps),
@@ -116,6 +117,7 @@ def run(
         "source": "a rendered clip" if options.video is None else options.video.name,
         "seeds": list(options.seeds),
         "per_seed": {str(seed): summarise([s for s in steps if s.seed == seed]) for seed in options.seeds},
+        "bytes_freed": freed,
         "fidelity": resolved.model_dump(),
         "window_frames": options.window,
         "opponents": {"block": BLOCK, "encoder_cache": ENCODER_CACHE},

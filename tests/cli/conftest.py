@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny; threads would only wait for each other
+
+
+@pytest.fixture(scope="session")
+def vision_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random vision model: right about nothing, but every cost and every file is real."""
+    from ctxwin.engines._torchvision import repair
+
+    repair()
+    from engines.models import write_vision_model
+
+    return write_vision_model(tmp_path_factory.mktemp("models") / "vision")

@@ -1,0 +1,202 @@
+"""The demo end to end on the transformers engine: files, schema, accounts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ctxwin.demo.footage import VideoFootage, WorldFootage
+from ctxwin.demo.record import summarise
+from ctxwin.demo.run import Options, prepare, run
+from ctxwin.fidelity import Fidelity
+from ctxwin.tiny import checkpoint_dir
+from ctxwin.tiny.world import answer
+
+STEP = {
+    "op", "query", "answer", "truth", "answer_reprefill", "tokens_by_lane", "computed_tokens", "computed_tokens_naive",
+    "computed_tokens_trim", "computed_tokens_append", "vision_encodes", "vision_encodes_prefix_cache", "ttft_s",
+    "ttft_reprefill_s",
+}  # fmt: skip
+SUMMARY = {"accuracy", "accuracy_reprefill", "accuracy_blind", "kl_mean", "kl_blind_mean", "engine", "asks"}
+SUMS = {name for name in STEP if name.startswith(("computed_tokens", "vision_encodes"))}
+EDITS = {"recall", "reorder", "fork", "toggle_off", "toggle_on", "disposable"}
+
+
+@pytest.fixture(scope="module")
+def engine(vision_dir: Path) -> Iterator[Any]:
+    from ctxwin.engines.open import open_engine
+
+    opened = open_engine(f"hf:{vision_dir}")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def patched(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Two seeds to the end of a short stream, with survivors, patches and idle work."""
+    out = tmp_path_factory.mktemp("patched")
+    options = Options(out=out, seeds=(0, 3), window=4, frames=14, fidelity=Fidelity("patched", rank=4))
+    return out, run(engine, options, prepare(options))
+
+
+def test_all_files_are_written(patched: tuple[Path, dict[str, Any]]) -> None:
+    out, result = patched
+    assert json.loads((out / "result.json").read_text()) == json.loads(json.dumps(result))
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert {p.name for p in out.glob("*.mp4")} == {"clip.mp4", "clip-3.mp4"}
+    page = (out / "report.html").read_text()
+    assert page.count("<section class='card'>") == len(result["steps"])
+    # Self-contained: nothing is fetched.
+    assert "http" not in page.replace("http-equiv", "")
+    assert "width=device-width" in page
+
+
+def test_the_schema_of_the_result(patched: tuple[Path, dict[str, Any]]) -> None:
+    _, result = patched
+    summary, steps = result["summary"], result["steps"]
+    assert summary.keys() >= SUMMARY | SUMS
+    assert summary["asks"] == len(steps)
+    assert summary["engine"] == "hf"
+    for step in steps:
+        assert step.keys() >= STEP
+        assert sum(step["tokens_by_lane"].values()) < step["prompt_tokens"]
+        assert step["truth"] is not None
+        assert step["ttft_s"] > 0 < step["ttft_reprefill_s"]
+    for name in SUMS:
+        assert summary[name] == sum(step[name] for step in steps)
+    assert summary["accuracy"] == np.mean([step["answer"] == step["truth"] for step in steps])
+
+
+def test_every_move_is_made_and_half_of_the_asks_are_multi_hop(patched: tuple[Path, dict[str, Any]]) -> None:
+    _, result = patched
+    ops = {step["op"] for step in result["steps"]}
+    assert ops == {"append", "slide"} | EDITS
+    multi = [step for step in result["steps"] if step["kind"] == "multi_hop"]
+    assert 0.4 <= len(multi) / len(result["steps"]) <= 0.6
+
+
+def test_edits_run_no_vision_encode(patched: tuple[Path, dict[str, Any]]) -> None:
+    _, result = patched
+    for step in result["steps"]:
+        assert step["vision_encodes"] == (0 if step["op"] in EDITS else 1)
+    assert result["summary"]["vision_encodes"] <= result["summary"]["vision_encodes_prefix_cache"]
+
+
+def test_truth_is_the_worlds_for_the_placed_frames(patched: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    _, result = patched
+    for seed in (0, 3):
+        world = WorldFootage(tmp_path / "again.mp4", seed, 14, 4)._world
+        for step in result["steps"]:
+            if step["seed"] == seed:
+                placed = [world[p["frame"]] for p in step["placed"]]
+                assert step["truth"] == answer(placed, step["query"])
+
+
+def test_our_work_is_all_of_the_engines_but_the_yardsticks(engine: Any, tmp_path: Path) -> None:
+    """Sums of the steps, plus what the yardsticks must have run, are what the engine counted."""
+    options = Options(out=tmp_path, window=4, frames=9, steps=14, fidelity=Fidelity("patched", rank=4))
+    footage = prepare(options)
+    before = engine.counters.prefill_tokens
+    steps = run(engine, options, footage)["steps"]
+    header = engine.encode_header("You watch a camera.").tokens
+    tokens = {p["frame"]: p["tokens"] for step in steps for p in step["placed"]}
+    reprefill = sum(step["prompt_tokens"] for step in steps)
+    queries = sum(engine.encode_query(step["query"]).tokens for step in steps)
+    canonicals = header + sum(tokens.values())
+    ours = sum(step["computed_tokens"] for step in steps)
+    assert engine.counters.prefill_tokens - before == ours + reprefill + queries + canonicals
+
+
+def test_exact_windows_answer_like_a_reprefill(engine: Any, tmp_path: Path) -> None:
+    options = Options(out=tmp_path, window=4, frames=8, steps=12, seeds=(1,), fidelity=Fidelity("exact"))
+    summary = run(engine, options, prepare(options))["summary"]
+    assert summary["asks"] == 12
+    # Toggled frames are approximate by intention; in twelve asks there is none.
+    assert summary["agreement"] == 1.0
+    assert summary["kl_mean"] < 1e-6
+    assert summary["kl_blind_mean"] > 1e-3
+
+
+def test_a_video_of_ones_own(engine: Any, tmp_path: Path) -> None:
+    clip = tmp_path / "mine.mp4"
+    WorldFootage(clip, 5, 8, 4)
+    options = Options(video=clip, out=tmp_path / "out", window=4, frames=8, steps=9, questions=("what?",), max_tokens=2)
+    result = run(engine, options, prepare(options))
+    assert {step["query"] for step in result["steps"]} == {"what?"}
+    assert result["summary"]["accuracy"] is None
+    assert result["summary"]["agreement"] == 1.0
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert not list((tmp_path / "out").glob("*.mp4"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seeds": ()}, "seeds must be"),
+        ({"seeds": (1, 1)}, "seeds must be"),
+        ({"steps": 0}, "steps must be"),
+        ({"window": 2}, "window must be"),
+        ({"frames": 3}, "frames must be"),
+        ({"questions": ("why?",)}, "needs a video"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(Options(out=tmp_path / "none", **change))
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_video_shorter_than_the_window_is_refused(tmp_path: Path) -> None:
+    clip = tmp_path / "short.mp4"
+    WorldFootage(clip, 5, 3, 3)
+    with pytest.raises(ValueError, match="at least 4 frames, got 3"):
+        VideoFootage(clip, 1.0, least=4)
+
+
+def test_looking_back_brings_the_legend_that_the_question_needs(tmp_path: Path) -> None:
+    footage = WorldFootage(tmp_path / "clip.mp4", 2, 20, 6)
+    rng = np.random.default_rng(0)
+    found = 0
+    for _ in range(20):
+        answered = footage.look_back([16, 17, 18, 19], list(range(16)), "multi_hop", rng)
+        assert answered is not None
+        back, query = answered
+        found += len(back) == 2
+        assert query.frame in back
+        assert set(query.needs) <= {*back, 16, 17, 18, 19}
+        assert footage.look_back([16], [], "single_hop", rng) is None
+    assert found
+
+
+def test_the_summary_of_nothing_has_no_means() -> None:
+    summary = summarise([])
+    assert summary["asks"] == 0
+    assert summary["accuracy"] is None
+    assert summary["share_of_naive"] is None
+
+
+bundled = pytest.mark.skipif(
+    not (checkpoint_dir() / "config.json").is_file(), reason="the bundled model's weights are not in this checkout yet"
+)
+
+
+@bundled
+def test_the_bundled_model_answers_through_the_window(tmp_path: Path) -> None:
+    from ctxwin.engines.open import open_engine
+
+    options = Options(out=tmp_path, steps=16, frames=12)
+    footage = prepare(options)
+    engine = open_engine("tiny:hf")
+    try:
+        summary = run(engine, options, footage)["summary"]
+    finally:
+        engine.close()
+    assert summary["fidelity"]["mode"] == "patched"
+    assert summary["accuracy"] >= summary["accuracy_reprefill"] - 0.07
+    assert summary["accuracy_reprefill"] >= 0.85
+    assert summary["share_of_naive"] < 0.6
