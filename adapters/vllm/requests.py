@@ -19,6 +19,10 @@ class LoadError(Exception):
     """The connector could not load or read back a span; nothing of the request may be used."""
 
 
+class CallerError(Exception):
+    """The caller's ``on_token`` raised; its exception is the cause."""
+
+
 @dataclass
 class Outcome:
     """What one request returned.
@@ -57,7 +61,7 @@ def run(
         on_token: called with all ids after each token that does not end the answer; returning False stops.
 
     Raises:
-        LoadError: see there. Whatever vLLM raises passes through, with the request taken back.
+        LoadError, CallerError: see there. Whatever vLLM raises passes through. The request is taken back in each case.
     """
     engine = llm.llm_engine
     handle = exchange.add(transfer)
@@ -97,7 +101,7 @@ def _steps(
                 fresh.pop()
             for token in fresh:
                 outcome.token_ids.append(token)
-                if on_token is not None and not on_token(outcome.token_ids):
+                if on_token is not None and not _asked(on_token, outcome.token_ids):
                     outcome.finished = False
                     break
             if output.finished:
@@ -106,6 +110,13 @@ def _steps(
                 engine.abort_request([request], internal=True)
                 return "abort"
     return "error"
+
+
+def _asked(on_token: Callable[[list[int]], bool], token_ids: list[int]) -> bool:
+    try:
+        return on_token(token_ids)
+    except Exception as error:
+        raise CallerError from error
 
 
 def _parameters(sampling: Sampling, ending: Sequence[int], handle: str) -> Any:

@@ -27,7 +27,13 @@ from ctxwin.errors import EngineFailed, UnsupportedModel
 CPU_KV_BYTES = 1 << 30
 """Paged cache on a CPU unless told otherwise; vLLM's own default there is most of the machine's memory."""
 
-_FIXED = {"enable_mm_embeds": True, "enable_prefix_caching": True, "max_logprobs": -1, "async_scheduling": False}
+_FIXED = {
+    "enable_mm_embeds": True,
+    "enable_prefix_caching": True,
+    "max_logprobs": -1,
+    "async_scheduling": False,
+    "mm_device_do_normalize": False,  # pixels come normalised from the model's own processor
+}
 _OWN_PROCESS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size")
 _log = logging.getLogger("ctxwin.engines")
 _lock = threading.Lock()

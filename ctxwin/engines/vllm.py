@@ -215,7 +215,7 @@ class VLLMEngine(Engine):
         on_token: Callable[[list[int]], bool] | None = None,
     ) -> tuple[_Work, Outcome, int]:
         """Serves a layout, once more without its spans where loading them fails (the last value counts that)."""
-        from ctxwin.adapters.vllm.requests import LoadError
+        from ctxwin.adapters.vllm.requests import CallerError, LoadError
 
         if self._closed:
             raise EngineFailed("the engine is closed; open a new one")
@@ -227,6 +227,8 @@ class VLLMEngine(Engine):
         except LoadError as error:
             _log.warning("loading spans into vLLM failed (%s); the prompt is computed instead", error)
             again = _Work(computed=work.computed, forwards=work.forwards)
+        except CallerError as error:
+            raise error.__cause__ or error from None
         except CtxwinError:
             raise
         except Exception as error:
@@ -235,6 +237,8 @@ class VLLMEngine(Engine):
         bare = [replace(piece, span=None) for piece in layout]
         try:
             return again, self._attempt(again, bare, base, query, sampling, "", capture_query, on_token), 1
+        except CallerError as error:
+            raise error.__cause__ or error from None
         except Exception as error:
             raise EngineFailed(f"vLLM could not answer the request without its spans either: {error}") from error
 
