@@ -77,7 +77,8 @@ def _coverage(shape: str, dx: int, dy: int) -> NDArray[np.float64]:
         u, v = x / 7.2, (0.5 - y) / 7.0
         mask = ((u * u + v * v - 0.62) ** 3 <= u * u * v**3) & (abs(x) <= 8) & (abs(y) <= 8)
     mask = mask & (abs(x) <= 9) & (abs(y) <= 8.9)
-    return mask.reshape(CELL, samples, CELL, samples).mean(axis=(1, 3))
+    share: NDArray[np.float64] = mask.reshape(CELL, samples, CELL, samples).mean(axis=(1, 3))
+    return share
 
 
 @cache

@@ -1,8 +1,9 @@
 """Train the bundled model from scratch: `python -m ctxwin.tiny.train --out DIR --seed 0`.
 
-Two stages. First the vision tower learns to read shape, appearance and mark at every merged token; the rows of those
-linear heads become the embeddings of the words. Then, with vision frozen, the decoder learns to answer. Every step
-draws its data from (seed, stage, step), so a resumed run repeats an uninterrupted one exactly on the same machine.
+Three stages. First the vision tower learns to read shape, appearance and mark at every merged token; the rows of those
+linear heads become the embeddings of the words. Then, with vision frozen, the decoder learns to answer, under a
+curriculum and then on long contexts at a lower rate. Every step draws its data from (seed, stage, step), so a resumed
+run repeats an uninterrupted one exactly on the same machine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ctxwin.tiny.forward import decode, encode_pictures
 from ctxwin.tiny.model import HIDDEN, build_model, save_model
 from ctxwin.tiny.sprites import COLORS, GREY, N_APPEARANCES, N_MARKS, N_SHAPES
 from ctxwin.tiny.tokenizer import build_tokenizer
-from ctxwin.tiny.world import Role, render, sample_frames
+from ctxwin.tiny.world import Frame, Role, render, sample_frames
 
 MARKS = ((0.0, 2), (0.06, 3), (0.12, 5), (0.19, 8), (0.27, 12), (0.36, 16), (0.46, 25), (0.56, 64))
 """Marks a frame from each share of stage 2 on, as far as 100 marks go round."""
@@ -36,6 +37,8 @@ FRAMES = (
     (0.19, {1: 0.04, 2: 0.2, 3: 0.2, 4: 0.2, 5: 0.15, 6: 0.17, 7: 0.02, 8: 0.02}),
 )
 """Weights of the number of frames from each share of stage 2 on."""
+FINISH_FRAMES = {1: 0.03, 2: 0.08, 3: 0.12, 4: 0.2, 5: 0.24, 6: 0.29, 7: 0.02, 8: 0.02}
+"""The same for stage 3: long contexts, in which the look-up of bound colours is learned last."""
 
 PICTURE_NORM = 6.0
 """Mean norm of picture embeddings when stage 2 starts, a few times a layer's contribution to the residual stream."""
@@ -43,14 +46,20 @@ PICTURE_NORM = 6.0
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a run does; the defaults made the bundled weights."""
+    """What a run does; the defaults made the bundled weights.
+
+    The learning rate of stage 2 and its curriculum are laid out over `horizon` steps, of which `steps` are taken.
+    """
 
     seed: int = 0
-    vision_steps: int = 300
+    vision_steps: int = 200
     vision_frames: int = 24
-    steps: int = 3400
+    steps: int = 2800
+    horizon: int = 4000
+    finish_steps: int = 1700
     frames_per_step: int = 56
     learning_rate: float = 2e-3
+    finish_rate: float = 8e-4
     warmup: int = 40
     smoothing: float = 0.02
     checkpoint_every: int = 200
@@ -84,9 +93,11 @@ def _rng(run: Run, stage: int, step: int) -> np.random.Generator:
     return np.random.default_rng((run.recipe.seed, stage, step))
 
 
-def _rate(recipe: Recipe, step: int, steps: int, floor: float = 0.0) -> float:
-    rise = min(1.0, (step + 1) / recipe.warmup)
-    return recipe.learning_rate * rise * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * step / steps)))
+def _rate(recipe: Recipe, stage: int, step: int) -> float:
+    """Linear warm-up, then a cosine to zero at the end of the stage (stage 2: at its horizon)."""
+    peak = recipe.finish_rate if stage == 3 else recipe.learning_rate
+    steps = (recipe.vision_steps, recipe.horizon, recipe.finish_steps)[stage - 1]
+    return peak * min(1.0, (step + 1) / recipe.warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
@@ -107,7 +118,7 @@ def vision_batch(rng: np.random.Generator, count: int) -> tuple[Tensor, Tensor]:
 
     A label is shape, appearance and mark (100 for none).
     """
-    frames = []
+    frames: list[Frame] = []
     for _ in range(count):
         role: Role = "legend" if rng.random() < 0.5 else "scene"
         frames += sample_frames(rng, [role], marks_per_frame=int(rng.integers(20, 65)), faded=0.5)
@@ -131,7 +142,7 @@ def train_vision(run: Run, optimizer: torch.optim.AdamW) -> None:
         merged = encode_pictures(visual, pixels).flatten(0, 1)
         scores = [head(merged) for head in run.heads]
         losses = [functional.cross_entropy(s, labels[..., i].flatten()) for i, s in enumerate(scores)]
-        _update(optimizer, torch.stack(losses).sum(), _rate(recipe, step, recipe.vision_steps))
+        _update(optimizer, torch.stack(losses).sum(), _rate(recipe, 1, step))
         run.step = step + 1
         if run.step % 25 == 0 or run.step == recipe.vision_steps:
             right = [(s.argmax(-1) == labels[..., i].flatten()).float().mean() for i, s in enumerate(scores)]
@@ -141,12 +152,12 @@ def train_vision(run: Run, optimizer: torch.optim.AdamW) -> None:
 
 def copy_heads(run: Run, vocabulary: Vocabulary) -> None:
     """Make the head rows of shapes, colours and marks their words' embeddings; bring pictures to a like scale."""
-    shape, appearance, mark = run.heads
+    shape, appearance, mark = list(run.heads.parameters())[::2]  # weights; biases in between
     words = run.model.model.language_model.embed_tokens.weight
     with torch.no_grad():
-        words[vocabulary.shapes] = shape.weight
-        words[vocabulary.colors] = appearance.weight[: GREY + 1]
-        words[vocabulary.numbers] = mark.weight[:N_MARKS]
+        words[vocabulary.shapes] = shape
+        words[vocabulary.colors] = appearance[: GREY + 1]
+        words[vocabulary.numbers] = mark[:N_MARKS]
         pixels, _ = vision_batch(_rng(run, 1, run.recipe.vision_steps), 8)
         scale = PICTURE_NORM / encode_pictures(run.model.model.visual, pixels.to(run.device)).norm(dim=-1).mean()
         last = run.model.model.visual.merger.mlp[2]
@@ -154,13 +165,13 @@ def copy_heads(run: Run, vocabulary: Vocabulary) -> None:
         last.bias.mul_(scale)
 
 
-def batch_spec(recipe: Recipe, step: int, rng: np.random.Generator) -> BatchSpec:
-    """The curriculum: fewer marks and frames early on."""
-    share = step / recipe.steps
-    weights = next(w for start, w in reversed(FRAMES) if share >= start)
+def batch_spec(recipe: Recipe, stage: int, step: int, rng: np.random.Generator) -> BatchSpec:
+    """The curriculum of stage 2 (fewer marks and frames early on) and the full world of stage 3."""
+    share = step / recipe.horizon if stage == 2 else 1.0
+    weights = next(w for start, w in reversed(FRAMES) if share >= start) if stage == 2 else FINISH_FRAMES
     frames = int(rng.choice(list(weights), p=list(weights.values())))
     marks = min(next(m for start, m in reversed(MARKS) if share >= start), 64, N_MARKS // frames)
-    questions = max(6, (3 if share > 0.15 else 6) * frames)
+    questions = max(6, (4 if stage == 3 else 3 if share > 0.15 else 6) * frames)
     return BatchSpec(max(1, recipe.frames_per_step // frames), frames, marks, questions)
 
 
@@ -206,14 +217,14 @@ def decoder_losses(
 
 
 def train_decoder(run: Run, optimizer: torch.optim.AdamW, vocabulary: Vocabulary) -> None:
-    """Stage 2: the language model on frozen vision."""
+    """Stages 2 and 3: the language model on frozen vision."""
     recipe, recent = run.recipe, list[dict[str, float]]()
-    for step in range(run.step, recipe.steps):
-        rng = _rng(run, 2, step)
-        batch = make_batch(vocabulary, rng, batch_spec(recipe, step, rng))
+    for step in range(run.step, recipe.steps if run.stage == 2 else recipe.finish_steps):
+        rng = _rng(run, run.stage, step)
+        batch = make_batch(vocabulary, rng, batch_spec(recipe, run.stage, step, rng))
         batch = Batch(**{name: value.to(run.device) for name, value in vars(batch).items()})
         loss, figures = decoder_losses(run.model, vocabulary, batch, recipe.smoothing)
-        _update(optimizer, loss, _rate(recipe, step, recipe.steps))
+        _update(optimizer, loss, _rate(recipe, run.stage, step))
         recent.append({"loss": loss.item(), **figures})
         run.step = step + 1
         if run.step % 20 == 0:
@@ -268,6 +279,10 @@ def train(recipe: Recipe, out: Path, device: str = "cpu", resume: bool = False) 
         run.stage, run.step = 2, 0
         optimizer = _optimizer(_parameters(run))
         _save(run, optimizer)
+    if run.stage == 2:
+        train_decoder(run, optimizer, vocabulary)
+        run.stage, run.step = 3, 0
+        _save(run, optimizer)
     train_decoder(run, optimizer, vocabulary)
     _save(run, optimizer)
     save_model(run.model, tokenizer, out / "weights")
@@ -279,8 +294,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m ctxwin.tiny.train", description="Train the bundled model")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=Recipe.steps, help="decoder steps")
     parser.add_argument("--vision-steps", type=int, default=Recipe.vision_steps)
+    parser.add_argument("--steps", type=int, default=Recipe.steps, help="decoder steps with the curriculum")
+    parser.add_argument("--finish-steps", type=int, default=Recipe.finish_steps, help="decoder steps after it")
     parser.add_argument("--frames-per-step", type=int, default=Recipe.frames_per_step)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
@@ -291,6 +307,7 @@ def main() -> None:
     recipe = Recipe(
         seed=options.seed,
         steps=options.steps,
+        finish_steps=options.finish_steps,
         vision_steps=options.vision_steps,
         frames_per_step=options.frames_per_step,
     )

@@ -25,7 +25,6 @@ from ctxwin.tiny.truth import (
     TINT_OF,
     UNDETERMINED,
     Frame,
-    IntArray,
     Item,
     Kind,
     Question,
@@ -90,12 +89,12 @@ def sample_frames(
     Raises:
         ValueError: If the marks do not fit.
     """
-    marks = _unique_marks(rng, len(roles), marks_per_frame) if marks is None else marks
+    given = _unique_marks(rng, len(roles), marks_per_frame) if marks is None else marks
     base = rng.integers(N_COLORS, size=N_SHAPES)
     redraw = float(rng.choice([0.5, 1.0])) if rng.random() < conflict else 0.0
     current = np.full(N_SHAPES, UNDETERMINED)
     frames = []
-    for role, frame_marks in zip(roles, marks, strict=True):
+    for role, frame_marks in zip(roles, given, strict=True):
         if role == "legend":
             palette = np.where(rng.random(N_SHAPES) < redraw, rng.integers(N_COLORS, size=N_SHAPES), base)
             shown = rng.permutation(N_SHAPES)[: int(rng.integers(3, N_SHAPES + 1))]
@@ -114,12 +113,13 @@ def sample_frames(
     return tuple(frames)
 
 
-def _unique_marks(rng: np.random.Generator, n_frames: int, per_frame: int | None) -> list[IntArray]:
+def _unique_marks(rng: np.random.Generator, n_frames: int, per_frame: int | None) -> list[list[int]]:
     room = min(GRID * GRID, N_MARKS // n_frames)
     per_frame = room if per_frame is None else per_frame
     if not 0 <= per_frame <= room:
         raise ValueError(f"marks_per_frame must be 0..{room} for {n_frames} frames, got {per_frame}")
-    return list(rng.permutation(N_MARKS)[: n_frames * per_frame].reshape(n_frames, per_frame))
+    chosen: list[list[int]] = rng.permutation(N_MARKS)[: n_frames * per_frame].reshape(n_frames, per_frame).tolist()
+    return chosen
 
 
 def make_item(

@@ -16,7 +16,9 @@ from ctxwin.tiny.tokenizer import build_tokenizer
 from ctxwin.tiny.train import Recipe, batch_spec, train
 
 pytest.importorskip("cv2")
-TINY = Recipe(vision_steps=2, vision_frames=2, steps=4, frames_per_step=3, warmup=2, checkpoint_every=2)
+TINY = Recipe(
+    vision_steps=2, vision_frames=2, steps=3, horizon=4, finish_steps=2, frames_per_step=3, warmup=2, checkpoint_every=2
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +60,8 @@ def test_batches_are_reproducible_also_through_video(vocabulary: Vocabulary) -> 
 
 def test_the_curriculum_ends_with_the_full_world() -> None:
     recipe, rng = Recipe(), np.random.default_rng(0)
-    early = [batch_spec(recipe, 0, rng) for _ in range(20)]
-    late = [batch_spec(recipe, recipe.steps - 1, rng) for _ in range(200)]
+    early = [batch_spec(recipe, 2, 0, rng) for _ in range(20)]
+    late = [batch_spec(recipe, 3, 0, rng) for _ in range(200)]
     assert {spec.marks for spec in early} == {2} and {spec.frames for spec in early} == {2, 3}
     assert {spec.frames for spec in late} >= {1, 2, 3, 4, 5, 6}
     assert all(spec.marks == min(64, 100 // spec.frames) for spec in late)
@@ -83,7 +85,7 @@ def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, monkeypatch:
         train(TINY, parts)
     monkeypatch.setattr(trainer, "make_batch", real)
     run = train(TINY, parts, resume=True)
-    assert (run.stage, run.step) == (2, 4)
+    assert (run.stage, run.step) == (3, 2)
 
     one, two = (load_file(folder / "weights" / "model.safetensors") for folder in (whole, parts))
     assert one.keys() == two.keys()
@@ -94,7 +96,7 @@ def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, monkeypatch:
 
 
 def test_losses_go_down(tmp_path: Path) -> None:
-    recipe = dataclasses.replace(TINY, vision_steps=12, steps=0, vision_frames=4, warmup=1)
+    recipe = dataclasses.replace(TINY, vision_steps=12, steps=0, finish_steps=0, vision_frames=4, warmup=1)
     first = train(dataclasses.replace(recipe, vision_steps=1), tmp_path / "short")
     last = train(recipe, tmp_path / "long")
     assert last.curves[-1]["appearance"] >= first.curves[-1]["appearance"]
