@@ -145,7 +145,9 @@ class Plan:
     def __str__(self) -> str:
         rows = [f"{'id':<12}{'lane':<10}{'tokens':>7}{'compute':>9}{'exact':>7}{'depth':>7}"]
         rows += [f"{e.id:<12}{e.lane:<10}{e.tokens:>7}{e.compute:>9}{e.exact!s:>7}{e.depth:>7}" for e in self.entries]
-        total = f"computes {self.computed_tokens} of {self.tokens} tokens; repairing everything: {self.repair_tokens} more"
+        total = (
+            f"computes {self.computed_tokens} of {self.tokens} tokens; repairing everything: {self.repair_tokens} more"
+        )
         return "\n".join([*rows, total])
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctxwin import edits
 from ctxwin.answer import Answer, Disposability, Usage
-from ctxwin.assembly import Assembly, Laid, Work
+from ctxwin.assembly import Laid, Work
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
 from ctxwin.errors import BudgetExceeded, ReadOnlyWindow
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ctxwin.window import Window
 
 
-class _Stopped(Exception):
+class _StoppedError(Exception):
     """The caller lost interest; nothing is committed."""
 
 
@@ -65,14 +65,14 @@ def ask(
         sampling = Sampling(max_tokens, temperature, seed, logprobs, tuple(stop_ids))
         generation = window._assembly.run(laid, encoded, sampling, capture_query=remember, on_token=heard)
         if stopped():
-            raise _Stopped
+            raise _StoppedError
         settled = window._assembly.settle(state, laid, generation.captured, window._fidelity)
         remembered = None
         if remember:
             settled, remembered = _remember_pass(window, settled, laid, query, generation, work)
         total = time.perf_counter() - begin
         if stopped():
-            raise _Stopped
+            raise _StoppedError
         window._commit(settled)
         window._encodes += window.engine.counters.vision_encodes - encodes
         usage = _usage(window, state, laid, encoded, generation, work, laid_s, total)
@@ -93,7 +93,14 @@ def check_budget(state: State, query: int, max_tokens: int) -> None:
 
 
 def _usage(
-    window: Window, state: State, laid: Laid, query: Encoded, generation: Generation, work: Work, laid_s: float, total: float
+    window: Window,
+    state: State,
+    laid: Laid,
+    query: Encoded,
+    generation: Generation,
+    work: Work,
+    laid_s: float,
+    total: float,
 ) -> Usage:
     lanes = {"computed" if laid.pieces[0].span is None else "resident": state.header_tokens}
     for choice in laid.choices:
@@ -206,7 +213,7 @@ class Stream(Iterator[str]):
             self.answer = ask(window, query, max_tokens, on_token=on_token, stopped=self._stop.is_set, **options)
             self._items.put(self.answer.text[self._sent :])
             self._items.put(None)
-        except _Stopped:
+        except _StoppedError:
             self._items.put(None)
         except BaseException as error:  # handed to the caller's thread, which raises it
             self._items.put(error)
@@ -304,7 +311,9 @@ def refresh(window: Window, count: int | None) -> list[str]:
     work, done = Work(), []
     with window._writing() as state:
         plan = window._assembly.plan(state, window._fidelity)
-        deep = sorted((e for e in plan.entries if not e.exact and e.conditioned and not e.compute), key=lambda e: -e.depth)
+        deep = sorted(
+            (e for e in plan.entries if not e.exact and e.conditioned and not e.compute), key=lambda e: -e.depth
+        )
         chosen = {e.id for e in deep[: len(deep) if count is None else count]}
         for i, p in enumerate(state.placed):
             if p.id in chosen:

@@ -84,7 +84,9 @@ class Assembly:
         """What an ask of ``state`` would do; reads no KV."""
         kv = self.engine.spec.kv
         itemsize = 4 if kv.dtype == "float32" else 2
-        return plan_of(state, choose(state, fidelity, self.has), kv.span_bytes(1, itemsize), self.has(self.header_key(state)))
+        return plan_of(
+            state, choose(state, fidelity, self.has), kv.span_bytes(1, itemsize), self.has(self.header_key(state))
+        )
 
     # -- laying out ----------------------------------------------------------------------------------------------
 
@@ -215,7 +217,9 @@ class Assembly:
             if self.has(key):
                 self.form(conditioned, key, choice.served.provenance, encoded, fidelity)
 
-    def form(self, conditioned: SpanKV, base_key: str, provenance: str, encoded: Encoded, fidelity: Fidelity) -> str | None:
+    def form(
+        self, conditioned: SpanKV, base_key: str, provenance: str, encoded: Encoded, fidelity: Fidelity
+    ) -> str | None:
         """Forms and stores the patch that turns a stored base into ``conditioned``; None where the base is gone."""
         from ctxwin.operator import form_patch
 
@@ -292,7 +296,12 @@ class Assembly:
             work.forwards += 1
             work.tokens += encoded.tokens
         patch = orbit_mean(
-            met, base[0], self.engine.spec.kv, rank=fidelity.rank, bytes_share=fidelity.bytes_share, layers=fidelity.layers
+            met,
+            base[0],
+            self.engine.spec.kv,
+            rank=fidelity.rank,
+            bytes_share=fidelity.bytes_share,
+            layers=fidelity.layers,
         )
         key = orbit_key(
             state.header_key, target.chunk_id, [p.chunk_id for p in state.placed[:index]], fidelity.patch_name

@@ -144,9 +144,7 @@ class Chunk(BaseModel):
             BadMedia: empty or undecodable. Cost: one decode and one hash.
         """
         frames = as_rgb(image)[None]
-        part = MediaPart(
-            media="image", content=pixels_digest(frames), shape=frames.shape[:3], source=_path(image)
-        )
+        part = MediaPart(media="image", content=pixels_digest(frames), shape=frames.shape[:3], source=_path(image))
         return cls._with_frames(part, frames, text, metadata)
 
     @classmethod

@@ -44,7 +44,9 @@ def _feed(h: _Hash, value: Any) -> None:
         for item in value:
             _feed(h, item)
     else:
-        raise TypeError(f"identity must be built from None, bool, int, float, str, bytes, list or dict, got {type(value)}")
+        raise TypeError(
+            f"identity must be built from None, bool, int, float, str, bytes, list or dict, got {type(value)}"
+        )
 
 
 def digest(*parts: Any) -> str:

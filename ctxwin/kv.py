@@ -109,6 +109,4 @@ class SpanKV:
 
     def slice(self, begin: int, end: int) -> SpanKV:
         """The tokens ``[begin, end)``, sharing memory; same frame."""
-        return replace(
-            self, k=self.k[:, begin:end], v=self.v[:, begin:end], positions=self.positions[:, begin:end]
-        )
+        return replace(self, k=self.k[:, begin:end], v=self.v[:, begin:end], positions=self.positions[:, begin:end])

@@ -93,7 +93,12 @@ def _choose_one(
     canonical, base = canonical_key(state, placed.chunk_id)
     if not placed.conditioned or fidelity.mode == "blind":
         served = Conditioning(
-            provenance=canonical, antecedents=(), exact=not front, depth=0 if not front else 1, lane="canonical", span=base
+            provenance=canonical,
+            antecedents=(),
+            exact=not front,
+            depth=0 if not front else 1,
+            lane="canonical",
+            span=base,
         )
         return Choice(placed, "canonical", served, form_canonical=not has(base))
 
@@ -163,11 +168,21 @@ def plan_of(state: State, choices: Sequence[Choice], token_bytes: int, header_re
         p = choice.placed
         entries.append(
             PlanEntry(
-                id=p.id, chunk_id=p.chunk_id, lane=choice.lane, tokens=p.tokens, offset=offset, start=start,
-                compute=choice.computed_tokens(), bytes=0 if choice.compute else p.tokens * token_bytes,
-                exact=choice.served.exact, depth=choice.served.depth, conditioned=p.conditioned, pinned=p.pinned,
-                unseen=choice.unseen, missing=choice.missing,
-            )  # fmt: skip
+                id=p.id,
+                chunk_id=p.chunk_id,
+                lane=choice.lane,
+                tokens=p.tokens,
+                offset=offset,
+                start=start,
+                compute=choice.computed_tokens(),
+                bytes=0 if choice.compute else p.tokens * token_bytes,
+                exact=choice.served.exact,
+                depth=choice.served.depth,
+                conditioned=p.conditioned,
+                pinned=p.pinned,
+                unseen=choice.unseen,
+                missing=choice.missing,
+            )
         )
         offset += p.tokens
     return Plan(state.header_tokens, header_resident, tuple(entries), salted=not all(e.exact for e in entries))

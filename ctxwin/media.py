@@ -53,7 +53,9 @@ def as_rgb(image: Any) -> np.ndarray:
             elif isinstance(image, Image.Image):
                 picture = image
             else:
-                raise BadMedia(f"an image must be a path, PIL image, HxWx3 uint8 array or bytes, got {type(image).__name__}")
+                raise BadMedia(
+                    f"an image must be a path, PIL image, HxWx3 uint8 array or bytes, got {type(image).__name__}"
+                )
             array = np.asarray(picture.convert("RGB"))
         except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise BadMedia(f"an image must be decodable, got {_name(image)}: {error}") from error
@@ -63,7 +65,13 @@ def as_rgb(image: Any) -> np.ndarray:
 
 
 def _name(media: Any) -> str:
-    return repr(str(media)) if isinstance(media, str | Path) else f"{len(media)} bytes" if isinstance(media, bytes) else "an image"
+    return (
+        repr(str(media))
+        if isinstance(media, str | Path)
+        else f"{len(media)} bytes"
+        if isinstance(media, bytes)
+        else "an image"
+    )
 
 
 def decode_video(

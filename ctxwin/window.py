@@ -61,7 +61,9 @@ class Window:
         encoded = engine.encode_header(header)
         if encoded.tokens >= budget:
             raise BudgetExceeded(
-                f"budget must exceed the header's {encoded.tokens} tokens, got {budget}", needed=encoded.tokens + 1, budget=budget
+                f"budget must exceed the header's {encoded.tokens} tokens, got {budget}",
+                needed=encoded.tokens + 1,
+                budget=budget,
             )
         fidelity = fidelity or Fidelity()
         state = State(
@@ -308,7 +310,9 @@ class Window:
             raise ValueError("branch must run on this window's engine, got another one; restore its snapshot instead")
         parent = branch._parent
         if not force and (parent is None or parent[0]() is not self):
-            raise ValueError("branch must be a fork of this window, got another window; pass force=True to adopt it anyway")
+            raise ValueError(
+                "branch must be a fork of this window, got another window; pass force=True to adopt it anyway"
+            )
         with self._writing() as state:
             if not force and parent is not None and parent[1] != state.version:
                 raise ValueError(
@@ -354,9 +358,7 @@ class Window:
         """Appends an exchange that was made elsewhere, as a chunk; returns its placement id. Raises like `append`."""
         return asking.remember(self, query, answer)
 
-    def disposable(
-        self, placement: str, query: str, max_tokens: int = 32, *, clean: bool = False
-    ) -> Disposability:
+    def disposable(self, placement: str, query: str, max_tokens: int = 32, *, clean: bool = False) -> Disposability:
         """Whether the answer to ``query`` is the same without a chunk: asking now against asking after its eviction.
 
         Args:
@@ -379,7 +381,9 @@ class Window:
             found = {state.index(i) for i in ids}
             k = len(found)
             if not k or found != set(range(k)):
-                raise ValueError(f"ids must be the first placed chunks in some order, got {list(ids)} of {list(self.ids)}")
+                raise ValueError(
+                    f"ids must be the first placed chunks in some order, got {list(ids)} of {list(self.ids)}"
+                )
             if k == len(state.placed):
                 raise ValueError("ids must leave a chunk behind them to form a patch for, got every placed chunk")
             sampled = edits.sampled_orders(k, orders, seed)
@@ -472,7 +476,9 @@ class Window:
 
     def _new(self, state: State, chunk: Chunk) -> Placed:
         if not isinstance(chunk, Chunk):
-            raise TypeError(f"chunk must be a ctxwin.Chunk, got {type(chunk).__name__}; make one with Chunk.text or Chunk.image")
+            raise TypeError(
+                f"chunk must be a ctxwin.Chunk, got {type(chunk).__name__}; make one with Chunk.text or Chunk.image"
+            )
         before = self.engine.counters.vision_encodes
         encoded = self.engine.encode(chunk)
         self._encodes += self.engine.counters.vision_encodes - before
@@ -494,4 +500,3 @@ def _release_all(repo: Any, leases: set[str]) -> None:
     for key in leases:
         repo.release(key)
     leases.clear()
-

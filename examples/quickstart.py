@@ -10,7 +10,9 @@ with open_engine("tiny") as engine, Window(engine, header="You watch a camera.",
         window.slide()  # the oldest frames leave; the others move up without being computed again
         question = f"color of {frame.marks[0]:02d}?"
         answer = window.ask(question, max_tokens=4)
-        print(f"t={second}: {question} {answer.text}, computed {answer.usage.computed_tokens} of {answer.usage.prompt_tokens}")
+        print(
+            f"t={second}: {question} {answer.text}, computed {answer.usage.computed_tokens} of {answer.usage.prompt_tokens}"
+        )
 
     back = window.evicted[0]  # look back: no vision encode, and nothing else is computed again
     window.recall(back)

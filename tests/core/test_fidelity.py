@@ -33,7 +33,8 @@ def test_allowed_lanes() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"mode": "fast"}, {"rank": 0}, {"bytes_share": 1.5}, {"survivors": "drop"}, {"ranks": 3}, {"forbid": ("formed",)}]
+    "bad",
+    [{"mode": "fast"}, {"rank": 0}, {"bytes_share": 1.5}, {"survivors": "drop"}, {"ranks": 3}, {"forbid": ("formed",)}],
 )
 def test_bad_fidelity(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError):

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines.conformance import picture
-from engines.models import write_text_model
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines import checkpoint as checkpoint_module
@@ -24,6 +22,8 @@ from ctxwin.errors import ChunkUnavailable, EngineFailed, UnsupportedModel
 from ctxwin.media import pack_frames
 from ctxwin.store import Store, open_store
 from ctxwin.store.spans import SpanRepository
+from engines.conformance import picture
+from engines.models import write_text_model
 
 
 def see(pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:

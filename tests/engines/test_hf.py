@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture
-from engines.models import edit_config, write_text_model, write_vision_model
 from PIL import Image
 
 from ctxwin.chunk import Chunk
@@ -19,6 +17,8 @@ from ctxwin.engines.hf import HFEngine
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.operator import relocate
 from ctxwin.store import Store
+from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture
+from engines.models import edit_config, write_text_model, write_vision_model
 
 
 class TestVision(EngineConformance):
@@ -166,6 +166,7 @@ def test_teacher_forcing_agrees_with_decoding(text_dir: Path) -> None:
 def test_latent_attention(kind: str, tmp_path: Path) -> None:
     """MLA: a canonical moved is what is computed there, and loaded KV answers as computed KV does."""
     import transformers
+
     from engines.models import build_tokenizer
 
     tokenizer = build_tokenizer()

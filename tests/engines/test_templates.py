@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engines.models import CHATML
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError
@@ -13,6 +12,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ctxwin.engines.templates import Template
 from ctxwin.errors import UnsupportedModel
+from engines.models import CHATML
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 STRIPS_THINKING = CHATML.replace(

@@ -435,8 +435,9 @@ class TestFaults:
     def test_an_error_of_vllm_is_ours(self, engine: Any) -> None:
         parts, query = encoded(engine, [1]), engine.encode_query("what color")
         llm = engine._llm.llm_engine
-        with mock.patch.object(llm, "add_request", side_effect=RuntimeError("boom")), pytest.raises(
-            EngineFailed, match="boom"
+        with (
+            mock.patch.object(llm, "add_request", side_effect=RuntimeError("boom")),
+            pytest.raises(EngineFailed, match="boom"),
         ):
             engine.generate(laid(parts), query, ALL)
         assert engine.generate(laid(parts), query, ALL).token_ids
@@ -500,8 +501,9 @@ class TestPaging:
         def lossy(self: Any, layer: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
             real(self, layer, k, k.clone(), cache, slots)
 
-        with mock.patch.object(type(impl), "do_kv_cache_update", lossy), pytest.raises(
-            UnsupportedModel, match="permutation"
+        with (
+            mock.patch.object(type(impl), "do_kv_cache_update", lossy),
+            pytest.raises(UnsupportedModel, match="permutation"),
         ):
             PagedKV(layers, engine.spec.kv, paged.block_size)
         with pytest.raises(UnsupportedModel, match="one attention layer per decoder layer"):

@@ -457,7 +457,9 @@ def test_leases_follow_the_window(engine: FakeEngine, window: Window) -> None:
         (lambda w: w.prepare_orbit(w.ids[:2], orders=0), ValueError, "orders must be"),
     ],
 )
-def test_bad_input_is_refused_and_changes_nothing(window: Window, act: Any, error: type[Exception], message: str) -> None:
+def test_bad_input_is_refused_and_changes_nothing(
+    window: Window, act: Any, error: type[Exception], message: str
+) -> None:
     state = window.snapshot()
     with pytest.raises(error, match=message) as caught:
         act(window)
