@@ -83,7 +83,7 @@ def demo(
         typer.echo(json.dumps(result["summary"], indent=1))
         return
     console.print(final_tables(result["summary"]))
-    console.print(f"wrote {out / 'report.html'}, result.json and timeline.png", highlight=False)
+    console.print(f"wrote {out / 'report.html'}, result.json and timeline.png", highlight=False, soft_wrap=True)
 
 
 def _engine_name(model: str, engine: str | None) -> str:

@@ -125,7 +125,7 @@ def final_tables(summary: dict[str, Any]) -> Group:
         for kind, group in {**summary["by_kind"], "all": summary}.items():
             answers.add_row(f"right, {kind}", str(group["asks"]), *(percent(group[name]) for name in names))
     answers.add_row("same as re-prefill", str(summary["asks"]), percent(summary["agreement"]))
-    answers.add_row("KL to re-prefill, mean", "", nats(summary["kl_mean"]), "", nats(summary["kl_blind_mean"]))
+    answers.add_row("mean KL to re-prefill", "", nats(summary["kl_mean"]), "", nats(summary["kl_blind_mean"]))
     first = [summary["ttft_median_s"], summary["ttft_reprefill_median_s"]]
     answers.add_row("first token, median", "", *("" if t is None else f"{1000 * t:.0f} ms" for t in first))
     return Group(costs, answers)
@@ -134,7 +134,7 @@ def final_tables(summary: dict[str, Any]) -> Group:
 def _titled(title: str, *names: str) -> Table:
     table = Table(title=title or None, title_justify="left")
     for name in names:
-        table.add_column(name, justify="right" if name else "left", max_width=20)
+        table.add_column(name, justify="right" if name else "left", max_width=16 if name else None, no_wrap=not name)
     return table
 
 

@@ -16,9 +16,9 @@ LANES: dict[str, tuple[str, str]] = {
 OURS, NAIVE, TRIM, APPEND = "#2e86ab", "#d1495b", "#ee964b", "#a0862f"
 POLICIES = {
     "computed_tokens": ("ctxwin", OURS),
-    "computed_tokens_naive": ("prefix cache, sliding", NAIVE),
-    "computed_tokens_trim": ("prefix cache, trimming", TRIM),
-    "computed_tokens_append": ("trimming, look-backs at the end", APPEND),
+    "computed_tokens_naive": ("prefix cache: slide", NAIVE),
+    "computed_tokens_trim": ("prefix cache: trim", TRIM),
+    "computed_tokens_append": ("trim, look back at the end", APPEND),
 }
 """Field of a step: (name, colour)."""
 

@@ -1,0 +1,243 @@
+"""The command line: what it refuses, in one line, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+import ctxwin
+from ctxwin.cli.main import app
+from ctxwin.demo.footage import WorldFootage
+from ctxwin.errors import EngineFailed
+from ctxwin.store import open_store
+
+
+def invoke(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in args], prog_name="ctxwin")
+
+
+def refused(result: Result, *words: str) -> None:
+    """One line on stderr, exit code 2, no traceback."""
+    assert result.exit_code == 2, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    for word in words:
+        assert word in lines[0]
+
+
+def test_help_names_every_command() -> None:
+    result = invoke("--help")
+    assert result.exit_code == 0
+    for command in ("demo", "store", "eval", "version"):
+        assert f"  {command} " in result.output
+    for command in ("demo", "store"):
+        assert invoke(command, "--help").exit_code == 0
+
+
+def test_version() -> None:
+    assert invoke("version").output.strip() == ctxwin.__version__
+
+
+def test_the_command_line_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, ctxwin.cli.main; "
+        "print([m for m in ('torch', 'vllm', 'transformers', 'cv2', 'matplotlib', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "ctxwin", "version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ctxwin.__version__
+
+
+# -- demo ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--engine", "llama"], ["--engine must be vllm or hf", "'llama'"]),
+        (["--mode", "best"], ["--mode must be", "'best'"]),
+        (["--rank", "8"], ["--rank needs --mode patched"]),
+        (["--seeds", "1,x"], ["--seeds must be integers"]),
+        (["--seeds", "1,1"], ["seeds must be different"]),
+        (["--steps", "0"], ["steps must be at least 1"]),
+        (["--window", "1"], ["window must be at least 3"]),
+        (["--ask", "why?"], ["--ask needs a video"]),
+        (["no-such-video.mp4"], ["no-such-video.mp4"]),
+    ],
+)
+def test_demo_refuses_bad_options(args: list[str], words: list[str], tmp_path: Path) -> None:
+    refused(invoke("demo", *args, "--out", tmp_path / "out"), *words)
+
+
+def test_demo_refuses_a_truncated_video(tmp_path: Path) -> None:
+    clip = tmp_path / "clip.mp4"
+    WorldFootage(clip, 0, 8, 4)
+    whole = clip.read_bytes()
+    cut = tmp_path / "cut.mp4"
+    cut.write_bytes(whole[: len(whole) // 2])
+    refused(invoke("demo", cut, "--out", tmp_path / "out"), "cut.mp4")
+
+
+def test_demo_refuses_a_file_that_is_no_video(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.mp4"
+    notes.write_text("not a video")
+    refused(invoke("demo", notes, "--out", tmp_path / "out"), "notes.mp4")
+
+
+def test_demo_refuses_an_output_folder_that_is_a_file(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    refused(invoke("demo", "--out", taken), "taken")
+
+
+def test_demo_refuses_a_model_that_is_not_there(tmp_path: Path) -> None:
+    args = ["--model", tmp_path / "no-model", "--engine", "hf", "--out", tmp_path / "out", "--frames", "6"]
+    refused(invoke("demo", *args), "no-model")
+
+
+def test_demo_on_transformers(vision_dir: Path, tmp_path: Path) -> None:
+    args = [
+        "--model",
+        vision_dir,
+        "--engine",
+        "hf",
+        "--out",
+        tmp_path,
+        "--steps",
+        "5",
+        "--window",
+        "3",
+        "--frames",
+        "6",
+    ]
+    shown = invoke("demo", *args)
+    assert shown.exit_code == 0, shown.output
+    assert "5 asks on hf" in shown.output
+    assert "tokens computed" in shown.output
+    printed = invoke("demo", *args, "--json")
+    assert printed.exit_code == 0, printed.output
+    summary = json.loads(printed.stdout)
+    assert summary == json.loads((tmp_path / "result.json").read_text())["summary"]
+
+
+def test_the_traceback_is_there_on_request(tmp_path: Path) -> None:
+    result = invoke("--debug", "demo", "--engine", "llama", "--out", tmp_path)
+    assert isinstance(result.exception, ValueError)
+
+
+def test_an_engine_that_fails_is_not_the_inputs_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import ctxwin.engines.open
+
+    def fail(name: str) -> None:
+        raise EngineFailed("no memory\nat all")
+
+    monkeypatch.setattr(ctxwin.engines.open, "open_engine", fail)
+    result = invoke("demo", "--out", tmp_path, "--frames", "6")
+    assert result.exit_code == 1
+    assert result.stderr.strip() == "error: no memory at all"
+
+
+# -- store ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    store = open_store(f"disk:{tmp_path / 'kv'}")
+    for i in range(5):
+        store.put(f"span/{i:064x}", bytes([i]) * 5000)
+    store.put(f"patch/{9:064x}", b"p" * 700)
+    store.close()
+    return tmp_path / "kv"
+
+
+@pytest.mark.parametrize("name", ["disk:{}", "{}"])
+def test_store_ls(folder: Path, name: str) -> None:
+    result = invoke("store", "ls", name.format(folder))
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.split()) == 6
+    listed = json.loads(invoke("store", "ls", folder, "--kind", "patch", "--json").stdout)
+    assert listed == {"keys": [f"patch/{9:064x}"], "more": False}
+    assert json.loads(invoke("store", "ls", folder, "--limit", "2", "--json").stdout)["more"] is True
+
+
+def test_store_stats(folder: Path) -> None:
+    found = json.loads(invoke("store", "stats", folder, "--json").stdout)
+    assert found["items"] == 6
+    assert found["kinds"] == {"patch": 1, "span": 5}
+    shown = invoke("store", "stats", folder)
+    assert shown.exit_code == 0
+    assert "span" in shown.output
+
+
+def test_store_verify_finds_what_is_corrupt(folder: Path) -> None:
+    assert json.loads(invoke("store", "verify", folder, "--json").stdout) == {"good": 6, "corrupt": 0}
+    blob = max((p for p in folder.rglob("*") if p.is_file() and "blob" in str(p)), key=lambda p: p.stat().st_size)
+    raw = bytearray(blob.read_bytes())
+    raw[len(raw) // 2] ^= 255
+    blob.write_bytes(raw)
+    result = invoke("store", "verify", folder)
+    assert result.exit_code == 1
+    assert "5 good, 1 corrupt" in result.stdout
+
+
+def test_store_gc(folder: Path) -> None:
+    stray = next(p for p in folder.rglob("*") if p.is_file() and "blob" in str(p)).with_name("stray.bin")
+    stray.write_bytes(b"x" * 10)
+    result = invoke("store", "gc", folder, "--min-age", "0", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == {"files": 1, "bytes": 10}
+    assert not stray.exists()
+    assert json.loads(invoke("store", "stats", folder, "--json").stdout)["items"] == 6
+
+
+@pytest.mark.parametrize("command", ["ls", "stats", "gc", "verify"])
+def test_looking_into_a_store_makes_none(command: str, tmp_path: Path, folder: Path) -> None:
+    refused(invoke("store", command, tmp_path / "absent"), "existing folder", "absent")
+    assert not (tmp_path / "absent").exists()
+    refused(invoke("store", command, "memory:"), "memory")
+    refused(invoke("store", command, folder, "--tenant", "else"), "no store of tenant 'else'")
+    refused(invoke("store", command, "redis://host"), "redis")
+
+
+# -- eval ----------------------------------------------------------------------------------------------------------
+
+
+def test_eval_passes_its_arguments_and_exit_code_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = typer.Typer()
+    seen: list[tuple[str, int]] = []
+
+    @harness.command()
+    def run(task: str, n: int = 1) -> None:
+        seen.append((task, n))
+        raise typer.Exit(3)
+
+    @harness.command()
+    def bad() -> None:
+        raise ValueError("arms must be known")
+
+    module = types.ModuleType("ctxwin.evals.cli")
+    module.app = harness  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ctxwin.evals", types.ModuleType("ctxwin.evals"))
+    monkeypatch.setitem(sys.modules, "ctxwin.evals.cli", module)
+    assert invoke("eval", "run", "tiny", "--n", "5").exit_code == 3
+    assert seen == [("tiny", 5)]
+    assert invoke("eval", "--help").exit_code == 0
+    refused(invoke("eval", "bad"), "arms must be known")
+
+
+def test_eval_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ctxwin.evals", types.ModuleType("ctxwin.evals"))
+    monkeypatch.delitem(sys.modules, "ctxwin.evals.cli", raising=False)
+    refused(invoke("eval", "run"), "evals", "reinstall")
