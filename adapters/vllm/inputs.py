@@ -23,11 +23,14 @@ class Inputs:
 
     def __init__(self, llm: Any) -> None:
         engine = llm.llm_engine
-        self._engine = engine
         self._config = engine.vllm_config.model_config
-        self.model = engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
+        self.model: Any = engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
         self.multimodal = bool(self._config.is_multimodal_model)
-        self._processor = engine.renderer.get_mm_processor() if self.multimodal else None
+        self._processor: Any = engine.renderer.get_mm_processor() if self.multimodal else None
+
+    def close(self) -> None:
+        """Lets go of the model, whose weights would live as long as any of its callers."""
+        self.model = self._processor = None
 
     def positions(self, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
         """Positions of a prompt as the model itself counts them.

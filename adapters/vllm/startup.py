@@ -172,21 +172,20 @@ def _unnoticed() -> Iterator[None]:
     import numpy as np
     import torch
 
-    changed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
-        changed["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the threads of the host program are not ours to pin
-    before = {name: os.environ.get(name) for name in changed}
+    before = dict(os.environ)
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-    os.environ.update(changed)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # The threads of the host program are not ours to pin.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:
         with _quiet():
             yield
     finally:
+        for name in [n for n in os.environ if n not in before]:
+            del os.environ[name]
         for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
+            if os.environ.get(name) != value:
                 os.environ[name] = value
         random.setstate(states[0])
         np.random.set_state(states[1])

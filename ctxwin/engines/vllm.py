@@ -103,10 +103,10 @@ class VLLMEngine(Engine):
             raise
         try:
             config = self._llm.llm_engine.vllm_config
+            self._inputs = Inputs(self._llm)
             self._exchange.paged = PagedKV(
                 config.compilation_config.static_forward_context, kv, config.cache_config.block_size
             )
-            self._inputs = Inputs(self._llm)
             vision = self._inputs.see if self._inputs.multimodal and checkpoint.media is not None else None
             self.store: Store = open_store("memory:") if store is None else store
             self.repo = SpanRepository(self.store, identity)
@@ -198,8 +198,8 @@ class VLLMEngine(Engine):
             self._closed = True
             registry.close_exchange(self._exchange)
             self._exchange.paged = None
+            self._inputs.close()
             llm, self._llm = self._llm, None
-            self._inputs = None  # type: ignore[assignment]  # holds the model's weights
             startup.stop(llm)
 
     # -- serving -------------------------------------------------------------------------------------------------------

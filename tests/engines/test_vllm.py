@@ -8,7 +8,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.kv import SpanKV
+from ctxwin.store import Store
+from engines import models
+from engines.conformance import EngineConformance
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
@@ -33,21 +36,29 @@ ALL = Sampling(max_tokens=4, logprobs=-1)
 CLOSE = 1e-4
 
 
+def wide(write: Callable[[Path], Path], folder: Path, **fields: Any) -> Path:
+    """One of the random models of the engine tests, with heads of 32, the smallest that vLLM's CPU attention takes."""
+    text_fields = models._text_fields
+
+    def two_heads(vocab: int) -> dict[str, Any]:
+        return {**text_fields(vocab), "num_attention_heads": 2, "num_key_value_heads": 1}
+
+    with mock.patch.object(models, "_text_fields", two_heads):
+        write(folder)
+    if fields:
+        models.edit_config(folder, **fields)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The random vision model of the engine tests with heads of 32, the smallest that vLLM's CPU attention takes."""
-    from tests.engines import models
-
-    fields = models._text_fields
-
-    def wide(vocab: int) -> dict[str, Any]:
-        return {**fields(vocab), "num_attention_heads": 2, "num_key_value_heads": 1}
-
-    with mock.patch.object(models, "_text_fields", wide):
-        folder = models.write_vision_model(tmp_path_factory.mktemp("vllm") / "vision")
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
-    models.edit_config(folder, rope_parameters=rope)
-    return folder
+    return wide(models.write_vision_model, tmp_path_factory.mktemp("vllm") / "vision", rope_parameters=rope)
+
+
+@pytest.fixture(scope="module")
+def wide_text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wide(models.write_text_model, tmp_path_factory.mktemp("vllm") / "text")
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +107,26 @@ def spans_of(engine: Engine, seeds: Sequence[int], salt: str) -> list[SpanKV]:
     parts = encoded(engine, seeds)
     made = engine.generate(laid(parts), engine.encode_query("what color"), ALL, salt=salt)
     return [made.captured[i] for i in range(len(parts))]
+
+
+def open_engine(model_dir: Path, store: Store) -> Engine:
+    from ctxwin.engines.vllm import VLLMEngine
+
+    return VLLMEngine(model_dir, dtype="float32", store=store)
+
+
+class TestVision(EngineConformance):
+    make_engine = staticmethod(open_engine)
+
+
+class TestText(EngineConformance):
+    vision = False
+    make_engine = staticmethod(open_engine)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, wide_text_dir: Path) -> Path:
+        return wide_text_dir
 
 
 class TestAgainstTransformers:
@@ -158,6 +189,10 @@ sys.modules.setdefault("torchcodec", None)
 import numpy as np
 from PIL import Image
 from vllm import LLM, SamplingParams
+from vllm.model_executor.models.registry import ModelRegistry
+# Imported here, since vLLM would look at the class in a process of its own, which has had no repair.
+name = "Qwen2_5_VLForConditionalGeneration"
+ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 job = json.load(open(sys.argv[1]))
 llm = LLM(job["model"], dtype="float32", enforce_eager=True, block_size=32, kv_cache_memory_bytes=1 << 28,
           max_logprobs=-1, disable_log_stats=True)
