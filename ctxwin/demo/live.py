@@ -26,7 +26,7 @@ class LiveTable:
     """
 
     def __init__(self, console: Console, title: str) -> None:
-        self._console, self._title = console, title
+        self._console, self._title = console, Text(title)  # a file name may look like markup
         self._rows: deque[Step] = deque(maxlen=max(5, console.height - 9))
         self._sums = [0, 0, 0]
         self._asks = 0
@@ -69,7 +69,7 @@ class LiveTable:
             table.add_column(name, justify=justify, no_wrap=True, max_width=28)  # type: ignore[arg-type]
         for step in self._rows:
             table.add_row(
-                f"{step.time:g} s", step.op, lane_bar(step), step.query, _answer(step), step.answer_reprefill,
+                f"{step.time:g} s", step.op, lane_bar(step), Text(step.query), _answer(step), Text(step.answer_reprefill),
                 str(step.computed_tokens), str(step.computed_tokens_naive), str(step.computed_tokens_trim),
                 f"{1000 * step.ttft_s:.0f}",
             )  # fmt: skip

@@ -85,8 +85,8 @@ def _opening(summary: Mapping[str, Any]) -> str:
         f"{summary['computed_tokens']:,} tokens, {percent(summary['share_of_naive'])} of what a sliding prefix-cache "
         f"user computes and {percent(summary['share_of_trim'])} of one who trims.</p>"
         f"<p class='soft'>{escape(' · '.join(facts))}</p>"
-        "<div class='card scroll'><table><tr><th></th><th>tokens computed</th><th>ctxwin's share</th>"
-        f"<th>vision encodes</th></tr>{costs}</table></div>"
+        "<div class='card scroll'><table><tr><th></th><th>tokens</th><th>ctxwin's share</th>"
+        f"<th>encodes</th></tr>{costs}</table></div>"
         "<div class='card scroll'><table><tr><th>questions</th><th>n</th><th>ctxwin</th><th>re-prefill</th>"
         f"<th>blind</th><th>mean KL</th></tr>{kinds}</table></div>"
     )

@@ -1,0 +1,76 @@
+"""What is drawn: the live table, the bars of lanes, the report."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from ctxwin.demo import report, timeline
+from ctxwin.demo.live import LiveTable, final_tables, lane_bar, right
+from ctxwin.demo.palette import ENCODES, LANES, POLICIES
+from ctxwin.demo.record import COSTS, Step, summarise
+from ctxwin.fidelity import LANES as ALL_LANES
+
+STEP = Step(
+    seed=0, index=0, op="slide", time=7.0, kind="multi_hop", query="color of <17>?", answer="red", truth="red",
+    answer_reprefill="red", answer_blind="grey", kl=0.001, kl_blind=9.0, tokens_by_lane={"resident": 20, "survivor": 72},
+    prompt_tokens=100, computed_tokens=80, background_tokens=0, computed_tokens_naive=440, computed_tokens_trim=150,
+    computed_tokens_append=150, vision_encodes=1, vision_encodes_prefix_cache=1, vision_encodes_trim=1,
+    vision_encodes_append=1, bytes_loaded=1, ttft_s=0.02, ttft_reprefill_s=0.05,
+    placed=tuple({"frame": i, "lane": lane, "tokens": 72} for i, lane in enumerate(["survivor", "patched", "computed"])),
+)  # fmt: skip
+SUMMARY = {
+    **summarise([STEP]), "engine": "hf", "model": "tiny", "source": "a rendered clip", "seeds": [0],
+    "fidelity": {"mode": "patched"},
+}  # fmt: skip
+
+
+def test_every_lane_and_policy_has_a_colour_and_a_name() -> None:
+    assert set(LANES) == set(ALL_LANES)
+    assert len({colour for colour, _ in LANES.values()}) == len(LANES)
+    assert set(POLICIES) | set(ENCODES.values()) == set(COSTS)
+
+
+def test_a_bar_shows_the_lanes_in_prompt_order() -> None:
+    bar = lane_bar(STEP, width=24)
+    assert len(bar) == 24
+    assert [str(span.style) for span in bar.spans] == [LANES[p["lane"]][0] for p in STEP.placed]
+    assert [span.end - span.start for span in bar.spans] == [8, 8, 8]
+
+
+@pytest.mark.parametrize(("truth", "expected"), [("red", True), ("blue", False), (None, None)])
+def test_right_needs_a_truth(truth: str | None, expected: bool | None) -> None:
+    assert right(replace(STEP, truth=truth)) is expected
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_live_table_shows_every_step(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=160, height=40)
+    with LiveTable(console, "watching") as table:
+        table.add(STEP)
+        table.add(replace(STEP, truth=None, answer="[bold]", query="[/]"))
+    console.print(final_tables(SUMMARY))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "color of <17>?" in text
+    assert "[bold]" in text
+    assert "18.2 %" in text
+
+
+def test_the_report_escapes_and_embeds(tmp_path: Path) -> None:
+    picture = tmp_path / "timeline.png"
+    timeline.draw(picture, [STEP, replace(STEP, index=1)])
+    pixels = {0: [np.full((30, 40, 3), 60 * i, np.uint8) for i in range(3)]}
+    report.write(tmp_path / "report.html", [STEP], SUMMARY, pixels, picture)
+    page = (tmp_path / "report.html").read_text()
+    assert "color of &lt;17&gt;?" in page
+    assert "<17>" not in page
+    assert page.count("data:image/jpeg") == 3
+    assert page.count("data:image/png") == 1
+    for lane in LANES:
+        assert f"<b>{lane}</b>" in page
