@@ -71,6 +71,9 @@ def demo(
     console = Console(stderr=as_json)
     from ctxwin.engines.open import open_engine
 
+    if video is not None and model == "tiny":
+        note = "note: the bundled model knows only its own generated world; name another one with --model to get real answers"
+        typer.echo(note, err=True)
     with console.status("opening the engine"):
         opened = open_engine(name)
     try:

@@ -115,10 +115,15 @@ class Agent:
         return self._ask("slide" if slid else "append", self.window, self._pick(self._placed(self.window)))
 
     def _look_back(self) -> Iterator[Step]:
-        """Evicted frames come back to their places for one question; the oldest make room meanwhile."""
-        step = self._recalled(self.window)
-        if step is not None:
-            yield step
+        """Evicted frames come back to their places for one question; the oldest make room meanwhile.
+
+        In a branch, so that the stream's own window stays as it was: an ask behind other frames may settle what stands
+        in front as exact, and forget what it had absorbed from frames that are only gone for a moment.
+        """
+        with self.window.fork() as branch:
+            step = self._recalled(branch)
+            if step is not None:
+                yield step
 
     def _recalled(self, window: Window) -> Step | None:
         found = self._find_back(window)
@@ -132,13 +137,7 @@ class Agent:
                 window.evict(self._ids[frame])
             for frame in back:
                 window.recall(self._ids[frame])
-        step = self._ask("recall", window, query, recalled=back)
-        with self._working():
-            for frame in back:
-                window.evict(self._ids[frame])
-            for frame in room:
-                window.recall(self._ids[frame])
-        return step
+        return self._ask("recall", window, query, recalled=back)
 
     def _find_back(self, window: Window) -> tuple[tuple[int, ...], Query] | None:
         placed = self._placed(window)

@@ -15,6 +15,11 @@ from ctxwin.demo.palette import ENCODES, LANES, POLICIES
 from ctxwin.demo.record import Step
 
 _BAR = 24
+_WIDE = 118
+_COLUMNS = [
+    "time", "move", "window by lane", "question", "answer", "re-prefill", "computed", "naive", "trim", "ms",
+]  # fmt: skip
+_ONLY_WIDE = ("question", "re-prefill", "ms")
 
 
 class LiveTable:
@@ -62,20 +67,30 @@ class LiveTable:
     def _table(self) -> Table:
         ours, naive, trim = self._sums
         table = Table(title=self._title, caption=legend(), caption_justify="left", expand=False, pad_edge=False)
-        for name, justify in (
-            ("time", "right"), ("move", "left"), ("window by lane", "left"), ("question", "left"), ("answer", "left"),
-            ("re-prefill", "left"), ("computed", "right"), ("naive", "right"), ("trim", "right"), ("ms", "right"),
-        ):  # fmt: skip
-            table.add_column(name, justify=justify, no_wrap=True, max_width=28)  # type: ignore[arg-type]
+        # A narrow terminal gets the columns that tell the story; the report has them all.
+        wide = self._console.width >= _WIDE
+        columns = _COLUMNS if wide else [c for c in _COLUMNS if c not in _ONLY_WIDE]
+        for name in columns:
+            left = name in ("move", "window by lane", "question", "answer", "re-prefill")
+            table.add_column(name, justify="left" if left else "right", no_wrap=True, max_width=28)
         for step in self._rows:
-            table.add_row(
-                f"{step.time:g} s", step.op, lane_bar(step), Text(step.query), _answer(step), Text(step.answer_reprefill),
-                str(step.computed_tokens), str(step.computed_tokens_naive), str(step.computed_tokens_trim),
-                f"{1000 * step.ttft_s:.0f}",
-            )  # fmt: skip
+            cells = {
+                "time": f"{step.time:g} s",
+                "move": step.op,
+                "window by lane": lane_bar(step),
+                "question": Text(step.query),
+                "answer": _answer(step),
+                "re-prefill": Text(step.answer_reprefill),
+                "computed": str(step.computed_tokens),
+                "naive": str(step.computed_tokens_naive),
+                "trim": str(step.computed_tokens_trim),
+                "ms": f"{1000 * step.ttft_s:.0f}",
+            }
+            table.add_row(*(cells[name] for name in columns))
         table.add_section()
         share = f"{100 * ours / naive:.0f} % of naive" if naive else ""
-        table.add_row("", f"{self._asks} asks", "", "", "", share, str(ours), str(naive), str(trim), "", style="bold")
+        totals = {"move": f"{self._asks} asks", "window by lane": share, "computed": ours, "naive": naive, "trim": trim}
+        table.add_row(*(str(totals.get(name, "")) for name in columns), style="bold")
         return table
 
 

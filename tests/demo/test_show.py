@@ -62,6 +62,19 @@ def test_the_live_table_shows_every_step(terminal: bool) -> None:
     assert "18.2 %" in text
 
 
+def test_a_narrow_terminal_still_shows_the_costs() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=40, color_system=None)
+    with LiveTable(console, "watching") as table:
+        table.add(STEP)
+        console.print(table._table())
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    for cost in ("80", "440", "150"):
+        assert cost in text
+    assert "color of" not in text
+    assert "…" not in text
+
+
 def test_the_report_escapes_and_embeds(tmp_path: Path) -> None:
     picture = tmp_path / "timeline.png"
     timeline.draw(picture, [STEP, replace(STEP, index=1)])
