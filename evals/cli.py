@@ -158,8 +158,10 @@ def list_(as_json: Json = False) -> None:
     kinds: dict[str, type[module.Arm]] = {
         **module._PLAIN, **module._RANKED, "first_k": module.FirstK, **module._TURNED
     }  # fmt: skip
-    tasks = {t.name: {"about": t.about, "setting": t.setting, "least_frames": t.least} for t in TASKS.values()}
-    arms = {
+    tasks: dict[str, dict[str, Any]] = {
+        t.name: {"about": t.about, "setting": t.setting, "least_frames": t.least} for t in TASKS.values()
+    }
+    arms: dict[str, dict[str, Any]] = {
         name: {"about": (kind.__doc__ or "").splitlines()[0], "source": kind.source, "settings": list(kind.settings)}
         for name, kind in kinds.items()
     }
@@ -168,7 +170,8 @@ def list_(as_json: Json = False) -> None:
         return
     from rich.table import Table
 
-    for title, entries in (("tasks", tasks), ("arms", arms)):
+    listed: list[tuple[str, dict[str, dict[str, Any]]]] = [("tasks", tasks), ("arms", arms)]
+    for title, entries in listed:
         made = Table(title=title, title_justify="left")
         columns = list(next(iter(entries.values())))
         for column in ("name", *columns):

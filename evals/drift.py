@@ -2,8 +2,8 @@
 
 The window runs as in production: a chunk is conditioned on the survivors in front of it, which were conditioned on
 earlier survivors, so what is approximate is absorbed again and again. ``window`` is the re-prefill of what is placed
-now; ``stream`` is the re-prefill of what was seen so far, as far as the model was trained to read, which a survivor that
-remembers what left the window is right by. Both are reported (Kamera, section 5 "Sliding-window survival", appendix D).
+now; ``stream`` is the re-prefill of what was seen so far, as far as the model was trained to read, and a survivor that
+remembers what left the window is right by it. Both are reported (Kamera, section 5, "Sliding-window survival").
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ctxwin.engines.base import Encoded, Piece
 from ctxwin.evals.metrics import kl_divergence, wilson
 from ctxwin.evals.tasks import SPACE
 from ctxwin.fidelity import Fidelity
-from ctxwin.tiny.world import Frame, Question, answer, make_stream, questions_for, render
+from ctxwin.tiny.world import Frame, Kind, Question, answer, make_stream, questions_for, render
 from ctxwin.window import Window
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 TRAINED_FRAMES = 6
 """The bundled model was trained on contexts of up to six frames: the `stream` reference reads no more."""
-_ASKED = ("multi_hop", "order", "unbound", "single_hop")
+_ASKED: tuple[Kind, ...] = ("multi_hop", "order", "unbound", "single_hop")
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def measure(
             found[name] += _one_stream(engine, settings, stream, refresh)
             progress(1)
     note = (
-        f"{settings.window} frames are placed. The stream reference reads the last {TRAINED_FRAMES} frames seen, the range "
-        f"the model was trained on, not the whole stream. Refreshed: {settings.refresh} re-formed after each slide."
+        f"{settings.window} frames are placed. The stream reference reads the last {TRAINED_FRAMES} frames seen, the "
+        f"range the model was trained on, not the whole stream. Refreshed: {settings.refresh} re-formed a slide."
     )
     return {
         "config": {**asdict(settings), "points": list(settings.points), "stream_frames": TRAINED_FRAMES},
@@ -140,10 +140,15 @@ def _ask(
         truths = [answer(frames, question.text) for frames in (placed, read)]
         asked.append(
             Asked(
-                slides, kl_divergence(now, ours), kl_divergence(whole, ours), words[0] == truths[0], words[1] == truths[0],
-                words[2] == truths[1], words[1] == words[2],
+                slides=slides,
+                kl_window=kl_divergence(now, ours),
+                kl_stream=kl_divergence(whole, ours),
+                right=words[0] == truths[0],
+                window_right=words[1] == truths[0],
+                stream_right=words[2] == truths[1],
+                references_agree=words[1] == words[2],
             )
-        )  # fmt: skip
+        )
     return asked
 
 
@@ -208,8 +213,6 @@ def drift_table(result: dict[str, Any]) -> Table:
         made.add_column(column, justify="left" if i == 0 else "right")
     for name, points in result["drift"].items():
         for slides, p in points.items():
-            made.add_row(
-                name, slides, str(p["n"]), f"{p['accuracy']:.3f}", f"{p['window']['kl']:.4f}", f"{p['stream']['kl']:.4f}",
-                f"{p['nearer']:.4f}", f"{p['references_agree']:.2f}",
-            )  # fmt: skip
+            shown = [p["accuracy"], p["window"]["kl"], p["stream"]["kl"], p["nearer"], p["references_agree"]]
+            made.add_row(name, slides, str(p["n"]), *(f"{figure:.4f}" for figure in shown))
     return made

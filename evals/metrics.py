@@ -70,7 +70,8 @@ def wilson(right: int, n: int) -> tuple[float, float]:
     share, z2 = right / n, _Z95**2
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = _Z95 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    return max(0.0, middle - half), min(1.0, middle + half)
+    # At 0 and n the bounds are exactly 0 and 1, which rounding would miss.
+    return (middle - half if right else 0.0), (middle + half if right < n else 1.0)
 
 
 def eta(kls: Sequence[float], base_kls: Sequence[float]) -> float | None:

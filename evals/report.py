@@ -77,10 +77,11 @@ def markdown(result: Mapping[str, Any]) -> str:
             lines += ["", f"Unscored, since no other order exists: {counts}."]
     lines += [
         "",
-        "KL: KL(re-prefill || arm) of the next token in nats, mean and 99th percentile. eta: share of the base's KL that "
-        "is removed; the base is blind reuse, for slides the survivor as it is; '-' where the base's mean KL is under "
-        "0.01. Flips back: of the items whose answer the base changes, the share that is restored. Harm: re-prefill "
-        "right, arm wrong. Bytes: stored for the patched chunks beyond the KV they are applied to, over their KV in bf16.",
+        "KL: KL(re-prefill || arm) of the next token in nats, mean and 99th percentile. eta: share of the base's KL "
+        "that is removed; the base is blind reuse, for slides the survivor as it is; '-' where the base's mean KL is "
+        "under 0.01. Flips back: of the items whose answer the base changes, the share that is restored. Harm: "
+        "re-prefill right, arm wrong. Bytes: stored for the patched chunks beyond the KV they are applied to, over "
+        "their KV in bf16.",
         "",
     ]
     return "\n".join(lines)

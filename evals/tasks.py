@@ -181,5 +181,5 @@ WORLD_TASKS = ("single_hop", "multi_hop", "graded", "order")
 
 def fit_cases(seed: int, count: int, frames: Sequence[int]) -> list[Case]:
     """Contexts that a shared basis is fitted on; from a seed space of their own."""
-    names = ("multi_hop", "order", "graded")
-    return [TASKS[names[i % len(names)]].case(seed, i, frames, space=FIT_SPACE) for i in range(count)]
+    fitting = [TASKS[name] for name in ("multi_hop", "order", "graded") if TASKS[name].least <= max(frames)]
+    return [fitting[i % len(fitting)].case(seed, i, frames, space=FIT_SPACE) for i in range(count)]

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny; threads would only wait for each other
+
+from ctxwin.engines._torchvision import repair
+
+repair()
+
+if TYPE_CHECKING:
+    from ctxwin.engines.hf import HFEngine
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen2.5-VL: what holds on it holds by definition, not by training."""
+    from engines.models import write_vision_model
+
+    return write_vision_model(tmp_path_factory.mktemp("evals") / "vision")
+
+
+@pytest.fixture(scope="session")
+def engine(model_dir: Path) -> Iterator[HFEngine]:
+    from ctxwin.engines.hf import HFEngine
+
+    opened = HFEngine(model_dir, dtype="float32")
+    yield opened
+    opened.close()

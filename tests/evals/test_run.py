@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ctxwin.evals.arms import parse_arms
+from ctxwin.evals.cli import app
+from ctxwin.evals.run import Runner, Settings, plan_jobs
+
+if TYPE_CHECKING:
+    from ctxwin.engines.hf import HFEngine
+
+ARMS = "blind,patched:2,first_k:2,orbit:2,survivor,recall:2@0.5"
+TASKS = ["multi_hop", "order"]
+SETTINGS = Settings(seed=5, frames=(2, 3))
+CELL = {"n", "accuracy", "ci95", "kl", "kl_p99", "eta", "flip_recover", "harm_rate", "bytes_share"}
+
+
+def run(engine: HFEngine, folder: Path, arms: str = ARMS, n: int = 4, stop_after: int | None = None) -> Runner:
+    calls = 0
+
+    def progress(done: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == stop_after:
+            raise KeyboardInterrupt
+
+    runner = Runner(engine, SETTINGS, folder)
+    runner.run(plan_jobs(parse_arms(arms), TASKS), n, progress)
+    return runner
+
+
+def test_a_killed_run_ends_as_an_undisturbed_one(engine: HFEngine, tmp_path: Path) -> None:
+    whole = run(engine, tmp_path / "whole").samples
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, tmp_path / "killed", stop_after=3)
+    torn = tmp_path / "killed" / "samples.jsonl"
+    assert 0 < torn.read_text().count("\n") < len(whole.rows)
+    torn.write_bytes(torn.read_bytes()[:-40])
+    resumed = run(engine, tmp_path / "killed").samples
+    assert resumed.rows == whole.rows
+    lines = torn.read_text().splitlines()
+    assert len(lines) == len(whole.rows) == len({(r["task"], r["arm"], r["index"]) for r in map(json.loads, lines)})
+
+
+def test_what_is_there_is_not_computed_again(engine: HFEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(engine, tmp_path, "blind,patched:1")
+    before = (tmp_path / "samples.jsonl").read_bytes()
+    asked: list[list[str]] = []
+    rows = Runner._rows
+
+    def spy(self: Runner, job: Any, cases: Any, arms: Any) -> Any:
+        asked.append([a.name for a in arms])
+        return rows(self, job, cases, arms)
+
+    monkeypatch.setattr(Runner, "_rows", spy)
+    run(engine, tmp_path, "blind,patched:1")
+    assert not asked
+    run(engine, tmp_path, "blind,patched:1,patched:3")
+    assert asked and all(names == ["patched:3"] for names in asked)
+    assert (tmp_path / "samples.jsonl").read_bytes().startswith(before)
+
+
+def test_bad_settings_are_refused() -> None:
+    for bad in ({"seed": -1}, {"frames": (1,)}, {"frames": ()}, {"layout": "diagonal"}, {"dtype": "int8"}):
+        with pytest.raises(ValueError, match="must be"):
+            Settings(**bad)  # type: ignore[arg-type]
+
+
+def invoke(*args: str) -> Any:
+    return CliRunner().invoke(app, [*args])
+
+
+def test_the_command_line(model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    common = [
+        "run",
+        "tiny",
+        "--model",
+        str(model_dir),
+        "--frames",
+        "2-3",
+        "--n",
+        "3",
+        "--seed",
+        "1",
+        "--output",
+        str(folder),
+    ]
+    arms = "reprefill,blind,patched:1,patched:3,first_k:1,orbit:2,survivor,removal:2,stale:2@0.5,recall:2@0.5"
+    made = invoke(*common, "--arms", arms, "--json")
+    assert made.exit_code == 0, made.output
+    result = json.loads(made.stdout)
+    assert list(result["arms"]) == arms.split(",")
+    for name, tasks in result["arms"].items():
+        assert tasks, name
+        for figures in tasks.values():
+            assert set(figures) >= CELL
+            assert 0 <= figures["ci95"][0] <= figures["accuracy"] <= figures["ci95"][1] <= 1
+    assert set(result["arms"]["patched:1"]) == {"single_hop", "multi_hop", "graded", "order"}
+    assert set(result["arms"]["survivor"]) == {"slide_distractor", "slide_needed"}
+    assert result["arms"]["survivor"]["slide_needed"]["eta"] in (None, 0.0)
+    assert result["arms"]["reprefill"]["multi_hop"]["kl"] == 0.0
+    assert result["arms"]["orbit:2"]["order"]["n"] == 3
+    assert result["basis_bytes"] == 0
+    again = invoke("score", str(folder), "--json")
+    assert json.loads(again.stdout)["arms"]["patched:3"] == result["arms"]["patched:3"]
+    assert "patched:3" in invoke("score", str(folder)).stdout
+    assert invoke("report", str(folder)).exit_code == 0
+    assert "| patched:3 | 3 |" in (folder / "report.md").read_text()
+    assert (folder / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+    other = invoke(*common[:-4], "--seed", "2", "--output", str(folder), "--arms", "blind")
+    assert other.exit_code == 2
+    assert "seed 1 there, 2 now" in other.stderr
+
+
+def test_a_shared_basis_is_kept_and_counted_apart(model_dir: Path, tmp_path: Path) -> None:
+    args = ["run", "--model", str(model_dir), "--frames", "2", "--n", "2", "--tasks", "multi_hop", "--layout", "shared"]
+    made = [invoke(*args, "--arms", "patched:4", "--output", str(tmp_path / "a"), "--json") for _ in range(2)]
+    first, second = (json.loads(m.stdout) for m in made)
+    assert first["arms"] == second["arms"]
+    assert first["basis_bytes"] == (tmp_path / "a" / "basis.safetensors").stat().st_size > 0
+    tokens, width = 11, 3 * 2 * 32
+    assert first["arms"]["patched:4"]["multi_hop"]["bytes_share"] == pytest.approx(tokens * 4 / (tokens * width))
+
+
+def test_decoded_frames_differ_and_work(model_dir: Path, tmp_path: Path) -> None:
+    args = [
+        "run",
+        "--model",
+        str(model_dir),
+        "--frames",
+        "2",
+        "--n",
+        "1",
+        "--tasks",
+        "multi_hop",
+        "--arms",
+        "blind",
+        "--json",
+    ]
+    plain = json.loads(invoke(*args, "--output", str(tmp_path / "plain")).stdout)
+    decoded = json.loads(invoke(*args, "--decoded", "--output", str(tmp_path / "decoded")).stdout)
+    figures = [r["arms"]["blind"]["multi_hop"]["kl"] for r in (plain, decoded)]
+    assert figures[0] != figures[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["run", "other"], "suite must be tiny"),
+        (["run", "--n", "0"], "n must be >= 1"),
+        (["run", "--arms", "patchd:8"], "an arm must be one of"),
+        (["run", "--tasks", "none"], "tasks must be among"),
+        (["run", "--frames", "2-9"], "frames must be numbers from 2 to 6"),
+        (["run", "--frames", "two"], "comma-separated"),
+        (["run", "--layout", "diagonal"], "layout must be one of"),
+        (["run", "--model", "/no/such/model"], "/no/such/model"),
+        (["score", "/no/such/run"], "config.json"),
+        (["report", "/no/such/run"], "config.json"),
+        (["drift", "--window", "6"], "window must be 2..5"),
+        (["drift", "--slides", "0"], "slides must be"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(args: list[str], message: str, tmp_path: Path) -> None:
+    made = invoke(*args)
+    assert made.exit_code == 2
+    assert message in made.stderr
+    assert "Traceback" not in made.stderr
+
+
+def test_ls_names_every_arm_with_its_source() -> None:
+    listed = json.loads(invoke("ls", "--json").stdout)
+    assert {"patched", "first_k", "orbit", "stale", "recall", "removal"} <= set(listed["arms"])
+    assert all(arm["source"] and arm["about"] for arm in listed["arms"].values())
+    assert invoke("ls").exit_code == 0
+
+
+def test_drift_runs_on_the_window(engine: HFEngine) -> None:
+    from ctxwin.evals.drift import DriftSettings, measure
+
+    result = measure(engine, DriftSettings(streams=1, window=2, points=(1, 3), questions=2))
+    kept, refreshed = result["drift"]["kept"], result["drift"]["refreshed"]
+    assert set(kept) == set(refreshed) == {"1", "3"}
+    assert kept["1"]["n"] == 2
+    assert kept["3"]["window"]["kl"] > 0
+    # Two frames are placed and one is re-formed after each slide: what is left is the newest, behind a survivor then.
+    assert refreshed["3"]["window"]["kl"] != kept["3"]["window"]["kl"]
+    assert "last 6 frames" in result["note"]
