@@ -121,7 +121,7 @@ class Window:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Placement ids in prompt order; O(n)."""
+        """Placement ids in prompt order."""
         return tuple(p.id for p in self._state.placed)
 
     @property
@@ -142,6 +142,8 @@ class Window:
 
     def plan(self) -> Plan:
         """What the next `ask` would do and cost, per chunk, before paying (the query comes on top). Reads no KV."""
+        if not self._closed:
+            self._lease()  # what was lost may have been stored again by another window
         return self._assembly.plan(self._state, self._fidelity)
 
     def at(self, version: int) -> Window:
@@ -159,8 +161,8 @@ class Window:
 
     def check(self) -> None:
         """Asserts every invariant of the window; AssertionError prints the state. Cost: a plan."""
-        check_state(self._state, self._assembly.plan(self._state, self._fidelity))
-        held = {k for k in self._state.keys() if self.engine.repo.contains(k)}  # noqa: SIM118  # a method, not a dict
+        check_state(self._state, self.plan())
+        held = set(filter(self.engine.repo.contains, self._state.keys()))
         assert self._closed or held <= self._leases | self._assembly.missing, f"unleased keys {held - self._leases}"
 
     # -- editing --------------------------------------------------------------------------------------------------
@@ -168,9 +170,8 @@ class Window:
     def append(self, chunk: Chunk) -> str:
         """Places ``chunk`` behind everything; returns its placement id.
 
-        Cost: tokenising, and one run of the vision tower for media never seen before. May go over the budget (`slide`
-        mends that) unless the chunk alone does. Raises BudgetExceeded, BadMedia, ChunkUnavailable, UnsupportedModel; the
-        window is then as it was.
+        Cost: tokenising, and one run of the vision tower for new media. May go over the budget (`slide` mends that) unless
+        the chunk alone does. Raises BudgetExceeded, BadMedia, ChunkUnavailable, UnsupportedModel and changes nothing then.
         """
         with self._writing() as state:
             placed = self._new(state, chunk)
@@ -289,14 +290,12 @@ class Window:
         else:
             fresh = Window(self.engine, header, self.budget, self._state.fidelity)._state
             strip = {"kv": None, "unseen": ()}
-            branch._open(
-                self.engine,
-                fresh.but(
-                    arrivals=self._state.arrivals,
-                    placed=tuple(p.but(**strip) for p in self._state.placed),
-                    evicted=tuple(p.but(**strip) for p in self._state.evicted),
-                ),
+            bare = fresh.but(
+                arrivals=self._state.arrivals,
+                placed=tuple(p.but(**strip) for p in self._state.placed),
+                evicted=tuple(p.but(**strip) for p in self._state.evicted),
             )
+            branch._open(self.engine, bare)
         branch._parent = (weakref.ref(self), self.version)
         return branch
 
