@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ctxwin.engines.base import MediaSpan
-from ctxwin.errors import UnsupportedModel
+from ctxwin.errors import EngineFailed, UnsupportedModel
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,7 @@ class Inputs:
             int64 ``[3, T]`` from 0 (three equal rows without M-RoPE), and the position of a text token that would
             follow. Cost: O(T), no forward.
         """
+        self._check_open()
         count = len(token_ids)
         if not self._config.uses_mrope:
             return np.tile(np.arange(count, dtype=np.int64), (3, 1)), count
@@ -63,6 +64,7 @@ class Inputs:
         """
         import torch
 
+        self._check_open()
         if not self.multimodal:
             raise UnsupportedModel(f"{self._config.model} is a text model: it has no vision tower")
         like = next(self.model.parameters())
@@ -80,6 +82,7 @@ class Inputs:
         media: Sequence[MediaSpan],
         embed: Callable[[str], torch.Tensor],
         salt: str,
+        covered: int = 0,
     ) -> dict[str, Any]:
         """A rendered engine input, the form that vLLM's own renderer hands to the engine.
 
@@ -91,15 +94,25 @@ class Inputs:
             media: with offsets within ``token_ids``.
             embed: embeddings by key.
             salt: separates prefix-cache entries; "" for none.
+            covered: tokens in front whose KV will be loaded. Media among them carry zeros: their embeddings are not
+                read, and need not exist any more. That is safe because a load that does not happen is noticed.
         """
         if not media:
             from vllm.inputs.engine import tokens_input
 
             return dict(tokens_input(list(token_ids), cache_salt=salt or None))
+        import torch
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
 
-        features = [self._feature(span, embed(span.key)) for span in sorted(media, key=lambda m: m.offset)]
+        known = min(covered, len(token_ids) - 1)  # vLLM always computes the last token
+        features = []
+        for span in sorted(media, key=lambda m: m.offset):
+            if span.offset + span.tokens <= known:
+                embeddings = torch.zeros(span.tokens, self._config.get_inputs_embeds_size())
+            else:
+                embeddings = embed(span.key)
+            features.append(self._feature(span, embeddings))
         items: dict[str, list[Any]] = {}
         hashes: dict[str, list[str]] = {}
         places: dict[str, list[Any]] = {}
@@ -108,6 +121,10 @@ class Inputs:
             hashes.setdefault(feature.modality, []).append(feature.identifier)
             places.setdefault(feature.modality, []).append(feature.mm_position)
         return dict(mm_input(list(token_ids), MultiModalKwargsItems(items), hashes, places, cache_salt=salt or None))
+
+    def _check_open(self) -> None:
+        if self.model is None:
+            raise EngineFailed("the engine is closed; open a new one")
 
     def _feature(self, span: MediaSpan, embeddings: torch.Tensor | None) -> Any:
         """One media item as vLLM describes it; without embeddings it is good for positions only."""

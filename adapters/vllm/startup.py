@@ -25,7 +25,8 @@ from ctxwin.adapters.vllm.registry import PARAM, Exchange
 from ctxwin.errors import EngineFailed, UnsupportedModel
 
 CPU_KV_BYTES = 1 << 30
-"""Paged cache on a CPU unless told otherwise; vLLM's own default there is most of the machine's memory."""
+"""Paged cache on a CPU unless told otherwise, or what one request of full length takes where that is more; vLLM's own
+default there is most of the machine's memory."""
 
 _FIXED = {
     "enable_mm_embeds": True,
@@ -55,15 +56,20 @@ def start(model: str, exchange: Exchange, options: dict[str, Any]) -> Any:
     arguments = _arguments(exchange, options)
     with _lock, _unnoticed():
         _hide_unloadable("torchcodec")
+        from transformers import AutoConfig
         from vllm import LLM
         from vllm.platforms import current_platform
+
+        config = AutoConfig.from_pretrained(model)
 
         if current_platform.is_cpu():
             arguments.setdefault("block_size", 32)  # the smallest for CPU kernels: less to load behind a prefix hit
             arguments.setdefault("enforce_eager", True)  # compiling costs more than a CPU window wins back
             if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-                arguments.setdefault("kv_cache_memory_bytes", CPU_KV_BYTES)
-        _import_model_classes(model, arguments)
+                longest = arguments.get("max_model_len") or config.get_text_config().max_position_embeddings
+                whole = exchange.kv.span_bytes(longest + 2 * arguments["block_size"], _itemsize(exchange.kv.dtype))
+                arguments.setdefault("kv_cache_memory_bytes", max(CPU_KV_BYTES, whole))
+        _import_model_classes(config)
         try:
             llm = LLM(model, **arguments)
         except Exception as error:
@@ -140,17 +146,17 @@ def _hide_unloadable(name: str) -> None:
         _log.info("%s does not load and is left out: %s", name, error)
 
 
-def _import_model_classes(model: str, arguments: dict[str, Any]) -> None:
+def _itemsize(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
+
+
+def _import_model_classes(config: Any) -> None:
     """Imports the model's class here, so that vLLM does not start a Python process just to look at it.
 
     That process costs seconds, and would need any repair of the environment that this one has had.
     """
-    from transformers import AutoConfig
     from vllm.model_executor.models.registry import ModelRegistry
 
-    config = AutoConfig.from_pretrained(
-        model, revision=arguments.get("revision"), trust_remote_code=arguments.get("trust_remote_code", False)
-    )
     for name in getattr(config, "architectures", None) or ():
         entry = ModelRegistry.models.get(name)
         if entry is not None and not hasattr(entry, "model_cls"):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
     from ctxwin.store.base import Store
 
+VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
 _QUERY = "query"
 _DTYPES = ("bfloat16", "float16", "float32")
 _log = logging.getLogger("ctxwin.engines")
@@ -48,12 +49,26 @@ class _Work:
     forwards: int = 0
     bytes_loaded: int = 0
     seen: int = 0
-    first_token_at: float = 0.0
     captured: dict[str, SpanKV] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Ask:
+    """What is asked behind a layout; no query where only KV is wanted."""
+
+    query: Encoded | None
+    sampling: Sampling
+    salt: str
+    capture_query: bool = False
+    on_token: Callable[[list[int]], bool] | None = None
+
+    @property
+    def tail(self) -> list[Encoded]:
+        return [] if self.query is None else [self.query]
+
+
 class VLLMEngine(Engine):
-    """vLLM in this process.
+    """vLLM in this process: Qwen2-VL, Qwen2.5-VL and text models with rotary GQA or MHA attention.
 
     Args:
         model: local folder or Hub name.
@@ -76,6 +91,9 @@ class VLLMEngine(Engine):
         from ctxwin.store.spans import SpanRepository
 
         checkpoint = open_checkpoint(model)
+        kind = str(checkpoint.config.model_type)
+        if checkpoint.media is not None and kind not in VISION_MODELS:
+            raise UnsupportedModel(f"a vision model must be one of {', '.join(VISION_MODELS)}, got {kind!r}")
         dtype = _dtype(options.pop("dtype", "auto"), checkpoint.config)
         identity = checkpoint.identity(dtype, "vllm")
         kv = kv_spec_from_config(checkpoint.config, identity, dtype, "vllm")
@@ -90,6 +108,7 @@ class VLLMEngine(Engine):
         except ImportError as error:
             raise _missing(error) from error
 
+        self._inputs: Any = None
         self._lock = threading.RLock()
         self._closed = False
         self._tenant = tenant
@@ -149,8 +168,8 @@ class VLLMEngine(Engine):
 
         pieces = [*context, Piece(target, start, capture=True)]
         with self._lock:
-            work, _, _ = self._serve(pieces, None, Sampling(max_tokens=1), salt)
-            self._count(work)
+            work, _, fallbacks = self._serve(pieces, _Ask(None, Sampling(max_tokens=1), salt))
+            self._count(work, fallbacks)
         span = work.captured[str(len(context))]
         return relocate(span, self.spec.kv, start)
 
@@ -165,12 +184,10 @@ class VLLMEngine(Engine):
         on_token: Callable[[int, str], bool] | None = None,
     ) -> Generation:
         began = time.perf_counter()
+        ask = _Ask(query, sampling, salt, capture_query, self._streamed(on_token))
         with self._lock:
-            work, outcome, fallbacks = self._serve(
-                layout, query, sampling, salt, capture_query=capture_query, on_token=self._streamed(on_token)
-            )
-            self._count(work)
-            self.counters.fallbacks += fallbacks
+            work, outcome, fallbacks = self._serve(layout, ask)
+            self._count(work, fallbacks)
         ended = time.perf_counter()
         return Generation(
             token_ids=outcome.token_ids,
@@ -198,61 +215,47 @@ class VLLMEngine(Engine):
             self._closed = True
             registry.close_exchange(self._exchange)
             self._exchange.paged = None
-            self._inputs.close()
+            if self._inputs is not None:
+                self._inputs.close()
             llm, self._llm = self._llm, None
             startup.stop(llm)
 
     # -- serving -------------------------------------------------------------------------------------------------------
 
-    def _serve(
-        self,
-        layout: Sequence[Piece],
-        query: Encoded | None,
-        sampling: Sampling,
-        salt: str,
-        *,
-        capture_query: bool = False,
-        on_token: Callable[[list[int]], bool] | None = None,
-    ) -> tuple[_Work, Outcome, int]:
+    def _serve(self, layout: Sequence[Piece], ask: _Ask) -> tuple[_Work, Outcome, int]:
         """Serves a layout, once more without its spans where loading them fails (the last value counts that)."""
-        from ctxwin.adapters.vllm.requests import CallerError, LoadError
+        from ctxwin.adapters.vllm.requests import LoadError
 
         if self._closed:
             raise EngineFailed("the engine is closed; open a new one")
-        base = self._check(layout, query, sampling)
+        base = self._check(layout, ask)
+        work = _Work()
         try:
-            work = _Work()
-            outcome = self._attempt(work, layout, base, query, sampling, salt, capture_query, on_token)
-            return work, outcome, 0
+            return work, self._guarded(work, layout, base, ask), 0
         except LoadError as error:
             _log.warning("loading spans into vLLM failed (%s); the prompt is computed instead", error)
-            again = _Work(computed=work.computed, forwards=work.forwards)
+        # Everything is computed in place now, which is exact, so it belongs to (and may use) the exact space.
+        again = _Work(computed=work.computed, forwards=work.forwards)
+        bare = [replace(piece, span=None) for piece in layout]
+        try:
+            return again, self._guarded(again, bare, base, replace(ask, salt="")), 1
+        except LoadError as error:
+            raise EngineFailed(f"vLLM could not answer the request without its spans either: {error}") from error
+
+    def _guarded(self, work: _Work, layout: Sequence[Piece], base: int, ask: _Ask) -> Outcome:
+        """`_attempt`, with vLLM's errors as ours and the caller's own as they were."""
+        from ctxwin.adapters.vllm.requests import CallerError, LoadError
+
+        try:
+            return self._attempt(work, layout, base, ask)
         except CallerError as error:
             raise error.__cause__ or error from None
-        except CtxwinError:
+        except (CtxwinError, LoadError):
             raise
         except Exception as error:
             raise EngineFailed(f"vLLM could not answer the request: {error}") from error
-        # Everything is computed in place now, which is exact, so it belongs to (and may use) the exact space.
-        bare = [replace(piece, span=None) for piece in layout]
-        try:
-            return again, self._attempt(again, bare, base, query, sampling, "", capture_query, on_token), 1
-        except CallerError as error:
-            raise error.__cause__ or error from None
-        except Exception as error:
-            raise EngineFailed(f"vLLM could not answer the request without its spans either: {error}") from error
 
-    def _attempt(
-        self,
-        work: _Work,
-        layout: Sequence[Piece],
-        base: int,
-        query: Encoded | None,
-        sampling: Sampling,
-        salt: str,
-        capture_query: bool,
-        on_token: Callable[[list[int]], bool] | None,
-    ) -> Outcome:
+    def _attempt(self, work: _Work, layout: Sequence[Piece], base: int, ask: _Ask) -> Outcome:
         """The requests of one call.
 
         vLLM takes external KV as one prefix only, so a missing piece with spans behind it is computed by a request of
@@ -263,31 +266,23 @@ class VLLMEngine(Engine):
         for i, piece in enumerate(pieces[:last]):
             if piece.span is None and pieces[i + 1].span is not None:
                 run = [j for j in range(i + 1) if pieces[j].span is None]
-                self._request(work, pieces[: i + 1], base, None, Sampling(max_tokens=1), salt, run, False, None)
+                self._request(work, pieces[: i + 1], base, _Ask(None, Sampling(max_tokens=1), ask.salt), run)
                 for j in run:
                     pieces[j] = replace(pieces[j], span=work.captured[str(j)])
         wanted = [i for i, piece in enumerate(pieces) if piece.capture and piece.span is None]
-        outcome = self._request(work, pieces, base, query, sampling, salt, wanted, capture_query, on_token)
+        outcome = self._request(work, pieces, base, ask, wanted)
         keep = {str(i) for i, piece in enumerate(layout) if piece.capture and piece.span is None} | {_QUERY}
         work.captured = {name: span for name, span in work.captured.items() if name in keep}
         return outcome
 
     def _request(
-        self,
-        work: _Work,
-        pieces: Sequence[Piece],
-        base: int,
-        query: Encoded | None,
-        sampling: Sampling,
-        salt: str,
-        capture: Sequence[int],
-        capture_query: bool,
-        on_token: Callable[[list[int]], bool] | None,
+        self, work: _Work, pieces: Sequence[Piece], base: int, ask: _Ask, capture: Sequence[int]
     ) -> Outcome:
+        """One request on vLLM: loads what leads the pieces, captures those of the indices asked for."""
         from ctxwin.adapters.vllm.registry import Placed, Transfer
         from ctxwin.adapters.vllm.requests import run
 
-        encoded = [piece.encoded for piece in pieces] + ([query] if query is not None else [])
+        encoded = [*(piece.encoded for piece in pieces), *ask.tail]
         offsets = [0]
         for part in encoded:
             offsets.append(offsets[-1] + part.tokens)
@@ -297,30 +292,28 @@ class VLLMEngine(Engine):
                 break
             if piece.encoded.tokens:
                 loads.append(Placed(offset, piece.span, piece.start - base))
-        captures: dict[str, tuple[int, int | None]] = {str(i): (offsets[i], offsets[i + 1]) for i in capture}
-        if capture_query:
+        captures: dict[str, tuple[int, int | None]] = {
+            str(i): (offsets[i], offsets[i + 1]) for i in capture if pieces[i].encoded.tokens
+        }
+        if ask.capture_query:
             captures[_QUERY] = (offsets[len(pieces)], None)
         ids, media = _joined(encoded)
         transfer = Transfer(loads=tuple(loads), captures=captures)
-        prompt = self._inputs.prompt(ids, media, self.embed, self._salt(salt))
+        prompt = self._inputs.prompt(ids, media, self.embed, self._salt(ask.salt), transfer.covered)
+        eos = sorted(self.encoder.checkpoint.eos)
         try:
-            outcome = run(
-                self._llm, self._exchange, prompt, transfer, sampling, sorted(self.encoder.checkpoint.eos), on_token
-            )
+            outcome = run(self._llm, self._exchange, prompt, transfer, ask.sampling, eos, ask.on_token)
         finally:
             self._account(work, transfer, len(ids))
         for i in capture:
             work.captured[str(i)] = self._span(transfer, str(i), pieces[i].encoded, pieces[i].start - base)
-        if capture_query:
-            assert query is not None
+        if ask.capture_query and ask.query is not None:
             begin = pieces[-1].start - base + pieces[-1].encoded.advance if pieces else 0
-            work.captured[_QUERY] = self._span(transfer, _QUERY, query, begin)
-        work.first_token_at = outcome.first_token_at
+            work.captured[_QUERY] = self._span(transfer, _QUERY, ask.query, begin)
         return outcome
 
     def _account(self, work: _Work, transfer: Transfer, tokens: int) -> None:
-        known = transfer.local_tokens + transfer.loaded_tokens
-        work.computed += tokens - known
+        work.computed += tokens - transfer.local_tokens - transfer.planned_tokens
         # What an earlier request of this call computed or loaded is no hit of an earlier call.
         work.cached += max(0, transfer.local_tokens - work.seen)
         work.seen = max(work.seen, tokens)
@@ -331,6 +324,12 @@ class VLLMEngine(Engine):
         """A captured span; one with generated tokens behind the encoded ones is a query's."""
         import torch
 
+        kv = self.spec.kv
+        if not encoded.tokens and name not in transfer.captured:  # an empty header, for example
+            dtype = getattr(torch, kv.dtype)
+            k = torch.empty(kv.layers, 0, kv.heads, kv.k_dim, dtype=dtype)
+            v = torch.empty(kv.layers, 0, kv.heads, kv.v_dim, dtype=dtype)
+            return SpanKV(k, v, torch.empty(3, 0, dtype=torch.int64), start)
         if name not in transfer.captured:
             raise EngineFailed(f"the KV of piece {name} was not captured; vLLM ended the request early")
         k, v = transfer.captured[name]
@@ -339,14 +338,17 @@ class VLLMEngine(Engine):
         positions = torch.from_numpy(np.concatenate([encoded.positions, behind], axis=1))
         return SpanKV(k.to("cpu"), v.to("cpu"), positions, start)
 
-    def _check(self, layout: Sequence[Piece], query: Encoded | None, sampling: Sampling) -> int:
+    def _check(self, layout: Sequence[Piece], ask: _Ask) -> int:
         """Validates a request before anything is submitted; returns the position its first token is shifted by.
 
         Positions within a prompt are vLLM's, so the pieces must stand where vLLM puts them. Only the whole prompt may
         be shifted: attention sees differences of positions.
         """
+        sampling = ask.sampling
         if sampling.max_tokens < 1:
             raise ValueError(f"max_tokens must be >= 1, got {sampling.max_tokens}")
+        if sampling.temperature < 0:
+            raise ValueError(f"temperature must be >= 0, got {sampling.temperature}")
         base = layout[0].start if layout else 0
         at = base
         for i, piece in enumerate(layout):
@@ -355,7 +357,7 @@ class VLLMEngine(Engine):
             at += piece.encoded.advance
             if piece.span is not None:
                 self._check_span(i, piece, piece.span)
-        encoded = [piece.encoded for piece in layout] + ([query] if query is not None else [])
+        encoded = [*(piece.encoded for piece in layout), *ask.tail]
         ids, media = _joined(encoded)
         room = self.spec.max_tokens - len(ids)
         if not ids or room < sampling.max_tokens:
@@ -384,7 +386,8 @@ class VLLMEngine(Engine):
         """Exact windows of no tenant share their blocks with plain requests, which carry no salt."""
         return digest("salt", self._tenant, salt) if salt or self._tenant else ""
 
-    def _count(self, work: _Work) -> None:
+    def _count(self, work: _Work, fallbacks: int) -> None:
+        self.counters.fallbacks += fallbacks
         self.counters.prefill_forwards += work.forwards
         self.counters.prefill_tokens += work.computed
 

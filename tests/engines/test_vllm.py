@@ -20,7 +20,7 @@ import torch
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
-from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.errors import ChunkUnavailable, EngineFailed, UnsupportedModel
 from ctxwin.kv import SpanKV
 from ctxwin.store import Store
 from engines import models
@@ -222,7 +222,10 @@ def test_exact_window_equals_plain_vllm(engine: Any, model_dir: Path, tmp_path: 
     single = [i for at, i in enumerate(whole) if i != pad or whole[at - 1] != pad]
     job, out = tmp_path / "job.json", tmp_path / "out.json"
     job.write_text(json.dumps({"model": str(model_dir), "ids": single, "seeds": seeds}))
-    env = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    env = {
+        **os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TORCHDYNAMO_DISABLE": "1",  # compiling vLLM's sampling functions would take longer than everything else here
+    }  # fmt: skip
     run = subprocess.run(
         [sys.executable, "-c", PLAIN, str(job), str(out)], env=env, capture_output=True, text=True, timeout=300
     )
@@ -292,6 +295,28 @@ class TestLoading:
             engine.generate(laid(parts), query, ALL, salt="tower")
             with pytest.raises(AssertionError, match="tower ran"):
                 engine.encode(picture(99))
+
+
+    def test_media_under_loaded_kv_need_no_embeddings(self, engine: Any) -> None:
+        parts, query = encoded(engine, [4, 5]), engine.encode_query("what color")
+        whole = engine.generate(laid(parts), query, ALL, salt="gone-1")
+        spans = [whole.captured[i] for i in range(3)]
+        with mock.patch.object(engine, "embed", side_effect=ChunkUnavailable("left the store")):
+            loaded = engine.generate(laid(parts, spans), query, ALL, salt="gone-2")
+            assert gap(whole, loaded) < 1e-5 and loaded.fallbacks == 0
+            with pytest.raises(ChunkUnavailable):
+                engine.generate(laid(parts, [spans[0], spans[1], None]), query, ALL, salt="gone-3")
+        # And no zeros were left in vLLM's cache of embeddings.
+        assert gap(whole, engine.generate(laid(parts), query, ALL, salt="gone-4")) < 1e-5
+
+    def test_an_empty_piece(self, engine: Any) -> None:
+        """A base model without a chat template has an empty header where none was given."""
+        empty = Encoded("", (), np.zeros((3, 0), dtype=np.int64), 0)
+        parts, query = [empty, engine.encode(picture(4))], engine.encode_query("what color")
+        whole = engine.generate(laid(parts), query, ALL, salt="empty-1")
+        assert whole.captured[0].tokens == 0
+        spans = [whole.captured[i] for i in range(2)]
+        assert gap(whole, engine.generate(laid(parts, spans), query, ALL, salt="empty-2")) < 1e-5
 
 
 class TestPrefixCache:
