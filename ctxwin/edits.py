@@ -74,9 +74,12 @@ def absorbers(state: State, source: str) -> set[str]:
     return tainted - {source}
 
 
-def leaving_for_budget(state: State) -> list[Placed]:
-    """The oldest unpinned chunks whose eviction brings the window within its budget; BudgetExceeded where none can."""
-    excess = state.tokens - state.budget
+def leaving_for_budget(state: State, room: int = 0) -> list[Placed]:
+    """The oldest unpinned chunks whose eviction brings the window, with ``room`` tokens free, within its budget.
+
+    Raises BudgetExceeded where even all of them do not.
+    """
+    excess = state.tokens + room - state.budget
     leaving: list[Placed] = []
     for placed in oldest_first(state):
         if excess <= 0:

@@ -142,8 +142,7 @@ class Window:
 
     def plan(self) -> Plan:
         """What the next `ask` would do and cost, per chunk, before paying (the query comes on top). Reads no KV."""
-        if not self._closed:
-            self._lease()  # what was lost may have been stored again by another window
+        self._lease()  # what was lost may have been stored again by another window
         return self._assembly.plan(self._state, self._fidelity)
 
     def at(self, version: int) -> Window:
@@ -213,16 +212,16 @@ class Window:
             self._commit(new, remember=False)
             asking.forget(self.engine, new, gone, tainted)
 
-    def slide(self, count: int | None = None) -> list[str]:
+    def slide(self, count: int | None = None, *, room: int = 0) -> list[str]:
         """Evicts the oldest unpinned chunks: ``count`` of them, or as many as bring the window within its budget.
 
-        Returns the evicted ids. Raises BudgetExceeded where pinned chunks alone exceed the budget, and ValueError where
+        ``room`` tokens are left free for a query and its answer. Returns the evicted ids. Raises BudgetExceeded where pinned chunks alone exceed the budget, and ValueError where
         fewer than ``count`` chunks can leave; the window is then as it was.
         """
         if count is not None and (not isinstance(count, int) or count < 0):
             raise ValueError(f"count must be an int >= 0, got {count!r}")
         with self._writing() as state:
-            leaving = edits.leaving_for_budget(state) if count is None else edits.oldest_first(state)[:count]
+            leaving = edits.leaving_for_budget(state, room) if count is None else edits.oldest_first(state)[:count]
             if count is not None and count > len(leaving):
                 raise ValueError(f"count must be at most the {len(leaving)} unpinned chunks, got {count}")
             if leaving:
@@ -465,7 +464,7 @@ class Window:
         self._lease()
 
     def _lease(self) -> None:
-        wanted = self._state.keys()
+        wanted = set() if self._closed else self._state.keys()
         for key in wanted - self._leases:
             if self.engine.repo.lease(key):
                 self._leases.add(key)
