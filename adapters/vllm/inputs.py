@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class Inputs:
-    """Reads one started engine's model; holds no state of requests.
+    """Reads one started engine's model; holds no state of requests. The engine's lock is held around every call but
+    `positions`, which only reads.
 
     Args:
         llm: a started ``vllm.LLM`` that runs in this process.
@@ -26,6 +27,7 @@ class Inputs:
         self._config = engine.vllm_config.model_config
         self.model: Any = engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
         self.multimodal = bool(self._config.is_multimodal_model)
+        self._blank: dict[Any, Any] = {}
         self._processor: Any = engine.renderer.get_mm_processor() if self.multimodal else None
 
     def close(self) -> None:
@@ -101,18 +103,14 @@ class Inputs:
             from vllm.inputs.engine import tokens_input
 
             return dict(tokens_input(list(token_ids), cache_salt=salt or None))
-        import torch
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
 
         known = min(covered, len(token_ids) - 1)  # vLLM always computes the last token
-        features = []
-        for span in sorted(media, key=lambda m: m.offset):
-            if span.offset + span.tokens <= known:
-                embeddings = torch.zeros(span.tokens, self._config.get_inputs_embeds_size())
-            else:
-                embeddings = embed(span.key)
-            features.append(self._feature(span, embeddings))
+        features = [
+            self._feature(span, None if span.offset + span.tokens <= known else embed(span.key))
+            for span in sorted(media, key=lambda m: m.offset)
+        ]
         items: dict[str, list[Any]] = {}
         hashes: dict[str, list[str]] = {}
         places: dict[str, list[Any]] = {}
@@ -127,29 +125,45 @@ class Inputs:
             raise EngineFailed("the engine is closed; open a new one")
 
     def _feature(self, span: MediaSpan, embeddings: torch.Tensor | None) -> Any:
-        """One media item as vLLM describes it; without embeddings it is good for positions only."""
-        import torch
-        from transformers import BatchFeature
-        from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItems, PlaceholderRange
+        """One media item as vLLM describes it; without embeddings it is good for positions and covered media only."""
+        from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-        if self._processor is None:
-            raise UnsupportedModel(f"{self._config.model} takes no {span.modality}s: it is a text model")
-        grid = torch.tensor([span.grid_thw], dtype=torch.int64)
-        data: dict[str, torch.Tensor] = {f"{span.modality}_grid_thw": grid}
-        if span.modality == "video" and span.seconds_per_grid is not None:
-            data["second_per_grid_ts"] = torch.tensor([span.seconds_per_grid])
         if embeddings is not None:
             if embeddings.shape[0] != span.tokens:
                 raise ValueError(f"{span.key} must hold {span.tokens} embeddings, got {embeddings.shape[0]}")
-            data[f"{span.modality}_embeds"] = embeddings
-        batch = BatchFeature(data)
-        items = MultiModalKwargsItems.from_hf_inputs(batch, self._processor._get_mm_fields_config(batch, {}))
-        if span.modality not in items:
-            raise UnsupportedModel(f"{type(self.model).__name__} takes no {span.modality} embeddings")
+            item = self._item(span, embeddings)
+        else:
+            shape = (span.modality, span.grid_thw, span.seconds_per_grid)
+            if shape not in self._blank:  # a handful of shapes in a stream of frames, and a millisecond each
+                self._blank[shape] = self._item(span, self._zeros(span.tokens))
+            item = self._blank[shape]
         return MultiModalFeatureSpec(
-            data=items[span.modality][0],
+            data=item,
             modality=span.modality,
             identifier=span.key.rpartition("/")[2],
             mm_position=PlaceholderRange(offset=span.offset, length=span.tokens),
         )
 
+    def _zeros(self, tokens: int) -> torch.Tensor:
+        import torch
+
+        return torch.zeros(1).expand(tokens, self._config.get_inputs_embeds_size())
+
+    def _item(self, span: MediaSpan, embeddings: torch.Tensor) -> Any:
+        import torch
+        from transformers import BatchFeature
+        from vllm.multimodal.inputs import MultiModalKwargsItems
+
+        if self._processor is None:
+            raise UnsupportedModel(f"{self._config.model} takes no {span.modality}s: it is a text model")
+        data: dict[str, torch.Tensor] = {
+            f"{span.modality}_grid_thw": torch.tensor([span.grid_thw], dtype=torch.int64),
+            f"{span.modality}_embeds": embeddings,
+        }
+        if span.modality == "video" and span.seconds_per_grid is not None:
+            data["second_per_grid_ts"] = torch.tensor([span.seconds_per_grid])
+        batch = BatchFeature(data)
+        items = MultiModalKwargsItems.from_hf_inputs(batch, self._processor._get_mm_fields_config(batch, {}))
+        if span.modality not in items:
+            raise UnsupportedModel(f"{type(self.model).__name__} takes no {span.modality} embeddings")
+        return items[span.modality][0]
