@@ -117,10 +117,12 @@ def report(
 @app.command()
 def drift(
     streams: Annotated[int, typer.Option(help="Independent streams.", min=1)] = 12,
-    window: Annotated[int, typer.Option(help="Frames in the window.", min=2)] = 3,
+    window: Annotated[int, typer.Option(help="Frames in the window.", min=2)] = 4,
     slides: Annotated[str, typer.Option(help="After how many slides to measure.")] = "1,8,32,128",
     questions: Annotated[int, typer.Option(help="Questions a stream and point.", min=1)] = 6,
-    refresh: Annotated[int, typer.Option(help="Approximations re-formed a slide, where refreshed.", min=1)] = 1,
+    refresh_every: Annotated[
+        int, typer.Option(help="The refreshed run re-forms everything placed every so many slides.")
+    ] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the streams.", min=0)] = 0,
     model: Model = "tiny",
     header: Annotated[str, typer.Option(help="System prompt.")] = "You watch a camera.",
@@ -135,7 +137,7 @@ def drift(
         from ctxwin.evals.drift import DriftSettings, drift_table, measure
 
         points = tuple(sorted({int(p) for p in _numbers(slides)}))
-        settings = DriftSettings(streams, window, points, questions, refresh, seed, header)
+        settings = DriftSettings(streams, window, points, questions, refresh_every, seed, header)
         engine = _open(model, dtype, device, threads)
         with _progress("streams", 2 * streams) as advance:
             result = measure(engine, settings, advance)

@@ -42,20 +42,23 @@ class DriftSettings:
         window: frames in the window; smaller than `TRAINED_FRAMES`, or the two references would be one.
         points: numbers of slides after which questions are asked.
         questions: questions a stream and point, about placed frames.
-        refresh: approximations re-formed after each slide in the refreshed run.
+        refresh_every: slides after which the second run re-forms everything placed, as in idle time. Its questions are
+            asked right after the slide (``refreshed``) and again after the refresh that falls on it (``rested``).
     """
 
     streams: int = 12
-    window: int = 3
+    window: int = 4
     points: tuple[int, ...] = (1, 8, 32, 128)
     questions: int = 6
-    refresh: int = 1
+    refresh_every: int = 1
     seed: int = 0
     header: str = "You watch a camera."
 
     def __post_init__(self) -> None:
         if not 2 <= self.window < TRAINED_FRAMES:
             raise ValueError(f"window must be 2..{TRAINED_FRAMES - 1} frames, got {self.window}")
+        if self.refresh_every < 1:
+            raise ValueError(f"refresh_every must be >= 1, got {self.refresh_every}")
         if not self.points or min(self.points) < 1:
             raise ValueError(f"slides must be numbers >= 1, got {list(self.points)}")
 
@@ -76,37 +79,45 @@ class Asked:
 def measure(
     engine: HFEngine, settings: DriftSettings, progress: Callable[[int], None] = lambda done: None
 ) -> dict[str, Any]:
-    """Runs all streams with and without refresh.
+    """Runs all streams with and without refresh. ``rested`` has the points that a refresh falls on.
 
-    Returns ``{"config", "note", "drift": {"kept" | "refreshed": {slides: {"window" | "stream": {...}, ...}}}}``.
+    Returns ``{"config", "note", "drift": {"kept" | "refreshed" | "rested": {slides: {"window" | "stream": {...}, ...}}}}``.
+    ``agreed`` is the mean KL to the window where both references answer alike, ``nearer`` that to the nearer reference;
     ``accuracy`` is by the generator's answer over the placed frames (window) or the frames read (stream).
     """
-    found: dict[str, list[Asked]] = {"kept": [], "refreshed": []}
+    found: dict[str, list[Asked]] = {"kept": [], "refreshed": [], "rested": []}
     for stream in range(settings.streams):
-        for name, refresh in (("kept", 0), ("refreshed", settings.refresh)):
-            found[name] += _one_stream(engine, settings, stream, refresh)
-            progress(1)
+        found["kept"] += _one_stream(engine, settings, stream, 0)[0]
+        progress(1)
+        before, after = _one_stream(engine, settings, stream, settings.refresh_every)
+        found["refreshed"] += before
+        found["rested"] += after
+        progress(1)
     note = (
         f"{settings.window} frames are placed. The stream reference reads the last {TRAINED_FRAMES} frames seen, the "
-        f"range the model was trained on, not the whole stream. Refreshed: {settings.refresh} re-formed a slide."
+        f"range the model was trained on, not the whole stream. Refreshed: everything placed is re-formed every "
+        f"{settings.refresh_every} slide(s), after the questions; rested: asked again after that."
     )
     return {
         "config": {**asdict(settings), "points": list(settings.points), "stream_frames": TRAINED_FRAMES},
         "note": note,
         "drift": {
             name: {
-                str(point): _summary([a for a in asked if a.slides == point], name) for point in sorted(settings.points)
+                str(point): _summary([a for a in asked if a.slides == point])
+                for point in sorted({a.slides for a in asked})
             }
             for name, asked in found.items()
         },
     }
 
 
-def _one_stream(engine: HFEngine, settings: DriftSettings, stream: int, refresh: int) -> list[Asked]:
+def _one_stream(engine: HFEngine, settings: DriftSettings, stream: int, every: int) -> tuple[list[Asked], list[Asked]]:
+    """What was asked right after slides, and again after the refresh that falls on them."""
     length = settings.window + max(settings.points)
     rng = np.random.default_rng((SPACE, settings.seed, 0x64726674, stream))
     frames = make_stream(rng, length, window=TRAINED_FRAMES)
-    asked: list[Asked] = []
+    before: list[Asked] = []
+    after: list[Asked] = []
     with Window(engine, settings.header, fidelity=Fidelity("patched")) as window:
         for i, frame in enumerate(frames):
             window.append(Chunk.image(render(frame), keep_source=False))
@@ -115,11 +126,14 @@ def _one_stream(engine: HFEngine, settings: DriftSettings, stream: int, refresh:
                 window.slide(1)
             # An answer conditions the new chunk, as a question a step would; its text does not matter.
             window.ask("color of 00?", max_tokens=1)
-            if slides > 0 and refresh:
-                window.refresh(refresh)
-            if slides in settings.points:
-                asked += _ask(engine, window, settings, frames[: i + 1], slides, stream)
-    return asked
+            point = slides in settings.points
+            if point:
+                before += _ask(engine, window, settings, frames[: i + 1], slides, stream)
+            if every and slides > 0 and slides % every == 0:
+                window.refresh()
+                if point:
+                    after += _ask(engine, window, settings, frames[: i + 1], slides, stream)
+    return before, after
 
 
 def _ask(
@@ -176,9 +190,7 @@ def _vector(made: Answer, size: int) -> np.ndarray:
     return vector
 
 
-def _summary(asked: Sequence[Asked], name: str) -> dict[str, Any]:
-    if not asked:
-        raise ValueError(f"a drift point must have questions, got none ({name})")
+def _summary(asked: Sequence[Asked]) -> dict[str, Any]:
     n = len(asked)
 
     def figures(kls: list[float], reference_right: int) -> dict[str, Any]:
@@ -195,7 +207,7 @@ def _summary(asked: Sequence[Asked], name: str) -> dict[str, Any]:
         "references_agree": sum(a.references_agree for a in asked) / n,
         "window": figures([a.kl_window for a in asked], sum(a.window_right for a in asked)),
         "stream": figures([a.kl_stream for a in asked], sum(a.stream_right for a in asked)),
-        "window_where_references_agree": _mean([a.kl_window for a in asked if a.references_agree]),
+        "agreed": _mean([a.kl_window for a in asked if a.references_agree]),
         "nearer": _mean([min(a.kl_window, a.kl_stream) for a in asked]),
     }
 
@@ -209,10 +221,14 @@ def drift_table(result: dict[str, Any]) -> Table:
     from rich.table import Table
 
     made = Table(title="KL of answers after slides (nats, mean)", title_justify="left")
-    for i, column in enumerate(("run", "slides", "n", "accuracy", "to window", "to stream", "to the nearer", "agree")):
+    for i, column in enumerate(
+        ("run", "slides", "n", "accuracy", "to window", "to stream", "to the nearer", "agreed", "agree")
+    ):
         made.add_column(column, justify="left" if i == 0 else "right")
     for name, points in result["drift"].items():
         for slides, p in points.items():
-            shown = [p["accuracy"], p["window"]["kl"], p["stream"]["kl"], p["nearer"], p["references_agree"]]
-            made.add_row(name, slides, str(p["n"]), *(f"{figure:.4f}" for figure in shown))
+            shown = (
+                p["accuracy"], p["window"]["kl"], p["stream"]["kl"], p["nearer"], p["agreed"], p["references_agree"],
+            )  # fmt: skip
+            made.add_row(name, slides, str(p["n"]), *("-" if x is None else f"{x:.4f}" for x in shown))
     return made

@@ -164,6 +164,7 @@ def test_decoded_frames_differ_and_work(model_dir: Path, tmp_path: Path) -> None
         (["report", "/no/such/run"], "config.json"),
         (["drift", "--window", "6"], "window must be 2..5"),
         (["drift", "--slides", "0"], "slides must be"),
+        (["drift", "--refresh-every", "0"], "refresh_every must be"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(args: list[str], message: str, tmp_path: Path) -> None:
@@ -183,11 +184,14 @@ def test_ls_names_every_arm_with_its_source() -> None:
 def test_drift_runs_on_the_window(engine: HFEngine) -> None:
     from ctxwin.evals.drift import DriftSettings, measure
 
-    result = measure(engine, DriftSettings(streams=1, window=2, points=(1, 3), questions=2))
-    kept, refreshed = result["drift"]["kept"], result["drift"]["refreshed"]
-    assert set(kept) == set(refreshed) == {"1", "3"}
+    result = measure(engine, DriftSettings(streams=1, window=2, points=(1, 2, 3), questions=2, refresh_every=2))
+    kept, refreshed, rested = (result["drift"][name] for name in ("kept", "refreshed", "rested"))
+    assert set(kept) == set(refreshed) == {"1", "2", "3"}
+    assert set(rested) == {"2"}
     assert kept["1"]["n"] == 2
-    assert kept["3"]["window"]["kl"] > 0
-    # Two frames are placed and one is re-formed after each slide: what is left is the newest, behind a survivor then.
-    assert refreshed["3"]["window"]["kl"] != kept["3"]["window"]["kl"]
+    assert kept["2"] == refreshed["2"]  # nothing was refreshed yet
+    assert 0 < kept["3"]["window"]["kl"] != refreshed["3"]["window"]["kl"] > 0
+    assert rested["2"]["window"]["kl"] < 1e-9 < kept["2"]["window"]["kl"]  # everything is exact again
+    assert rested["2"]["window"]["reference_accuracy"] == kept["2"]["window"]["reference_accuracy"]
     assert "last 6 frames" in result["note"]
+    json.dumps(result)
