@@ -103,6 +103,7 @@ class Batch:
         scenes: Flat indices (into B * T) of the image tokens of scenes, [S].
         scene_colors: Distribution over the 9 colours at those tokens, [S, 9].
         numbers: Flat indices of the questions' number tokens, [Q].
+        things: Flat indices of the image tokens of the things asked about, [Q].
         last: Flat indices of the questions' last tokens, [Q]; the answer follows each.
         targets: Distribution over the 9 colours, then the 8 shapes, [Q, 17].
         bound: Whether a question is the colour of a scene thing that a legend decides, [Q].
@@ -115,6 +116,7 @@ class Batch:
     scenes: Tensor
     scene_colors: Tensor
     numbers: Tensor
+    things: Tensor
     last: Tensor
     targets: Tensor
     bound: Tensor
@@ -174,15 +176,17 @@ def _exchange(rng: np.random.Generator, frames: Sequence[Frame], colors: Sequenc
 
 def _questions(
     rng: np.random.Generator, frames: Sequence[Frame], colors: Sequence[IntArray], count: int
-) -> tuple[list[str], NDArray[np.float32], list[bool]]:
+) -> tuple[list[str], NDArray[np.float32], list[bool], list[int]]:
     """`count` questions, mostly colours of scene things.
 
-    Returns texts, target distributions [count, 17] and whether a legend decides them.
+    Returns texts, target distributions [count, 17], whether a legend decides them, and the index of the thing among the
+    image tokens of the context.
     """
     cells = [(f, int(r), int(c)) for f, frame in enumerate(frames) for r, c in np.argwhere(frame.mark != NO_MARK)]
     scenes = [cell for cell in cells if frames[cell[0]].role == "scene"]
     legends = [cell for cell in cells if frames[cell[0]].role == "legend"]
-    texts, targets, bound = [], np.zeros((count, len(COLORS) + len(SHAPES)), np.float32), []
+    targets = np.zeros((count, len(COLORS) + len(SHAPES)), np.float32)
+    texts, bound, things = [], [], []
     for index in range(count):
         draw = rng.random()
         pool = cells if draw < 0.2 else (legends or scenes) if draw < 0.4 else (scenes or legends)
@@ -195,7 +199,8 @@ def _questions(
             texts.append(f"color of {frame.mark[r, c]:02d}?")
             targets[index, : len(COLORS)] = _color_distribution(color, frame.appearance[r, c])
         bound.append(bool(draw >= 0.2 and frame.role == "scene" and 0 <= color < N_COLORS))
-    return texts, targets, bound
+        things.append((f * GRID + r) * GRID + c)
+    return texts, targets, bound, things
 
 
 def make_batch(vocabulary: Vocabulary, rng: np.random.Generator, spec: BatchSpec) -> Batch:
@@ -234,6 +239,7 @@ def make_batch(vocabulary: Vocabulary, rng: np.random.Generator, spec: BatchSpec
     mask = visible & np.tri(total, dtype=bool)
 
     image_at = np.flatnonzero(ids == vocabulary.image).reshape(spec.contexts, spec.frames, GRID**2)
+    things = [tokens.ravel()[context[3]] for tokens, context in zip(image_at, asked, strict=True)]
     is_scene = np.array([[frame.role == "scene" for frame in frames] for frames, _ in contexts])
     drawn = np.array([[frame.appearance for frame in frames] for frames, _ in contexts])
     truth = np.array([colors for _, colors in contexts])
@@ -246,7 +252,8 @@ def make_batch(vocabulary: Vocabulary, rng: np.random.Generator, spec: BatchSpec
         scenes=torch.from_numpy(image_at[is_scene].ravel()),
         scene_colors=torch.from_numpy(_color_distribution(truth, drawn)[is_scene].reshape(-1, len(COLORS))),
         numbers=torch.from_numpy(first + NUMBER_AT),
+        things=torch.from_numpy(np.concatenate(things)),
         last=torch.from_numpy(first + length - 2),
-        targets=torch.from_numpy(np.concatenate([targets for _, targets, _ in asked])),
-        bound=torch.tensor([flag for _, _, flags in asked for flag in flags]),
+        targets=torch.from_numpy(np.concatenate([context[1] for context in asked])),
+        bound=torch.tensor([flag for context in asked for flag in context[2]]),
     )

@@ -6,6 +6,7 @@ mask and any positions, and hands out keys before rotation, which training and t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -86,7 +87,14 @@ def rotate_span(text: Any, span: Span, positions: Tensor) -> Span:
     return [(_rotate(k, cos, sin), v) for k, v in span]
 
 
-def decode(text: Any, x: Tensor, positions: Tensor, mask: Tensor, past: Span | None = None) -> tuple[Tensor, Span]:
+def decode(
+    text: Any,
+    x: Tensor,
+    positions: Tensor,
+    mask: Tensor,
+    past: Span | None = None,
+    probe: Callable[[int, Tensor, Tensor], None] | None = None,
+) -> tuple[Tensor, Span]:
     """The language model.
 
     Args:
@@ -95,6 +103,8 @@ def decode(text: Any, x: Tensor, positions: Tensor, mask: Tensor, past: Span | N
         positions: M-RoPE positions [B, 3, T].
         mask: What each token may attend to, bool or additive float, broadcastable to [B, 1, T, S + T].
         past: Rotated keys and values in front, of S tokens.
+        probe: Called in every layer with its index, rotated queries [B, heads, T, head_dim] and keys, one for each query
+            head, [B, heads, S + T, head_dim].
 
     Returns:
         Final hidden states [B, T, hidden] and the span of these T tokens, keys not rotated.
@@ -114,9 +124,10 @@ def decode(text: Any, x: Tensor, positions: Tensor, mask: Tensor, past: Span | N
         if past is not None:
             k, v = torch.cat([past[index][0], k], 2), torch.cat([past[index][1], v], 2)
         group = heads // kv_heads
-        mixed = functional.scaled_dot_product_attention(
-            _rotate(q, cos, sin), k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), attn_mask=mask
-        )
+        q, k, v = _rotate(q, cos, sin), k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        if probe is not None:
+            probe(index, q, k)
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + attention.o_proj(mixed.transpose(1, 2).reshape(batch, length, width))
         x = x + layer.mlp(_norm(x, layer.post_attention_layernorm))
     return _norm(x, text.norm), span

@@ -24,7 +24,7 @@ from torch.nn import functional
 from ctxwin.tiny.checkpoint import load_checkpoint, save_checkpoint
 from ctxwin.tiny.data import Batch, BatchSpec, Vocabulary, make_batch, through_clip
 from ctxwin.tiny.forward import decode, encode_pictures
-from ctxwin.tiny.model import HIDDEN, build_model, save_model
+from ctxwin.tiny.model import HIDDEN, LAYERS, build_model, save_model
 from ctxwin.tiny.sprites import COLORS, GREY, N_APPEARANCES, N_MARKS, N_SHAPES
 from ctxwin.tiny.tokenizer import build_tokenizer
 from ctxwin.tiny.world import Frame, Role, render, sample_frames
@@ -38,7 +38,8 @@ FRAMES = (
 )
 """Weights of the number of frames from each share of stage 2 on."""
 FINISH_FRAMES = {1: 0.03, 2: 0.08, 3: 0.12, 4: 0.2, 5: 0.24, 6: 0.29, 7: 0.02, 8: 0.02}
-"""The same for stage 3: long contexts, in which the look-up of bound colours is learned last."""
+"""The same for stage 3: long contexts, in which the look-up of bound colours is learned last; there the last two layers'
+attention from the question to the thing asked about is trained too."""
 
 PICTURE_NORM = 6.0
 """Mean norm of picture embeddings when stage 2 starts, a few times a layer's contribution to the residual stream."""
@@ -56,12 +57,14 @@ class Recipe:
     vision_frames: int = 24
     steps: int = 2800
     horizon: int = 4000
-    finish_steps: int = 1700
+    finish_steps: int = 1300
     frames_per_step: int = 56
+    finish_frames: int = 44
     learning_rate: float = 2e-3
     finish_rate: float = 8e-4
     warmup: int = 40
     smoothing: float = 0.02
+    lookup_weight: float = 0.3
     checkpoint_every: int = 200
 
 
@@ -171,14 +174,26 @@ def batch_spec(recipe: Recipe, stage: int, step: int, rng: np.random.Generator) 
     weights = next(w for start, w in reversed(FRAMES) if share >= start) if stage == 2 else FINISH_FRAMES
     frames = int(rng.choice(list(weights), p=list(weights.values())))
     marks = min(next(m for start, m in reversed(MARKS) if share >= start), 64, N_MARKS // frames)
-    questions = max(6, (4 if stage == 3 else 3 if share > 0.15 else 6) * frames)
-    return BatchSpec(max(1, recipe.frames_per_step // frames), frames, marks, questions)
+    questions = max(6, (5 if stage == 3 else 3 if share > 0.15 else 6) * frames)
+    contexts = max(1, (recipe.finish_frames if stage == 3 else recipe.frames_per_step) // frames)
+    return BatchSpec(contexts, frames, marks, questions)
+
+
+def _lookup_loss(queries: Tensor, keys: Tensor, mask: Tensor, at: Tensor, things: Tensor) -> Tensor:
+    """Minus the log of the attention that tokens `at` give the things asked about, averaged over heads inside the log."""
+    batch, heads, length, width = queries.shape
+    columns, matches = at.view(batch, -1) % length, things.view(batch, 1, -1, 1) % length
+    rows = torch.arange(batch, device=at.device)[:, None]
+    scores = queries[rows, :, columns].transpose(1, 2) @ keys.transpose(2, 3) / math.sqrt(width)
+    scores = scores + mask[rows, 0, columns][:, None]
+    found = scores.log_softmax(-1).gather(-1, matches.expand(-1, heads, -1, -1))
+    return math.log(heads) - found.logsumexp(1).mean()
 
 
 def decoder_losses(
-    model: Any, vocabulary: Vocabulary, batch: Batch, smoothing: float
+    model: Any, vocabulary: Vocabulary, batch: Batch, recipe: Recipe, stage: int
 ) -> tuple[Tensor, dict[str, float]]:
-    """Loss and figures of one step of stage 2."""
+    """Loss and figures of one step of stage 2 or 3."""
     text = model.model.language_model
     words = text.embed_tokens.weight
     with torch.no_grad():
@@ -186,13 +201,19 @@ def decoder_losses(
     x = functional.embedding(batch.ids, words)
     x = x.masked_scatter((batch.ids == vocabulary.image)[..., None], pictures)
     mask = torch.zeros(batch.mask.shape, device=x.device).masked_fill_(~batch.mask, float("-inf"))
-    hidden = decode(text, x, batch.positions, mask)[0].flatten(0, 1)
+    lookups: list[Tensor] = []
+
+    def watch(layer: int, queries: Tensor, keys: Tensor) -> None:
+        if stage == 3 and layer >= LAYERS - 2:
+            lookups.extend(_lookup_loss(queries, keys, mask, at, batch.things) for at in (batch.numbers, batch.last))
+
+    hidden = decode(text, x, batch.positions, mask, probe=watch)[0].flatten(0, 1)
 
     answers = torch.tensor(vocabulary.colors + vocabulary.shapes, device=x.device)
     is_color = batch.targets[:, : len(COLORS)].sum(-1, keepdim=True)
     color, shape = is_color.expand(-1, len(COLORS)) / len(COLORS), (1 - is_color).expand(-1, N_SHAPES) / N_SHAPES
     even = torch.cat([color, shape], -1)
-    targets = (1 - smoothing) * batch.targets + smoothing * even
+    targets = (1 - recipe.smoothing) * batch.targets + recipe.smoothing * even
 
     def scored(at: Tensor, columns: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
         logits = hidden[at] @ words.t()
@@ -204,6 +225,10 @@ def decoder_losses(
     end = functional.cross_entropy(hidden[batch.last + 1] @ words.t(), torch.full_like(batch.last, vocabulary.end))
     loss = answer + 0.5 * number + 0.1 * end
     figures = {"answer": answer.item(), "right": float(right.float().mean())}
+    if lookups:
+        lookup = torch.stack(lookups).mean()
+        loss = loss + recipe.lookup_weight * lookup
+        figures["lookup"] = lookup.item()
     if bool(batch.bound.any()):
         figures["bound_right"] = float(right[batch.bound].float().mean())
     if len(batch.scenes):
@@ -223,7 +248,7 @@ def train_decoder(run: Run, optimizer: torch.optim.AdamW, vocabulary: Vocabulary
         rng = _rng(run, run.stage, step)
         batch = make_batch(vocabulary, rng, batch_spec(recipe, run.stage, step, rng))
         batch = Batch(**{name: value.to(run.device) for name, value in vars(batch).items()})
-        loss, figures = decoder_losses(run.model, vocabulary, batch, recipe.smoothing)
+        loss, figures = decoder_losses(run.model, vocabulary, batch, recipe, run.stage)
         _update(optimizer, loss, _rate(recipe, run.stage, step))
         recent.append({"loss": loss.item(), **figures})
         run.step = step + 1

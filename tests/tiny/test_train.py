@@ -17,7 +17,15 @@ from ctxwin.tiny.train import Recipe, batch_spec, train
 
 pytest.importorskip("cv2")
 TINY = Recipe(
-    vision_steps=2, vision_frames=2, steps=3, horizon=4, finish_steps=2, frames_per_step=3, warmup=2, checkpoint_every=2
+    vision_steps=2,
+    vision_frames=2,
+    steps=3,
+    horizon=4,
+    finish_steps=2,
+    frames_per_step=3,
+    finish_frames=6,
+    warmup=2,
+    checkpoint_every=2,
 )
 
 
@@ -62,7 +70,7 @@ def test_the_curriculum_ends_with_the_full_world() -> None:
     recipe, rng = Recipe(), np.random.default_rng(0)
     early = [batch_spec(recipe, 2, 0, rng) for _ in range(20)]
     late = [batch_spec(recipe, 3, 0, rng) for _ in range(200)]
-    assert {spec.marks for spec in early} == {2} and {spec.frames for spec in early} == {2, 3}
+    assert {spec.marks for spec in early} == {2} and {spec.frames for spec in early} == {1, 2, 3}
     assert {spec.frames for spec in late} >= {1, 2, 3, 4, 5, 6}
     assert all(spec.marks == min(64, 100 // spec.frames) for spec in late)
 
