@@ -204,7 +204,7 @@ class Agent:
     def _kinds(self) -> list[str]:
         """The kinds of this footage, the one that is due first: half of the asks are the first kind."""
         first, *others = self._footage.kinds
-        return [first, *others] if 2 * self._multi <= self._count else [*others, first]
+        return [first, *others] if 2 * self._multi <= self._count + 1 else [*others, first]
 
     def _pick(
         self, placed: Sequence[int], about: Sequence[int] | None = None, kinds: Sequence[str] | None = None

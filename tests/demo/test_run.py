@@ -13,7 +13,7 @@ import pytest
 from ctxwin.demo.footage import VideoFootage, WorldFootage
 from ctxwin.demo.record import summarise
 from ctxwin.demo.run import Options, prepare, run
-from ctxwin.fidelity import Fidelity
+from ctxwin.fidelity import PROFILE_NAME, Fidelity
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.tiny.world import answer
 
@@ -181,7 +181,7 @@ def test_the_summary_of_nothing_has_no_means() -> None:
 
 
 bundled = pytest.mark.skipif(
-    not (checkpoint_dir() / "config.json").is_file(), reason="the bundled model's weights are not in this checkout yet"
+    not (checkpoint_dir() / PROFILE_NAME).is_file(), reason="the bundled model and its profile are not in this checkout"
 )
 
 
