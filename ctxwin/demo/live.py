@@ -74,7 +74,7 @@ class LiveTable:
             left = name in ("move", "window by lane", "question", "answer", "re-prefill")
             table.add_column(name, justify="left" if left else "right", no_wrap=True, max_width=28)
         for step in self._rows:
-            cells = {
+            cells: dict[str, str | Text] = {
                 "time": f"{step.time:g} s",
                 "move": step.op,
                 "window by lane": lane_bar(step),
