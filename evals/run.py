@@ -140,10 +140,22 @@ class Runner:
         for job in jobs:
             for cases in _batches(job, n, self.settings):
                 task = job.task.name
+                self._check_items(job, cases)
                 wanted = [a for a in job.arms if not all(self.samples.has(task, a.name, c.index) for c in cases)]
                 if wanted:
                     self.samples.add(self._rows(job, cases, wanted))
                 progress(len(cases) * len(job.arms))
+
+    def _check_items(self, job: Job, cases: Sequence[Case]) -> None:
+        """Raises ValueError where a sample on disk is of another item than the generator gives today."""
+        for case in cases:
+            for arm in job.arms:
+                row = self.samples.rows.get((case.task, arm.name, case.index))
+                if row is not None and row["case"] != case.digest:
+                    raise ValueError(
+                        f"samples of {self.samples.folder} must be of today's items, got another item {case.index} of "
+                        f"{case.task!r}; choose another --output"
+                    )
 
     def _rows(self, job: Job, cases: Sequence[Case], arms: Sequence[Arm]) -> Iterator[Row]:
         group = Group(self.reader, cases, self.patcher, self._pictures)

@@ -118,7 +118,7 @@ def _slide(needed: bool) -> Draw:
         for _ in range(_DRAWS):
             first: Role = "legend" if needed or rng.random() < 0.5 else "scene"
             roles: list[Role] = [first, *_roles(rng, frames - 1)]
-            drawn = sample_frames(rng, roles, faded=0.0)
+            drawn = sample_frames(rng, roles)
             pool = [
                 q
                 for q in questions_for(drawn, 1000, rng, ("multi_hop",))
@@ -145,9 +145,9 @@ def _recall(
     replaced = int(np.floor(turnover * front + 0.5))
     for _ in range(_DRAWS):
         roles: list[Role] = [*_roles(rng, front), "scene"]
-        drawn = sample_frames(rng, roles, conflict=1.0, faded=0.0)
+        drawn = sample_frames(rng, roles, conflict=1.0)
         out = sorted(int(i) for i in rng.permutation(front)[:replaced])
-        fresh = sample_frames(rng, _roles(rng, replaced), marks=[drawn[i].marks for i in out], conflict=1.0, faded=0.0)
+        fresh = sample_frames(rng, _roles(rng, replaced), marks=[drawn[i].marks for i in out], conflict=1.0)
         placed = [*range(front), front]
         for position, new in zip(out, range(front + 1, front + 1 + replaced), strict=True):
             placed[position] = new

@@ -65,6 +65,14 @@ def test_what_is_there_is_not_computed_again(engine: HFEngine, tmp_path: Path, m
     assert (tmp_path / "samples.jsonl").read_bytes().startswith(before)
 
 
+def test_samples_of_another_generator_are_refused(engine: HFEngine, tmp_path: Path) -> None:
+    run(engine, tmp_path, "blind", n=2)
+    path = tmp_path / "samples.jsonl"
+    path.write_text(path.read_text().replace('"case": "', '"case": "0'))
+    with pytest.raises(ValueError, match="today's items, got another item 0 of 'multi_hop'"):
+        run(engine, tmp_path, "blind", n=2)
+
+
 def test_bad_settings_are_refused() -> None:
     for bad in ({"seed": -1}, {"frames": (1,)}, {"frames": ()}, {"layout": "diagonal"}, {"dtype": "int8"}):
         with pytest.raises(ValueError, match="must be"):
