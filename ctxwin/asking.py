@@ -311,10 +311,9 @@ def refresh(window: Window, count: int | None) -> list[str]:
     work, done = Work(), []
     with window._writing() as state:
         plan = window._assembly.plan(state, window._fidelity)
-        deep = sorted(
-            (e for e in plan.entries if not e.exact and e.conditioned and not e.compute), key=lambda e: -e.depth
-        )
-        chosen = {e.id for e in deep[: len(deep) if count is None else count]}
+        # Front to back: behind an approximation nothing can become exact.
+        stale = [e.id for e in plan.entries if not e.exact and e.conditioned and not e.compute]
+        chosen = set(stale if count is None else stale[:count])
         for i, p in enumerate(state.placed):
             if p.id in chosen:
                 # Re-forming one changes the provenance of what stands behind it: lay out anew each time.

@@ -230,7 +230,7 @@ class Assembly:
         if base is None:
             return None
         patch = form_patch(
-            conditioned, base[0], self.engine.spec.kv, rank=fidelity.rank, bytes_share=fidelity.bytes_share,
+            conditioned, base[0], self.engine.spec.kv, rank=fidelity.patch_rank, bytes_share=fidelity.bytes_share,
             layers=fidelity.layers,
         )  # fmt: skip
         self.missing.discard(key)
@@ -299,7 +299,7 @@ class Assembly:
             met,
             base[0],
             self.engine.spec.kv,
-            rank=fidelity.rank,
+            rank=fidelity.patch_rank,
             bytes_share=fidelity.bytes_share,
             layers=fidelity.layers,
         )

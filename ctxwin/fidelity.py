@@ -62,8 +62,13 @@ class Fidelity(BaseModel):
     @property
     def patch_name(self) -> str:
         """What distinguishes one stored patch of the same provenance from another."""
-        size = f"share={self.bytes_share}" if self.bytes_share is not None else f"rank={self.rank}"
+        size = f"share={self.bytes_share}" if self.patch_rank is None else f"rank={self.rank}"
         return f"{size},layers={self.layers}"
+
+    @property
+    def patch_rank(self) -> int | None:
+        """``rank``, or None where ``bytes_share`` decides."""
+        return self.rank if self.bytes_share is None else None
 
     def allows(self, lane: Lane) -> bool:
         """Whether this (resolved) fidelity may serve ``lane``."""

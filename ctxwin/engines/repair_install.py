@@ -9,7 +9,9 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
-LINE = "import sys; exec('try:\\n import ctxwin.engines._torchvision as t; t.install_hook()\\nexcept ImportError: pass')\n"
+LINE = (
+    "import sys; exec('try:\\n import ctxwin.engines._torchvision as t; t.install_hook()\\nexcept ImportError: pass')\n"
+)
 
 
 def write() -> Path:
