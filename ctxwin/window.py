@@ -215,8 +215,8 @@ class Window:
     def slide(self, count: int | None = None, *, room: int = 0) -> list[str]:
         """Evicts the oldest unpinned chunks: ``count`` of them, or as many as bring the window within its budget.
 
-        ``room`` tokens are left free for a query and its answer. Returns the evicted ids. Raises BudgetExceeded where pinned chunks alone exceed the budget, and ValueError where
-        fewer than ``count`` chunks can leave; the window is then as it was.
+        ``room`` tokens are left free for a query and its answer. Returns the evicted ids. Raises BudgetExceeded where pinned
+        chunks alone exceed the budget, ValueError where fewer than ``count`` can leave; the window is then as it was.
         """
         if count is not None and (not isinstance(count, int) or count < 0):
             raise ValueError(f"count must be an int >= 0, got {count!r}")

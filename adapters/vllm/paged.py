@@ -34,8 +34,7 @@ class PagedKV:
     def __init__(self, layers: Mapping[str, Any], kv: KVSpec, block_size: int) -> None:
         if kv.family == "mla":
             raise UnsupportedModel(
-                "the model has latent attention (MLA); only GQA and MHA caches can be written: "
-                "open it as hf:MODEL"
+                "the model has latent attention (MLA); only GQA and MHA caches can be written: open it as hf:MODEL"
             )
         self._kv = kv
         self._layers = _ordered(layers)

@@ -253,9 +253,7 @@ class Encoder:
 
     def _images(self, chunk: Chunk, part: MediaPart) -> list[tuple[str, int, Grid, None]]:
         """An image, or the frames of a video as images: (key, tokens, grid, None) each. One count a media."""
-        keys = [
-            self._key(part, "image", index if part.media == "video" else None) for index in range(part.shape[0])
-        ]
+        keys = [self._key(part, "image", index if part.media == "video" else None) for index in range(part.shape[0])]
         missing = [i for i, key in enumerate(keys) if self.embeddings.get(key) is None]
         fresh: dict[str, tuple[int, Grid]] = {}
         if missing:

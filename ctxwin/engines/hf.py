@@ -247,9 +247,7 @@ class HFEngine(Engine):
                     f"a span must have its piece's {piece.encoded.tokens} positions, got {span.tokens} others (chunk "
                     f"{piece.encoded.chunk_id[:12]})"
                 )
-            here = SpanKV(
-                span.k.to(self._device), span.v.to(self._device), span.positions.to(self._device), span.start
-            )
+            here = SpanKV(span.k.to(self._device), span.v.to(self._device), span.positions.to(self._device), span.start)
             moved = relocate(here, self.spec.kv, piece.start)
             keys.append(moved.k.to(self._dtype))
             values.append(moved.v.to(self._dtype))

@@ -275,9 +275,7 @@ class VLLMEngine(Engine):
         work.captured = {name: span for name, span in work.captured.items() if name in keep}
         return outcome
 
-    def _request(
-        self, work: _Work, pieces: Sequence[Piece], base: int, ask: _Ask, capture: Sequence[int]
-    ) -> Outcome:
+    def _request(self, work: _Work, pieces: Sequence[Piece], base: int, ask: _Ask, capture: Sequence[int]) -> Outcome:
         """One request on vLLM: loads what leads the pieces, captures those of the indices asked for."""
         from ctxwin.adapters.vllm.registry import Placed, Transfer
         from ctxwin.adapters.vllm.requests import run

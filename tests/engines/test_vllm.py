@@ -296,7 +296,6 @@ class TestLoading:
             with pytest.raises(AssertionError, match="tower ran"):
                 engine.encode(picture(99))
 
-
     def test_media_under_loaded_kv_need_no_embeddings(self, engine: Any) -> None:
         parts, query = encoded(engine, [4, 5]), engine.encode_query("what color")
         whole = engine.generate(laid(parts), query, ALL, salt="gone-1")
