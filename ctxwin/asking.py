@@ -332,7 +332,7 @@ def compress(window: Window) -> int:
     assembly, repo, freed = window._assembly, window.engine.repo, 0
     with window._writing() as state:
         placed = list(state.placed)
-        dropped: list[str] = []
+        dropped: dict[str, int] = {}
         for i, p in enumerate(placed):
             if p.kv is None or p.kv.patch is not None or not p.kv.antecedents:
                 continue
@@ -345,17 +345,17 @@ def compress(window: Window) -> int:
             patch = repo.get_patch(key) if key else None
             if key is None or patch is None or patch.nbytes >= found[0].nbytes:
                 continue
-            dropped.append(p.kv.span)
-            freed += found[0].nbytes - patch.nbytes
+            dropped[p.kv.span] = found[0].nbytes - patch.nbytes
             kv = p.kv.model_copy(
                 update={"lane": "patched", "exact": False, "depth": p.kv.depth + 1, "span": base, "patch": key}
             )
             placed[i] = p.but(kv=kv)
         if dropped:
             window._commit(state.edited(placed=tuple(placed)))
-            for key in dropped:
-                if not repo.leased(key):
+            for key, nbytes in dropped.items():
+                if not repo.leased(key):  # another window still serves it
                     repo.delete(key)
+                    freed += nbytes
     return freed
 
 

