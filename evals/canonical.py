@@ -18,7 +18,7 @@ from ctxwin.engines.hf import HFEngine
 from ctxwin.operator import apply_patch, form_patch
 from ctxwin.tiny import world
 
-SEED = 991
+SEED = 991_000_000  # items of its own
 HEADER = "You watch a camera."
 RANKS = (0, 4, 8, 11, 16)
 
@@ -45,7 +45,7 @@ class Comparison:
         header = self.engine.encode_header(self.header)
         prefixes = {"header": header, "neutral": self.engine.encode_header("")}
         for i in range(n):
-            item = world.make_item([SEED, i], "multi_hop", 2 + i % 5)
+            item = world.make_item(SEED + i, "multi_hop", 2 + i % 5)
             chunks = [
                 self.engine.encode(Chunk.image(world.render(f), text=f"t={j} s")) for j, f in enumerate(item.frames)
             ]
