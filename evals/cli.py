@@ -63,7 +63,10 @@ def run(
         if n < 1:
             raise ValueError(f"n must be >= 1, got {n}")
         chosen = parse_arms(arms)
-        jobs = plan_jobs(chosen, [t.strip() for t in tasks.split(",") if t.strip()])
+        named = [t.strip() for t in tasks.split(",") if t.strip()]
+        if not named:
+            raise ValueError(f"tasks must name at least one task, got {tasks!r}; `ctxwin eval ls` lists them")
+        jobs = plan_jobs(chosen, named)
         settings = Settings(
             seed, _frames(frames), decoded, header, layout, layers, weight, patch_dtype,  # type: ignore[arg-type]
         )  # fmt: skip

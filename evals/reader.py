@@ -97,6 +97,7 @@ class Reader:
         processor = self.engine._checkpoint.image_processor
         for at in range(0, len(pictures), at_once):
             batch = [Image.fromarray(p) for p in pictures[at : at + at_once]]
+            self.engine.counters.vision_encodes += len(batch)
             made = processor(images=batch, return_tensors="pt")
             if any(tuple(g) != media.grid_thw for g in made["image_grid_thw"].tolist()):
                 raise ValueError(f"pictures must have the patch grid {media.grid_thw}, got another size")

@@ -59,19 +59,19 @@ def scores(samples: Samples, names: Sequence[str] | None = None, n: int | None =
         ValueError: an arm without samples, or no samples at all.
     """
     rows = [row for row in samples.rows.values() if n is None or row["index"] < n]
-    held = {row["arm"] for row in rows if "unscored" not in row}
+    held = {row["arm"] for row in rows}
     missing = [name for name in names or () if name not in held]
     if missing:
-        raise ValueError(f"the run must hold scored samples of {', '.join(missing)}, got none")
+        raise ValueError(f"the run must hold samples of {', '.join(missing)}, got none")
     made = table(row for row in rows if names is None or row["arm"] in names)
-    order = names if names is not None else list(dict.fromkeys(row["arm"] for row in rows if row["arm"] in made))
+    order = names if names is not None else list(dict.fromkeys(row["arm"] for row in rows))
     basis = samples.folder / "basis.safetensors"
     config = {k: v for k, v in samples.config.items() if k != "format"}
     return {
         "suite": samples.config.get("suite", "tiny"),
         "config": config,
         "basis_bytes": basis.stat().st_size if basis.exists() else 0,
-        "arms": {name: made[name] for name in order},
+        "arms": {name: made.get(name, {}) for name in order},  # empty: nothing of it could be scored
     }
 
 

@@ -74,6 +74,8 @@ def start(model: str, exchange: Exchange, options: dict[str, Any]) -> Any:
             llm = LLM(model, **arguments)
         except Exception as error:
             _tear_down_groups()
+            if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+                raise ValueError(f"options of the vLLM engine must be arguments of vllm.LLM: {error}") from error
             raise EngineFailed(f"vLLM could not open {model!r}: {error}") from error
         global _open
         _open += 1

@@ -58,6 +58,8 @@ def demo(
 
     if mode not in get_args(Mode):
         raise ValueError(f"--mode must be auto, exact, patched or blind, got {mode!r}")
+    if rank is not None and rank < 1:
+        raise ValueError(f"--rank must be at least 1, got {rank}")
     if rank is not None and mode != "patched":
         raise ValueError(f"--rank needs --mode patched, got --mode {mode}")
     fidelity = Fidelity(cast(Mode, mode)) if rank is None else Fidelity("patched", rank=rank)

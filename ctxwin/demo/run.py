@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,6 +63,10 @@ class Options:
             raise ValueError(f"window must be at least {LEAST_FRAMES} frames, got {self.window}")
         if self.frames < self.window:
             raise ValueError(f"frames must be at least the window's {self.window}, got {self.frames}")
+        if not 0 < self.fps < math.inf:
+            raise ValueError(f"fps must be a number > 0, got {self.fps}")
+        if self.out.exists() and not self.out.is_dir():
+            raise ValueError(f"--out must be a folder, got the file {str(self.out)!r}; name another one")
         if self.video is None and self.questions:
             raise ValueError("--ask needs a video: the rendered clip brings its questions, whose answers are known")
 

@@ -104,7 +104,8 @@ class HFEngine(Engine):
         return self._encoder.encode_header(header)
 
     def encode(self, chunk: Chunk) -> Encoded:
-        return self._encoder.encode(chunk)
+        with self._lock:  # before the encoder's own lock, as in `generate`: the other order can deadlock
+            return self._encoder.encode(chunk)
 
     def encode_query(self, query: str) -> Encoded:
         return self._encoder.encode_query(query)
