@@ -15,12 +15,13 @@ from ctxwin import edits
 from ctxwin.answer import Answer, Disposability, Usage
 from ctxwin.assembly import Laid, Work
 from ctxwin.chunk import Chunk
+from ctxwin.edits import absorbers
 from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
-from ctxwin.errors import BudgetExceeded, ReadOnlyWindow
+from ctxwin.errors import BudgetExceeded, ChunkUnavailable, ReadOnlyWindow
 from ctxwin.identity import digest
 from ctxwin.lanes import canonical_key
 from ctxwin.media import pack_frames
-from ctxwin.state import Conditioning, Placed, State, provenance_of, span_key
+from ctxwin.state import Conditioning, Placed, State, patch_key, provenance_of, span_key
 
 if TYPE_CHECKING:
     from ctxwin.kv import SpanKV
@@ -49,8 +50,10 @@ def ask(
         raise ValueError(f"query must be a non-empty str, got {query!r}")
     if not isinstance(max_tokens, int) or max_tokens < 1:
         raise ValueError(f"max_tokens must be an int >= 1, got {max_tokens!r}")
-    if temperature < 0:
-        raise ValueError(f"temperature must be >= 0, got {temperature}")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be >= 0 and finite, got {temperature}")
+    if not isinstance(logprobs, int) or logprobs < -1:
+        raise ValueError(f"logprobs must be an int >= -1 (-1: the whole vocabulary), got {logprobs!r}")
     with window._writing(edit=remember) as state:
         begin = time.perf_counter()
         encoded = window.engine.encode_query(query)
@@ -102,7 +105,7 @@ def _usage(
     laid_s: float,
     total: float,
 ) -> Usage:
-    lanes = {"computed" if laid.pieces[0].span is None else "resident": state.header_tokens}
+    lanes = {"computed" if laid.pieces[0].span is None or work.header else "resident": state.header_tokens}
     for choice in laid.choices:
         lanes[choice.lane] = lanes.get(choice.lane, 0) + choice.placed.tokens
     return Usage(
@@ -192,31 +195,44 @@ def _finish(
 # -- streaming -----------------------------------------------------------------------------------------------------
 
 
+_Item = str | Answer | BaseException | None
+
+
+def _answer(
+    items: queue.SimpleQueue[_Item], stop: threading.Event, window: Window, query: str, max_tokens: int,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    sent = 0
+
+    def on_token(_: int, text: str) -> bool:
+        nonlocal sent
+        ready = text.rstrip("\ufffd")  # half a character: its text changes with the next token
+        items.put(ready[sent:])
+        sent = max(sent, len(ready))
+        return True
+
+    try:
+        answer = ask(window, query, max_tokens, on_token=on_token, stopped=stop.is_set, **options)
+        items.put(answer.text[sent:])
+        items.put(answer)
+    except _StoppedError:
+        items.put(None)
+    except BaseException as error:  # handed to the caller's thread, which raises it
+        items.put(error)
+
+
 class Stream(Iterator[str]):
     """Text of an answer as it is made. ``answer`` is None until the stream is exhausted."""
 
     def __init__(self, window: Window, query: str, max_tokens: int, **options: Any) -> None:
         self.answer: Answer | None = None
-        self._items: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._sent = 0
-        self._thread = threading.Thread(target=self._run, args=(window, query, max_tokens, options), daemon=True)
+        # The thread holds no reference to the stream: one that is dropped (a ``break``) must stop, see `__del__`.
+        self._thread = threading.Thread(
+            target=_answer, args=(self._items, self._stop, window, query, max_tokens, options), daemon=True
+        )
         self._thread.start()
-
-    def _run(self, window: Window, query: str, max_tokens: int, options: dict[str, Any]) -> None:
-        def on_token(_: int, text: str) -> bool:
-            self._items.put(text[self._sent :])
-            self._sent = len(text)
-            return True
-
-        try:
-            self.answer = ask(window, query, max_tokens, on_token=on_token, stopped=self._stop.is_set, **options)
-            self._items.put(self.answer.text[self._sent :])
-            self._items.put(None)
-        except _StoppedError:
-            self._items.put(None)
-        except BaseException as error:  # handed to the caller's thread, which raises it
-            self._items.put(error)
 
     def __iter__(self) -> Stream:
         return self
@@ -226,7 +242,8 @@ class Stream(Iterator[str]):
             if self._stop.is_set():
                 raise StopIteration
             item = self._items.get()
-            if item is None:
+            if item is None or isinstance(item, Answer):
+                self.answer = item
                 self.close()
                 raise StopIteration
             if isinstance(item, BaseException):
@@ -242,6 +259,8 @@ class Stream(Iterator[str]):
 
     def __del__(self) -> None:
         self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()  # so that the window is free for whoever dropped the stream
 
 
 async def aask(window: Window, query: str, max_tokens: int, **options: Any) -> Answer:
@@ -254,8 +273,10 @@ async def aask(window: Window, query: str, max_tokens: int, **options: Any) -> A
         stop.set()
         # The engine is given the time to stop, so that the window is free again when the caller goes on.
         await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()
+        if not task.cancelled() and task.exception() is None and (late := task.result().remembered):
+            with window._writing() as state:  # it was committed just before the cancellation arrived
+                if state.placed and state.placed[-1].id == late:
+                    window._commit(window._history.pop(state.version - 1), remember=False)
         raise
 
 
@@ -330,6 +351,8 @@ def refresh(window: Window, count: int | None) -> list[str]:
 def compress(window: Window) -> int:
     """See `Window.compress`."""
     assembly, repo, freed = window._assembly, window.engine.repo, 0
+    if not window._fidelity.allows("patched") or window._fidelity.mode == "blind":
+        return 0  # patches would not be served, and the exact KV would be gone
     with window._writing() as state:
         placed = list(state.placed)
         dropped: dict[str, int] = {}
@@ -340,7 +363,7 @@ def compress(window: Window) -> int:
             found = repo.get_span(p.kv.span, token_ids=encoded.token_ids)
             if found is None:
                 continue
-            base = assembly.canonical(state, p, None, Work())
+            base, _ = assembly.canonical(state, p, None, Work())
             key = assembly.form(found[0], base, p.kv.provenance, encoded, window._fidelity)
             patch = repo.get_patch(key) if key else None
             if key is None or patch is None or patch.nbytes >= found[0].nbytes:
@@ -386,21 +409,40 @@ def rebind(engine: Engine, state: State) -> State:
     return state.but(
         engine=mine, header_tokens=header.tokens, header_advance=header.advance,
         budget=min(state.budget, engine.spec.max_tokens),
-        placed=tuple(again(p) for p in state.placed), evicted=tuple(p.but(kv=None) for p in state.evicted),
+        placed=tuple(again(p) for p in state.placed), evicted=tuple(p.but(kv=None, seen=False, unseen=()) for p in state.evicted),
     )  # fmt: skip
 
 
-def forget(engine: Engine, state: State, gone: Placed, tainted: Sequence[Placed]) -> None:
+def forget(
+    engine: Engine, state: State, gone: Placed, tainted: Sequence[Placed], past: Sequence[State], patch: str
+) -> None:
     """Deletes stored KV that carries something of ``gone``; its embeddings and source too, unless placed elsewhere.
 
     Keys that another window leases stay: it still shows the chunk.
     """
     repo = engine.repo
-    keys = {k for p in (gone, *tainted) if p.kv for k in (p.kv.span, p.kv.patch) if k}
-    if all(p.chunk_id != gone.chunk_id for p in (*state.placed, *state.evicted)):
+    carriers = [gone, *tainted]
+    for old in past:  # KV of earlier orders absorbed it too
+        taint = absorbers(old, gone.id) | {gone.id}
+        carriers += [p for p in (*old.placed, *old.evicted) if p.id in taint]
+    keys: set[str] = set()
+    for p in carriers:
+        if p.kv:
+            base = canonical_key(state, p.chunk_id)[1]
+            keys |= {p.kv.span, patch_key(p.kv.provenance, base, patch)} | ({p.kv.patch} if p.kv.patch else set())
+    left = (*state.placed, *state.evicted)
+    if all(p.chunk_id != gone.chunk_id for p in left):
         keys.add(canonical_key(state, gone.chunk_id)[1])
-        keys |= {m.key for m in engine.encode(gone.chunk).media}
-        keys |= {f"source/{part.content}" for part in gone.chunk.media}
+    # The same picture may stand in another chunk, under another line of text.
+    shown = {part.content for p in left for part in p.chunk.media}
+    keys |= {f"source/{part.content}" for part in gone.chunk.media if part.content not in shown}
+    try:
+        seen = {m.key for m in engine.encode(gone.chunk).media}
+    except ChunkUnavailable:
+        seen = set()  # neither embeddings nor pixels are left
+    if seen:
+        sharing = [p for p in left if {m.content for m in p.chunk.media} & {m.content for m in gone.chunk.media}]
+        keys |= seen - {m.key for p in sharing for m in engine.encode(p.chunk).media}
     for key in keys - state.keys():
         if not repo.leased(key):
             repo.delete(key)

@@ -35,6 +35,7 @@ class Work:
     forwards: int = 0
     tokens: int = 0
     misses: int = 0
+    header: bool = False  # whether the header was among them
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,12 @@ class Assembly:
             if choice.compute:
                 pieces.append(Piece(encoded, start, capture=True, id=choice.served.span))
                 continue
+            formed = None
             if choice.form_canonical:
-                self.canonical(state, choice.placed, header, work)
-            span = self._span(choice.served.span, encoded, work)
+                header = pieces[0] = self._computed_header(state, header, work)
+                _, formed = self.canonical(state, choice.placed, header, work)
+            # What was formed just now serves even where the store refused it; asking again would never end.
+            span = formed or self._span(choice.served.span, encoded, work)
             if span is None:
                 return None
             if choice.served.patch is not None:
@@ -128,6 +132,17 @@ class Assembly:
         key = self.header_key(state)
         span = self._span(key, encoded, work) if self.has(key) else None
         return Piece(encoded, 0, span=span, capture=span is None, id=key)
+
+    def _computed_header(self, state: State, header: Piece, work: Work) -> Piece:
+        """``header`` with its KV: computed once for all canonicals that are formed behind it."""
+        if header.span is not None:
+            return header
+        span = self.engine.prefill([], header.encoded, 0)
+        work.forwards += 1
+        work.tokens += header.encoded.tokens
+        work.header = True
+        self.put(header.id, span, header.encoded, provenance="header", exact=True)
+        return replace(header, span=span, capture=False)
 
     def _span(self, key: str, encoded: Encoded, work: Work) -> SpanKV | None:
         found = self.repo.get_span(key, token_ids=encoded.token_ids)
@@ -153,18 +168,18 @@ class Assembly:
         self.missing.discard(key)
         self.repo.put_span(key, span, {"token_ids": list(encoded.token_ids), "chunk": encoded.chunk_id, **meta})
 
-    def canonical(self, state: State, placed: Placed, header: Piece | None, work: Work) -> str:
-        """The key of a chunk's canonical, formed by one forward behind the header where it is not held."""
+    def canonical(self, state: State, placed: Placed, header: Piece | None, work: Work) -> tuple[str, SpanKV | None]:
+        """The key of a chunk's canonical; where it is not held, also its KV, formed by one forward behind the header."""
         provenance, key = canonical_key(state, placed.chunk_id)
         if self.has(key):
-            return key
-        header = header or self._header(state, work)
+            return key, None
+        header = self._computed_header(state, header or self._header(state, work), work)
         encoded = self.encode(placed)
         span = self.engine.prefill([header], encoded, state.header_advance)
         work.forwards += 1
-        work.tokens += encoded.tokens + (header.encoded.tokens if header.span is None else 0)
+        work.tokens += encoded.tokens
         self.put(key, span, encoded, provenance=provenance, exact=True)
-        return key
+        return key, span
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -278,7 +293,7 @@ class Assembly:
         target = state.placed[index]
         encoded = self.encode(target)
         header = self._header(state, work)
-        base_key = self.canonical(state, target, header, work)
+        base_key, _ = self.canonical(state, target, header, work)
         base = self.repo.get_span(base_key, token_ids=encoded.token_ids)
         if base is None:
             return None

@@ -37,8 +37,11 @@ def inserted(state: State, placed: Placed, index: int, *, repair: bool = False) 
 def evicted(state: State, leaving: Sequence[Placed]) -> State:
     """Without ``leaving``, which can be recalled."""
     out = {p.id for p in leaving}
-    kept = tuple(p for p in state.placed if p.id not in out)
-    return state.edited(placed=kept, evicted=(*state.evicted, *leaving)[-MAX_EVICTED:])
+    gone = (*state.evicted, *leaving)[-MAX_EVICTED:]
+    known = {p.id for p in (*state.placed, *gone)}
+    # Ids that can never come back need not be remembered as unseen.
+    kept = tuple(p.but(unseen=tuple(u for u in p.unseen if u in known)) for p in state.placed if p.id not in out)
+    return state.edited(placed=kept, evicted=gone)
 
 
 def forgotten(state: State, gone: Placed) -> tuple[State, list[Placed]]:
@@ -46,7 +49,9 @@ def forgotten(state: State, gone: Placed) -> tuple[State, list[Placed]]:
     tainted = absorbers(state, gone.id)
 
     def clean(placed: Placed) -> Placed:
-        return placed.but(kv=None, unseen=()) if placed.id in tainted else placed
+        if placed.id in tainted:
+            return placed.but(kv=None, unseen=())
+        return placed.but(unseen=tuple(u for u in placed.unseen if u != gone.id))
 
     new = state.edited(
         placed=tuple(clean(p) for p in state.placed if p.id != gone.id),

@@ -91,5 +91,9 @@ class Fidelity(BaseModel):
             return self.model_copy(update={"mode": "exact"})
         chosen = json.loads(path.read_text())["fidelity"]
         # What a caller set by hand wins over the profile.
-        mine = {name: getattr(self, name) for name in self.model_fields_set - {"mode"}}
+        # A restored snapshot has every field set, so what counts is which differ from the defaults.
+        default = Fidelity()
+        mine = {n: v for n in type(self).model_fields if n != "mode" and (v := getattr(self, n)) != getattr(default, n)}
+        if "rank" in mine and "bytes_share" not in mine:
+            chosen = {**chosen, "bytes_share": None}  # a rank chosen by hand must not lose against the profile's share
         return Fidelity(**{**chosen, **mine})

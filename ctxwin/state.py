@@ -133,7 +133,10 @@ class State(BaseModel):
 
     def keys(self) -> set[str]:
         """Store keys this version needs to stay available."""
-        return {k for p in self.placed if p.kv for k in (p.kv.span, p.kv.patch) if k}
+        kv = {k for p in self.placed if p.kv for k in (p.kv.span, p.kv.patch) if k}
+        # The pixels of in-memory media are nowhere else.
+        memory = (m for p in self.placed if p.chunk.keep_source for m in p.chunk.media if m.source is None)
+        return kv | {f"source/{m.content}" for m in memory}
 
 
 def provenance_of(header_key: str, chunk_id: str, front: Iterable[str]) -> str:

@@ -46,11 +46,7 @@ class Window:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        header: str = "",
-        budget: int | None = None,
-        fidelity: Fidelity | None = None,
+        self, engine: Engine, header: str = "", budget: int | None = None, fidelity: Fidelity | None = None
     ) -> None:
         if not isinstance(header, str):
             raise TypeError(f"header must be a str, got {type(header).__name__}")
@@ -78,6 +74,7 @@ class Window:
         self._fidelity = state.fidelity.resolve(engine.spec.model)
         self._state = state
         self._lock = threading.Lock()
+        self._leasing = threading.Lock()
         self._history: OrderedDict[int, State] = OrderedDict()
         self._parent: tuple[weakref.ref[Window], int] | None = None
         self._read_only = False
@@ -149,14 +146,12 @@ class Window:
         """A read-only window on an old version (the newest 1,024 are kept); it can ask, plan, fork and snapshot."""
         state = self._state if version == self.version else self._history.get(version)
         if state is None:
-            raise LookupError(f"version must be a kept version of this window ({self._kept()}), got {version!r}")
+            kept = f"{next(iter(self._history), self.version)}..{self.version}"
+            raise LookupError(f"version must be a kept version of this window, {kept}, got {version!r}")
         old = Window.__new__(Window)
         old._open(self.engine, state)
         old._read_only = True
         return old
-
-    def _kept(self) -> str:
-        return f"{next(iter(self._history), self.version)}..{self.version}"
 
     def check(self) -> None:
         """Asserts every invariant of the window; AssertionError prints the state. Cost: a plan."""
@@ -179,6 +174,7 @@ class Window:
 
     def extend(self, chunks: Sequence[Chunk]) -> list[str]:
         """Appends several chunks, all or none; returns their placement ids."""
+        chunks = list(chunks)
         with self._writing() as state:
             for chunk in chunks:
                 state = edits.appended(state, self._new(state, chunk))
@@ -208,9 +204,10 @@ class Window:
                 self._commit(edits.evicted(state, [gone]))
                 return
             new, tainted = edits.forgotten(state, gone)
+            past = [state, *self._history.values()]
             self._history.clear()  # an old version would bring it back
             self._commit(new, remember=False)
-            asking.forget(self.engine, new, gone, tainted)
+            asking.forget(self.engine, new, gone, tainted, past, self._fidelity.patch_name)
 
     def slide(self, count: int | None = None, *, room: int = 0) -> list[str]:
         """Evicts the oldest unpinned chunks: ``count`` of them, or as many as bring the window within its budget.
@@ -240,6 +237,8 @@ class Window:
         """
         with self._writing() as state:
             back = state.find_evicted(placement)
+            encoded = self.engine.encode(back.chunk)  # another engine may count it otherwise (a restored window)
+            back = back.but(tokens=encoded.tokens, advance=encoded.advance)
             if at is None:
                 at = next((i for i, p in enumerate(state.placed) if p.arrival > back.arrival), len(state.placed))
             at = edits.checked_index(at, len(state.placed))
@@ -259,7 +258,7 @@ class Window:
     def toggle(self, placement: str, *, conditioned: bool) -> None:
         """Switches a chunk to its context-clean view (``conditioned=False``) or back to the same lane and bytes.
 
-        Kamera, appendix E. Raises UnknownChunk. Cost at the next ask: the canonical, formed by one forward where it is not held.
+        Kamera, appendix E. Raises UnknownChunk. Cost at the next ask: one forward where the canonical is not held.
         """
         with self._writing() as state:
             i = state.index(placement)
@@ -464,13 +463,14 @@ class Window:
         self._lease()
 
     def _lease(self) -> None:
-        wanted = set() if self._closed else self._state.keys()
-        for key in wanted - self._leases:
-            if self.engine.repo.lease(key):
-                self._leases.add(key)
-        for key in self._leases - wanted:
-            self.engine.repo.release(key)
-            self._leases.discard(key)
+        with self._leasing:  # `plan` may run beside an ask
+            wanted = set() if self._closed else self._state.keys()
+            for key in wanted - self._leases:
+                if self.engine.repo.lease(key):
+                    self._leases.add(key)
+            for key in self._leases - wanted:
+                self.engine.repo.release(key)
+                self._leases.discard(key)
 
     def _new(self, state: State, chunk: Chunk) -> Placed:
         if not isinstance(chunk, Chunk):

@@ -18,9 +18,11 @@ import torch
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
 from ctxwin.errors import ChunkUnavailable, EngineFailed, UnsupportedModel
+from ctxwin.fidelity import Fidelity
 from ctxwin.kv import SpanKV
 from ctxwin.operator import apply_patch, form_patch, relocate
 from ctxwin.store import Store, open_store
+from ctxwin.window import Window
 
 HEADER = "You watch a camera."
 QUERY = "what color is the square"
@@ -350,6 +352,23 @@ class EngineConformance:
         with ThreadPoolExecutor(4) as pool:
             for got in pool.map(ask, range(8)):
                 assert_same_answer(got, whole)
+
+    def test_windows_in_threads(self, engine: Engine) -> None:
+        """Encoding and decoding meet from several threads; a lock taken in another order would hang here."""
+
+        def agent(i: int) -> list[str]:
+            with Window(engine, HEADER, fidelity=Fidelity("patched")) as window:
+                said = []
+                for step in range(4):
+                    part = Chunk.image(picture(10 + step)) if self.vision else Chunk.text(f"note {step}")
+                    window.append(part)
+                    window.slide(max(0, len(window.ids) - 2))
+                    said.append(window.ask(QUERY, max_tokens=3).text)
+                return said
+
+        with ThreadPoolExecutor(4) as pool:
+            runs = list(pool.map(agent, range(4)))
+        assert all(run == runs[0] for run in runs)
 
     def test_work_is_counted(self, engine: Engine, encoded: list[Encoded]) -> None:
         before = engine.counters.prefill_tokens, engine.counters.prefill_forwards

@@ -234,9 +234,10 @@ def test_models_that_cannot_be_served(tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=400)).save_pretrained(learned)
     with pytest.raises(UnsupportedModel, match="learned absolute"):
         HFEngine(learned)
-    (folder / "model.safetensors").unlink()
+    bare = write_text_model(tmp_path / "bare")
+    (bare / "model.safetensors").unlink()
     with pytest.raises(UnsupportedModel, match="safetensors"):
-        HFEngine(folder)
+        HFEngine(bare)
 
 
 def test_bad_arguments(text_dir: Path, tmp_path: Path) -> None:
