@@ -120,8 +120,10 @@ def _choose_one(
             return Choice(placed, "resident", conditioned("resident", span_key(now, False), exact=False, depth=depth))
 
     own = placed.kv
-    if fidelity.allows("patched") and own is not None and own.patch and own.provenance == now and _held(own, has):
-        return Choice(placed, "patched", own.model_copy(update={"antecedents": ids, "lane": "patched"}))
+    if own is not None and own.patch and own.provenance == now and _held(own, has):
+        kind: Lane = "orbit" if own.patch.startswith("orbit/") else "patched"
+        if fidelity.allows(kind):
+            return Choice(placed, kind, own.model_copy(update={"antecedents": ids, "lane": kind}))
 
     survivor = placed.kv is not None and _is_survivor(placed, ids, everywhere) and _held(placed.kv, has)
     if survivor and placed.kv is not None and fidelity.survivors == "keep" and fidelity.allows("survivor"):

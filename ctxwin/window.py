@@ -81,8 +81,7 @@ class Window:
         self._closed = False
         self._encodes = 0  # vision encodes of this window since its last answer
         self._leases: set[str] = set()
-        # Leases outlive a forgotten window otherwise; the set is shared with the finalizer.
-        self._finalizer = weakref.finalize(self, _release_all, engine.repo, self._leases)
+        self._finalizer = weakref.finalize(self, _release_all, engine.repo, self._leases)  # for a window never closed
         self._lease()
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -134,7 +133,7 @@ class Window:
         raise UnknownChunk(f"id must be a placed or evicted chunk, got {placement!r}")
 
     def dependents(self, placement: str) -> tuple[str, ...]:
-        """Placed chunks whose KV absorbed ``placement`` directly: its edges in the cascade graph."""
+        """Placed chunks whose KV absorbed ``placement`` directly: edges of the cascade graph."""
         return tuple(p.id for p in self._state.placed if p.kv and placement in p.kv.antecedents)
 
     def plan(self) -> Plan:
@@ -289,6 +288,7 @@ class Window:
             fresh = Window(self.engine, header, self.budget, self._state.fidelity)._state
             strip = {"kv": None, "unseen": ()}
             bare = fresh.but(
+                version=self.version,
                 arrivals=self._state.arrivals,
                 placed=tuple(p.but(**strip) for p in self._state.placed),
                 evicted=tuple(p.but(**strip) for p in self._state.evicted),

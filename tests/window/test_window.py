@@ -202,6 +202,7 @@ def test_an_orbit_patch_serves_every_order_of_its_set(engine: FakeEngine) -> Non
         window.reorder(order)
         assert lanes(window)[-1] == "orbit"
         assert not window.ask("q").usage.exact
+        assert lanes(window)[-1] == "orbit", "asking does not change the lane"
     with pytest.raises(ValueError, match="first placed chunks"):
         window.prepare_orbit([c])
     with pytest.raises(ValueError, match="leave a chunk behind"):
@@ -230,6 +231,7 @@ def test_a_fork_shares_everything_and_its_edits_stay_its_own(engine: FakeEngine,
 def test_a_fork_behind_another_header_sees_nothing_again(engine: FakeEngine, window: Window) -> None:
     branch = window.fork(header="other")
     assert branch.header == "other"
+    assert branch.version == window.version
     assert branch.ids == window.ids
     assert all(lane in ("computed", "formed") for lane in lanes(branch))
     branch.ask("q")
