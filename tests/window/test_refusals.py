@@ -1,0 +1,180 @@
+"""Bad input: the documented error and the window unchanged. And defects that were found once, so that they stay mended."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ctxwin import (
+    BudgetExceeded,
+    Chunk,
+    EngineFailed,
+    Fidelity,
+    UnknownChunk,
+    Window,
+    open_store,
+)
+from window.fake import FakeEngine
+
+# -- bad input: the documented error, the window unchanged
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        (lambda w: w.evict("nope"), UnknownChunk, "must be a placed chunk, got 'nope'"),
+        (lambda w: w.recall("nope"), UnknownChunk, "must be an evicted chunk"),
+        (lambda w: w.recall(w.ids[0]), UnknownChunk, "placed already"),
+        (lambda w: w.toggle("nope", conditioned=False), UnknownChunk, "placed chunk"),
+        (lambda w: w.reorder(w.ids[:2]), ValueError, "must be a permutation"),
+        (lambda w: w.reorder([*w.ids[:2], w.ids[0]]), ValueError, "must be a permutation"),
+        (lambda w: w.insert(9, Chunk.text("x")), ValueError, "index must be an int in -3..3, got 9"),
+        (lambda w: w.slide(4), ValueError, "at most the 3 unpinned"),
+        (lambda w: w.slide(-1), ValueError, "int >= 0"),
+        (lambda w: w.append("text"), TypeError, "must be a ctxwin.Chunk, got str"),
+        (lambda w: w.append(Chunk.text("x" * 101)), BudgetExceeded, "must fit the budget of 100"),
+        (lambda w: w.extend([Chunk.text("x"), Chunk.text("x" * 101)]), BudgetExceeded, "must fit the budget"),
+        (lambda w: w.ask(""), ValueError, "query must be a non-empty str"),
+        (lambda w: w.ask("q" * 90), BudgetExceeded, "must fit the budget of 100"),
+        (lambda w: w.ask("q", max_tokens=0), ValueError, "max_tokens must be an int >= 1"),
+        (lambda w: w.ask("q", temperature=-1), ValueError, "temperature must be >= 0"),
+        (lambda w: w.disposable("nope", "q"), UnknownChunk, "placed chunk"),
+        (lambda w: w.prepare_orbit(w.ids[:2], orders=0), ValueError, "orders must be"),
+    ],
+)
+def test_bad_input_is_refused_and_changes_nothing(
+    window: Window, act: Any, error: type[Exception], message: str
+) -> None:
+    state = window.snapshot()
+    with pytest.raises(error, match=message) as caught:
+        act(window)
+    assert "'" in str(caught.value) or "got" in str(caught.value) or "budget" in str(caught.value)
+    assert window.snapshot() == state
+    window.check()
+
+
+def test_a_failing_engine_leaves_the_window_as_it_was(engine: FakeEngine, window: Window) -> None:
+    window.append(Chunk.text("dd"))
+    state = window.snapshot()
+    engine.fail = EngineFailed("out of memory")
+    with pytest.raises(EngineFailed):
+        window.ask("q")
+    assert window.snapshot() == state
+    engine.fail = None
+    assert window.ask("q").text
+
+
+def test_budgets_of_the_window_itself(engine: FakeEngine) -> None:
+    with pytest.raises(ValueError, match=r"budget must be an int in 1\.\.4096"):
+        Window(engine, budget=5000)
+    with pytest.raises(BudgetExceeded, match="must exceed the header's 11 tokens"):
+        Window(engine, "0123456789", budget=11)
+    window = Window(engine, "h", budget=12)
+    window.append(Chunk.text("aaaa", pin=True))
+    window.append(Chunk.text("bbbb"))
+    window.append(Chunk.text("cccc"))
+    assert window.tokens > window.budget
+    assert window.slide() == [window.evicted[0]]
+    assert [e.pinned for e in window.chunks] == [True, False]
+    window.pin(window.ids[1])
+    window.append(Chunk.text("dddd", pin=True))
+    with pytest.raises(BudgetExceeded, match="pinned chunks must fit"):
+        window.slide()
+
+
+# -- what a review found, so that it stays mended
+
+
+def test_a_store_that_refuses_everything_costs_time_only() -> None:
+    engine = FakeEngine(open_store("memory:", max_bytes=600))
+    window = Window(engine, "hd", fidelity=Fidelity("blind"))
+    window.extend([Chunk.text("aaaaaaaaaaaa"), Chunk.text("bbbbbbbbbbbb")])
+    assert window.ask("q").text
+    assert window.ask("q").text
+
+
+def test_forgetting_one_of_two_chunks_that_show_a_picture_keeps_the_other(engine: FakeEngine, window: Window) -> None:
+    picture = np.full((4, 4, 3), 9, np.uint8)
+    twin = window.append(Chunk.image(picture, text="later"))
+    window.evict(window.ids[1], forget=True)
+    for key in list(engine.store.list("span/")):
+        engine.repo.delete(key)
+    assert window.ask("q").text
+    window.evict(twin, forget=True)
+    assert not list(engine.store.list("source/"))
+    assert not list(engine.store.list("embed/"))
+
+
+def test_forgetting_leaves_no_kv_of_earlier_orders(engine: FakeEngine) -> None:
+    window = Window(engine, "hd", fidelity=Fidelity("patched", rank=2))
+    a, b, c = window.extend([Chunk.text("aa"), Chunk.text("secret"), Chunk.text("cc")])
+    window.ask("q")
+    window.reorder([b, c, a])
+    window.ask("q")
+    window.evict(b, forget=True)
+    clean = FakeEngine()
+    other = Window(clean, "hd", fidelity=Fidelity("patched", rank=2))
+    other.extend([Chunk.text("aa"), Chunk.text("secret"), Chunk.text("cc")])
+    other.ask("q")
+    first = other.snapshot().placed[0].kv
+    header = [k for k in clean.store.list("span/") if k not in {p.kv.span for p in other.snapshot().placed if p.kv}]
+    assert first is not None
+    # Only the header, and what stood in front of the secret, may be left.
+    assert set(engine.store.list("span/")) <= {first.span, *header}
+    assert window.ids == (c, a)
+
+
+def test_a_restored_auto_window_keeps_its_profile(tmp_path: Any, engine: FakeEngine) -> None:
+    (tmp_path / "ctxwin-profile.json").write_text(
+        '{"fidelity": {"mode": "patched", "bytes_share": 0.2, "layers": "deep"}}'
+    )
+    engine.spec = dataclasses.replace(engine.spec, model=str(tmp_path))
+    window = Window(engine, "hd")
+    again = Window.restore(engine, window.snapshot().model_dump_json())
+    assert again.fidelity.bytes_share == window.fidelity.bytes_share == 0.2
+    assert Window(engine, "hd", fidelity=Fidelity(rank=4)).fidelity.patch_rank == 4
+
+
+def test_blind_costs_what_the_plan_says(engine: FakeEngine) -> None:
+    window = Window(engine, "a long header", fidelity=Fidelity("blind"))
+    window.extend([Chunk.text("aa"), Chunk.text("bb"), Chunk.text("cc")])
+    plan = window.plan()
+    assert window.ask("q").usage.computed_tokens == plan.computed_tokens + 3
+
+
+def test_a_dropped_stream_frees_the_window(engine: FakeEngine, window: Window) -> None:
+    engine.delay = 0.05
+    for _ in window.stream("q", max_tokens=3, remember=True):
+        break
+    assert len(window.ids) == 3
+    window.append(Chunk.text("free"))
+
+
+def test_an_exact_window_is_not_compressed(engine: FakeEngine) -> None:
+    window = Window(engine, "hd", fidelity=Fidelity("exact"))
+    window.extend([Chunk.text("a" * 9), Chunk.text("b" * 30)])
+    window.ask("q")
+    assert window.compress() == 0
+    assert window.plan().computed_tokens == 0
+
+
+def test_what_can_never_come_back_is_not_remembered_as_unseen(window: Window) -> None:
+    for _ in range(5):
+        window.evict(window.insert(0, Chunk.text("x")), forget=True)
+    assert all(not p.unseen for p in window.snapshot().placed)
+    kept = window.insert(0, Chunk.text("y"))
+    window.evict(kept)
+    assert all(p.unseen == (kept,) for p in window.snapshot().placed)
+
+
+@pytest.mark.parametrize("options", [{"temperature": float("nan")}, {"logprobs": -7}, {"logprobs": "x"}])
+def test_bad_options_are_refused(window: Window, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        window.ask("q", **options)
+
+
+def test_a_generator_of_chunks_is_as_good_as_a_list(window: Window) -> None:
+    assert len(window.extend(Chunk.text(t) for t in "xy")) == 2  # type: ignore[arg-type]
