@@ -116,6 +116,13 @@ class State(BaseModel):
         hint = "it is placed already" if placed else f"evicted are {[p.id for p in self.evicted]}"
         raise UnknownChunk(f"id must be an evicted chunk, got {placement!r}; {hint}")
 
+    def find(self, placement: str) -> Placed:
+        """A placed or evicted chunk; raises UnknownChunk."""
+        for p in (*self.placed, *self.evicted):
+            if p.id == placement:
+                return p
+        raise UnknownChunk(f"id must be a placed or evicted chunk, got {placement!r}")
+
     def but(self, **changes: Any) -> State:
         return self.model_copy(update=changes)
 

@@ -21,7 +21,7 @@ from ctxwin.assembly import Assembly, Work
 from ctxwin.checks import check_state
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
-from ctxwin.errors import BudgetExceeded, ReadOnlyWindow, UnknownChunk, WindowBusy
+from ctxwin.errors import BudgetExceeded, ReadOnlyWindow, WindowBusy
 from ctxwin.fidelity import Fidelity
 from ctxwin.identity import digest
 from ctxwin.state import Placed, State
@@ -127,10 +127,7 @@ class Window:
 
     def chunk(self, placement: str) -> Chunk:
         """The chunk behind a placed or evicted id; raises UnknownChunk."""
-        for p in (*self._state.placed, *self._state.evicted):
-            if p.id == placement:
-                return p.chunk
-        raise UnknownChunk(f"id must be a placed or evicted chunk, got {placement!r}")
+        return self._state.find(placement).chunk
 
     def dependents(self, placement: str) -> tuple[str, ...]:
         """Placed chunks whose KV absorbed ``placement`` directly: edges of the cascade graph."""
@@ -192,16 +189,17 @@ class Window:
         """Takes a chunk out; `recall` brings it back. Chunks behind it survive: their KV is rotated into place.
 
         Args:
-            forget: also everything it left behind goes: chunks that absorbed it, directly or through others, are
-                computed again at the next ask, its stored KV, embeddings and source are deleted, and it cannot be recalled.
+            forget: (of an evicted chunk, too) also everything it left behind goes: chunks that absorbed it, directly or
+                through others, are computed again at the next ask, its stored KV, embeddings and source are deleted, and
+                it cannot be recalled.
 
         Raises UnknownChunk. Cost: none now; with ``forget`` a forward over each chunk concerned at the next ask.
         """
         with self._writing() as state:
-            gone = state.placed[state.index(placement)]
             if not forget:
-                self._commit(edits.evicted(state, [gone]))
+                self._commit(edits.evicted(state, [state.placed[state.index(placement)]]))
                 return
+            gone = state.find(placement)
             new, tainted = edits.forgotten(state, gone)
             past = [state, *self._history.values()]
             self._history.clear()  # an old version would bring it back

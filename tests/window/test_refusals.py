@@ -178,3 +178,16 @@ def test_bad_options_are_refused(window: Window, options: dict[str, Any]) -> Non
 
 def test_a_generator_of_chunks_is_as_good_as_a_list(window: Window) -> None:
     assert len(window.extend(Chunk.text(t) for t in "xy")) == 2  # type: ignore[arg-type]
+
+
+def test_an_evicted_chunk_can_be_forgotten_too(engine: FakeEngine, window: Window) -> None:
+    a, b, c = window.ids
+    window.slide(1)
+    assert [e.lane for e in window.chunks] == ["survivor", "survivor"]
+    window.evict(a, forget=True)
+    assert window.evicted == ()
+    assert [e.lane for e in window.chunks] == ["formed", "formed"]
+    assert window.ask("q").usage.exact
+    with pytest.raises(UnknownChunk):
+        window.evict("nope", forget=True)
+    assert window.ids == (b, c)
