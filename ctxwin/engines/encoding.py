@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
-from ctxwin.engines.base import Encoded, EngineCounters, MediaSpan
+from ctxwin.engines.base import Encoded, Engine, EngineCounters, MediaSpan
 from ctxwin.engines.checkpoint import Checkpoint, MediaTokens
 from ctxwin.errors import BadMedia, ChunkUnavailable, UnsupportedModel
 from ctxwin.identity import digest
@@ -330,3 +330,35 @@ class Encoder:
             f"the pixels of a {part.media} are needed and cannot be had: {origin} and no source is stored; "
             "append it again from its file, or keep sources (keep_source=True) in a store that lasts"
         )
+
+
+class EncodingEngine(Engine):
+    """The part of an engine that is an `Encoder` behind the engine's lock; what both engines share.
+
+    Attributes:
+        encoder: tokens, positions and embeddings.
+        _lock: guards the model. `encode` may run the vision tower, so it takes this lock before the encoder's own, as
+            generating does when it decodes text: the other order can deadlock.
+    """
+
+    encoder: Encoder
+    _lock: threading.RLock
+
+    def encode_header(self, header: str) -> Encoded:
+        return self.encoder.encode_header(header)
+
+    def encode(self, chunk: Chunk) -> Encoded:
+        with self._lock:
+            return self.encoder.encode(chunk)
+
+    def encode_query(self, query: str) -> Encoded:
+        return self.encoder.encode_query(query)
+
+    def encode_exchange(self, query: str, answer_ids: Sequence[int]) -> Encoded:
+        return self.encoder.encode_exchange(query, answer_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.encoder.decode(token_ids)
+
+    def embed(self, key: str) -> torch.Tensor:
+        return self.encoder.embed(key)

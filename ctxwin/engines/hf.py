@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.engines import hf_model
-from ctxwin.engines.base import Encoded, Engine, EngineCounters, EngineSpec, Generation, MediaSpan, Piece, Sampling
+from ctxwin.engines.base import Encoded, EngineCounters, EngineSpec, Generation, MediaSpan, Piece, Sampling
 from ctxwin.engines.checkpoint import open_checkpoint
-from ctxwin.engines.encoding import Encoder
+from ctxwin.engines.encoding import Encoder, EncodingEngine
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.kv import SpanKV
 from ctxwin.store.spans import SpanRepository
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from ctxwin.chunk import Chunk
     from ctxwin.store.base import Store
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
@@ -47,7 +46,7 @@ class _Pass:
     bytes_loaded: int = 0
 
 
-class HFEngine(Engine):
+class HFEngine(EncodingEngine):
     """Serves Qwen2-VL, Qwen2.5-VL and text models with rotary positions: GQA, MHA (Qwen2, Llama and their kin) and MLA.
 
     Args:
@@ -97,27 +96,8 @@ class HFEngine(Engine):
         self._dtype = getattr(torch, name)
         self._lock = threading.RLock()
         vision = self._see if checkpoint.media is not None else None
-        self._encoder = Encoder(checkpoint, identity, self.repo, vision, self._positions, self.counters)
+        self.encoder = Encoder(checkpoint, identity, self.repo, vision, self._positions, self.counters)
         _log.info("transformers engine: %s (%s) on %s, %s", model, kind, self._device, name)
-
-    def encode_header(self, header: str) -> Encoded:
-        return self._encoder.encode_header(header)
-
-    def encode(self, chunk: Chunk) -> Encoded:
-        with self._lock:  # before the encoder's own lock, as in `generate`: the other order can deadlock
-            return self._encoder.encode(chunk)
-
-    def encode_query(self, query: str) -> Encoded:
-        return self._encoder.encode_query(query)
-
-    def encode_exchange(self, query: str, answer_ids: Sequence[int]) -> Encoded:
-        return self._encoder.encode_exchange(query, answer_ids)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._encoder.decode(token_ids)
-
-    def embed(self, key: str) -> torch.Tensor:
-        return self._encoder.embed(key)
 
     def prefill(self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "") -> SpanKV:
         """See `Engine.prefill`. ``salt`` has no effect: this engine has no prefix cache."""

@@ -17,17 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ctxwin.engines.base import Encoded, Engine, EngineCounters, EngineSpec, Generation, MediaSpan, Piece, Sampling
+from ctxwin.engines.base import Encoded, EngineCounters, EngineSpec, Generation, MediaSpan, Piece, Sampling
+from ctxwin.engines.encoding import Encoder, EncodingEngine
 from ctxwin.errors import CtxwinError, EngineFailed, UnsupportedModel
 from ctxwin.identity import digest
 from ctxwin.kv import SpanKV
 
 if TYPE_CHECKING:
-    import torch
-
     from ctxwin.adapters.vllm.registry import Transfer
     from ctxwin.adapters.vllm.requests import Outcome
-    from ctxwin.chunk import Chunk
     from ctxwin.store.base import Store
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
@@ -67,7 +65,7 @@ class _Ask:
         return [] if self.query is None else [self.query]
 
 
-class VLLMEngine(Engine):
+class VLLMEngine(EncodingEngine):
     """vLLM in this process: Qwen2-VL, Qwen2.5-VL and text models with rotary GQA or MHA attention.
 
     Args:
@@ -85,7 +83,6 @@ class VLLMEngine(Engine):
 
     def __init__(self, model: str | Path, *, store: Store | None = None, tenant: str = "", **options: Any) -> None:
         from ctxwin.engines.checkpoint import open_checkpoint
-        from ctxwin.engines.encoding import Encoder
         from ctxwin.operator.config import kv_spec_from_config
         from ctxwin.store import open_store
         from ctxwin.store.spans import SpanRepository
@@ -138,25 +135,6 @@ class VLLMEngine(Engine):
         except BaseException:
             self.close()
             raise
-
-    def encode_header(self, header: str) -> Encoded:
-        return self.encoder.encode_header(header)
-
-    def encode(self, chunk: Chunk) -> Encoded:
-        with self._lock:  # the tower shares the model with requests
-            return self.encoder.encode(chunk)
-
-    def encode_query(self, query: str) -> Encoded:
-        return self.encoder.encode_query(query)
-
-    def encode_exchange(self, query: str, answer_ids: Sequence[int]) -> Encoded:
-        return self.encoder.encode_exchange(query, answer_ids)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self.encoder.decode(token_ids)
-
-    def embed(self, key: str) -> torch.Tensor:
-        return self.encoder.embed(key)
 
     def prefill(self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "") -> SpanKV:
         """See `Engine.prefill`.
