@@ -15,13 +15,10 @@ from ctxwin import edits
 from ctxwin.answer import Answer, Disposability, Usage
 from ctxwin.assembly import Laid, Work
 from ctxwin.chunk import Chunk
-from ctxwin.edits import absorbers
 from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
-from ctxwin.errors import BudgetExceeded, ChunkUnavailable, ReadOnlyWindow
+from ctxwin.errors import BudgetExceeded, ReadOnlyWindow
 from ctxwin.identity import digest
-from ctxwin.lanes import canonical_key
-from ctxwin.media import pack_frames
-from ctxwin.state import Conditioning, Placed, State, patch_key, provenance_of, span_key
+from ctxwin.state import Conditioning, State, provenance_of, span_key
 
 if TYPE_CHECKING:
     from ctxwin.kv import SpanKV
@@ -80,7 +77,14 @@ def ask(
         window._encodes += window.engine.counters.vision_encodes - encodes
         usage = _usage(window, state, laid, encoded, generation, work, laid_s, total)
         window._encodes = 0
-    return Answer(generation.text, tuple(generation.token_ids), usage, generation.logprobs, remembered=remembered)
+        answer = Answer(generation.text, tuple(generation.token_ids), usage, generation.logprobs, remembered=remembered)
+        window._told.append(
+            window._event(
+                "ask", (remembered,) if remembered else (), query=query, answer=answer,
+                lanes={c.placed.id: c.lane for c in laid.choices},
+            )
+        )  # fmt: skip
+    return answer
 
 
 def check_budget(state: State, query: int, max_tokens: int) -> None:
@@ -307,8 +311,11 @@ def disposable(window: Window, placement: str, query: str, max_tokens: int, *, c
         else:
             branch.evict(placement)
         without = ask(branch, query, max_tokens, logprobs=-1)
+    same = with_it.token_ids == without.token_ids
+    note = "disposable" if same else "needed"
+    window._emit(window._event("disposable", (placement,), query=query, note=note))
     return Disposability(
-        disposable=with_it.token_ids == without.token_ids,
+        disposable=same,
         kl=kl(with_it.first_token_logprobs, without.first_token_logprobs),
         answer_with=with_it.text,
         answer_without=without.text,
@@ -344,7 +351,7 @@ def refresh(window: Window, count: int | None) -> list[str]:
                 state = window._assembly.reform(state, i, laid, window._fidelity, work)
                 done.append(p.id)
         if done:
-            window._commit(state.edited())
+            window._commit(state.edited(), "refresh", done)
     return done
 
 
@@ -374,75 +381,9 @@ def compress(window: Window) -> int:
             )
             placed[i] = p.but(kv=kv)
         if dropped:
-            window._commit(state.edited(placed=tuple(placed)))
+            window._commit(state.edited(placed=tuple(placed)), "compress")
             for key, nbytes in dropped.items():
                 if not repo.leased(key):  # another window still serves it
                     repo.delete(key)
                     freed += nbytes
     return freed
-
-
-# -- sources, restoring, forgetting --------------------------------------------------------------------------------
-
-
-def keep_source(engine: Engine, chunk: Chunk) -> None:
-    """Stores the lossless bytes of in-memory media, so that the chunk can be rebuilt after a restart."""
-    if not chunk.keep_source:
-        return
-    for part in chunk.media:
-        frames = chunk.pixels(part) if part.source is None else None
-        if frames is not None and not engine.repo.contains(f"source/{part.content}"):
-            engine.repo.put_source(part.content, pack_frames(frames))
-
-
-def rebind(engine: Engine, state: State) -> State:
-    """``state`` for ``engine``: as it is on the same model, encoded again without KV on another one."""
-    mine = digest(engine.spec.name, engine.spec.identity)
-    if state.engine == mine:
-        return state
-    header = engine.encode_header(state.header)
-
-    def again(placed: Placed) -> Placed:
-        encoded = engine.encode(placed.chunk)
-        return placed.but(tokens=encoded.tokens, advance=encoded.advance, kv=None, seen=False, unseen=())
-
-    return state.but(
-        engine=mine, header_tokens=header.tokens, header_advance=header.advance,
-        budget=min(state.budget, engine.spec.max_tokens),
-        placed=tuple(again(p) for p in state.placed), evicted=tuple(p.but(kv=None, seen=False, unseen=()) for p in state.evicted),
-    )  # fmt: skip
-
-
-def forget(
-    engine: Engine, state: State, gone: Placed, tainted: Sequence[Placed], past: Sequence[State], patch: str
-) -> None:
-    """Deletes stored KV that carries something of ``gone``; its embeddings and source too, unless placed elsewhere.
-
-    Keys that another window leases stay: it still shows the chunk.
-    """
-    repo = engine.repo
-    carriers = [gone, *tainted]
-    for old in past:  # KV of earlier orders absorbed it too
-        taint = absorbers(old, gone.id) | {gone.id}
-        carriers += [p for p in (*old.placed, *old.evicted) if p.id in taint]
-    keys: set[str] = set()
-    for p in carriers:
-        if p.kv:
-            base = canonical_key(state, p.chunk_id)[1]
-            keys |= {p.kv.span, patch_key(p.kv.provenance, base, patch)} | ({p.kv.patch} if p.kv.patch else set())
-    left = (*state.placed, *state.evicted)
-    if all(p.chunk_id != gone.chunk_id for p in left):
-        keys.add(canonical_key(state, gone.chunk_id)[1])
-    # The same picture may stand in another chunk, under another line of text.
-    shown = {part.content for p in left for part in p.chunk.media}
-    keys |= {f"source/{part.content}" for part in gone.chunk.media if part.content not in shown}
-    try:
-        seen = {m.key for m in engine.encode(gone.chunk).media}
-    except ChunkUnavailable:
-        seen = set()  # neither embeddings nor pixels are left
-    if seen:
-        sharing = [p for p in left if {m.content for m in p.chunk.media} & {m.content for m in gone.chunk.media}]
-        keys |= seen - {m.key for p in sharing for m in engine.encode(p.chunk).media}
-    for key in keys - state.keys():
-        if not repo.leased(key):
-            repo.delete(key)

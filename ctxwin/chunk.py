@@ -1,8 +1,8 @@
 """`Chunk`: a piece of context with a content-addressed id.
 
 The id is a digest of what the model will see (text, token ids, decoded pixels with their shape and mode, sampling of a
-video), never of where it came from: a PNG file and the array it decodes to are the same chunk. ``label``, ``pin`` and
-``source`` are metadata. Media are decoded once, here, so that a bad file is refused before a window changes.
+video), never of where it came from: a PNG file and the array it decodes to are the same chunk. ``label``, ``pin``,
+``priority`` and ``source`` are metadata. Media are decoded once, here, so that a bad file is refused before a window changes.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class Chunk(BaseModel):
         role: the turn this chunk is (a message chunk); None for a bare chunk, which lives in the open user turn.
         label: a name for people; not part of the id.
         pin: a pinned chunk is skipped by `Window.slide`; not part of the id.
+        priority: what `ctxwin.policies.ByPriority` keeps longest; not part of the id.
         keep_source: whether a window may keep the encoded bytes of in-memory media to rebuild it later.
         as_frames: a video as single images instead of the processor's native video tokens.
     """
@@ -86,6 +87,7 @@ class Chunk(BaseModel):
     as_frames: bool = False
     label: str = ""
     pin: bool = False
+    priority: int = 0
     keep_source: bool = True
     _frames: dict[str, Any] = PrivateAttr(default_factory=dict)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, permutations
 from random import Random
+from typing import Any
 
 from ctxwin.errors import BudgetExceeded
 from ctxwin.state import Placed, State
@@ -32,6 +33,21 @@ def inserted(state: State, placed: Placed, index: int, *, repair: bool = False) 
         for p in state.placed[index:]
     )
     return state.but(placed=(*state.placed[:index], placed, *behind))
+
+
+def recalled(state: State, back: Placed, at: int | None, *, repair: bool = False) -> tuple[State, int]:
+    """``back``, which was evicted, at index ``at`` (None: before the first chunk that arrived later); and that index."""
+    if at is None:
+        at = next((i for i, p in enumerate(state.placed) if p.arrival > back.arrival), len(state.placed))
+    at = checked_index(at, len(state.placed))
+    left = tuple(p for p in state.evicted if p.id != back.id)
+    return inserted(state, back.but(read=state.version + 1), at, repair=repair).edited(evicted=left), at
+
+
+def changed(state: State, placement: str, **changes: Any) -> State:
+    """With fields of one placed chunk changed; UnknownChunk where it is not placed."""
+    i = state.index(placement)
+    return state.edited(placed=(*state.placed[:i], state.placed[i].but(**changes), *state.placed[i + 1 :]))
 
 
 def evicted(state: State, leaving: Sequence[Placed]) -> State:
@@ -79,18 +95,19 @@ def absorbers(state: State, source: str) -> set[str]:
     return tainted - {source}
 
 
-def leaving_for_budget(state: State, room: int = 0) -> list[Placed]:
-    """The oldest unpinned chunks whose eviction brings the window, with ``room`` tokens free, within its budget.
+def leaving_for_budget(state: State, order: Iterable[str], room: int = 0) -> list[Placed]:
+    """The chunks whose eviction, in this order, brings the window with ``room`` tokens free within its budget.
 
-    Raises BudgetExceeded where even all of them do not.
+    ``order`` is read no further than needed. Pinned chunks stay. Raises BudgetExceeded where even all of it is not enough.
     """
     excess = state.tokens + room - state.budget
     leaving: list[Placed] = []
-    for placed in oldest_first(state):
-        if excess <= 0:
-            break
-        leaving.append(placed)
-        excess -= placed.tokens
+    if excess > 0:
+        for placed in free_in_order(state, order):
+            leaving.append(placed)
+            excess -= placed.tokens
+            if excess <= 0:
+                break
     if excess > 0:
         needed = state.budget + excess
         raise BudgetExceeded(
@@ -101,9 +118,14 @@ def leaving_for_budget(state: State, room: int = 0) -> list[Placed]:
     return leaving
 
 
-def oldest_first(state: State) -> list[Placed]:
-    """Unpinned placed chunks by arrival."""
-    return sorted((p for p in state.placed if not p.pinned), key=lambda p: p.arrival)
+def free_in_order(state: State, order: Iterable[str]) -> Iterator[Placed]:
+    """The unpinned placed chunks that ``order`` names, each once; UnknownChunk for an id that is not placed."""
+    taken: set[str] = set()
+    for placement in order:
+        placed = state.placed[state.index(placement)]
+        if not placed.pinned and placement not in taken:
+            taken.add(placement)
+            yield placed
 
 
 def sampled_orders(k: int, count: int, seed: int) -> list[tuple[int, ...]]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 Family = Literal["gqa", "mha", "mla"]
+_ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ class KVSpec:
     def width(self) -> int:
         """Numbers per token over all layers, rope and content channel together."""
         return self.layers * self.heads * (self.k_dim + self.v_dim)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's KV as it is served."""
+        return self.span_bytes(1, _ITEMSIZE.get(self.dtype, 2))
 
     def span_bytes(self, tokens: int, itemsize: int = 2) -> int:
         """Bytes of a span's KV; two bytes a number (bf16) unless told otherwise."""

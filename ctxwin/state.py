@@ -46,6 +46,7 @@ class Placed(BaseModel):
     Attributes:
         tokens: KV slots; advance: how far the next chunk's start moves on.
         arrival: counts appends over the window's lifetime; the chronological order.
+        read: the window's version when it was last read: placed, recalled or touched (`Window.touch`).
         kv: its conditioned KV; None: must be computed.
         seen: whether it has been computed before (a recomputation is ``formed``, not ``computed``).
         unseen: placement ids put in front of it later that it was allowed not to absorb.
@@ -59,6 +60,7 @@ class Placed(BaseModel):
     tokens: int
     advance: int
     arrival: int
+    read: int = 0
     pinned: bool = False
     conditioned: bool = True
     kv: Conditioning | None = None
@@ -73,12 +75,14 @@ class State(BaseModel):
     """A version of a window.
 
     Attributes:
+        window: id of the window; stays over versions and restarts, a fork has its own.
         placed: chunks in prompt order; evicted: what can be recalled, oldest eviction first.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: int = 1
+    window: str = ""
     engine: str
     header: str
     header_tokens: int

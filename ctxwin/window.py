@@ -7,29 +7,28 @@ stores it, `ctxwin.asking` runs questions. Neither torch nor vLLM is imported he
 
 from __future__ import annotations
 
-import threading
 import uuid
 import weakref
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
-from ctxwin import asking, edits
+from ctxwin import asking, edits, keeping
 from ctxwin.answer import Answer, Disposability, Plan, PlanEntry
 from ctxwin.assembly import Assembly, Work
 from ctxwin.checks import check_state
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
-from ctxwin.errors import BudgetExceeded, ReadOnlyWindow, WindowBusy
 from ctxwin.fidelity import Fidelity
-from ctxwin.identity import digest
+from ctxwin.policies.base import Eviction, Retrieval
+from ctxwin.policies.eviction import OldestFirst
+from ctxwin.policies.retrieval import ById
 from ctxwin.state import Placed, State
+from ctxwin.store import parse_bytes
+from ctxwin.versions import Versions
 
-_HISTORY = 1024
 
-
-class Window:
+class Window(Versions):
     """A context window whose edits are cache edits.
 
     Args:
@@ -37,6 +36,9 @@ class Window:
         header: system prompt, fixed for the life of the window (`fork` makes one behind another header).
         budget: most tokens of header, chunks, query and answer together; default: what the engine takes.
         fidelity: which approximations are allowed; ``auto`` follows the model's profile and is ``exact`` without one.
+        budget_bytes: the same as KV bytes (an int, or ``"512MB"``); the smaller budget counts.
+        eviction: who leaves first when `slide` or `look_back` makes room (`ctxwin.policies`).
+        retrieval: what `look_back` brings back.
 
     Raises:
         BudgetExceeded: the header alone does not fit.
@@ -46,45 +48,43 @@ class Window:
     """
 
     def __init__(
-        self, engine: Engine, header: str = "", budget: int | None = None, fidelity: Fidelity | None = None
-    ) -> None:
+        self, engine: Engine, header: str = "", budget: int | None = None, fidelity: Fidelity | None = None, *,
+        budget_bytes: int | str | None = None, eviction: Eviction | None = None, retrieval: Retrieval | None = None,
+    ) -> None:  # fmt: skip
         if not isinstance(header, str):
             raise TypeError(f"header must be a str, got {type(header).__name__}")
         limit = engine.spec.max_tokens
         budget = limit if budget is None else budget
         if not isinstance(budget, int) or not 0 < budget <= limit:
             raise ValueError(f"budget must be an int in 1..{limit} (what the engine takes), got {budget!r}")
-        encoded = engine.encode_header(header)
-        if encoded.tokens >= budget:
-            raise BudgetExceeded(
-                f"budget must exceed the header's {encoded.tokens} tokens, got {budget}",
-                needed=encoded.tokens + 1,
-                budget=budget,
-            )
-        fidelity = fidelity or Fidelity()
-        state = State(
-            engine=digest(engine.spec.name, engine.spec.identity), header=header, header_tokens=encoded.tokens,
-            header_advance=encoded.advance, budget=budget, fidelity=fidelity,
-        )  # fmt: skip
-        self._open(engine, state)
+        if budget_bytes is not None:
+            budget = min(budget, parse_bytes(budget_bytes) // engine.spec.kv.token_bytes)
+        state = keeping.opened(engine, header, budget, fidelity or Fidelity())
+        self._open(engine, state.but(window=uuid.uuid4().hex[:12]), eviction, retrieval)
 
-    def _open(self, engine: Engine, state: State) -> None:
-        self.engine = engine
+    def _open(
+        self,
+        engine: Engine,
+        state: State,
+        eviction: Eviction | None,
+        retrieval: Retrieval | None,
+        seed: str | None = None,
+    ) -> None:
+        self.eviction: Eviction = eviction or OldestFirst()
+        self.retrieval: Retrieval = retrieval or ById()
         self._assembly = Assembly(engine)
         self._fidelity = state.fidelity.resolve(engine.spec.model)
-        self._state = state
-        self._lock = threading.Lock()
-        self._leasing = threading.Lock()
-        self._history: OrderedDict[int, State] = OrderedDict()
+        self._seed = uuid.uuid4().hex if seed is None else seed  # of placement ids
         self._parent: tuple[weakref.ref[Window], int] | None = None
-        self._read_only = False
-        self._closed = False
         self._encodes = 0  # vision encodes of this window since its last answer
-        self._leases: set[str] = set()
-        self._finalizer = weakref.finalize(self, _release_all, engine.repo, self._leases)  # for a window never closed
-        self._lease()
+        self._start(engine, state)
 
     # -- reading --------------------------------------------------------------------------------------------------
+
+    @property
+    def id(self) -> str:
+        """Stays over edits and restarts; a fork has its own."""
+        return self._state.window
 
     @property
     def header(self) -> str:
@@ -99,6 +99,11 @@ class Window:
     def tokens(self) -> int:
         """Tokens of header and placed chunks."""
         return self._state.tokens
+
+    @property
+    def bytes(self) -> int:
+        """KV bytes of header and placed chunks, as they are served."""
+        return self._state.tokens * self.engine.spec.kv.token_bytes
 
     @property
     def version(self) -> int:
@@ -145,8 +150,9 @@ class Window:
             kept = f"{next(iter(self._history), self.version)}..{self.version}"
             raise LookupError(f"version must be a kept version of this window, {kept}, got {version!r}")
         old = Window.__new__(Window)
-        old._open(self.engine, state)
+        old._open(self.engine, state, self.eviction, self.retrieval)
         old._read_only = True
+        old._observers, old._origin = self._observers, self._origin
         return old
 
     def check(self) -> None:
@@ -165,24 +171,29 @@ class Window:
         """
         with self._writing() as state:
             placed = self._new(state, chunk)
-            self._commit(edits.appended(state, placed))
+            self._commit(edits.appended(state, placed), "append", [placed.id])
         return placed.id
 
     def extend(self, chunks: Sequence[Chunk]) -> list[str]:
         """Appends several chunks, all or none; returns their placement ids."""
         chunks = list(chunks)
         with self._writing() as state:
+            before = len(state.placed)
             for chunk in chunks:
                 state = edits.appended(state, self._new(state, chunk))
-            self._commit(state)
-        return [p.id for p in state.placed[len(state.placed) - len(chunks) :]] if chunks else []
+            ids = [p.id for p in state.placed[before:]]
+            if ids:
+                self._commit(state, "append", ids)
+        return ids
 
     def insert(self, index: int, chunk: Chunk) -> str:
         """Places ``chunk`` at ``index``; chunks behind it keep their KV, as after `recall`. Raises like `append`."""
         with self._writing() as state:
             index = edits.checked_index(index, len(state.placed))
             placed = self._new(state, chunk)
-            self._commit(edits.inserted(state, placed, index).edited(arrivals=state.arrivals + 1))
+            self._commit(
+                edits.inserted(state, placed, index).edited(arrivals=state.arrivals + 1), "insert", [placed.id]
+            )
         return placed.id
 
     def evict(self, placement: str, *, forget: bool = False) -> None:
@@ -197,17 +208,17 @@ class Window:
         """
         with self._writing() as state:
             if not forget:
-                self._commit(edits.evicted(state, [state.placed[state.index(placement)]]))
+                self._commit(edits.evicted(state, [state.placed[state.index(placement)]]), "evict", [placement])
                 return
             gone = state.find(placement)
             new, tainted = edits.forgotten(state, gone)
             past = [state, *self._history.values()]
             self._history.clear()  # an old version would bring it back
-            self._commit(new, remember=False)
-            asking.forget(self.engine, new, gone, tainted, past, self._fidelity.patch_name)
+            self._commit(new, "forget", [placement], remember=False)
+            keeping.forget(self.engine, new, gone, tainted, past, self._fidelity.patch_name)
 
     def slide(self, count: int | None = None, *, room: int = 0) -> list[str]:
-        """Evicts the oldest unpinned chunks: ``count`` of them, or as many as bring the window within its budget.
+        """Evicts unpinned chunks in the order of `eviction` (oldest first): ``count``, or until within the budget.
 
         ``room`` tokens are left free for a query and its answer. Returns the evicted ids. Raises BudgetExceeded where pinned
         chunks alone exceed the budget, ValueError where fewer than ``count`` can leave; the window is then as it was.
@@ -215,11 +226,13 @@ class Window:
         if count is not None and (not isinstance(count, int) or count < 0):
             raise ValueError(f"count must be an int >= 0, got {count!r}")
         with self._writing() as state:
-            leaving = edits.leaving_for_budget(state, room) if count is None else edits.oldest_first(state)[:count]
-            if count is not None and count > len(leaving):
+            order = self.eviction.order(self)
+            if count is None:
+                leaving = edits.leaving_for_budget(state, order, room)
+            elif count > len(leaving := list(islice(edits.free_in_order(state, order), count))):
                 raise ValueError(f"count must be at most the {len(leaving)} unpinned chunks, got {count}")
             if leaving:
-                self._commit(edits.evicted(state, leaving))
+                self._commit(edits.evicted(state, leaving), "slide", [p.id for p in leaving])
         return [p.id for p in leaving]
 
     def recall(self, placement: str, at: int | None = None, *, repair: bool = False) -> int:
@@ -233,15 +246,25 @@ class Window:
         Raises UnknownChunk. Cost at the next ask: its lane's, never a vision encode.
         """
         with self._writing() as state:
-            back = state.find_evicted(placement)
-            encoded = self.engine.encode(back.chunk)  # another engine may count it otherwise (a restored window)
-            back = back.but(tokens=encoded.tokens, advance=encoded.advance)
-            if at is None:
-                at = next((i for i, p in enumerate(state.placed) if p.arrival > back.arrival), len(state.placed))
-            at = edits.checked_index(at, len(state.placed))
-            evicted = tuple(p for p in state.evicted if p.id != placement)
-            self._commit(edits.inserted(state, back, at, repair=repair).edited(evicted=evicted))
+            new, at = edits.recalled(state, self._back(state, placement), at, repair=repair)
+            self._commit(new, "recall", [placement])
         return at
+
+    def look_back(self, query: str | Chunk, *, room: int = 0) -> list[str]:
+        """Recalls what `retrieval` picks for ``query``, at chronological places; returns the ids.
+
+        Others leave in the order of `eviction` where the budget, with ``room`` tokens free, needs it. All or nothing.
+        Raises BudgetExceeded where they do not fit, UnknownChunk. Cost at the next ask: see `recall`.
+        """
+        with self._writing() as state:
+            ids = list(dict.fromkeys(self.retrieval.choose(self, query)))
+            new = state
+            for placement in ids:
+                new, _ = edits.recalled(new, self._back(new, placement), None)
+            if ids:
+                leaving = edits.leaving_for_budget(new, self.eviction.order(self), room)
+                self._commit(edits.evicted(new, leaving) if leaving else new, "look_back", ids)
+        return ids
 
     def reorder(self, ids: Sequence[str]) -> None:
         """Puts the placed chunks into the order ``ids``, a permutation of the placed ids (else ValueError)."""
@@ -250,7 +273,7 @@ class Window:
             if sorted(ids) != sorted(by_id):
                 raise ValueError(f"ids must be a permutation of the placed ids {sorted(by_id)}, got {sorted(ids)}")
             if tuple(ids) != tuple(by_id):
-                self._commit(state.edited(placed=tuple(by_id[i] for i in ids)))
+                self._commit(state.edited(placed=tuple(by_id[i] for i in ids)), "reorder", ids)
 
     def toggle(self, placement: str, *, conditioned: bool) -> None:
         """Switches a chunk to its context-clean view (``conditioned=False``) or back to the same lane and bytes.
@@ -258,20 +281,20 @@ class Window:
         Kamera, appendix E. Raises UnknownChunk. Cost at the next ask: one forward where the canonical is not held.
         """
         with self._writing() as state:
-            i = state.index(placement)
-            if state.placed[i].conditioned == conditioned:
-                return
-            placed = list(state.placed)
-            placed[i] = placed[i].but(conditioned=conditioned)
-            self._commit(state.edited(placed=tuple(placed)))
+            if state.placed[state.index(placement)].conditioned != conditioned:
+                note = "conditioned" if conditioned else "clean"
+                self._commit(edits.changed(state, placement, conditioned=conditioned), "toggle", [placement], note=note)
 
     def pin(self, placement: str, *, pinned: bool = True) -> None:
         """Protects a chunk from `slide`, or gives it free. Raises UnknownChunk."""
         with self._writing() as state:
-            i = state.index(placement)
-            placed = list(state.placed)
-            placed[i] = placed[i].but(pinned=pinned)
-            self._commit(state.edited(placed=tuple(placed)))
+            note = "pinned" if pinned else "free"
+            self._commit(edits.changed(state, placement, pinned=pinned), "pin", [placement], note=note)
+
+    def touch(self, placement: str) -> None:
+        """Marks a chunk as just read, for `ctxwin.policies.LeastRecentlyRead`. Raises UnknownChunk. Cost: none."""
+        with self._writing() as state:
+            self._commit(edits.changed(state, placement, read=state.version + 1), "touch", [placement])
 
     def fork(self, header: str | None = None) -> Window:
         """A copy-on-write branch: it shares every chunk and costs no KV bytes until it is edited.
@@ -279,20 +302,14 @@ class Window:
         ``header`` opens it behind another system prompt; its chunks are then conditioned anew at the next ask, with no
         vision encode. `adopt` brings a branch's state back.
         """
+        state = self._state
+        if header is not None and header != state.header:
+            state = keeping.behind(self.engine, state, header)
         branch = Window.__new__(Window)
-        if header is None or header == self.header:
-            branch._open(self.engine, self._state)
-        else:
-            fresh = Window(self.engine, header, self.budget, self._state.fidelity)._state
-            strip = {"kv": None, "unseen": ()}
-            bare = fresh.but(
-                version=self.version,
-                arrivals=self._state.arrivals,
-                placed=tuple(p.but(**strip) for p in self._state.placed),
-                evicted=tuple(p.but(**strip) for p in self._state.evicted),
-            )
-            branch._open(self.engine, bare)
+        branch._open(self.engine, state.but(window=uuid.uuid4().hex[:12]), self.eviction, self.retrieval)
         branch._parent = (weakref.ref(self), self.version)
+        branch._observers, branch._origin = self._observers, self.id
+        self._emit(self._event("fork", other=branch.id, note=header or ""))
         return branch
 
     def adopt(self, branch: Window, *, force: bool = False) -> None:
@@ -315,7 +332,9 @@ class Window:
                     "pass force=True to drop its edits"
                 )
             theirs = branch._state
-            self._commit(theirs.but(version=max(state.version, theirs.version) + 1))
+            self._commit(
+                theirs.but(version=max(state.version, theirs.version) + 1, window=self.id), "adopt", other=branch.id
+            )
             self._fidelity = theirs.fidelity.resolve(self.engine.spec.model)
 
     # -- asking ---------------------------------------------------------------------------------------------------
@@ -383,6 +402,7 @@ class Window:
                 raise ValueError("ids must leave a chunk behind them to form a patch for, got every placed chunk")
             sampled = edits.sampled_orders(k, orders, seed)
             self._assembly.orbit(state, k, sampled, self._fidelity, Work())
+            self._told.append(self._event("prepare_orbit", [state.placed[k].id]))
         return [state.placed[k].id]
 
     def refresh(self, count: int | None = None) -> list[str]:
@@ -406,12 +426,15 @@ class Window:
         return self._state
 
     @classmethod
-    def restore(cls, engine: Engine, state: State | dict[str, Any] | str) -> Window:
+    def restore(
+        cls, engine: Engine, state: State | dict[str, Any] | str, *, eviction: Eviction | None = None,
+        retrieval: Retrieval | None = None, seed: str | None = None,
+    ) -> Window:  # fmt: skip
         """A window from a snapshot (model, dict or JSON), on any engine.
 
         KV, patches and embeddings are found in the engine's store or recomputed from the sources. On another model the
-        chunks are encoded again. Raises ChunkUnavailable where content and source are gone, ValueError for a snapshot of
-        a newer format.
+        chunks are encoded again. With a ``seed`` the same edits give the same placement ids, so that an operation can be
+        run again. Raises ChunkUnavailable where content and source are gone, ValueError for a snapshot of a newer format.
         """
         if isinstance(state, str):
             state = State.model_validate_json(state)
@@ -420,55 +443,13 @@ class Window:
         if state.format != 1:
             raise ValueError(f"snapshot format must be 1, got {state.format}; use the ctxwin version that wrote it")
         window = cls.__new__(cls)
-        window._open(engine, asking.rebind(engine, state))
+        window._open(engine, keeping.rebind(engine, state), eviction, retrieval, seed)
         return window
-
-    def close(self) -> None:
-        """Gives its leases back; the window cannot be edited or asked afterwards. Idempotent."""
-        self._closed = True
-        self._finalizer()
-
-    def __enter__(self) -> Window:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Window v{self.version} {len(self._state.placed)} chunks {self.tokens}/{self.budget} tokens>"
 
     # -- inside -----------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _writing(self, *, edit: bool = True) -> Iterator[State]:
-        if self._closed:
-            raise ReadOnlyWindow("this window is closed; restore its snapshot to go on")
-        if edit and self._read_only:
-            raise ReadOnlyWindow("an old version must not be edited; fork() it, or edit the window it came from")
-        if not self._lock.acquire(blocking=False):
-            raise WindowBusy("a window has one writer, and it is busy; wait for it, or fork() the window first")
-        try:
-            yield self._state
-        finally:
-            self._lock.release()
-
-    def _commit(self, state: State, *, remember: bool = True) -> None:
-        if remember and state.version != self._state.version:
-            self._history[self._state.version] = self._state
-            while len(self._history) > _HISTORY:
-                self._history.popitem(last=False)
-        self._state = state
-        self._lease()
-
-    def _lease(self) -> None:
-        with self._leasing:  # `plan` may run beside an ask
-            wanted = set() if self._closed else self._state.keys()
-            for key in wanted - self._leases:
-                if self.engine.repo.lease(key):
-                    self._leases.add(key)
-            for key in self._leases - wanted:
-                self.engine.repo.release(key)
-                self._leases.discard(key)
 
     def _new(self, state: State, chunk: Chunk) -> Placed:
         if not isinstance(chunk, Chunk):
@@ -476,23 +457,12 @@ class Window:
                 f"chunk must be a ctxwin.Chunk, got {type(chunk).__name__}; make one with Chunk.text or Chunk.image"
             )
         before = self.engine.counters.vision_encodes
-        encoded = self.engine.encode(chunk)
+        placed = keeping.placement(self.engine, state, chunk, self._seed)
         self._encodes += self.engine.counters.vision_encodes - before
-        alone = state.header_tokens + encoded.tokens
-        if alone > state.budget:
-            raise BudgetExceeded(
-                f"a chunk must fit the budget of {state.budget} tokens beside the header ({state.header_tokens}), got a chunk "
-                f"of {encoded.tokens}; raise the budget or split it",
-                needed=alone, budget=state.budget,
-            )  # fmt: skip
-        asking.keep_source(self.engine, chunk)
-        return Placed(
-            id=f"{state.arrivals}-{uuid.uuid4().hex[:6]}", chunk=chunk.light(), chunk_id=chunk.id, tokens=encoded.tokens,
-            advance=encoded.advance, arrival=state.arrivals, pinned=chunk.pin,
-        )  # fmt: skip
+        return placed
 
-
-def _release_all(repo: Any, leases: set[str]) -> None:
-    for key in leases:
-        repo.release(key)
-    leases.clear()
+    def _back(self, state: State, placement: str) -> Placed:
+        """An evicted chunk, counted again: a restored window may run on another engine."""
+        back = state.find_evicted(placement)
+        encoded = self.engine.encode(back.chunk)
+        return back.but(tokens=encoded.tokens, advance=encoded.advance)
