@@ -1,0 +1,95 @@
+"""What all agents in this folder share: their command line, an engine with a ledger, and the closing report.
+
+Every example is written like this:
+
+    options = agent_options.parser(__doc__).parse_args()
+    with agent_options.running(options) as run:  # opens the engine, makes the ledger
+        window = run.watch(Window(run.engine, "You watch a camera.", budget=520))
+        answer = window.ask("color of 17?", max_tokens=4)
+        run.ledger.truth("red")  # where the truth is known
+        run.say(answer.text)  # silent with --json
+    # here the table (or the JSON) was printed
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ctxwin import Window, open_engine
+from ctxwin.engines.base import Engine
+from ctxwin.ledger import Ledger
+
+# Progress bars and start-up messages do not belong between the lines of an agent; set where unset.
+QUIET = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TQDM_DISABLE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+SCRIPTED = "The bundled model only reads pictures: what this agent does next is scripted, its answers are the model's."
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """The options of every example; add your own before parsing."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--model", default="tiny", help="tiny (bundled), hf:MODEL or vllm:MODEL; default: %(default)s")
+    made.add_argument("--engine", choices=("hf", "vllm"), help="fixes the engine where --model leaves it open")
+    made.add_argument("--seed", type=int, default=0, help="of the generated world and of the questions")
+    made.add_argument("--json", action="store_true", help="print the figures as JSON and nothing else")
+    made.add_argument("--trace", type=Path, metavar="FILE", help="record the run for `ctxwin view FILE`")
+    return made
+
+
+class Run:
+    """An engine and what is counted on it. ``figures`` go into the JSON beside the ledger's summary."""
+
+    def __init__(self, engine: Engine, options: argparse.Namespace) -> None:
+        self.engine = engine
+        self.ledger = Ledger(engine, reference=True)
+        self.scripted = options.model.partition(":")[0] == "tiny"
+        self.figures: dict[str, Any] = {}
+        self._options = options
+
+    def watch(self, window: Window, room: int = 48) -> Window:
+        """Counts a window and its later forks; the others' prompts get its budget less ``room``. Returns the window."""
+        self.ledger.watch(window, room=room)
+        return window
+
+    def say(self, line: str) -> None:
+        """A line for people."""
+        if not self._options.json:
+            print(line, flush=True)
+
+    def report(self) -> None:
+        """The table, or the figures as JSON."""
+        if not self._options.json:
+            print(self.ledger.table())
+            return
+        about = {
+            "example": Path(sys.argv[0]).stem,
+            "model": self._options.model,
+            "engine": self.engine.spec.name,
+            "seed": self._options.seed,
+            "policy": "scripted" if self.scripted else "model",
+        }
+        print(json.dumps({**about, **self.ledger.summary(), **self.figures}))
+
+
+@contextmanager
+def running(options: argparse.Namespace) -> Iterator[Run]:
+    """Opens the engine, and prints the report once the block is through."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    with open_engine(options.model, engine=options.engine) as engine:
+        run = Run(engine, options)
+        if run.scripted:
+            run.say(SCRIPTED)
+        yield run
+        run.report()
