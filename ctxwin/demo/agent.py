@@ -18,9 +18,9 @@ from ctxwin.chunk import Chunk
 from ctxwin.demo.footage import HEADER, Footage, Query
 from ctxwin.demo.opponents import Ask, Opponent
 from ctxwin.demo.record import Step
-from ctxwin.demo.reference import Reference
 from ctxwin.engines.base import Encoded, Engine, Sampling
 from ctxwin.fidelity import Fidelity
+from ctxwin.reference import Reference
 from ctxwin.window import Window
 
 CYCLE = ("look_back", "fork", "look_back", "reorder", "look_back", "toggle", "look_back", "disposable")

@@ -171,6 +171,8 @@ class FakeEngine(Engine):
             fed = replace(fed, token_ids=ids, positions=_positions(len(ids)), advance=len(ids))
             asked = self._forward(spans, fed, start)
         n = query.tokens + len(out) - 1
+        self.counters.prefill_forwards += 1
+        self.counters.prefill_tokens += tokens + query.tokens
         return Generation(
             token_ids=out, text=self.decode(out), logprobs=logprobs if sampling.logprobs else {}, captured=captured,
             query_span=asked.slice(0, n) if capture_query else None, computed_tokens=tokens + query.tokens, forwards=1,

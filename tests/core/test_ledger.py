@@ -1,0 +1,161 @@
+"""The ledger against counts made by hand."""
+
+from __future__ import annotations
+
+import pytest
+from window.fake import FakeEngine
+
+from ctxwin import Chunk, Fidelity, Window
+from ctxwin.ledger import Ledger
+
+QUERY = 4 + 2  # tokens of "what" with its turn
+
+
+def window(engine: FakeEngine, budget: int = 4096) -> Window:
+    return Window(engine, "0123456789abcde", budget, Fidelity("patched"))  # header of 16 tokens
+
+
+def chunk(name: str) -> Chunk:
+    return Chunk.text(name * 16)
+
+
+def test_what_is_appended_is_found_by_every_policy() -> None:
+    engine = FakeEngine()
+    ledger = Ledger(engine)
+    w = window(engine)
+    ledger.watch(w)
+    for name in "abc":
+        w.append(chunk(name))
+        w.ask("what", 2)
+    first, second, third = ledger.rows
+    assert first["computed_tokens"] == 16 + 16 + QUERY == first["computed_tokens_naive"]
+    for row in (second, third):
+        assert row["computed_tokens"] == 16 + QUERY
+        assert (
+            row["computed_tokens_naive"] == row["computed_tokens_trim"] == row["computed_tokens_append"] == 16 + QUERY
+        )
+
+
+def test_a_slide_costs_the_naive_user_everything_behind_the_header() -> None:
+    engine = FakeEngine()
+    ledger = Ledger(engine, room=QUERY + 2)
+    w = window(engine, 16 + 4 * 16 + QUERY + 2)
+    ledger.watch(w)
+    for name in "abcde":
+        w.append(chunk(name))
+        w.slide(room=QUERY + 2)
+        w.ask("what", 2)
+    last = ledger.rows[-1]
+    assert last["placed"] == 4
+    assert last["computed_tokens"] == 16 + QUERY
+    assert last["computed_tokens_naive"] == 4 * 16 + QUERY
+    assert last["computed_tokens_trim"] == 3 * 16 + QUERY  # c, d behind the header anew, and e
+
+
+def test_a_look_back_at_the_end_costs_the_chunk_alone() -> None:
+    engine = FakeEngine()
+    ledger = Ledger(engine, room=QUERY + 2)
+    w = window(engine, 16 + 4 * 16 + QUERY + 2)
+    ledger.watch(w)
+    ids = w.extend([chunk(name) for name in "abcd"])
+    w.ask("what", 2)
+    w.slide(2)
+    w.ask("what", 2)
+    trimmed = ledger.rows[-1]
+    assert trimmed["computed_tokens_trim"] == QUERY, "it still holds all four: nothing to do"
+    w.append(chunk("e"))
+    w.recall(ids[0])
+    w.ask("what", 2)
+    row = ledger.rows[-1]
+    # Both trimmed a and b when e came (c d e), then a came back: to its place, where it is still cached, or to the end.
+    assert row["computed_tokens_trim"] == 3 * 16 + QUERY
+    assert row["computed_tokens_append"] == 4 * 16 + QUERY, "c, d and e stand behind the header for the first time"
+    w.ask("when", 2)
+    assert ledger.rows[-1]["computed_tokens_append"] == QUERY
+
+
+def test_branches_have_users_of_their_own() -> None:
+    engine = FakeEngine()
+    ledger = Ledger(engine)
+    w = window(engine)
+    ledger.watch(w)
+    w.extend([chunk(name) for name in "ab"])
+    w.ask("what", 2)
+    with w.fork() as branch:
+        branch.append(chunk("c"))
+        branch.ask("what", 2)
+        w.adopt(branch)
+    w.ask("what", 2)
+    assert [row["computed_tokens_append"] for row in ledger.rows] == [48 + QUERY, 16 + QUERY, QUERY]
+    assert ledger.rows[-1]["placed"] == 3
+
+
+def test_what_is_remembered_is_cached() -> None:
+    engine = FakeEngine()
+    ledger = Ledger(engine)
+    w = window(engine)
+    ledger.watch(w)
+    w.append(chunk("a"))
+    w.ask("what", 3, remember=True)
+    w.ask("what", 3)
+    # Header and chunk are two whole blocks; the exchange fills less than one.
+    exchange = len(engine.encode_exchange("what", [1, 2, 3]).token_ids)
+    assert exchange < 16
+    assert ledger.rows[-1]["computed_tokens_naive"] == exchange + QUERY
+
+
+def test_answers_are_compared_with_a_reprefill_that_is_not_counted() -> None:
+    engine, plain = FakeEngine(), FakeEngine()
+    ledger, other = Ledger(engine, reference=True), Ledger(plain)
+    for each, book in ((engine, ledger), (plain, other)):
+        w = window(each)
+        book.watch(w)
+        w.extend([chunk(name) for name in "abc"])
+        w.ask("what", 3)
+        w.slide(1)
+        w.ask("what", 3)
+        book.truth("never")
+    assert [r["computed_tokens"] for r in ledger.rows] == [r["computed_tokens"] for r in other.rows]
+    first, second = ledger.rows
+    assert first["answer"] == first["answer_reprefill"]
+    assert second["answer"] != second["answer_reprefill"], "survivors remember what left, and this engine shows it"
+    summary = ledger.summary()
+    assert (summary["asks"], summary["known"], summary["right"], summary["agree"], summary["compared"]) == (
+        2,
+        1,
+        0,
+        1,
+        2,
+    )
+    assert "right: 0 of 1" in ledger.table()
+
+
+def test_background_work_counts() -> None:
+    engine = FakeEngine()
+    ledger = Ledger(engine)
+    w = window(engine)
+    ledger.watch(w)
+    _, b, c = w.extend([chunk(name) for name in "abc"])
+    w.ask("what", 2)
+    before = ledger.summary()["computed_tokens"]
+    w.evict(b)
+    assert w.refresh() == [c]
+    assert ledger.summary()["computed_tokens"] == before + 16
+
+
+@pytest.mark.parametrize("op", ["evict", "reorder"])
+def test_edits_with_a_meaning_are_followed(op: str) -> None:
+    engine = FakeEngine()
+    ledger = Ledger(engine)
+    w = window(engine)
+    ledger.watch(w)
+    a, b, c = w.extend([chunk(name) for name in "abc"])
+    w.ask("what", 2)
+    if op == "evict":
+        w.evict(a)
+        left = 2
+    else:
+        w.reorder([c, b, a])
+        left = 3
+    w.ask("what", 2)
+    assert {ledger.rows[-1][f"computed_tokens_{p}"] for p in ("naive", "trim", "append")} == {left * 16 + QUERY}
