@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from window.fake import FakeEngine
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.ledger import Ledger
+from window.fake import FakeEngine
 
 QUERY = 4 + 2  # tokens of "what" with its turn
 
