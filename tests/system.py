@@ -1,0 +1,46 @@
+"""Programs of the system that some tests need: found, or the test is skipped by name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+REMEDY = "is not installed; run `make system-deps`"
+
+
+def need_chromium() -> str:
+    """Path of Chromium; skips the test (or the module that calls it) where Chromium or Playwright is missing."""
+    pytest.importorskip("playwright", reason="Playwright is not installed; run pip install 'ctxwin[web]'")
+    return _need("Chromium", "chromium")
+
+
+def need_redis() -> str:
+    """Path of a Redis server; skips likewise."""
+    return _need("Redis", "redis-server")
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A headless Chromium driven by Playwright, closed at the end; skips like `need_chromium`."""
+    path = need_chromium()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # Chromium's own sandbox does not run as root, and containers often forbid it.
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def _need(name: str, program: str) -> str:
+    found = shutil.which(program)
+    if found is None:
+        pytest.skip(f"{name} {REMEDY}", allow_module_level=True)
+    return found
