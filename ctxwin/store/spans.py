@@ -6,7 +6,7 @@
 | ``patch``, ``orbit`` | `Patch`                           | yes         |
 | ``basis`` | `SharedBasis`, stored along with its patches | yes         |
 | ``embed`` | vision embeddings ``[tokens, hidden]``       | yes         |
-| ``chunk`` | JSON                                         | yes         |
+| ``chunk`` | JSON                                         | yes, unless told otherwise |
 | ``source``| encoded bytes of media                       | no          |
 """
 
@@ -198,21 +198,24 @@ class SpanRepository:
         """Stores encoded media; False where the store refused them."""
         return self._put(_key(key, "source"), "source", {}, data, bound=False)
 
-    def get_json(self, key: str) -> Any:
-        """JSON under ``chunk/`` (or any other namespace named in ``key``), or None. A fresh object on every call."""
+    def get_json(self, key: str, *, bound: bool = True) -> Any:
+        """JSON under ``chunk/`` (or any other namespace named in ``key``), or None. A fresh object on every call.
+
+        ``bound=False``: of `put_json` with the same, for what means the same to every model.
+        """
 
         def decode(blob: bytes) -> tuple[bytes, dict[str, Any]]:
             payload, header = codec.decode_bytes(blob)
             json.loads(payload)
             return payload, header
 
-        found = self._get(_key(key, "chunk", any_namespace=True), "json", decode)
+        found = self._get(_key(key, "chunk", any_namespace=True), "json", decode, bound=bound)
         return None if found is None else json.loads(found.record)
 
-    def put_json(self, key: str, value: Any) -> bool:
+    def put_json(self, key: str, value: Any, *, bound: bool = True) -> bool:
         """Stores plain JSON; False where the store refused it; TypeError where ``value`` is not JSON."""
         payload = json.dumps(value, sort_keys=True, allow_nan=False).encode()
-        return self._put(_key(key, "chunk", any_namespace=True), "json", {}, payload)
+        return self._put(_key(key, "chunk", any_namespace=True), "json", {}, payload, bound=bound)
 
     # -- keys --------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,316 @@
+"""`open_window`: a window inside a LangGraph node, which may run again at any time.
+
+LangGraph runs a node again from its top after an interrupt, a failure or a step back in time, and tells nobody. So a
+session starts from the immutable version in the state, replays the node's edits with the same placement ids, and takes
+the answers it has already computed from the engine's store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ctxwin import keeping
+from ctxwin.adapters.langgraph import manifest
+from ctxwin.adapters.langgraph.context import attend, engine_of
+from ctxwin.adapters.langgraph.events import describe_event
+from ctxwin.adapters.langgraph.journal import Journal, Operation
+from ctxwin.adapters.langgraph.reference import Restored, restore, save
+from ctxwin.answer import Answer
+from ctxwin.engines.base import Engine
+from ctxwin.events import Event
+from ctxwin.fidelity import Fidelity
+from ctxwin.identity import digest
+from ctxwin.policies.base import Eviction, Retrieval
+from ctxwin.state import State
+from ctxwin.window import Window
+
+if TYPE_CHECKING:
+    from langgraph.runtime import Runtime
+
+log = logging.getLogger("ctxwin")
+
+
+class Session(Window):
+    """A `Window` for one execution of a node; make one with `open_window`, and use it as a context manager.
+
+    Attributes:
+        lost: evicted chunks that the store no longer knows; they cannot be recalled.
+        rebuilt: placed chunks whose KV bookkeeping was lost; they are computed again from their sources.
+    """
+
+    lost = 0
+    rebuilt = 0
+
+    def ref(self, *, adopt: bool = False) -> dict[str, Any]:
+        """The reference of this version, for the graph's state: plain JSON.
+
+        Args:
+            adopt: `merge_windows` prefers it to what parallel branches write, and to newer versions.
+
+        Cost: a few KB of writes to the engine's store.
+        """
+        return save(
+            self, operations=self._base[0] + self._index, adopted=self._base[1] + adopt, parent=self._origin
+        )  # fmt: skip
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def ask(self, query: str, max_tokens: int = 32, **options: Any) -> Answer:
+        """`Window.ask`; an answer this operation has already given is not computed again."""
+        key = self._key(query, max_tokens, options)
+        again = self._again(key, query, options)
+        if again is not None:
+            return again
+        return self._record(key, super().ask(query, max_tokens, **self._beating(options)))
+
+    async def aask(self, query: str, max_tokens: int = 32, **options: Any) -> Answer:
+        """`Window.aask`; an answer this operation has already given is not computed again."""
+        key = self._key(query, max_tokens, options)
+        again = await asyncio.to_thread(self._again, key, query, options)
+        if again is not None:
+            return again
+        answer = await super().aask(query, max_tokens, **self._beating(options))
+        return await asyncio.to_thread(self._record, key, answer)
+
+    def stream(self, query: str, max_tokens: int = 32, **options: Any) -> SessionStream:
+        """`Window.stream`; an answer this operation has already given comes in one piece."""
+        key = self._key(query, max_tokens, options)
+        again = self._again(key, query, options)
+        inner = None if again else super().stream(query, max_tokens, **self._beating(options))
+        return SessionStream(inner, again, lambda answer: self._record(key, answer))
+
+    async def astream(self, query: str, max_tokens: int = 32, **options: Any) -> AsyncIterator[str]:
+        """`Window.astream`; an answer this operation has already given comes in one piece."""
+        stream = await asyncio.to_thread(self.stream, query, max_tokens, **options)
+        try:
+            while (text := await asyncio.to_thread(next, stream, None)) is not None:
+                yield text
+        finally:
+            await asyncio.to_thread(stream.close)
+
+    # -- branches ---------------------------------------------------------------------------------------------------
+
+    def fork(self, header: str | None = None) -> Session:
+        """`Window.fork` as a session: its ids are the same when the node runs again; `ref` gives its own reference."""
+        state = self.snapshot()
+        if header is not None and header != state.header:
+            state = keeping.behind(self.engine, state, header)
+        self._index += 1
+        seed = digest("fork", self._seed, self.id, self._index)
+        branch = Session.restore(
+            self.engine, state.but(window=seed[:12]), eviction=self.eviction, retrieval=self.retrieval, seed=seed
+        )
+        assert isinstance(branch, Session)
+        operation = self._operation and Operation(self._operation.checkpoint, self._operation.task, seed[:12])
+        branch._attend(self._runtime, operation, (self._base[0] + self._index, self._base[1]))
+        branch._parent = (weakref.ref(self), self.version)
+        inherited = (o for o in self._observers if o != self._tell)
+        branch._observers, branch._origin = (*inherited, branch._tell), self.id
+        self._emit(self._event("fork", other=branch.id, note=header or ""))
+        return branch
+
+    def adopt(self, branch: Window | Mapping[str, Any], *, force: bool = False) -> None:
+        """`Window.adopt`, also of a branch's reference, as another node left it: its state becomes this window's.
+
+        A reference is adopted where it was forked from this window (else ValueError, unless ``force``), whether or not this
+        window has moved since: the node that joins branches decides.
+        """
+        if isinstance(branch, Window):
+            super().adopt(branch, force=force)
+            return
+        found = restore(self.engine.repo, branch)
+        if not force and branch.get("parent") != self.id and branch["window"] != self.id:
+            raise ValueError(
+                f"branch must be a fork of window {self.id}, got window {branch['window']} forked from "
+                f"{branch.get('parent')}; pass force=True to adopt it anyway"
+            )
+        self._warn(found)
+        with Window.restore(self.engine, found.state) as theirs:
+            super().adopt(theirs, force=True)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _attend(self, runtime: Runtime[Any], operation: Operation | None, base: tuple[int, int]) -> None:
+        self._runtime = runtime
+        self._base = base  # operations and adoptions so far
+        self._index = 0  # of this session's operations
+        self._operation = operation
+        self._journal = Journal(self.engine.repo, operation) if operation else None
+        self._run_context = contextvars.copy_context()  # the stream writer looks for the run's config there
+
+    @contextmanager
+    def _writing(self, *, edit: bool = True) -> Iterator[State]:
+        with super()._writing(edit=edit) as state:
+            self._index += 1
+            self._runtime.heartbeat()
+            yield state
+        self._runtime.heartbeat()
+
+    def _beating(self, options: dict[str, Any]) -> dict[str, Any]:
+        """``options`` with a heartbeat at every token."""
+        heard: Callable[[int, str], bool] | None = options.get("on_token")
+
+        def on_token(token: int, text: str) -> bool:
+            self._runtime.heartbeat()
+            return heard is None or heard(token, text)
+
+        return {**options, "on_token": on_token}
+
+    def _key(self, query: str, max_tokens: int, options: dict[str, Any]) -> str | None:
+        if self._journal is None:
+            return None
+        said = {k: v for k, v in options.items() if k not in ("on_token", "stopped")}
+        return self._journal.key(self._index, self.snapshot(), query, max_tokens, said)
+
+    def _again(self, key: str | None, query: str, options: dict[str, Any]) -> Answer | None:
+        """The answer under ``key``, with its effects on the window; None where it must be computed."""
+        found = self._journal.get(key) if self._journal and key else None
+        if found is None:
+            return None
+        answer, state = found
+        with self._writing(edit=bool(options.get("remember"))):
+            self._commit(state)
+        ids = (answer.remembered,) if answer.remembered else ()
+        # Only the stream hears of it: nothing was asked of the engine.
+        self._tell(self._event("ask", ids, query=query, answer=answer, note="again"))
+        return answer
+
+    def _record(self, key: str | None, answer: Answer) -> Answer:
+        if self._journal and key:
+            self._journal.put(key, answer, self.snapshot())
+        return answer
+
+    def _tell(self, event: Event) -> None:
+        """Writes an operation to the run's custom stream."""
+        if event.op == "forget":
+            for placement in event.ids:
+                manifest.forget(self.engine.repo, placement)
+        if event.op != "close":  # of no interest: every node closes its sessions
+            self._write(describe_event(event, self._operation.key(self._index) if self._operation else None))
+
+    def _write(self, payload: dict[str, Any]) -> None:
+        # A context can be entered once at a time, and answers come from other threads.
+        self._run_context.copy().run(self._runtime.stream_writer, payload)
+
+    def _warn(self, found: Restored) -> None:
+        self.lost += found.lost
+        self.rebuilt += found.rebuilt
+        if found.lost or found.rebuilt:
+            state = found.state
+            self._write(
+                {
+                    "type": "window", "op": "lost", "window": state.window, "version": state.version,
+                    "lost": found.lost, "rebuilt": found.rebuilt,
+                }
+            )  # fmt: skip
+
+
+class SessionStream(Iterator[str]):
+    """Text of an answer as it is made; ``answer`` is None until it is exhausted."""
+
+    def __init__(self, inner: Any, again: Answer | None, record: Callable[[Answer], Answer]) -> None:
+        self.answer: Answer | None = again
+        self._inner = inner
+        self._left = [again.text] if again and again.text else []
+        self._done = record
+
+    def __next__(self) -> str:
+        if self._inner is None:
+            if not self._left:
+                raise StopIteration
+            return self._left.pop()
+        try:
+            text: str = next(self._inner)
+            return text
+        except StopIteration:
+            if self.answer is None and self._inner.answer is not None:
+                self.answer = self._done(self._inner.answer)
+            raise
+
+    def close(self) -> None:
+        """Stops the engine if it is still answering, and waits for it; the window is then unchanged."""
+        if self._inner is not None:
+            self._inner.close()
+
+
+def open_window(
+    reference: Mapping[str, Any] | None,
+    runtime: Runtime[Any],
+    *,
+    header: str | None = None,
+    budget: int | None = None,
+    fidelity: Fidelity | None = None,
+    eviction: Eviction | None = None,
+    retrieval: Retrieval | None = None,
+    name: str = "",
+) -> Session:
+    """The window of ``reference``, or a new one, for a node that may run again.
+
+    Args:
+        reference: the state's value: what a node returned as ``session.ref()``; None (or the empty dict that LangGraph
+            starts a key with) opens a new window.
+        runtime: LangGraph's, as injected into the node; its context holds the engine (`WindowContext`).
+        header: of a new window. One that exists keeps its own (ValueError for another).
+        budget, fidelity: as for `Window`; a window that exists keeps its own where they are left out.
+        eviction, retrieval: policies, which are not part of a reference.
+        name: tells the sessions apart where a node opens the same version twice.
+
+    Every operation is written to the run's custom stream (``stream_mode="custom"``) and sends a heartbeat, as does every
+    token of an answer; an ``idle_timeout`` must be longer than the longest prefill.
+
+    Raises TypeError where the context has no engine, ValueError for what is no reference.
+    Cost: reading the manifest and what this process has not met; nothing is computed.
+
+    Example::
+
+        def look(state: State, runtime: Runtime[WindowContext]) -> dict:
+            with open_window(state.get("window"), runtime, header="You watch a camera.") as window:
+                window.append(Chunk.image(state["frame"]))
+                window.slide(room=64)
+                return {"answer": window.ask("What moved?").text, "window": window.ref()}
+    """
+    engine = engine_of(runtime.context)
+    info = runtime.execution_info
+    operation = Operation(info.checkpoint_id, info.task_id, name) if info is not None else None
+    if reference:
+        found = restore(engine.repo, reference)
+        base = (reference["operations"], reference["adopted"])
+        found = replace(found, state=_opened_as(engine, found.state, header, budget, fidelity))
+    else:
+        with Window(engine, header or "", budget, fidelity) as fresh:
+            state = fresh.snapshot()
+        if operation is not None:
+            state = state.but(window=digest("window", operation.seed, state.header)[:12])
+        found, base = Restored(state), (0, 0)
+    seed = operation.seed if operation is not None else None
+    session = Session.restore(engine, found.state, eviction=eviction, retrieval=retrieval, seed=seed)
+    assert isinstance(session, Session)
+    session._attend(runtime, operation, base)
+    session._origin = reference.get("parent") if reference else None
+    attend(runtime.context, session)
+    session.observe(session._tell)
+    session._warn(found)
+    return session
+
+
+def _opened_as(
+    engine: Engine, state: State, header: str | None, budget: int | None, fidelity: Fidelity | None
+) -> State:
+    """``state`` with the budget and the fidelity that a node asks for."""
+    if header is not None and header != state.header:
+        raise ValueError(
+            f"header must be that of window {state.window}, {state.header[:80]!r}, got {header[:80]!r}; leave it out, or "
+            "fork(header=...) the window"
+        )
+    if budget is None and fidelity is None:
+        return state
+    # A window checks both.
+    with Window(engine, state.header, budget or state.budget, fidelity or state.fidelity) as like:
+        return state.but(budget=like.budget, fidelity=like.snapshot().fidelity)
