@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from ctxwin.chunk import Chunk
+    from ctxwin.engines.templates import Template
     from ctxwin.kv import KVSpec, SpanKV
     from ctxwin.store.base import Store
     from ctxwin.store.spans import SpanRepository
@@ -197,6 +198,21 @@ class Engine(ABC):
 
         Its first tokens are exactly ``encode_query(query)`` followed by ``answer_ids``.
         """
+
+    @property
+    def template(self) -> Template | None:
+        """The model's chat template in pieces; None where the engine shows none, and chats have no tools then."""
+        return None
+
+    def text_ids(self, text: str) -> tuple[int, ...]:
+        """Token ids of content: special tokens spelled out in it stay text."""
+        from ctxwin.chunk import Chunk
+
+        return self.encode(Chunk.text(text)).token_ids if text else ()
+
+    def template_ids(self, text: str) -> tuple[int, ...]:
+        """Token ids of a piece of `template`, in which special tokens count."""
+        return self.text_ids(text)
 
     @abstractmethod
     def prefill(self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "") -> SpanKV:

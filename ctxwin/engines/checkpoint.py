@@ -206,10 +206,10 @@ def _renderer(tokenizer: Any, source: str | None) -> Any:
     if not source:
         return None
 
-    def render(messages: list[dict[str, Any]], generation: bool) -> str:
+    def render(messages: list[dict[str, Any]], generation: bool, tools: list[dict[str, Any]] | None = None) -> str:
         return str(
             tokenizer.apply_chat_template(
-                messages, chat_template=source, tokenize=False, add_generation_prompt=generation
+                messages, tools=tools, chat_template=source, tokenize=False, add_generation_prompt=generation
             )
         )
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from ctxwin.engines.templates import Template
     from ctxwin.store.spans import SpanRepository
 
 Vision = Callable[[Any, Any], Any]
@@ -122,7 +123,7 @@ class Encoder:
     def encode_header(self, header: str) -> Encoded:
         """Tokens of the system turn and the opening of the user turn; raises UnsupportedModel without a system turn."""
         before, after = self.checkpoint.template.header(header)
-        ids = [*self._template_ids(before), *self._text_ids(header), *self._template_ids(after)]
+        ids = [*self.template_ids(before), *self.text_ids(header), *self.template_ids(after)]
         if self.checkpoint.template.plain:
             ids = [*self.checkpoint.bos, *ids]
         return self._made(digest("header", header), ids, ())
@@ -135,7 +136,7 @@ class Encoder:
         """``encode_query(query)``, the answer, its turn's end and a reopened user turn."""
         answer = [int(i) for i in answer_ids]
         after = self.checkpoint.template.exchange(query, self.decode(answer))
-        ids = [*self._query_ids(query), *answer, *self._template_ids(after)]
+        ids = [*self._query_ids(query), *answer, *self.template_ids(after)]
         return self._made(digest("exchange", query, answer), ids, ())
 
     def encode(self, chunk: Chunk) -> Encoded:
@@ -148,15 +149,15 @@ class Encoder:
             ids: list[int] = []
             media: list[MediaSpan] = []
             before, after = self._around(chunk)
-            ids += self._template_ids(before)
+            ids += self.template_ids(before)
             for part in chunk.parts:
                 if isinstance(part, TextPart):
-                    ids += self._text_ids(part.text)
+                    ids += self.text_ids(part.text)
                 elif isinstance(part, TokensPart):
                     ids += self._raw_ids(part)
                 else:
                     self._add_media(chunk, part, ids, media)
-            ids += self._template_ids(after)
+            ids += self.template_ids(after)
             if not ids:
                 raise ValueError("a chunk must have at least one token, got none after tokenisation")
             made = self._made(chunk.id, ids, tuple(media))
@@ -183,7 +184,7 @@ class Encoder:
         positions, advance = self._positions(ids, media)
         return Encoded(chunk_id, tuple(ids), positions, advance, media)
 
-    def _text_ids(self, text: str) -> list[int]:
+    def text_ids(self, text: str) -> list[int]:
         """Ids of content: special tokens spelled out in it stay text."""
         if not text:
             return []
@@ -191,7 +192,7 @@ class Encoder:
             made = self.checkpoint.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
         return [int(i) for i in made["input_ids"]]
 
-    def _template_ids(self, text: str) -> list[int]:
+    def template_ids(self, text: str) -> list[int]:
         """Ids of a piece of the template: special tokens count."""
         if not text:
             return []
@@ -200,7 +201,7 @@ class Encoder:
         return [int(i) for i in made["input_ids"]]
 
     def _query_ids(self, query: str) -> list[int]:
-        return [*self._text_ids(query), *self._template_ids(self.checkpoint.template.closing)]
+        return [*self.text_ids(query), *self.template_ids(self.checkpoint.template.closing)]
 
     def _raw_ids(self, part: TokensPart) -> tuple[int, ...]:
         media = self.checkpoint.media
@@ -356,6 +357,16 @@ class EncodingEngine(Engine):
 
     def encode_exchange(self, query: str, answer_ids: Sequence[int]) -> Encoded:
         return self.encoder.encode_exchange(query, answer_ids)
+
+    @property
+    def template(self) -> Template | None:
+        return self.encoder.checkpoint.template
+
+    def text_ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self.encoder.text_ids(text))
+
+    def template_ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self.encoder.template_ids(text))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.encoder.decode(token_ids)

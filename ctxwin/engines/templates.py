@@ -12,17 +12,39 @@ Pieces are tokenised separately; "the same prompt" means the same token ids.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from ctxwin.errors import UnsupportedModel
 
-Render = Callable[[list[dict[str, Any]], bool], str]
-"""Renders messages to text; the flag asks for the generation prompt."""
+Render = Callable[..., str]
+"""``(messages, generation prompt wanted[, tools])`` to text; tools are JSON schemas in OpenAI's form."""
 
 IMAGE = {"type": "image"}
 _SYSTEM, _USER, _LATER, _LAST = "CTXWINSYS", "CTXWINUSER", "CTXWINLATER", "CTXWINLAST"
 _ONE, _TWO = "CTXWINONE", "CTXWINTWO"
+PROBE_CALL = {
+    "id": "CTXWINABC", "type": "function", "function": {"name": "CTXWINNAME", "arguments": {"CTXWINKEY": "CTXWINVALUE"}},
+}  # fmt: skip
+"""A tool call whose rendering shows how the template writes one."""
+
+
+@dataclass(frozen=True)
+class ToolTurn:
+    """What stands around the results of tool calls.
+
+    Attributes:
+        opening: between the answer that called and the first result.
+        between: between two results.
+        tail: between the last result and the closing that asks for the next answer.
+        reopening: between the last result and a user's text.
+    """
+
+    opening: str
+    between: str
+    tail: str
+    reopening: str
 
 
 class Template:
@@ -44,6 +66,7 @@ class Template:
         self._image = image
         self._turns: Callable[[str], tuple[str, str]] = cache(self._read_turns)
         self._pictures: Callable[[], None] = cache(self._check_pictures)
+        self._tools: Callable[[], ToolTurn] = cache(self._read_tool_turn)
         if render is None:
             self._opening, self._closing = "", "\n"
             return
@@ -118,10 +141,80 @@ class Template:
             self.check_message("assistant", answer)
         return after
 
-    def _cut(self, messages: list[dict[str, Any]], *sentinels: str) -> list[str] | None:
+    def system(self, text: str, tools: Sequence[dict[str, Any]]) -> str:
+        """The header text that reads as the template's own system turn with ``text`` when it offers ``tools``.
+
+        Raises UnsupportedModel where the template takes no tools, or shows them elsewhere than in the system turn.
+        """
+        if self._render is None:
+            raise UnsupportedModel("the tokenizer has no chat template, so tools cannot be offered to the model")
+        before, after = self._system()
+        messages = [*([{"role": "system", "content": _SYSTEM}] if text else []), _user(_USER)]
+        plain, made = self._cut(messages, _USER), self._cut(messages, _USER, tools=list(tools))
+        if made is None or made == plain:
+            raise UnsupportedModel("the chat template takes no tools; use a model that was trained to call tools")
+        whole = made[0][len(before) : len(made[0]) - len(after)]
+        framed = made[0].startswith(before) and made[0].endswith(after) and made[1] == self._closing
+        if not framed or whole.count(_SYSTEM) != bool(text):
+            raise UnsupportedModel(
+                "the chat template shows tools elsewhere than in the system turn, which is the header"
+            )
+        return whole.replace(_SYSTEM, text) if text else whole
+
+    def answer(self, text: str, calls: Sequence[dict[str, Any]] = ()) -> str:
+        """How the template shows an earlier answer with ``text`` and tool ``calls``: what stands within its turn.
+
+        Raises UnsupportedModel where it takes no tool calls.
+        """
+        if self._render is None:
+            if calls:
+                raise UnsupportedModel("the tokenizer has no chat template, so tool calls cannot be shown to the model")
+            return text
+        if not text and not calls:
+            return ""
+        before, after = self.turns("assistant")
+        made = self._cut([*self._base(), _answer(text, calls), _user(_LAST)], _USER, _LAST)
+        if made is None or not made[1].startswith(before) or not made[1].endswith(after):
+            raise UnsupportedModel(f"the chat template does not show an answer with {len(calls)} tool calls")
+        body = made[1][len(before) : len(made[1]) - len(after)]
+        if calls and body.strip() == text.strip():
+            raise UnsupportedModel("the chat template drops tool calls; use a model that was trained to call tools")
+        return body
+
+    def tool_turn(self) -> ToolTurn:
+        """What stands around results of tool calls; raises UnsupportedModel where that depends on their place."""
+        return self._tools()
+
+    def _read_tool_turn(self) -> ToolTurn:
+        if self._render is None:
+            raise UnsupportedModel("the tokenizer has no chat template, so a tool result has no turn to be")
+        before, after = self.turns("assistant")
+        head = before + self.answer("", [PROBE_CALL])
+        base = [*self._base(), _answer("", [PROBE_CALL])]
+        asked = self._cut([*base, _result(_ONE)], _USER, _ONE)
+        reopened = self._cut([*base, _result(_ONE), _user(_LAST)], _USER, _ONE, _LAST)
+        twice = self._cut([*base, _result(_ONE), _result(_TWO), _user(_LAST)], _USER, _ONE, _TWO, _LAST)
+        answered = self._cut(
+            [*base, _result(_ONE), _answer(_TWO, ()), _user(_LAST)], _USER, _ONE, _TWO, _LAST
+        )  # fmt: skip
+        if asked is None or reopened is None or twice is None or answered is None:
+            raise UnsupportedModel("the chat template has no turn for tool results")
+        tail = asked[2].removesuffix(self._closing)
+        made = ToolTurn(asked[1].removeprefix(head), twice[2], tail, reopened[2])
+        if (
+            asked[1] != head + made.opening
+            or asked[2] != tail + self._closing
+            or {reopened[1], twice[1], answered[1]} != {asked[1]}
+            or twice[3] != made.reopening
+            or answered[2:4] != [tail + before, after]
+        ):
+            raise UnsupportedModel("the chat template writes tool results differently depending on their place")
+        return made
+
+    def _cut(self, messages: list[dict[str, Any]], *sentinels: str, tools: Any = None) -> list[str] | None:
         """The rendered text cut at the sentinels; None where one is missing, doubled or out of order."""
         try:
-            rest = self._rendered(messages)
+            rest = self._rendered(messages, tools)
         except _template_errors():
             return None
         if any(rest.count(s) != 1 for s in sentinels):
@@ -134,9 +227,9 @@ class Template:
             parts.append(head)
         return [*parts, rest]
 
-    def _rendered(self, messages: list[dict[str, Any]]) -> str:
+    def _rendered(self, messages: list[dict[str, Any]], tools: Any = None) -> str:
         assert self._render is not None
-        return self._render(messages, True)
+        return self._render(messages, True) if tools is None else self._render(messages, True, tools)
 
     def _base(self) -> list[dict[str, Any]]:
         """The turns in front of a probed one; with a system turn where the template has one."""
@@ -204,6 +297,14 @@ class Template:
 
 def _user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
+
+
+def _answer(text: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {"role": "assistant", "content": text} | ({"tool_calls": list(calls)} if calls else {})
+
+
+def _result(text: str) -> dict[str, Any]:
+    return {"role": "tool", "content": text, "name": "CTXWINNAME", "tool_call_id": PROBE_CALL["id"]}
 
 
 def _loose(got: str, before: str, after: str) -> str:

@@ -13,6 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ctxwin.engines.templates import Template
 from ctxwin.errors import UnsupportedModel
 from engines.models import CHATML
+from engines.tool_models import HERMES, TOOL_ROLE
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 STRIPS_THINKING = CHATML.replace(
@@ -50,8 +51,8 @@ def template(source: str | None, image: str | None = IMAGE) -> Template:
 
     compiled = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
 
-    def render(messages: list[dict[str, Any]], generation: bool) -> str:
-        return compiled.render(messages=messages, add_generation_prompt=generation, raise_exception=refuse)
+    def render(messages: list[dict[str, Any]], generation: bool, tools: Any = None) -> str:
+        return compiled.render(messages=messages, tools=tools, add_generation_prompt=generation, raise_exception=refuse)
 
     made = Template(render, image)
     made.rendered = render  # type: ignore[attr-defined]
@@ -173,3 +174,49 @@ def test_blanks_at_the_ends_may_be_trimmed() -> None:
 def test_a_template_without_the_user_text_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="as it is"):
         template("{% for m in messages %}{{ m.content | upper }}!{% endfor %}".replace("upper", "lower"))
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
+TOOL = {"type": "function", "function": {"name": "look", "description": "looks", "parameters": {"type": "object"}}}
+MID_TOOLS = CHATML.replace(
+    "{% for m in messages %}", "{% for m in messages %}{% if tools and loop.last %}{{ tools | tojson }}{% endif %}"
+)
+
+
+def test_tools_are_text_of_the_system_turn() -> None:
+    made = template(HERMES)
+    before, after = made.header("x")
+    for text, messages in [("", []), ("be short", [{"role": "system", "content": "be short"}])]:
+        system = made.system(text, [TOOL])
+        shown = made.rendered([*messages, {"role": "user", "content": "q"}], True, [TOOL])  # type: ignore[attr-defined]
+        assert before + system + after + "q" + made.closing == shown
+
+
+def test_calls_and_results() -> None:
+    made = template(HERMES)
+    assert made.answer("red") == "red"
+    assert made.answer("") == ""
+    assert made.answer("", [CALL]) == '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
+    turn = made.tool_turn()
+    reopened = "<|im_end|>\n<|im_start|>user\n"
+    assert (turn.opening, turn.tail) == (reopened + "<tool_response>\n", "\n</tool_response>")
+    assert (turn.between, turn.reopening) == (turn.tail + "\n<tool_response>\n", turn.tail + reopened)
+    turn = template(TOOL_ROLE).tool_turn()
+    assert (turn.opening, turn.between) == ("<|im_end|>\n<|im_start|>tool\n",) * 2
+    assert (turn.tail, turn.reopening) == ("", reopened)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"), [(CHATML, "takes no tools"), (MID_TOOLS, "elsewhere"), (None, "no chat template")]
+)
+def test_templates_without_tools_in_front(source: str | None, reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        template(source).system("x", [TOOL])
+
+
+def test_templates_that_drop_calls() -> None:
+    for source, reason in [(CHATML, "drops tool calls"), (None, "no chat template")]:
+        with pytest.raises(UnsupportedModel, match=reason):
+            template(source).answer("red", [CALL])
+        with pytest.raises(UnsupportedModel, match=reason):
+            template(source).tool_turn()

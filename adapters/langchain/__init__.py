@@ -1,0 +1,1 @@
+"""LangChain: a chat model over windows, and middleware that keeps an agent's context within bounds."""

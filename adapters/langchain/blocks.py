@@ -1,0 +1,122 @@
+"""LangChain content blocks to text and media.
+
+Blocks come in several dialects (plain strings, v1 standard blocks, v0 ``source_type`` blocks, OpenAI's ``image_url``,
+Anthropic's ``source``); each says the same few things. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, unquote_to_bytes, urlparse
+from urllib.request import url2pathname
+
+from ctxwin.chunk import Chunk
+from ctxwin.errors import BadMedia
+from ctxwin.media import decode_video
+
+_SAMPLING = ("start", "end", "fps", "frames")
+# What an AI message carries beside its text: calls are in `AIMessage.tool_calls`, thinking is not shown again.
+_NOT_SHOWN = {
+    "tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "input_json_delta", "function_call",
+    "reasoning", "reasoning_content", "thinking", "redacted_thinking",
+}  # fmt: skip
+
+
+def parts(content: Any) -> Iterator[str | Chunk]:
+    """Text and media (a bare chunk each) of a message's content, in order.
+
+    Raises ValueError for a block that is none of them or would have to be downloaded, BadMedia for an undecodable one.
+    Cost: decoding every image and video.
+    """
+    for block in [content] if isinstance(content, str | dict) else content:
+        if isinstance(block, str):
+            yield from [block] if block else []
+            continue
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind in ("text", "text-plain") and isinstance(block.get("text"), str):
+            yield from [block["text"]] if block["text"] else []
+        elif kind in ("image", "image_url"):
+            yield Chunk.image(_media(block, "image"))
+        elif kind in ("video", "video_url"):
+            yield _video(block)
+        else:
+            raise ValueError(f"a content block must be text, an image or a video, got {_short(block)}")
+
+
+def text_of(content: Any) -> str:
+    """The text of an AI message: its tool calls and its thinking left out. Raises ValueError for media."""
+    blocks = [content] if isinstance(content, str | dict) else content
+    shown = list(parts([b for b in blocks if not (isinstance(b, dict) and b.get("type") in _NOT_SHOWN)]))
+    if any(isinstance(part, Chunk) for part in shown):
+        raise ValueError("an AI message must hold text, got an image or a video; put it into a HumanMessage")
+    return "".join(str(part) for part in shown)
+
+
+def _media(block: dict[str, Any], kind: str) -> Any:
+    """What `Chunk.image` takes: a path, bytes, or the picture itself (for a video: a path, bytes, or frames)."""
+    held: Any = block
+    for name in (f"{kind}_url", "source"):
+        inner = block.get(name)
+        if isinstance(inner, str):
+            return _fetched(inner, kind)
+        if isinstance(inner, dict):
+            held = inner
+    if held.get(kind) is not None:
+        return held[kind]
+    if held.get("path") is not None:
+        return Path(held["path"])
+    for name in ("base64", "data"):
+        data = held.get(name)
+        if isinstance(data, bytes):
+            return data
+        if isinstance(data, str):
+            return _decoded(data, kind)
+    if isinstance(held.get("url"), str):
+        return _fetched(held["url"], kind)
+    raise ValueError(f"an {kind} block must have base64, data, path or a url, got {_short(block)}")
+
+
+def _fetched(url: str, kind: str) -> Path | bytes:
+    """The file or the bytes behind a ``file:`` or ``data:`` url."""
+    scheme = urlparse(url).scheme
+    if scheme == "data":
+        head, found, data = url.partition(",")
+        if not found:
+            raise BadMedia(f"a data url must be data:<type>;base64,<data>, got {url[:40]!r}")
+        return _decoded(unquote(data), kind) if head.endswith(";base64") else unquote_to_bytes(data)
+    if scheme == "file":
+        return Path(url2pathname(urlparse(url).path))
+    if scheme in ("http", "https"):
+        raise ValueError(
+            f"an {kind} must be given as data, got {url!r}; download it first, nothing is fetched silently"
+        )
+    raise ValueError(f"an {kind} url must be a data: or file: url, got {url[:80]!r}; use path for a local file")
+
+
+def _decoded(data: str, kind: str) -> bytes:
+    try:
+        return base64.b64decode(data, validate=True)
+    except binascii.Error as error:
+        raise BadMedia(f"an {kind} must be valid base64, got {data[:20]!r}...: {error}") from error
+
+
+def _video(block: dict[str, Any]) -> Chunk:
+    sampling = {k: block[k] for k in _SAMPLING if block.get(k) is not None}
+    media = _media(block, "video")
+    if not isinstance(media, bytes):
+        return Chunk.video(media, **sampling)
+    with tempfile.TemporaryDirectory() as folder:  # OpenCV reads files only
+        path = Path(folder, "video")
+        path.write_bytes(media)
+        pixels, rate = decode_video(path, **sampling)
+    return Chunk.video(list(pixels), fps=rate)
+
+
+def _short(block: Any) -> str:
+    shown = repr(block)
+    return shown if len(shown) <= 120 else shown[:120] + "..."

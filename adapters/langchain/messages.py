@@ -1,0 +1,271 @@
+"""LangChain messages to a window's header, chunks and query.
+
+A window's chunks live in one open user turn. System messages at the front are the header. A run of human messages is
+one user turn: its media and texts are bare chunks, and its last text is what a question asks. An AI message behind it
+makes that question an exchange, in the form `Window.remember` gives it, so that the KV of an answered question is found
+again. What a chat template writes around tool calls and their results is read off the template.
+
+Header, chunks and query tokenised one after the other are the chat template's own rendering of the conversation,
+consecutive messages of one author joined to one turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    ChatMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+    convert_to_messages,
+)
+
+from ctxwin.adapters.langchain.blocks import parts, text_of
+from ctxwin.chunk import Chunk, TextPart, TokensPart
+from ctxwin.engines.base import Engine
+from ctxwin.engines.templates import Template
+from ctxwin.errors import UnsupportedModel
+from ctxwin.identity import digest
+
+_CHAT_ROLES: dict[str, type[BaseMessage]] = {
+    "system": SystemMessage, "developer": SystemMessage, "user": HumanMessage, "human": HumanMessage,
+    "assistant": AIMessage, "ai": AIMessage,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation as a window takes it.
+
+    Attributes:
+        header: the window's header.
+        pieces: chunks in order, each with the key (`message_key`) of the last message in it.
+        query: what to ask; empty where it was not wanted.
+    """
+
+    header: str
+    pieces: list[tuple[str, Chunk]] = field(default_factory=list)
+    query: str = ""
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return [chunk for _, chunk in self.pieces]
+
+
+def converse(
+    engine: Engine,
+    messages: Iterable[Any],
+    tools: Sequence[dict[str, Any]] = (),
+    *,
+    ask: bool = True,
+) -> Conversation:
+    """The conversation that ``messages`` (anything LangChain takes for messages) are for ``engine``'s model.
+
+    Args:
+        tools: JSON schemas in OpenAI's form; the chat template shows them in the header.
+        ask: whether the last text is a query; without, it is a chunk like the others.
+
+    Raises:
+        ValueError: no text to ask at the end, a system message behind others, a tool result nobody asked for, or a block
+            that is neither text, image nor video, or would have to be downloaded (BadMedia: cannot be decoded).
+        UnsupportedModel: tools, and a chat template that does not take them.
+
+    Cost: decoding and hashing every picture.
+    """
+    given = [_plain_type(m) for m in convert_to_messages(list(messages))]
+    front = 0
+    while front < len(given) and isinstance(given[front], SystemMessage):
+        front += 1
+    header = "\n".join(filter(None, (text_of(m.content) for m in given[:front])))
+    if tools:
+        header = _template(engine).system(header, tools)
+    builder = _Builder(engine)
+    runs = [(kind, list(run)) for kind, run in groupby(given[front:], type)]
+    for i, (kind, run) in enumerate(runs):
+        if issubclass(kind, HumanMessage):
+            for message in run:
+                builder.human(message)
+        elif issubclass(kind, AIMessage):
+            builder.answer(run, called=i + 1 < len(runs) and issubclass(runs[i + 1][0], ToolMessage))
+        elif issubclass(kind, ToolMessage):
+            asked = runs[i - 1][1][-1] if i else None
+            if not isinstance(asked, AIMessage) or not asked.tool_calls:
+                raise ValueError(
+                    "a ToolMessage must follow the AIMessage whose tool calls it answers, got none before it"
+                )
+            for at, message in enumerate(run):
+                builder.result(message, first=at == 0)
+        else:
+            raise ValueError(
+                f"a {kind.__name__} must stand in front of all others, got one behind them; "
+                "put it at the front, or say the same in a HumanMessage"
+            )
+    if not ask:
+        builder.end()
+        return Conversation(header, builder.pieces)
+    query = builder.query()
+    if not query:
+        last = given[-1].type if given else "no"
+        raise ValueError(
+            f"the messages must end with a text to answer, got {last} message without one at the end; "
+            "append a HumanMessage with a question"
+        )
+    return Conversation(header, builder.pieces, query)
+
+
+def message_key(message: BaseMessage) -> str:
+    """Content identity of a message: its type, content and tool calls, without the ids LangChain makes up. O(content)."""
+    content = message.content
+    blocks = [content] if isinstance(content, str) else [_bare(block) for block in content]
+    calls = [[c["name"], repr(c["args"])] for c in getattr(message, "tool_calls", ())]
+    return digest("message", message.type, blocks, calls)
+
+
+def _bare(block: Any) -> str:
+    return (
+        repr({k: v for k, v in block.items() if k not in ("id", "index")}) if isinstance(block, dict) else repr(block)
+    )
+
+
+def _plain_type(message: BaseMessage) -> BaseMessage:
+    """One of the four plain types: streamed chunks and roles given by name, too."""
+    if isinstance(message, ChatMessage):
+        kind = _CHAT_ROLES.get(message.role)
+        if kind is None:
+            raise ValueError(f"a message's role must be one of {sorted(_CHAT_ROLES)}, got {message.role!r}")
+        return kind(content=message.content)
+    for kind in (SystemMessage, HumanMessage, AIMessage, ToolMessage):
+        if isinstance(message, kind):
+            if type(message) is kind:
+                return message
+            fields = {k: v for k, v in message.model_dump().items() if k in kind.model_fields and k != "type"}
+            return kind(**fields)
+    raise ValueError(f"a message must be system, human, ai or tool, got {type(message).__name__}")
+
+
+def _template(engine: Engine) -> Template:
+    template = engine.template
+    if template is None:
+        raise UnsupportedModel(f"the {engine.spec.name} engine shows no chat template, so it takes no tools")
+    return template
+
+
+class _Builder:
+    """Turns put into chunks one after the other; ``text`` is the last text of the open turn, which is no chunk yet."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.pieces: list[tuple[str, Chunk]] = []
+        self._engine = engine
+        self._text = ""
+        self._key = ""
+        self._in_tools = False  # the open turn holds tool results, not a user's text
+
+    def human(self, message: BaseMessage) -> None:
+        key, shown = message_key(message), list(parts(message.content))
+        if not shown:
+            return
+        if self._in_tools:
+            self._cut(_template(self._engine).tool_turn().reopening)
+            self._in_tools = False
+        elif self._text:
+            # Texts of two messages must not run into each other; the blank goes to the one that has become a chunk.
+            if isinstance(shown[0], str) and not self._text.endswith("\n"):
+                self._text += "\n"
+            self._cut()
+        self._add(key, shown)
+
+    def answer(self, run: Sequence[Any], *, called: bool) -> None:
+        text = "\n".join(filter(None, (text_of(m.content) for m in run)))
+        calls = [_call(c) for m in run for c in m.tool_calls]
+        keys = [message_key(m) for m in run]
+        query, self._text = self.query(), ""
+        template = self._engine.template
+        if template is None or template.plain:
+            if calls:
+                _template(self._engine).answer(text, calls)  # says why not
+            ids = self._engine.encode_exchange(query, self._engine.text_ids(text)).token_ids
+        else:
+            before, after = template.turns("assistant")
+            if called:
+                opening = template.tool_turn().opening
+                left = opening.removeprefix(after)
+                if opening.startswith(after) and self._spelled(left):
+                    self._text = left
+                else:
+                    after = opening
+            text = template.answer(text, calls)
+            ids = (
+                *self._engine.text_ids(query), *self._engine.template_ids(before),
+                *self._engine.text_ids(text), *self._engine.template_ids(after),
+            )  # fmt: skip
+        label = f"{query.strip()} {text.strip()}".strip()
+        self.pieces.append((keys[0] if len(keys) == 1 else digest("messages", keys), Chunk.tokens(ids, label=label)))
+        self._key, self._in_tools = "", called
+
+    def result(self, message: BaseMessage, *, first: bool) -> None:
+        if not first:
+            turn = _template(self._engine).tool_turn()
+            left = turn.between.removeprefix(turn.tail)
+            if turn.between.startswith(turn.tail) and self._spelled(turn.tail) and self._spelled(left):
+                self._text += turn.tail
+                self._cut()
+                self._text = left
+            else:
+                self._cut(turn.between)
+        self._add(message_key(message), list(parts(message.content)))
+
+    def query(self) -> str:
+        """The text that ends the open turn."""
+        if not self._in_tools:
+            return self._text
+        tail = _template(self._engine).tool_turn().tail
+        if not self._spelled(tail):
+            raise UnsupportedModel("the chat template ends tool results with special tokens, which a query cannot hold")
+        return self._text + tail
+
+    def end(self) -> None:
+        """The rest becomes a chunk."""
+        self._text = self.query()
+        self._cut()
+
+    def _add(self, key: str, shown: Sequence[str | Chunk]) -> None:
+        self._key = key
+        for part in shown:
+            if isinstance(part, str):
+                self._text += part
+            else:
+                self.pieces.append((key, _labelled(self._text, part)))
+                self._text = ""
+
+    def _cut(self, glue: str = "") -> None:
+        """What is open becomes a chunk, with a piece of the template behind it."""
+        made: list[TextPart | TokensPart] = [TextPart(text=self._text)] if self._text else []
+        if glue:
+            made.append(TokensPart(ids=self._engine.template_ids(glue)))
+        if made:
+            self.pieces.append((self._key, Chunk(parts=tuple(made), label=self._text.strip())))
+        self._text = ""
+
+    def _spelled(self, text: str) -> bool:
+        """Whether a piece of the template may be written as content, having no special token in it."""
+        return self._engine.text_ids(text) == self._engine.template_ids(text)
+
+
+def _labelled(text: str, media: Chunk) -> Chunk:
+    """``media`` with a text right in front of it, as `Chunk.image` puts its ``text``."""
+    if not text:
+        return media
+    made = Chunk(parts=(TextPart(text=text), *media.parts), label=text.strip())
+    made._frames.update(media._frames)
+    return made
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """A tool call as chat templates take it."""
+    return {"id": call.get("id"), "type": "function", "function": {"name": call["name"], "arguments": call["args"]}}
