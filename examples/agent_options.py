@@ -6,7 +6,7 @@ Every example is written like this:
     with agent_options.running(options) as run:  # opens the engine, makes the ledger
         window = run.watch(Window(run.engine, "You watch a camera.", budget=520))
         answer = window.ask("color of 17?", max_tokens=4)
-        run.ledger.truth("red")  # where the truth is known
+        run.truth("red")  # None where it is not known
         run.say(answer.text)  # silent with --json
     # here the table (or the JSON) was printed
 """
@@ -22,9 +22,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ctxwin import Window, open_engine
+from ctxwin import Chunk, Window, open_engine
 from ctxwin.engines.base import Engine
-from ctxwin.ledger import Ledger
+from ctxwin.ledger import POLICIES, Ledger
+from ctxwin.trace import Trace
 
 # Progress bars and start-up messages do not belong between the lines of an agent; set where unset.
 QUIET = {
@@ -56,11 +57,26 @@ class Run:
         self.scripted = options.model.partition(":")[0] == "tiny"
         self.figures: dict[str, Any] = {}
         self._options = options
+        self._trace = Trace(options.trace) if options.trace else None
 
     def watch(self, window: Window, room: int = 48) -> Window:
         """Counts a window and its later forks; the others' prompts get its budget less ``room``. Returns the window."""
         self.ledger.watch(window, room=room)
+        if self._trace:
+            self._trace.watch(window)
         return window
+
+    def truth(self, text: str | None) -> None:
+        """The right answer of the latest ask, None where it is not known. Call it after every ask."""
+        if text is not None:
+            self.ledger.truth(text)
+        if self._trace:
+            row = self.ledger.rows[-1]
+            self._trace.note({policy: row[f"computed_tokens_{policy}"] for policy in POLICIES}, truth=text)
+
+    def budget(self, header: str, chunk: Chunk, count: int, room: int = 48) -> int:
+        """Tokens of a window that holds ``count`` chunks like ``chunk``, with ``room`` for a question and its answer."""
+        return self.engine.encode_header(header).tokens + count * self.engine.encode(chunk).tokens + room
 
     def say(self, line: str) -> None:
         """A line for people."""
@@ -69,6 +85,9 @@ class Run:
 
     def report(self) -> None:
         """The table, or the figures as JSON."""
+        if self._trace:
+            self._trace.close()
+            self.say(f"recorded: ctxwin view {self._trace.path}")
         if not self._options.json:
             print(self.ledger.table())
             return
