@@ -1,12 +1,15 @@
 """Policies: who leaves a full window (`Eviction`), and what a look back brings into it (`Retrieval`).
 
-Each is a small frozen dataclass with one method, and a window takes any of them.
+Each is a small frozen dataclass with one method, and a window takes any of them. All are deterministic (`ctxwin.policies.base`).
 """
 
 from __future__ import annotations
 
 from ctxwin.policies.base import Eviction, Retrieval
-from ctxwin.policies.eviction import OldestFirst
-from ctxwin.policies.retrieval import ById
+from ctxwin.policies.eviction import ByDisposability, ByPriority, LeastRecentlyRead, OldestFirst
+from ctxwin.policies.retrieval import ById, BySimilarity, ByToolCall
 
-__all__ = ["ById", "Eviction", "OldestFirst", "Retrieval"]
+__all__ = [
+    "ByDisposability", "ById", "ByPriority", "BySimilarity", "ByToolCall", "Eviction", "LeastRecentlyRead", "OldestFirst",
+    "Retrieval",
+]  # fmt: skip

@@ -2,21 +2,143 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from ctxwin.errors import ChunkUnavailable
 
 if TYPE_CHECKING:
+    import torch
+
     from ctxwin.chunk import Chunk
     from ctxwin.window import Window
+
+_log = logging.getLogger("ctxwin")
+_DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True)
 class ById:
-    """Evicted chunks whose placement id the query names, in the order it names them."""
+    """Evicted chunks whose placement id the query names, in the order it names them. Cost: a text search an id."""
 
     def choose(self, window: Window, query: str | Chunk) -> Iterable[str]:
         if not isinstance(query, str):
             return []
         found = {i: query.find(i) for i in window.evicted}
         return sorted((i for i, at in found.items() if at >= 0), key=lambda i: found[i])
+
+
+@dataclass(frozen=True)
+class ByToolCall:
+    """Evicted chunks that an answer's tool calls name, in the order of the calls.
+
+    Reads Hermes and Qwen calls (``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``) and the same objects standing
+    in plain text, with ``parameters`` for ``arguments`` (Llama) and arguments that are JSON in a string (OpenAI), too.
+    What is no JSON or calls another tool is ignored; an id that is not evicted is ignored and logged.
+
+    Args:
+        tool: name of the tool.
+        argument: its argument that holds an id or a list of ids.
+
+    Cost: one pass over the answer.
+    """
+
+    tool: str = "recall"
+    argument: str = "id"
+
+    def choose(self, window: Window, query: str | Chunk) -> Iterable[str]:
+        named = list(dict.fromkeys(self._named(query))) if isinstance(query, str) else []
+        evicted = set(window.evicted)
+        for placement in named:
+            if placement not in evicted:
+                _log.warning("a call of %s names %r, which is not evicted; ignored", self.tool, placement)
+        return [placement for placement in named if placement in evicted]
+
+    def _named(self, text: str) -> Iterator[str]:
+        for call in _objects(text):
+            arguments = call.get("arguments", call.get("parameters"))
+            if call.get("name") != self.tool:
+                continue
+            if isinstance(arguments, str):
+                arguments = next(_objects(arguments), None)
+            ids = arguments.get(self.argument) if isinstance(arguments, dict) else None
+            yield from (i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, str))
+
+
+def _objects(text: str) -> Iterator[dict[str, Any]]:
+    """The outermost JSON objects that stand in ``text``."""
+    at = text.find("{")
+    while at >= 0:
+        try:
+            found, at = _DECODER.raw_decode(text, at)
+            yield found
+        except ValueError as error:  # a number of thousands of digits is one without a position
+            at = max(at + 1, getattr(error, "pos", at))  # what stands inside a broken object is not a call of its own
+        except RecursionError:
+            return  # nested a thousand deep: no tool call
+        at = text.find("{", at)
+
+
+@dataclass(frozen=True)
+class BySimilarity:
+    """The evicted chunks that look most like a picture: cosine of their mean-pooled vision embeddings, highest first.
+
+    The picture is the query itself where that is a chunk with media; otherwise it is the chunk ``to``, or the newest placed
+    one with media; ChunkUnavailable where its embeddings are gone and cannot be made again. Evicted chunks of which that is
+    true are skipped and logged, chunks without media are never chosen. Among equals the newest comes first.
+
+    Args:
+        count: how many come back.
+        to: placement id of the picture that a text query is about; None: the newest placed one.
+        least: least cosine, in -1..1.
+
+    Cost: a read of the embeddings of every evicted chunk (those the engine's repository has at hand need none); the vision
+    tower runs for a query it has not seen, and for evicted chunks that lost their embeddings but not their pixels.
+    """
+
+    count: int = 1
+    to: str | None = None
+    least: float = -1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.count, int) or self.count < 1:
+            raise ValueError(f"count must be an int >= 1, got {self.count!r}")
+        if not -1 <= self.least <= 1:
+            raise ValueError(f"least must be a cosine in -1..1, got {self.least!r}")
+
+    def choose(self, window: Window, query: str | Chunk) -> Iterable[str]:
+        import torch
+
+        picture = query if not isinstance(query, str) and query.media else self._shown(window)
+        if picture is None:
+            return []
+        wanted = _pooled(window, picture)
+        scored: list[tuple[float, int, str]] = []
+        for p in window.snapshot().evicted:
+            if not p.chunk.media:
+                continue
+            try:
+                cosine = float(torch.nn.functional.cosine_similarity(wanted, _pooled(window, p.chunk), dim=0))
+            except ChunkUnavailable as error:
+                _log.warning("chunk %s is skipped, it cannot be compared: %s", p.id, error)
+                continue
+            if cosine >= self.least:
+                scored.append((-cosine, -p.arrival, p.id))
+        return [placement for _, _, placement in sorted(scored)[: self.count]]
+
+    def _shown(self, window: Window) -> Chunk | None:
+        if self.to is not None:
+            return window.chunk(self.to)
+        placed = [p for p in window.snapshot().placed if p.chunk.media]
+        return max(placed, key=lambda p: p.arrival).chunk if placed else None
+
+
+def _pooled(window: Window, chunk: Chunk) -> torch.Tensor:
+    """Mean of a chunk's vision embeddings over all tokens of its media, float64 ``[hidden]``."""
+    import torch
+
+    media = window.engine.encode(chunk).media
+    return torch.cat([window.engine.embed(m.key) for m in media]).to(torch.float64).mean(0)
