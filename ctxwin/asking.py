@@ -302,10 +302,10 @@ async def astream(window: Window, query: str, max_tokens: int, **options: Any) -
 
 def disposable(window: Window, placement: str, query: str, max_tokens: int, *, clean: bool) -> Disposability:
     """See `Window.disposable`."""
-    with window.fork() as kept:
+    with _roomy_fork(window) as kept:
         gone = kept._state.placed[kept._state.index(placement)]
         with_it = ask(kept, query, max_tokens, logprobs=-1)
-    with window.fork() as branch:
+    with _roomy_fork(window) as branch:
         if clean:
             branch._commit(edits.forgotten(branch._state, gone)[0])
         else:
@@ -320,6 +320,13 @@ def disposable(window: Window, placement: str, query: str, max_tokens: int, *, c
         answer_with=with_it.text,
         answer_without=without.text,
     )
+
+
+def _roomy_fork(window: Window) -> Window:
+    """A branch with all the tokens the engine takes: who may leave is asked of a window that is over its budget."""
+    branch = window.fork()
+    branch._state = branch._state.but(budget=window.engine.spec.max_tokens)
+    return branch
 
 
 def kl(p: dict[int, float], q: dict[int, float]) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
 from itertools import islice, permutations
 from random import Random
 from typing import Any
@@ -103,29 +104,35 @@ def leaving_for_budget(state: State, order: Iterable[str], room: int = 0) -> lis
     excess = state.tokens + room - state.budget
     leaving: list[Placed] = []
     if excess > 0:
-        for placed in free_in_order(state, order):
-            leaving.append(placed)
-            excess -= placed.tokens
-            if excess <= 0:
-                break
+        with closing(free_in_order(state, order)) as free:
+            for placed in free:
+                leaving.append(placed)
+                excess -= placed.tokens
+                if excess <= 0:
+                    break
     if excess > 0:
         needed = state.budget + excess
         raise BudgetExceeded(
-            f"pinned chunks must fit the budget of {state.budget} tokens, got {needed}; unpin some or raise the budget",
+            f"pinned chunks must fit the budget of {state.budget} tokens, with the room asked for and what is looked back to, "
+            f"got {needed}; unpin some, ask for less or raise the budget",
             needed=needed,
             budget=state.budget,
         )
     return leaving
 
 
-def free_in_order(state: State, order: Iterable[str]) -> Iterator[Placed]:
+def free_in_order(state: State, order: Iterable[str]) -> Generator[Placed]:
     """The unpinned placed chunks that ``order`` names, each once; UnknownChunk for an id that is not placed."""
     taken: set[str] = set()
-    for placement in order:
-        placed = state.placed[state.index(placement)]
-        if not placed.pinned and placement not in taken:
-            taken.add(placement)
-            yield placed
+    try:
+        for placement in order:
+            placed = state.placed[state.index(placement)]
+            if not placed.pinned and placement not in taken:
+                taken.add(placement)
+                yield placed
+    finally:
+        if isinstance(order, Generator):
+            order.close()  # now, not when it is collected: it may hold a fork
 
 
 def sampled_orders(k: int, count: int, seed: int) -> list[tuple[int, ...]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import uuid
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -245,7 +246,7 @@ class Window(Versions):
 
         Raises UnknownChunk. Cost at the next ask: its lane's, never a vision encode.
         """
-        with self._writing() as state:
+        with self._writing() as state, self._seeing():
             new, at = edits.recalled(state, self._back(state, placement), at, repair=repair)
             self._commit(new, "recall", [placement])
         return at
@@ -254,13 +255,14 @@ class Window(Versions):
         """Recalls what `retrieval` picks for ``query``, at chronological places; returns the ids.
 
         Others leave in the order of `eviction` where the budget, with ``room`` tokens free, needs it. All or nothing.
-        Raises BudgetExceeded where they do not fit, UnknownChunk. Cost at the next ask: see `recall`.
+        Raises BudgetExceeded where they do not fit, UnknownChunk, ChunkUnavailable. Cost: the policies', then see `recall`.
         """
         with self._writing() as state:
-            ids = list(dict.fromkeys(self.retrieval.choose(self, query)))
             new = state
-            for placement in ids:
-                new, _ = edits.recalled(new, self._back(new, placement), None)
+            with self._seeing():
+                ids = list(dict.fromkeys(self.retrieval.choose(self, query)))
+                for placement in ids:
+                    new, _ = edits.recalled(new, self._back(new, placement), None)
             if ids:
                 leaving = edits.leaving_for_budget(new, self.eviction.order(self), room)
                 self._commit(edits.evicted(new, leaving) if leaving else new, "look_back", ids)
@@ -378,7 +380,8 @@ class Window(Versions):
         Args:
             clean: also drop what its dependents absorbed from it (they are re-formed, in a branch).
 
-        Kamera, appendix E. Raises UnknownChunk. Cost: two asks; the window is unchanged.
+        Kamera, appendix E. A window over its budget is asked as well, up to what the engine takes. Raises UnknownChunk,
+        BudgetExceeded beyond that. Cost: two asks; the window is unchanged.
         """
         return asking.disposable(self, placement, query, max_tokens, clean=clean)
 
@@ -456,10 +459,17 @@ class Window(Versions):
             raise TypeError(
                 f"chunk must be a ctxwin.Chunk, got {type(chunk).__name__}; make one with Chunk.text or Chunk.image"
             )
+        with self._seeing():
+            return keeping.placement(self.engine, state, chunk, self._seed)
+
+    @contextmanager
+    def _seeing(self) -> Iterator[None]:
+        """Counts the vision encodes inside it; what was not lost needs none."""
         before = self.engine.counters.vision_encodes
-        placed = keeping.placement(self.engine, state, chunk, self._seed)
-        self._encodes += self.engine.counters.vision_encodes - before
-        return placed
+        try:
+            yield
+        finally:
+            self._encodes += self.engine.counters.vision_encodes - before
 
     def _back(self, state: State, placement: str) -> Placed:
         """An evicted chunk, counted again: a restored window may run on another engine."""
