@@ -83,8 +83,8 @@ class Session(Window):
         """`Window.stream`; an answer this operation has already given comes in one piece."""
         key = self._key(query, max_tokens, options)
         again = self._again(key, query, options)
-        inner = None if again else super().stream(query, max_tokens, **self._beating(options))
-        return SessionStream(inner, again, lambda answer: self._record(key, answer))
+        inner = None if again else super().stream(query, max_tokens, **options)
+        return SessionStream(inner, again, lambda answer: self._record(key, answer), self._runtime.heartbeat)
 
     async def astream(self, query: str, max_tokens: int = 32, **options: Any) -> AsyncIterator[str]:
         """`Window.astream`; an answer this operation has already given comes in one piece."""
@@ -215,17 +215,21 @@ class Session(Window):
 class SessionStream(Iterator[str]):
     """Text of an answer as it is made; ``answer`` is None until it is exhausted."""
 
-    def __init__(self, inner: Any, again: Answer | None, record: Callable[[Answer], Answer]) -> None:
+    def __init__(
+        self, inner: Any, again: Answer | None, record: Callable[[Answer], Answer], heartbeat: Callable[[], None]
+    ) -> None:
         self.answer: Answer | None = again
         self._inner = inner
         self._left = [again.text] if again and again.text else []
         self._done = record
+        self._heartbeat = heartbeat
 
     def __next__(self) -> str:
         if self._inner is None:
             if not self._left:
                 raise StopIteration
             return self._left.pop()
+        self._heartbeat()
         try:
             text: str = next(self._inner)
             return text
