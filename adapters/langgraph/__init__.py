@@ -7,7 +7,11 @@ of a graph. The engine travels in the run's context (`WindowContext`), never in 
 from __future__ import annotations
 
 from ctxwin.adapters.langgraph.context import Watcher, WindowContext
+from ctxwin.adapters.langgraph.node import WindowNode, WindowState
 from ctxwin.adapters.langgraph.reference import load, merge_windows, save
 from ctxwin.adapters.langgraph.session import Session, SessionStream, open_window
 
-__all__ = ["Session", "SessionStream", "Watcher", "WindowContext", "load", "merge_windows", "open_window", "save"]
+__all__ = [
+    "Session", "SessionStream", "Watcher", "WindowContext", "WindowNode", "WindowState", "load", "merge_windows",
+    "open_window", "save",
+]  # fmt: skip

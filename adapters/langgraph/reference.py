@@ -10,6 +10,7 @@ Plain dict, list, str, int, float: safe for every checkpoint serializer, ``LANGG
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,13 +46,21 @@ class Restored:
     rebuilt: int = 0
 
 
-def save(window: Window, *, operations: int = 0, adopted: int = 0, parent: str | None = None) -> dict[str, Any]:
+def save(
+    window: Window,
+    *,
+    operations: int = 0,
+    adopted: int = 0,
+    parent: str | None = None,
+    notes: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Stores the window's state and returns its reference.
 
     Args:
         operations: how many led here, over all nodes; `merge_windows` goes by it where versions are equal.
         adopted: how often a branch was declared the one to go on with; it goes before the version.
         parent: id of the window it was forked from.
+        notes: plain JSON of the caller's, carried along.
 
     Cost: a few KB of writes, however much was evicted (see `ctxwin.adapters.langgraph.manifest`).
     """
@@ -61,11 +70,13 @@ def save(window: Window, *, operations: int = 0, adopted: int = 0, parent: str |
     for p in state.placed:
         record = p.model_dump(mode="json", exclude_defaults=True)
         placed.append({key: value for key, value in record.items() if key not in _DROPPED})
+    beside: dict[str, Any] = {"parent": parent, "notes": copy.deepcopy(dict(notes or {}))}
     # What `merge_windows` goes by stands there even where it is 0.
     return {
-        **head, "format": FORMAT, "window": state.window, "version": state.version, "operations": operations,
-        "adopted": adopted, **({"parent": parent} if parent else {}), "manifest": manifest.write(window.engine.repo, state),
-        "tokens": state.tokens, "evicted": len(state.evicted), "placed": placed,
+        **head, **{key: value for key, value in beside.items() if value}, "format": FORMAT, "window": state.window,
+        "version": state.version, "operations": operations, "adopted": adopted,
+        "manifest": manifest.write(window.engine.repo, state), "tokens": state.tokens, "evicted": len(state.evicted),
+        "placed": placed,
     }  # fmt: skip
 
 
@@ -116,8 +127,8 @@ def check(reference: Any) -> None:
 
 def _rebuilt(reference: Mapping[str, Any]) -> State:
     """The state as far as the reference itself has it: nothing computed, nothing evicted."""
-    beside = {"format", "operations", "adopted", "parent", "manifest", "tokens", "evicted", "placed"}
-    head = {key: value for key, value in reference.items() if key not in beside}
+    beside = {"format", "placed", "evicted"}
+    head = {key: value for key, value in reference.items() if key in State.model_fields and key not in beside}
     try:
         state = State.model_validate(head)
         placed = []
@@ -137,8 +148,8 @@ def merge_windows(left: dict[str, Any] | None, right: dict[str, Any] | None) -> 
     Same window: the one that was adopted more often (`Session.ref` with ``adopt=True``), then the higher version, then
     more operations, then the greater manifest digest. So the order in which parallel branches finish does not matter,
     the others' edits are not in the result, and a node goes back to an older version with ``adopt=True`` only. Another
-    window: the one written last (LangGraph applies the writes of a step in a fixed order). None changes nothing, nor does the empty
-    dict that LangGraph starts a key with.
+    window: the one written last (LangGraph applies the writes of a step in a fixed order). None changes nothing, nor
+    does the empty dict that LangGraph starts a key with.
     """
     if not left or not right:
         return right or left

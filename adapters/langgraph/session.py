@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 import logging
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -43,8 +44,10 @@ class Session(Window):
     Attributes:
         lost: evicted chunks that the store no longer knows; they cannot be recalled.
         rebuilt: placed chunks whose KV bookkeeping was lost; they are computed again from their sources.
+        notes: small plain JSON that a node wants to find again beside the window; it travels in the reference.
     """
 
+    notes: dict[str, Any]
     lost = 0
     rebuilt = 0
 
@@ -56,9 +59,10 @@ class Session(Window):
 
         Cost: a few KB of writes to the engine's store.
         """
+        operations, adopted = self._base
         return save(
-            self, operations=self._base[0] + self._index, adopted=self._base[1] + adopt, parent=self._origin
-        )  # fmt: skip
+            self, operations=operations + self._index, adopted=adopted + adopt, parent=self._origin, notes=self.notes
+        )
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
@@ -110,6 +114,7 @@ class Session(Window):
         assert isinstance(branch, Session)
         operation = self._operation and Operation(self._operation.checkpoint, self._operation.task, seed[:12])
         branch._attend(self._runtime, operation, (self._base[0] + self._index, self._base[1]))
+        branch.notes = copy.deepcopy(self.notes)
         branch._parent = (weakref.ref(self), self.version)
         inherited = (o for o in self._observers if o != self._tell)
         branch._observers, branch._origin = (*inherited, branch._tell), self.id
@@ -124,6 +129,8 @@ class Session(Window):
         """
         if isinstance(branch, Window):
             super().adopt(branch, force=force)
+            if isinstance(branch, Session):
+                self.notes = copy.deepcopy(branch.notes)
             return
         found = restore(self.engine.repo, branch)
         if not force and branch.get("parent") != self.id and branch["window"] != self.id:
@@ -134,12 +141,14 @@ class Session(Window):
         self._warn(found)
         with Window.restore(self.engine, found.state) as theirs:
             super().adopt(theirs, force=True)
+        self.notes = copy.deepcopy(branch.get("notes", {}))
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _attend(self, runtime: Runtime[Any], operation: Operation | None, base: tuple[int, int]) -> None:
         self._runtime = runtime
         self._base = base  # operations and adoptions so far
+        self.notes = {}
         self._index = 0  # of this session's operations
         self._operation = operation
         self._journal = Journal(self.engine.repo, operation) if operation else None
@@ -297,6 +306,8 @@ def open_window(
     session = Session.restore(engine, found.state, eviction=eviction, retrieval=retrieval, seed=seed)
     assert isinstance(session, Session)
     session._attend(runtime, operation, base)
+    if reference:
+        session.notes = copy.deepcopy(reference.get("notes", {}))
     session._origin = reference.get("parent") if reference else None
     attend(runtime.context, session)
     session.observe(session._tell)

@@ -1,0 +1,179 @@
+"""`WindowNode`: answers a graph's messages over a window."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, convert_to_messages
+from langchain_core.runnables import Runnable, RunnableConfig
+from langgraph.graph.message import add_messages
+from langgraph.runtime import Runtime, get_runtime
+from typing_extensions import TypedDict
+
+from ctxwin.adapters.langchain.messages import Conversation, converse, message_key
+from ctxwin.adapters.langgraph.context import engine_of
+from ctxwin.adapters.langgraph.follow import Without, follow
+from ctxwin.adapters.langgraph.reference import merge_windows
+from ctxwin.adapters.langgraph.session import Session, open_window
+from ctxwin.answer import Answer
+from ctxwin.fidelity import Fidelity
+from ctxwin.identity import digest
+from ctxwin.policies.base import Eviction, Retrieval
+
+
+class WindowState(TypedDict, total=False):
+    """State of a graph with a `WindowNode`: the user's messages, and the reference of the window over them."""
+
+    messages: Annotated[list[AnyMessage], add_messages]
+    window: Annotated[dict[str, Any], merge_windows]
+
+
+# What a reference's notes say of a conversation: how many messages were read, and their digest; the header they asked for;
+# placements so far; placements of removed messages, and of other nodes.
+_NOTHING: dict[str, Any] = {
+    "messages": 0, "digest": "", "header": digest(""), "arrivals": 0, "removed": [], "others": [],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Keys of all messages, what of them the window has to take in, and the notes of the node's last run."""
+
+    keys: list[str]
+    talk: Conversation
+    read: dict[str, Any]
+    going_on: bool
+
+
+class WindowNode(Runnable[Any, dict[str, Any]]):
+    """A node that asks the last human text over a window of what stands before it.
+
+    Messages are recognised by content, not by their ids: new ones become chunks, edited and removed ones are followed. What
+    does not fit leaves the window by its policy; the messages stay as they are. The answer is returned as an `AIMessage`, and
+    the exchange is remembered in the window from that very pass.
+
+    Args:
+        messages_key: of the conversation; its reducer must append (`add_messages`).
+        window_key: of the window's reference; its reducer must be `merge_windows` (see `WindowState`).
+        name: of the node.
+        max_tokens: most tokens of an answer.
+        header: system prompt, in front of system messages at the head of the conversation.
+        budget, fidelity: of the window, as for `ctxwin.Window`.
+        eviction: who leaves a full window first (`ctxwin.policies`); default: the oldest.
+        retrieval: if given, what it picks for each question is brought back before answering.
+        room: tokens left free beside the question and its answer.
+        sampling: ``temperature``, ``seed``, ``stop_ids`` as for `Window.ask`.
+
+    The engine comes from the run's context (`WindowContext`). Cost of a turn: encoding the new messages, and an ask; where
+    earlier messages changed, decoding all of them once.
+
+    Raises at run time: what `ctxwin.adapters.langchain.messages.converse` raises for the messages, BudgetExceeded where the
+    question does not fit.
+    """
+
+    def __init__(
+        self, *, messages_key: str = "messages", window_key: str = "window", name: str = "window", max_tokens: int = 256,
+        header: str | None = None, budget: int | None = None, fidelity: Fidelity | None = None,
+        eviction: Eviction | None = None, retrieval: Retrieval | None = None, room: int = 0, **sampling: Any,
+    ) -> None:  # fmt: skip
+        if unknown := sampling.keys() - {"temperature", "seed", "stop_ids"}:
+            raise TypeError(f"sampling must be temperature, seed or stop_ids, got {sorted(unknown)}")
+        self.name = name
+        self.messages_key, self.window_key = messages_key, window_key
+        self._asking: dict[str, Any] = {"max_tokens": max_tokens, "remember": True, **sampling}
+        self._header, self._budget, self._fidelity, self._room = header, budget, fidelity, room
+        self._eviction, self._retrieval = eviction, retrieval
+
+    def invoke(self, input: Any, config: RunnableConfig | None = None, **_: Any) -> dict[str, Any]:
+        runtime = get_runtime()
+        reading = self._read(input, runtime)
+        with self._open(input, runtime, reading) as window:
+            self._follow(window, reading)
+            return self._answered(window, reading, window.ask(reading.talk.query, **self._asking))
+
+    async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **_: Any) -> dict[str, Any]:
+        """`invoke`; encoding and answering block no event loop, and cancelling stops the engine."""
+        runtime = get_runtime()
+        reading = await asyncio.to_thread(self._read, input, runtime)
+        with await asyncio.to_thread(self._open, input, runtime, reading) as window:
+            await asyncio.to_thread(self._follow, window, reading)
+            answer = await window.aask(reading.talk.query, **self._asking)
+            return await asyncio.to_thread(self._answered, window, reading, answer)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _read(self, state: Any, runtime: Runtime[Any]) -> _Reading:
+        """The conversation, as far as the window has not read it."""
+        engine = engine_of(runtime.context)
+        reference = state.get(self.window_key) or {}
+        read = {**_NOTHING, **reference.get("notes", {}).get(self.messages_key, {})}
+        messages = convert_to_messages(state.get(self.messages_key) or [])
+        keys = [message_key(m) for m in messages]
+        count = read["messages"]
+        new = messages[count:]
+        if count and self._digest(keys[:count]) == read["digest"] and new and isinstance(new[0], HumanMessage):
+            # What was read is as it was, and the answer at its end closed the turn.
+            return _Reading(keys, converse(engine, new), read, going_on=True)
+        return _Reading(keys, converse(engine, messages), read, going_on=False)
+
+    def _open(self, state: Any, runtime: Runtime[Any], reading: _Reading) -> Session:
+        reference = state.get(self.window_key)
+        header = None if reference else self._header_of(reading)
+        return open_window(
+            reference, runtime, header=header, budget=self._budget, fidelity=self._fidelity, eviction=self._eviction,
+            retrieval=self._retrieval,
+        )  # fmt: skip
+
+    def _follow(self, window: Session, reading: _Reading) -> None:
+        """Brings the window up to date and makes room."""
+        talk, read = reading.talk, reading.read
+        state = window.snapshot()
+        known = {p.id: p.arrival for p in (*state.placed, *state.evicted)}
+        # What has arrived since this node ran is another node's.
+        others = {i for i, arrival in known.items() if i in read["others"] or arrival >= read["arrivals"]}
+        removed = [i for i in read["removed"] if i in known]
+        if reading.going_on:
+            window.extend(talk.chunks)
+        else:
+            header = digest(self._header_of(reading))
+            if window.header != self._header_of(reading) and header != read["header"]:
+                with window.fork(header=self._header_of(reading)) as behind:
+                    window.adopt(behind)
+            read["header"] = header
+            gone = set(follow(window, talk.chunks, removed=removed, others=others))
+            removed = [i for i in window.evicted if i in gone]
+        room = self._room + window.engine.encode_query(talk.query).tokens + self._asking["max_tokens"]
+        if self._retrieval is not None:
+            window.retrieval = Without(self._retrieval, frozenset(removed))
+            window.look_back(talk.query, room=room)
+        window.slide(room=room)
+        read |= {"removed": removed, "others": sorted(others)}
+
+    def _answered(self, window: Session, reading: _Reading, answer: Answer) -> dict[str, Any]:
+        message = _message(answer, window)
+        keys = [*reading.keys, message_key(message)]
+        window.notes[self.messages_key] = {
+            **reading.read, "messages": len(keys), "digest": self._digest(keys), "arrivals": window.snapshot().arrivals,
+        }  # fmt: skip
+        return {self.messages_key: [message], self.window_key: window.ref()}
+
+    def _header_of(self, reading: _Reading) -> str:
+        return "\n".join(filter(None, [self._header, reading.talk.header]))
+
+    def _digest(self, keys: list[str]) -> str:
+        return digest("read", self._header, keys)
+
+
+def _message(answer: Answer, window: Session) -> AIMessage:
+    usage = answer.usage
+    return AIMessage(
+        answer.text,
+        usage_metadata={
+            "input_tokens": usage.prompt_tokens, "output_tokens": usage.answer_tokens,
+            "total_tokens": usage.prompt_tokens + usage.answer_tokens,
+            "input_token_details": {"cache_read": max(0, usage.prompt_tokens - usage.computed_tokens)},
+        },
+        response_metadata={"model_name": window.engine.spec.model, "model_provider": "ctxwin"},
+    )  # fmt: skip
