@@ -24,7 +24,7 @@ Render = Callable[..., str]
 IMAGE = {"type": "image"}
 _SYSTEM, _USER, _LATER, _LAST = "CTXWINSYS", "CTXWINUSER", "CTXWINLATER", "CTXWINLAST"
 _ONE, _TWO = "CTXWINONE", "CTXWINTWO"
-PROBE_CALL = {
+PROBE_CALL: dict[str, Any] = {
     "id": "CTXWINABC", "type": "function", "function": {"name": "CTXWINNAME", "arguments": {"CTXWINKEY": "CTXWINVALUE"}},
 }  # fmt: skip
 """A tool call whose rendering shows how the template writes one."""

@@ -42,12 +42,6 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield made
 
 
-@pytest.fixture(scope="module")
-def tiny() -> Iterator[Engine]:
-    with open_engine("tiny:hf") as made:
-        yield made
-
-
 def ids_of(engine: Engine, made: Conversation) -> list[int]:
     chunks = [i for c in made.chunks for i in engine.encode(c).token_ids]
     return [*engine.encode_header(made.header).token_ids, *chunks, *engine.encode_query(made.query).token_ids]

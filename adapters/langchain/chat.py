@@ -1,0 +1,398 @@
+"""`ChatCtxwin`: a LangChain chat model whose context is a window, so that every change of the messages is a cache edit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.exceptions import ContextOverflowError
+from langchain_core.language_models import LanguageModelInput, ModelProfile
+from langchain_core.language_models.chat_models import BaseChatModel
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, InvalidToolCall, ToolCall, ToolCallChunk
+from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+
+from ctxwin import asking
+from ctxwin.adapters.langchain.messages import converse
+from ctxwin.adapters.langchain.pool import Pool
+from ctxwin.adapters.langchain.toolcalls import Part, Reader, Syntax, learn
+from ctxwin.adapters.langchain.usage import profile_of, response_metadata, usage_metadata
+from ctxwin.answer import Answer
+from ctxwin.engines.base import Engine
+from ctxwin.engines.open import open_engine
+from ctxwin.errors import BudgetExceeded, UnsupportedModel
+from ctxwin.events import Observer
+from ctxwin.fidelity import Fidelity
+from ctxwin.window import Window
+
+_log = logging.getLogger("ctxwin")
+
+_OPTIONS = ("tools", "tool_choice", "max_tokens", "temperature", "seed", "model")
+_MEANT_FOR_OTHERS = ("stream", "ls_structured_output_format", "strict", "parallel_tool_calls")
+Heard = Callable[[Part], None]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call's options, defaults filled in."""
+
+    tools: Sequence[dict[str, Any]]
+    max_tokens: int | None
+    temperature: float
+    seed: int | None
+    stops: Sequence[str]
+
+
+class ChatCtxwin(BaseChatModel):
+    """A chat model over windows of one engine.
+
+    Each call brings a fork of the most similar recent window to the messages it gets (`ctxwin.sync`): messages that were
+    appended, dropped, brought back or reordered since become cache edits, and what stayed is not computed again. Calls
+    may run concurrently. Identity is content; message and block ids do not count.
+
+    Attributes:
+        engine: an open engine; it stays the caller's.
+        model: a name for `ctxwin.open_engine` instead: opened at first use (or by `open`), closed by `close`. Beside an
+            engine it is just the name that messages carry.
+        budget: most tokens of prompt and answer; default: what the engine takes.
+        fidelity: which approximations are allowed; default: the model's profile decides.
+        max_tokens: most tokens of an answer; None: as many as the budget leaves.
+        stop: sequences that end an answer and are no part of it.
+        max_windows: windows kept for later calls.
+        observers: told of every edit and answer of the windows, see `Window.observe`.
+        profile: filled in from the engine as soon as it is open.
+
+    Raises ContextOverflowError where messages and answer do not fit the budget; nothing is cut off silently.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, populate_by_name=True)
+
+    engine: Engine | None = Field(default=None, exclude=True, repr=False)
+    model: str = ""
+    budget: int | None = None
+    fidelity: Fidelity | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=0.0, ge=0)
+    seed: int | None = None
+    stop: list[str] | None = None
+    streaming: bool = True
+    max_windows: int = Field(default=8, ge=1)
+    observers: tuple[Observer, ...] = Field(default=(), exclude=True, repr=False)
+
+    _engine: Engine | None = PrivateAttr(default=None)
+    _pool: Pool | None = PrivateAttr(default=None)
+    _syntax: Syntax | None = PrivateAttr(default=None)
+    _remember: bool = PrivateAttr(default=True)
+    _opening: threading.RLock = PrivateAttr(default_factory=threading.RLock)
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        if self.engine is None and not self.model:
+            raise ValueError("ChatCtxwin needs an engine or the model to open, got neither; pass engine= or model=")
+        if self.engine is not None and not self.model:
+            self.model = f"{self.engine.spec.name}:{self.engine.spec.model}"
+        return self
+
+    # -- engine -----------------------------------------------------------------------------------------------------
+
+    def open(self) -> Engine:
+        """The engine, opened where it was not yet."""
+        with self._opening:
+            if self._engine is None:
+                self._engine = self.engine or open_engine(self.model)
+                self._pool = Pool(self._engine, self.budget, self.fidelity, self.max_windows, self.observers)
+                self._remember = _remembers(self._engine)
+                if self.profile is None:
+                    self.profile = profile_of(self._engine, self.budget)
+            return self._engine
+
+    def close(self) -> None:
+        """Closes the windows, and the engine where it was opened here. A later call opens it again."""
+        with self._opening:
+            engine, pool = self._engine, self._pool
+            self._engine = self._pool = self._syntax = None
+        if pool is not None:
+            pool.close()
+        if engine is not None and self.engine is None:
+            engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _resolve_modelprofile_of(self) -> ModelProfile | None:
+        return None if self.engine is None else profile_of(self.engine, self.budget)
+
+    @property
+    def _llm_type(self) -> str:
+        return "ctxwin"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        fidelity = None if self.fidelity is None else self.fidelity.model_dump_json()
+        names = ("model", "budget", "max_tokens", "temperature", "seed", "stop")
+        return {name: getattr(self, name) for name in names} | {"fidelity": fidelity}
+
+    # -- tools and counting -------------------------------------------------------------------------------------------
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: str | dict[str, Any] | bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """This model with ``tools`` shown to it by its own chat template.
+
+        Args:
+            tool_choice: a tool's name shows only that one, ``none`` shows none. A call cannot be forced: ``any`` is logged
+                and otherwise as ``auto``.
+
+        Raises UnsupportedModel where the template takes no tools, or writes calls in a form that cannot be read.
+        """
+        engine = self.open()
+        schemas = [convert_to_openai_tool(tool) for tool in tools]
+        names = [schema["function"]["name"] for schema in schemas]
+        if isinstance(tool_choice, dict):
+            tool_choice = cast("str", tool_choice["function"]["name"])
+        if tool_choice == "none":
+            schemas = []
+        elif tool_choice in (True, "any", "required"):
+            _log.info("tool_choice=%r: a call cannot be forced, the model is free not to call", tool_choice)
+        elif tool_choice not in (None, False, "auto"):
+            if tool_choice not in names:
+                raise ValueError(f"tool_choice must be auto, none, any or one of {names}, got {tool_choice!r}")
+            schemas = [schema for schema in schemas if schema["function"]["name"] == tool_choice]
+        if schemas:
+            self._learnt()
+            converse(engine, [], schemas, ask=False)  # refuses a template that takes no tools
+        return self.bind(tools=schemas, **kwargs)
+
+    def get_num_tokens_from_messages(
+        self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
+    ) -> int:  # fmt: skip
+        """Tokens of the prompt these messages make, pictures and ``tools`` included.
+
+        Cost: pictures that are new go through the vision tower; a later call finds them.
+        """
+        engine = self.open()
+        schemas = [convert_to_openai_tool(tool) for tool in tools or ()]
+        talk = converse(engine, messages, schemas, ask=False)
+        closing = engine.encode_query("x").tokens - len(engine.text_ids("x"))
+        return engine.encode_header(talk.header).tokens + sum(engine.encode(c).tokens for c in talk.chunks) + closing
+
+    def _learnt(self) -> Syntax:
+        with self._opening:
+            if self._syntax is None:
+                self._syntax = learn(self.open())
+            return self._syntax
+
+    # -- answering ----------------------------------------------------------------------------------------------------
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        return self._result(messages, self._options(stop, kwargs), lambda: False)
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        stopped = threading.Event()
+        call = self._options(stop, kwargs)
+        task = asyncio.ensure_future(asyncio.to_thread(self._result, messages, call, stopped.is_set))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            stopped.set()
+            await asyncio.wait([task])  # the engine is given the time to stop
+            if not task.cancelled():
+                task.exception()  # it was cancelled: what it raised is of no interest
+            raise
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        call = self._options(stop, kwargs)
+        parts: queue.SimpleQueue[Part | AIMessageChunk | BaseException] = queue.SimpleQueue()
+        stopped = threading.Event()
+
+        def work() -> None:
+            try:
+                parts.put(self._last_chunk(*self._answer(messages, call, parts.put, stopped.is_set)))
+            except BaseException as error:  # handed to the caller's thread, which raises it
+                parts.put(error)
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        calls = 0
+        try:
+            while True:
+                part = parts.get()
+                if isinstance(part, BaseException):
+                    raise part
+                if isinstance(part, AIMessageChunk):
+                    made = part
+                elif isinstance(part, str):
+                    made = AIMessageChunk(content=part)
+                else:
+                    made = AIMessageChunk(content="", tool_call_chunks=[_chunk(part, calls)])
+                    calls += 1
+                chunk = ChatGenerationChunk(message=made)
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(made.text, chunk=chunk)
+                yield chunk
+                if part is made:
+                    return
+        finally:
+            stopped.set()
+            thread.join()
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        stream = cast("Any", self._stream(messages, stop, None, **kwargs))
+        step: asyncio.Task[Any] | None = None
+        try:
+            while True:
+                step = asyncio.ensure_future(asyncio.to_thread(next, stream, None))
+                chunk = await asyncio.shield(step)
+                if chunk is None:
+                    return
+                if run_manager is not None:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+        finally:
+            if step is not None and not step.done():
+                await asyncio.wait([step])
+            await asyncio.to_thread(stream.close)
+
+    def _options(self, stop: list[str] | None, kwargs: dict[str, Any]) -> _Call:
+        unknown = sorted(set(kwargs) - {*_OPTIONS, *_MEANT_FOR_OTHERS})
+        if unknown:
+            raise ValueError(f"options of a call must be among {list(_OPTIONS)}, got {unknown}")
+        other = kwargs.get("model")
+        if other is not None and other != self.model:
+            raise ValueError(
+                f"model must be {self.model!r}, the one that is open, got {other!r}; make a ChatCtxwin for it"
+            )
+        max_tokens = kwargs.get("max_tokens", self.max_tokens)
+        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
+            raise ValueError(f"max_tokens must be an int >= 1 or None, got {max_tokens!r}")
+        return _Call(
+            tools=kwargs.get("tools") or (),
+            max_tokens=max_tokens,
+            temperature=kwargs.get("temperature", self.temperature),
+            seed=kwargs.get("seed", self.seed),
+            stops=(self.stop if stop is None else stop) or (),
+        )
+
+    def _result(self, messages: list[BaseMessage], call: _Call, stopped: Callable[[], bool]) -> ChatResult:
+        parts: list[Part] = []
+        answer, reader, room = self._answer(messages, call, parts.append, stopped)
+        chunks = [p for p in parts if not isinstance(p, str)]
+        message = AIMessage(
+            content="".join(p for p in parts if isinstance(p, str)),
+            tool_calls=[p for p in chunks if p.get("type") == "tool_call"],
+            invalid_tool_calls=[p for p in chunks if p.get("type") == "invalid_tool_call"],
+            usage_metadata=usage_metadata(answer),
+            response_metadata=response_metadata(answer, reader, room, self.model),
+        )
+        return ChatResult(generations=[ChatGeneration(message=message)])
+
+    def _answer(
+        self, messages: list[BaseMessage], call: _Call, heard: Heard, stopped: Callable[[], bool]
+    ) -> tuple[Answer, Reader, int]:
+        """Answers; ``heard`` gets the parts as they come. Also the reader, and how many tokens the answer could have."""
+        engine = self.open()
+        pool = self._pool
+        assert pool is not None
+        talk = converse(engine, messages, call.tools)
+        reader = Reader(self._learnt() if call.tools else None, call.stops)
+
+        def on_token(_: int, text: str) -> bool:
+            for part in reader.read(text):
+                heard(part)
+            return not reader.stopped
+
+        try:
+            with pool.window(talk.header, talk.chunks) as window:
+                room = call.max_tokens or window.budget - window.tokens - engine.encode_query(talk.query).tokens
+                answer = self._ask(window, talk.query, max(room, 1), call, on_token, stopped)
+        except BudgetExceeded as error:
+            raise ContextOverflowError(str(error)) from error
+        if not reader.stopped:
+            for part in reader.read(answer.text, last=True):
+                heard(part)
+        return answer, reader, room
+
+    def _ask(
+        self,
+        window: Window,
+        query: str,
+        room: int,
+        call: _Call,
+        on_token: Callable[[int, str], bool],
+        stopped: Callable[[], bool],
+    ) -> Answer:
+        engine = window.engine
+        # The KV of the exchange is kept for the next call, which has it as messages, if it is certain to fit.
+        exchange = engine.encode_exchange(query, ()).tokens if self._remember else 0
+        alone = engine.encode_header(window.header).tokens + exchange + room
+        return asking.ask(
+            window, query, room, remember=self._remember and alone <= window.budget, temperature=call.temperature,
+            seed=call.seed, on_token=on_token, stopped=stopped,
+        )  # fmt: skip
+
+    def _last_chunk(self, answer: Answer, reader: Reader, room: int) -> AIMessageChunk:
+        return AIMessageChunk(
+            content="",
+            usage_metadata=usage_metadata(answer),
+            response_metadata=response_metadata(answer, reader, room, self.model),
+            chunk_position="last",
+        )
+
+
+def _chunk(part: ToolCall | InvalidToolCall, index: int) -> ToolCallChunk:
+    """A whole call as a streamed one; what an invalid one wrote is no JSON and stays invalid."""
+    args = part["args"] if part.get("type") == "invalid_tool_call" else json.dumps(part["args"], ensure_ascii=False)
+    return tool_call_chunk(name=part["name"], args=cast("str", args), id=part["id"], index=index)
+
+
+def _remembers(engine: Engine) -> bool:
+    """Whether any answer reads the same as an earlier turn: no thinking that is stripped, no other opening."""
+    template = engine.template
+    try:
+        if template is not None and not template.plain:
+            template.exchange("q", "<think>\na\n</think>\n\nb")
+    except UnsupportedModel:
+        return False
+    return True

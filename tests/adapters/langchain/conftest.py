@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ctxwin import open_engine
+from ctxwin.engines.base import Engine
+from engines.tool_models import write_tool_model
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Iterator[Engine]:
+    """The bundled model: it sees pictures and takes no tools."""
+    with open_engine("tiny:hf") as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A random text model whose template takes tools in the manner of Hermes and Qwen."""
+    with open_engine(f"hf:{write_tool_model(tmp_path_factory.mktemp('caller'))}") as made:
+        yield made
