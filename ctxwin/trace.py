@@ -13,12 +13,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ctxwin.chunk import Chunk, TextPart, TokensPart
 from ctxwin.thumbnail import thumbnail
+from ctxwin.tiny import checkpoint_dir
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
@@ -77,7 +78,7 @@ class Trace:
 
     def note(
         self, costs: Mapping[str, float] | None = None, *, window: Window | None = None, truth: str | None = None,
-        text: str = "",
+        text: str = "", idle_tokens: int = 0,
     ) -> None:  # fmt: skip
         """Adds to the latest ask (of ``window``, where given) what is shown beside it.
 
@@ -85,6 +86,8 @@ class Trace:
             costs: tokens that something else would have computed for it, by name, e.g. ``{"prefix cache": 310}``.
             truth: the right answer, where known.
             text: for people.
+            idle_tokens: computed for the window outside asks since the last note (`Window.compress`, `Window.refresh`); an
+                ask's own usage does not hold them.
 
         Raises LookupError where nothing was asked yet, ValueError for a cost that is no finite number.
         """
@@ -98,6 +101,7 @@ class Trace:
                     "a note must follow an ask of a watched window, got none so far; watch() it, then ask"
                 )
             line = {"kind": "note", "of": asked, "costs": costs, "truth": _short(truth or ""), "text": _short(text)}
+            line["idle_tokens"] = idle_tokens or None
             self._write({key: value for key, value in line.items() if value not in (None, "", {})})
 
     def close(self) -> None:
@@ -117,13 +121,14 @@ class Trace:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        for line in read_trace(self.path).lines:
+        known = read_trace(self.path)
+        for line in known.lines:
             if line["kind"] == "chunk":
                 self._chunks = line["n"] + 1
             elif line["kind"] == "event":
                 self._events = line["n"] + 1
         with self.path.open("r+b") as file:
-            file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
+            file.truncate(known.size)
 
     def _record(self, engine: Engine, event: Event) -> None:
         with self._lock:
@@ -148,7 +153,7 @@ class Trace:
         with self._lock:
             state = window.snapshot()
             line = self._line(window.engine, "watch", state, window._origin, {})
-            self._event(line | {"header": _short(state.header), "model": Path(window.engine.spec.model).name})
+            self._event(line | {"header": _short(state.header), "model": _model(window.engine.spec.model)})
 
     def _line(
         self, engine: Engine, op: str, state: State, parent: str | None, lanes: Mapping[str, str]
@@ -233,6 +238,10 @@ def _short(text: str, most: int = LONGEST) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
+def _model(name: str) -> str:
+    return "tiny (bundled)" if Path(name) == checkpoint_dir() else Path(name).name
+
+
 def _now() -> float:
     return round(time.time(), 3)
 
@@ -244,10 +253,12 @@ class Recording:
     Attributes:
         header: format, version of ctxwin and time of the start (seconds since 1970).
         lines: chunks, events and notes in the order they were written.
+        size: bytes of the file that were read, up to its last whole line.
     """
 
     header: dict[str, Any]
-    lines: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[dict[str, Any]]
+    size: int
 
     @property
     def chunks(self) -> dict[int, dict[str, Any]]:
@@ -256,13 +267,14 @@ class Recording:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Operations in order; ``costs``, ``truth`` and ``text`` of notes stand in the ask they belong to."""
+        """Operations in order; what notes add stands in the ask they belong to."""
         events = {line["n"]: dict(line) for line in self.lines if line["kind"] == "event"}
         for line in self.lines:
             if line["kind"] == "note" and line["of"] in events:
                 event = events[line["of"]]
-                added = {key: value for key, value in line.items() if key not in ("kind", "of", "costs")}
-                event |= added | {"costs": event.get("costs", {}) | line.get("costs", {})}
+                event |= {key: line[key] for key in ("truth", "text") if key in line}
+                event["costs"] = event.get("costs", {}) | line.get("costs", {})
+                event["idle_tokens"] = event.get("idle_tokens", 0) + line.get("idle_tokens", 0)
         return list(events.values())
 
 
@@ -273,18 +285,18 @@ def read_trace(path: str | Path) -> Recording:
         ValueError: no trace, a newer format, or a line that is damaged, with its number. OSError: an unreadable file.
     """
     whole = Path(path).read_bytes()
-    lines = parse_lines(path, whole[: whole.rfind(b"\n") + 1])
+    size = whole.rfind(b"\n") + 1
+    lines = _parse(path, whole[:size])
     header = next(lines, None)
     if header is None:
         raise ValueError(
             f"a trace must begin with its header, got {str(path)!r} without a whole line; record a run first"
         )
-    return Recording(header, list(lines))
+    return Recording(header, list(lines), size)
 
 
-def parse_lines(path: str | Path, whole: bytes, at: int = 1) -> Iterator[dict[str, Any]]:
-    """The objects of whole lines, the first being line ``at``; raises like `read_trace`."""
-    for number, raw in enumerate(whole.splitlines(), start=at):
+def _parse(path: str | Path, whole: bytes) -> Iterator[dict[str, Any]]:
+    for number, raw in enumerate(whole.splitlines(), start=1):
         try:
             line = json.loads(raw)
         except ValueError:

@@ -46,7 +46,8 @@ def demo(
 ) -> None:
     """Watch a video through a window: slides, look-backs, branches, another order, and what each costs.
 
-    Writes result.json, timeline.png, report.html and the rendered clip into --out.
+    Writes result.json, timeline.png, report.html, the rendered clip, the run as recorded (run.jsonl) and a picture of the
+    window over time (view.html) into --out.
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
@@ -88,7 +89,9 @@ def demo(
         typer.echo(json.dumps(result["summary"], indent=1))
         return
     console.print(final_tables(result["summary"]))
-    console.print(f"wrote {out / 'report.html'}, result.json and timeline.png", highlight=False, soft_wrap=True)
+    console.print(
+        f"wrote {out / 'report.html'}, view.html, result.json and timeline.png", highlight=False, soft_wrap=True
+    )
 
 
 def _engine_name(model: str, engine: str | None) -> str:

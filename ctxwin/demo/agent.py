@@ -77,7 +77,7 @@ class Agent:
         self._count = 0
         self._multi = 0
         self._done, self._told = _Done(), _Done()
-        self.bytes_freed = 0
+        self.bytes_freed = self.idle_tokens = 0
 
     def run(self, limit: int | None = None) -> Iterator[Step]:
         """Watches the stream to its end or for ``limit`` asks, yielding each."""
@@ -99,8 +99,10 @@ class Agent:
                 turn += 1
             last = frame + 1 == len(self._footage.pixels)  # idle work behind the last ask would stand in no step
             if not last and (frame + 1) % IDLE_EVERY == 0 and self.window.fidelity.mode == "patched":
+                before = self._done.tokens
                 with self._working():
                     self.bytes_freed += self.window.compress()
+                self.idle_tokens += self._done.tokens - before
 
     # -- moves -------------------------------------------------------------------------------------------------------
 

@@ -11,13 +11,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ctxwin import view
 from ctxwin.demo import report, timeline
 from ctxwin.demo.agent import Agent
 from ctxwin.demo.footage import Footage, VideoFootage, WorldFootage
 from ctxwin.demo.opponents import BLOCK, ENCODER_CACHE, opponents
+from ctxwin.demo.palette import POLICIES
 from ctxwin.demo.record import Step, summarise
 from ctxwin.errors import UnsupportedModel
 from ctxwin.fidelity import Fidelity
+from ctxwin.trace import Trace
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
@@ -90,7 +93,7 @@ def run(
     footage: dict[int, Footage],
     on_step: Callable[[Step], None] = lambda step: None,
 ) -> dict[str, Any]:
-    """Runs the demo and writes ``result.json``, ``timeline.png`` and ``report.html``; returns the result.
+    """Runs the demo and writes its files; returns what is in ``result.json``.
 
     Args:
         engine: stays open.
@@ -106,15 +109,21 @@ def run(
     # Like the engine's store and prefix cache, the opponents' caches last over all seeds.
     others = opponents(options.window)
     resolved, freed = options.fidelity, 0
-    for seed in options.seeds:
-        longest = options.max_tokens or (4 if options.video is None else 32)
-        agent = Agent(engine, footage[seed], options.window, options.fidelity, others, seed, longest)
-        resolved = agent.window.fidelity
-        for step in agent.run(options.steps):
-            steps.append(step)
-            on_step(step)
-        freed += agent.bytes_freed
-        agent.window.close()
+    recorded = options.out / "run.jsonl"
+    with Trace(recorded) as trace:
+        for seed in options.seeds:
+            longest = options.max_tokens or (4 if options.video is None else 32)
+            agent = Agent(engine, footage[seed], options.window, options.fidelity, others, seed, longest)
+            trace.watch(agent.window)
+            idle = 0
+            resolved = agent.window.fidelity
+            for step in agent.run(options.steps):
+                trace.note(_costs(step), truth=step.truth, text=step.note, idle_tokens=agent.idle_tokens - idle)
+                idle = agent.idle_tokens
+                steps.append(step)
+                on_step(step)
+            freed += agent.bytes_freed
+            agent.window.close()
     summary = {
         **summarise(steps),
         "engine": engine.spec.name,
@@ -134,7 +143,13 @@ def run(
     timeline.draw(picture, steps)
     pictures = {seed: watched.pixels for seed, watched in footage.items()}
     report.write(options.out / "report.html", steps, summary, pictures, picture)
+    view.render(recorded, options.out / "view.html")
     return result
+
+
+def _costs(step: Step) -> dict[str, float]:
+    """Tokens that users of a prefix cache compute for an ask."""
+    return {name: getattr(step, field) for field, (name, _) in POLICIES.items() if field != "computed_tokens"}
 
 
 def _footage(options: Options, seed: int) -> Footage:

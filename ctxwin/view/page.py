@@ -1,0 +1,96 @@
+"""`render`: a trace as one self-contained HTML page. Nothing is fetched; the data stand in the page as JSON."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ctxwin.demo.palette import LANES
+from ctxwin.trace import Recording, read_trace
+from ctxwin.view.totals import in_words, totals
+
+LIMIT = 2000
+"""Operations shown unless told otherwise: the newest ones."""
+_FOLDER = Path(__file__).parent
+_SCRIPTS = ("model.js", "draw.js", "details.js", "page.js")
+_SIGNS = {
+    "new": ("+", "arrived"), "back": ("↩", "came back"), "moved": ("↕", "changed places"), "left": ("×", "left; can come back"),
+}  # fmt: skip
+
+
+def render(trace_path: str | Path, out: str | Path, *, limit: int = LIMIT) -> Path:
+    """Writes the page of a trace; returns its path.
+
+    Args:
+        trace_path: written by `ctxwin.trace.Trace`; a run may still be writing it.
+        out: the HTML file; replaced where it exists.
+        limit: most operations shown, the newest ones.
+
+    Raises ValueError for a file that is no trace or a limit below 1, OSError for files that cannot be read or written.
+    """
+    html = page(read_trace(trace_path), Path(trace_path).name, limit=limit)
+    Path(out).write_text(html, encoding="utf-8")
+    return Path(out)
+
+
+def page(recording: Recording, title: str, *, limit: int = LIMIT, live: str | None = None) -> str:
+    """The page's text. ``live``: where further lines come from (server-sent events), on the same origin."""
+    if limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}")
+    lanes = {lane: list(entry) for lane, entry in LANES.items()}
+    data = {"lanes": lanes, "limit": limit, "live": live, "lines": newest(recording.lines, limit)}
+    script = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    colours = "\n".join(f".lane-{lane} {{ --lane: {colour}; }}" for lane, (colour, _) in LANES.items())
+    models = {event["model"] for event in recording.events if "model" in event}
+    parts = {
+        "title": escape(title),
+        "about": escape("".join(f" · {model}" for model in sorted(models)) + f" · ctxwin {recording.header.get('version', '?')}"),
+        "summary": escape(in_words(totals(recording))),
+        "style": (_FOLDER / "page.css").read_text(encoding="utf-8") + colours,
+        "legend": _legend(),
+        # "<" never stands in the data, so that no text in it can end the element.
+        "data": json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
+        "script": script,
+        "hash": "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    }  # fmt: skip
+    template = (_FOLDER / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+
+
+def newest(lines: Iterable[Mapping[str, Any]], limit: int) -> list[Mapping[str, Any]]:
+    """The newest ``limit`` events with the chunks they place and the notes on them."""
+    lines = list(lines)
+    events = [line for line in lines if line["kind"] == "event"]
+    if len(events) <= limit:
+        return lines
+    kept = {event["n"] for event in events[-limit:]}
+    chunks = {placed["chunk"] for event in events[-limit:] for placed in event["placed"]}
+
+    def wanted(line: Mapping[str, Any]) -> bool:
+        if line["kind"] == "chunk":
+            return line["n"] in chunks
+        return (line["n"] if line["kind"] == "event" else line["of"]) in kept
+
+    return [line for line in lines if wanted(line)]
+
+
+def _legend() -> str:
+    lanes = {**{lane: meaning for lane, (_, meaning) in LANES.items()}, "query": "the question: a forward"}
+    items = [
+        f'<li data-lane="{lane}"><span class="swatch lane-{lane}" aria-hidden="true"></span>'
+        f"<span><b>{lane}</b> {escape(meaning)}</span></li>"
+        for lane, meaning in lanes.items()
+    ]
+    items += [
+        f'<li><span class="sign {mark}" aria-hidden="true">{sign}</span>{meaning}</li>'
+        for mark, (sign, meaning) in _SIGNS.items()
+    ]
+    thin = '<span class="thin" aria-hidden="true"></span>'
+    items.append(f'<li class="first-other">{thin}<span>“<span class="other-name"></span>” would compute</span></li>')
+    return "".join(items)
