@@ -216,11 +216,11 @@ def test_the_node_says_what_it_needs(engine: Any, picture: Picture) -> None:
     runtime: Runtime[WindowContext] = Runtime(context=WindowContext(engine))
     with pytest.raises(TypeError, match=r"must be a dict from Session.ref\(\), got Window"):
         open_window(Window(engine), runtime)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="must have .*'manifest'.* got \\['id'\\]"):
+    with pytest.raises(ValueError, match=r"must have .*'manifest'.* got \['id'\]"):
         open_window({"id": 1}, runtime)
     with open_window(None, runtime, header="hd", budget=50) as window:
         reference = window.ref()
-    with pytest.raises(ValueError, match="header must be that of window .* 'hd', got 'other'"):
+    with pytest.raises(ValueError, match=r"header must be that of window .* 'hd', got 'other'"):
         open_window(reference, runtime, header="other")
     with pytest.raises(ValueError, match="format 1, got 2"):
         open_window({**reference, "format": 2}, runtime)

@@ -1,0 +1,246 @@
+"""References: small, plain, the same window again; what a store that lost its content costs, and who is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ormsgpack
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from langgraph.runtime import Runtime
+from PIL import Image
+
+from ctxwin import Chunk, ChunkUnavailable, Fidelity, Window, open_store
+from ctxwin.adapters.langgraph import WindowContext, load, manifest, open_window, save
+from window.fake import FakeEngine
+
+Picture = Callable[[int], Chunk]
+
+
+def runtime_of(engine: Any, told: list[Any] | None = None) -> Runtime[WindowContext]:
+    writer = (lambda event: None) if told is None else told.append
+    return Runtime(context=WindowContext(engine), stream_writer=writer)
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(type(k) is str and _plain(v) for k, v in value.items())
+    if isinstance(value, list):
+        return all(map(_plain, value))
+    return value is None or type(value) in (str, int, float, bool)
+
+
+def test_a_reference_is_plain_json_and_gives_the_same_window(engine: Any, picture: Picture, tmp_path: Path) -> None:
+    Image.fromarray(np.full((4, 4, 3), 7, np.uint8)).save(tmp_path / "a.png")
+    with Window(engine, "hd", budget=300, fidelity=Fidelity("patched", rank=2, layers="deep")) as window:
+        window.append(Chunk.text("ä" * 20, label="hint", pin=True, priority=3))
+        window.append(Chunk.image(tmp_path / "a.png", text="on disk"))
+        window.append(Chunk.video([np.full((4, 4, 3), i, np.uint8) for i in range(3)], fps=2.0, text="clip"))
+        ids = window.extend([picture(1), picture(2)])
+        window.ask("q", max_tokens=3, remember=True)
+        window.evict(ids[0])
+        window.toggle(ids[1], conditioned=False)
+        window.ask("q", max_tokens=3)
+        reference = save(window, operations=7, notes={"a": [1, "b"]})
+        state = window.snapshot()
+    assert _plain(reference) and json.loads(json.dumps(reference)) == reference
+    assert ormsgpack.unpackb(ormsgpack.packb(reference)) == reference
+    with load(engine, reference) as same:
+        assert same.snapshot() == state
+        same.check()
+    fresh = FakeEngine(engine.store)  # another process has decoded nothing yet
+    with load(fresh, json.loads(json.dumps(reference))) as same:
+        assert same.snapshot() == state
+
+
+KINDS = ["append", "evict", "recall", "ask", "reorder", "toggle"]
+OPERATIONS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 99)))
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(operations=OPERATIONS)
+def test_any_window_comes_back(picture: Picture, operations: list[tuple[str, int]]) -> None:
+    with FakeEngine() as engine, Window(engine, "hd", fidelity=Fidelity("patched", rank=2)) as window:
+        references = []
+        for name, n in operations:
+            ids = window.ids
+            if name == "append":
+                window.append(picture(n % 7))
+            elif name == "ask":
+                window.ask("q", max_tokens=2, remember=bool(n % 2))
+            elif name == "recall" and window.evicted:
+                window.recall(window.evicted[n % len(window.evicted)])
+            elif ids and name == "evict":
+                window.evict(ids[n % len(ids)])
+            elif ids and name == "reorder":
+                window.reorder(sorted(ids, key=lambda i: hash((i, n))))
+            elif ids and name == "toggle":
+                window.toggle(ids[n % len(ids)], conditioned=bool(n % 2))
+            references.append((save(window), window.snapshot()))
+        other = FakeEngine(engine.store)
+        for reference, state in references:
+            with load(other, reference) as same:
+                assert same.snapshot() == state
+
+
+def long_session(engine: Any, picture: Picture, steps: int) -> tuple[list[int], list[int], dict[str, Any]]:
+    """A frame, a note, a slide and an ask a step; bytes of each reference, and bytes each step wrote beside KV and media."""
+    runtime, reference = runtime_of(engine), None
+    sizes, written = [], []
+    for step in range(steps):
+        begin = _kept(engine)
+        with open_window(reference, runtime, header="You browse the web.", budget=400) as window:
+            window.append(
+                Chunk.image(np.full((4, 4, 3), step % 250, np.uint8), text=f"step {step} of the long session")
+            )
+            window.ask("where?", max_tokens=3, remember=True)
+            window.slide(max(0, len(window.ids) - 10))
+            reference = window.ref()
+        sizes.append(len(ormsgpack.packb(reference)))
+        written.append(_kept(engine) - begin)
+    assert reference is not None
+    return sizes, written, reference
+
+
+def _kept(engine: Any) -> int:
+    names = ("entry/", "page/", "manifest/", "journal/")
+    return sum(len(engine.store.get(key)) for key in engine.store.list() if key.startswith(names))
+
+
+def test_checkpoints_stay_small_and_a_step_writes_little(engine: Any, picture: Picture) -> None:
+    sizes, written, reference = long_session(engine, picture, 200)
+    assert len(reference["placed"]) == 10 and reference["evicted"] == 390
+    assert max(sizes) < 20_000 and sizes[-1] < 1.1 * sizes[20]
+    # The evicted ones take about 300 bytes each; writing all of them at every step would take 100 KB.
+    assert sum(written[180:]) / 20 < 12_000, written[180:]
+    with load(engine, reference) as window:
+        window.check()
+        assert len(window.evicted) == 390
+
+
+def test_a_page_ends_by_content() -> None:
+    names = [f"{i * 2654435761 % 2**32:064x}" for i in range(1000)]
+    pages = manifest._paged(names)
+    assert [n for page in pages for n in page] == names and max(map(len, pages)) <= 128
+    assert 10 < len(pages) < 100
+    for changed in (names[1:], [*names, "f" * 64], names[:500] + names[501:]):
+        fresh = [page for page in manifest._paged(changed) if page not in pages]
+        assert len(fresh) <= 2
+
+
+def test_a_lost_store_is_rebuilt_from_the_sources(picture: Picture, tmp_path: Path, oracle: Callable[..., str]) -> None:
+    frames = []
+    for i in range(3):
+        Image.fromarray(np.full((4, 4, 3), 40 + i, np.uint8)).save(tmp_path / f"{i}.png")
+        frames.append(Chunk.image(tmp_path / f"{i}.png", text=f"t={i}"))
+    with (
+        FakeEngine() as engine,
+        open_window(None, runtime_of(engine), header="hd", fidelity=Fidelity("exact")) as window,
+    ):
+        ids = window.extend([*frames, Chunk.text("note", pin=True)])
+        window.ask("what?", max_tokens=3)
+        window.evict(ids[0])
+        reference = window.ref()
+    told: list[Any] = []
+    with FakeEngine() as engine:  # an empty store
+        with open_window(reference, runtime_of(engine, told), header="hd") as window:
+            assert (window.lost, window.rebuilt) == (1, 3)
+            assert told == [
+                {"type": "window", "op": "lost", "window": window.id, "version": 5, "lost": 1, "rebuilt": 3}
+            ]
+            assert window.ids == tuple(ids[1:]) and window.evicted == ()
+            assert window.plan().entries[-1].pinned
+            answer = window.ask("what?", max_tokens=3)
+            assert answer.text == oracle([*frames[1:], Chunk.text("note")], "what?")
+            window.check()
+            again = window.ref()
+        with open_window(again, runtime_of(engine)) as window:
+            assert (window.lost, window.rebuilt) == (0, 0)
+
+
+def test_a_picture_from_memory_does_not_survive_a_lost_store(picture: Picture, oracle: Callable[..., str]) -> None:
+    with FakeEngine() as engine, open_window(None, runtime_of(engine), header="hd") as window:
+        ids = window.extend([Chunk.text("note"), picture(1)])
+        reference = window.ref()
+    with FakeEngine() as engine, open_window(reference, runtime_of(engine)) as window:
+        with pytest.raises(ChunkUnavailable, match="neither pixels nor a source"):
+            window.ask("what?", max_tokens=3)
+        window.evict(ids[1])  # the way on
+        assert window.ask("what?", max_tokens=3).text == oracle([Chunk.text("note")], "what?")
+
+
+@pytest.mark.parametrize("namespace", ["entry/", "page/", "manifest/", "journal/", "span/"])
+def test_any_part_of_the_store_may_be_gone(
+    namespace: str, engine: Any, picture: Picture, oracle: Callable[..., str]
+) -> None:
+    with open_window(None, runtime_of(engine), header="hd", fidelity=Fidelity("exact")) as window:
+        ids = window.extend([picture(i) for i in range(4)])
+        window.ask("what?", max_tokens=3)
+        window.evict(ids[1])
+        reference = window.ref()
+    for key in list(engine.store.list(namespace)):
+        engine.store.delete(key)
+    fresh = FakeEngine(engine.store)
+    with open_window(reference, runtime_of(fresh)) as window:
+        window.check()
+        assert window.lost == (namespace in ("entry/", "page/", "manifest/"))
+        assert window.ask("what?", max_tokens=3).text == oracle([picture(i) for i in (0, 2, 3)], "what?")
+        again = window.ref()
+    with open_window(again, runtime_of(FakeEngine(engine.store))) as window:
+        assert (window.lost, window.rebuilt) == (0, 0)
+
+
+def test_what_the_store_dropped_comes_back_as_steps_go_on(engine: Any, picture: Picture) -> None:
+    runtime = runtime_of(engine)
+    with open_window(None, runtime, header="hd") as window:
+        window.extend([Chunk.text(f"n{i}") for i in range(100)])
+        window.slide(90)
+        reference = window.ref()
+    for key in list(engine.store.list("entry/")):
+        engine.store.delete(key)
+    for _ in range(5):  # this process still knows them
+        with open_window(reference, runtime) as window:
+            window.append(picture(1))
+            reference = window.ref()
+    with open_window(reference, runtime_of(FakeEngine(engine.store))) as window:
+        assert window.lost == 0 and len(window.evicted) == 90
+
+
+def test_a_forgotten_chunk_leaves_the_store(engine: Any) -> None:
+    with open_window(None, runtime_of(engine), header="hd") as window:
+        secret, _ = window.extend([Chunk.text("secret"), Chunk.text("plain")])
+        window.ask("what?", max_tokens=3)
+        earlier = window.ref()
+        window.evict(secret, forget=True)
+        reference = window.ref()
+    assert not any(b"secret" in engine.store.get(key) for key in engine.store.list("entry/"))
+    with load(engine, reference) as window:
+        assert secret not in (*window.ids, *window.evicted)
+    # An older checkpoint still has the text of what it placed: checkpoints are the graph's.
+    assert secret in load(engine, earlier).ids
+
+
+def test_another_model_goes_on_with_the_same_store(engine: Any, picture: Picture, oracle: Callable[..., str]) -> None:
+    with open_window(None, runtime_of(engine), header="hd", fidelity=Fidelity("exact")) as window:
+        ids = window.extend([picture(i) for i in range(3)])
+        window.ask("what?", max_tokens=3)
+        window.evict(ids[0])
+        reference = window.ref()
+    other = FakeEngine(engine.store, name="other")
+    with open_window(reference, runtime_of(other)) as window:
+        assert window.lost == 0
+        window.recall(ids[0])
+        assert window.ask("what?", max_tokens=3).text == oracle([picture(i) for i in range(3)], "what?")
+
+
+def test_a_store_on_disk(picture: Picture, tmp_path: Path) -> None:
+    with FakeEngine(open_store(f"disk:{tmp_path}")) as engine:
+        _, written, reference = long_session(engine, picture, 30)
+        assert written[-1] < 12_000
+    with FakeEngine(open_store(f"disk:{tmp_path}")) as engine, load(engine, reference) as window:
+        assert len(window.evicted) == reference["evicted"] == 50
