@@ -12,15 +12,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ctxwin import Chunk, Fidelity, Window, open_store
+from ctxwin import BudgetExceeded, Chunk, Fidelity, Window, open_store
+from ctxwin.policies import ByPriority, Eviction, LeastRecentlyRead, OldestFirst
 from window.fake import DIM, LAYERS, FakeEngine, _own
 
 HEADER = "h"
+BUDGET = 48
+POLICIES: dict[str, Eviction] = {"oldest": OldestFirst(), "read": LeastRecentlyRead(), "priority": ByPriority()}
+_POLICY = st.sampled_from(sorted(POLICIES))
 
 
 def oracle_answer(texts: list[str], query: str) -> list[int]:
@@ -59,22 +64,45 @@ class Programs(RuleBasedStateMachine):
     @initialize(survivors=st.sampled_from(["keep", "removal", "refresh"]), orbit=st.booleans())
     def open(self, survivors: Any, orbit: bool) -> None:
         fidelities = (Fidelity("exact"), Fidelity("patched", rank=2, survivors=survivors, orbit=orbit))
-        self.windows = [Window(self.engine, HEADER, budget=48, fidelity=f) for f in fidelities]
+        self.windows = [Window(self.engine, HEADER, budget=BUDGET, fidelity=f) for f in fidelities]
         self.names: dict[str, int] = {}  # placement id (of either window) -> arrival
         self.texts: list[str] = []  # by arrival
         self.placed: list[int] = []
         self.evicted: list[int] = []
+        self.read: list[int] = []  # by arrival: when it was last read
+        self.clock = 0
         self.branches: list[Window] = []
 
     def id(self, window: Window, arrival: int) -> str:
         return next(i for i in (*window.ids, *window.evicted) if self.names[i] == arrival)
 
     def _arrive(self, text: str, index: int | None) -> None:
+        chunk = Chunk.text(text, priority=self.priority(len(self.texts)))
         for window in self.windows:
-            new = window.append(Chunk.text(text)) if index is None else window.insert(index, Chunk.text(text))
+            new = window.append(chunk) if index is None else window.insert(index, chunk)
             self.names[new] = len(self.texts)
         self.placed.insert(len(self.placed) if index is None else index, len(self.texts))
         self.texts.append(text)
+        self.read.append(0)
+        self._read(len(self.texts) - 1)
+
+    @staticmethod
+    def priority(arrival: int) -> int:
+        return 5 * arrival % 3
+
+    def _read(self, arrival: int) -> None:
+        self.clock += 1
+        self.read[arrival] = self.clock
+
+    def _leaving(self, policy: str) -> list[int]:
+        """The placed chunks, the one to leave first first; the windows are told to use ``policy`` from now on."""
+        for window in self.windows:
+            window.eviction = POLICIES[policy]
+        first = {"oldest": lambda a: a, "read": lambda a: self.read[a], "priority": lambda a: (self.priority(a), a)}
+        return sorted(self.placed, key=first[policy])
+
+    def _chronological(self, placed: list[int], arrival: int) -> int:
+        return next((i for i, a in enumerate(placed) if a > arrival), len(placed))
 
     @rule(text=st.text("abc", min_size=1, max_size=3))
     def append(self, text: str) -> None:
@@ -100,13 +128,21 @@ class Programs(RuleBasedStateMachine):
             self.evicted.append(arrival)
 
     @precondition(lambda self: len(self.placed) > 1)
-    @rule()
-    def slide(self) -> None:
-        oldest = min(self.placed)
+    @rule(policy=_POLICY)
+    def slide(self, policy: str) -> None:
+        first = self._leaving(policy)[0]
         for window in self.windows:
-            assert window.slide(1) == [self.id(window, oldest)]
-        self.placed.remove(oldest)
-        self.evicted.append(oldest)
+            assert window.slide(1) == [self.id(window, first)]
+        self.placed.remove(first)
+        self.evicted.append(first)
+
+    @precondition(lambda self: self.placed)
+    @rule(at=st.integers(0, 9))
+    def touch(self, at: int) -> None:
+        arrival = self.placed[at % len(self.placed)]
+        for window in self.windows:
+            window.touch(self.id(window, arrival))
+        self._read(arrival)
 
     @precondition(lambda self: self.evicted)
     @rule(which=st.integers(0, 9), at=st.none() | st.integers(0, 9), repair=st.booleans())
@@ -115,10 +151,39 @@ class Programs(RuleBasedStateMachine):
         index = None if at is None else at % (len(self.placed) + 1)
         for window in self.windows:
             window.recall(self.id(window, arrival), index, repair=repair)
-        if index is None:
-            later = [i for i, a in enumerate(self.placed) if a > arrival]
-            index = later[0] if later else len(self.placed)
-        self.placed.insert(index, arrival)
+        self.placed.insert(self._chronological(self.placed, arrival) if index is None else index, arrival)
+        self._read(arrival)
+
+    @precondition(lambda self: self.evicted)
+    @rule(which=st.lists(st.integers(0, 9), min_size=1, max_size=2), spare=st.integers(0, 4), policy=_POLICY)
+    def look_back(self, which: list[int], spare: int, policy: str) -> None:
+        """With room for ``spare`` tokens only, so that others must leave, or not enough can."""
+        room = BUDGET - self.windows[0].tokens - spare
+        back = list(dict.fromkeys(self.evicted[i % len(self.evicted)] for i in which))
+        placed = list(self.placed)
+        for arrival in back:
+            placed.insert(self._chronological(placed, arrival), arrival)
+        excess = sum(len(self.texts[a]) for a in back) - spare
+        leaving = []
+        for arrival in self._leaving(policy):  # what comes back does not leave
+            if excess > 0:
+                leaving.append(arrival)
+                excess -= len(self.texts[arrival])
+        for window in self.windows:
+            ids = [self.id(window, a) for a in back]
+            query = f"what was in {' and '.join(ids)}?"
+            if excess > 0:
+                before = window.snapshot()
+                with pytest.raises(BudgetExceeded):
+                    window.look_back(query, room=room)
+                assert window.snapshot() == before
+            else:
+                assert window.look_back(query, room=room) == ids
+        if excess <= 0:
+            self.placed = [a for a in placed if a not in leaving]
+            self.evicted = [a for a in self.evicted if a not in back] + leaving
+            for arrival in back:
+                self._read(arrival)
 
     @precondition(lambda self: len(self.placed) > 1)
     @rule(data=st.data())
@@ -189,7 +254,7 @@ class Programs(RuleBasedStateMachine):
     def ask_both(self, query: str, patched_first: bool) -> None:
         """Both windows share a store, so whatever the patched one leaves there must not reach the exact one."""
         texts = [self.texts[a] for a in self.placed]
-        if sum(map(len, texts)) + 8 > 48:
+        if sum(map(len, texts)) + 8 > BUDGET:
             return
         expected = oracle_answer(texts, query)
         for window in self.windows[:: -1 if patched_first else 1]:
