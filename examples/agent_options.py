@@ -34,7 +34,8 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-SCRIPTED = "The bundled model only reads pictures: what this agent does next is scripted, its answers are the model's."
+SCRIPTED = "What this agent asks and does next is scripted; the answers are the model's."
+BUNDLED = "The bundled model (1.2 M parameters) can only answer questions about pictures of its own generated world."
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -51,10 +52,9 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 class Run:
     """An engine and what is counted on it. ``figures`` go into the JSON beside the ledger's summary."""
 
-    def __init__(self, engine: Engine, options: argparse.Namespace) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, options: argparse.Namespace, scripted: bool) -> None:
+        self.engine, self.scripted = engine, scripted
         self.ledger = Ledger(engine, reference=True)
-        self.scripted = options.model.partition(":")[0] == "tiny"
         self.figures: dict[str, Any] = {}
         self._options = options
         self._trace = Trace(options.trace) if options.trace else None
@@ -102,12 +102,18 @@ class Run:
 
 
 @contextmanager
-def running(options: argparse.Namespace) -> Iterator[Run]:
-    """Opens the engine, and prints the report once the block is through."""
+def running(options: argparse.Namespace, scripted: bool | None = None) -> Iterator[Run]:
+    """Opens the engine, and prints the report once the block is through.
+
+    ``scripted``: whether a script decides instead of the model; by default it does on the bundled model.
+    """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    bundled = options.model.partition(":")[0] == "tiny"
     with open_engine(options.model, engine=options.engine) as engine:
-        run = Run(engine, options)
+        run = Run(engine, options, bundled if scripted is None else scripted)
+        if bundled:
+            run.say(BUNDLED)
         if run.scripted:
             run.say(SCRIPTED)
         yield run

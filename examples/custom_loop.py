@@ -28,10 +28,9 @@ with agent_options.running(options) as run:
     budget = run.budget("You watch a camera.", shots[-1], count=6, room=ROOM)
     window = run.watch(Window(run.engine, "You watch a camera.", budget), ROOM)
     for second, shot in enumerate(shots):
-        newest = window.append(shot)
-        seen[newest] = second
+        seen[window.append(shot)] = second
         window.slide(room=ROOM)  # the oldest leave; the others move up without being computed again
-        ask(window, about=newest)
+        ask(window, about=str(rng.choice(window.ids)))
         if second % 3 == 2 and window.evicted:
             with window.fork() as branch:  # no copy: the window itself stays as it is
                 [back] = branch.look_back(str(rng.choice(window.evicted)), room=ROOM)

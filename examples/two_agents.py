@@ -79,7 +79,7 @@ def talk(run: agent_options.Run, team: tuple[Agent, ...], about: int, asking: As
 
 def main() -> None:
     parser = agent_options.parser(__doc__)
-    parser.add_argument("video", nargs="?", type=Path, help="watch this instead; needs --model")
+    parser.add_argument("video", nargs="?", type=Path, help="watch this instead; take a real model with it")
     parser.add_argument("--frames", type=int, default=30, help="most frames to watch, one a second")
     options = parser.parse_args()
     if options.video is None:
@@ -90,7 +90,7 @@ def main() -> None:
     shots = [Chunk.image(frame, text=f"t={second} s") for second, frame in enumerate(frames)]
     rng = np.random.default_rng(options.seed)
 
-    with agent_options.running(options) as run:
+    with agent_options.running(options, scripted=not options.video) as run:
         budget = run.budget(PLANNER, shots[-1], count=6, room=ROOM)
         planner = Agent("planner", run.watch(Window(run.engine, PLANNER, budget), ROOM))
         grounder = Agent("grounder", planner.window.fork(header=GROUNDER))  # counted, too, as all forks are

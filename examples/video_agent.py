@@ -1,0 +1,213 @@
+"""A LangGraph agent watches a video through a sliding window, and looks back when a question is about what has left.
+
+Its graph: watch -> think -> (look_back ->) answer -> think -> ... -> watch. The state holds a small reference to the
+window; the engine travels in the run's context, so every step is a checkpoint of a few KB. Without VIDEO it watches a clip
+of the bundled model's world, where the right answers are known.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Protocol, TypedDict
+
+import agent_options
+import numpy as np
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import END, START, StateGraph
+from langgraph.runtime import Runtime
+
+from ctxwin import Chunk, Window
+from ctxwin.adapters.langgraph import WindowContext, merge_windows, open_window
+from ctxwin.media import decode_video
+from ctxwin.tiny import world
+from ctxwin.tiny.clip import write_clip
+
+HEADER = "You watch a camera."
+ROOM = 48  # tokens kept free for a question and its answer
+FRAMES = 6  # in the window
+QUESTIONS = ("What is happening?", "What changed since the beginning?", "Which objects can be seen?")
+
+
+class Task(TypedDict):
+    """A question, the seconds to look back at first, and the right answer where it is known."""
+
+    question: str
+    back: list[int]
+    truth: str | None
+
+
+class State(TypedDict, total=False):
+    """What a checkpoint holds."""
+
+    window: Annotated[dict[str, Any], merge_windows]
+    shown: Annotated[list[str], operator.add]  # the placement that shows each second
+    asked: int  # questions since the last frame
+    task: Task | None
+
+
+class Policy(Protocol):
+    def next(self, second: int, asked: int, window: Window, placed: list[int]) -> Task | None:
+        """What to ask next with the seconds ``placed`` in view; None: watch on."""
+
+
+@dataclass(kw_only=True)
+class Context(WindowContext):
+    """What the nodes need and the state must not hold."""
+
+    frames: list[np.ndarray]  # one a second
+    policy: Policy
+    budget: int
+    max_tokens: int
+
+
+def watch(state: State, runtime: Runtime[Context]) -> State:
+    """The next frame comes in; the oldest leave, and the others move up without being computed again."""
+    context, second = runtime.context, len(state.get("shown", []))
+    with open_window(state.get("window"), runtime, header=HEADER, budget=context.budget) as window:
+        placement = window.append(Chunk.image(context.frames[second], text=f"t={second} s"))
+        window.slide(room=ROOM)
+        return {"window": window.ref(), "shown": [placement], "asked": 0}
+
+
+def think(state: State, runtime: Runtime[Context]) -> State:
+    """Decides what to ask, and whether that needs a look back."""
+    shown, asked = state["shown"], state["asked"]
+    with open_window(state["window"], runtime) as window:
+        placed = [shown.index(i) for i in window.ids]
+        task = runtime.context.policy.next(len(shown) - 1, asked, window, placed)
+        return {"window": window.ref(), "task": task, "asked": asked + 1}
+
+
+def look_back(state: State, runtime: Runtime[Context]) -> State:
+    """Brings frames back to their places; nothing is encoded again. They are the oldest, so the next slide takes them out."""
+    with open_window(state["window"], runtime) as window:
+        window.look_back(" ".join(state["shown"][second] for second in state["task"]["back"]), room=ROOM)
+        return {"window": window.ref()}
+
+
+def answer(state: State, runtime: Runtime[Context]) -> State:
+    task, context = state["task"], runtime.context
+    with open_window(state["window"], runtime) as window:
+        window.ask(task["question"], max_tokens=context.max_tokens)
+        context.ledger.truth(task["truth"])
+        return {"window": window.ref()}
+
+
+def after_think(state: State, runtime: Runtime[Context]) -> str:
+    if state["task"]:
+        return "look_back" if state["task"]["back"] else "answer"
+    return "watch" if len(state["shown"]) < len(runtime.context.frames) else END
+
+
+class Scripted:
+    """Asks about something in view every second, and every third second about something that has left.
+
+    In this world a grey thing has the colour that the last legend before it gave its shape, so a look back at one brings
+    that legend back, too. Only what is in view can answer is asked.
+    """
+
+    def __init__(self, stream: list[world.Frame], seed: int) -> None:
+        self._stream, self._seed = stream, seed
+        self._colors = world.bound_colors(stream)
+
+    def next(self, second: int, asked: int, window: Window, placed: list[int]) -> Task | None:
+        rng = np.random.default_rng([self._seed, second, asked])
+        if asked == 0:
+            question = next(self._questions(placed, rng))
+            return Task(question=question.text, back=[], truth=question.answer)
+        gone = sorted(set(range(second)) - set(placed))
+        if asked > 1 or second % 3 != 2 or not gone:
+            return None
+        target = int(rng.choice(gone))
+        needed = {target} if self._stream[target].role == "legend" else {target, self._legend_before(target)}
+        back = sorted(needed - set(placed))
+        view = sorted({*placed[len(back) :], *needed})  # the oldest make room
+        question = next(q for q in self._questions(view, rng) if view[q.frame] == target)
+        return Task(question=question.text, back=back, truth=question.answer)
+
+    def _legend_before(self, second: int) -> int:
+        return max(s for s in range(second) if self._stream[s].role == "legend")
+
+    def _questions(self, placed: list[int], rng: np.random.Generator) -> Iterator[world.Question]:
+        """Questions whose answer by what is in view is the answer by the whole video."""
+        for question in world.questions_for([self._stream[s] for s in placed], 999, rng):
+            second = placed[question.frame]
+            _, row, column = world.locate([self._stream[second]], question.mark)
+            if question.kind == "single_hop" or world.COLORS[self._colors[second][row, column]] == question.answer:
+                yield question
+
+
+class Model:
+    """Puts the user's questions in turn, one every few seconds; the model says whether it has to look back, and where."""
+
+    def __init__(self, questions: tuple[str, ...], last: int, every: int = 5) -> None:
+        self._questions, self._last, self._every = questions, last, every
+
+    def next(self, second: int, asked: int, window: Window, placed: list[int]) -> Task | None:
+        if asked or ((second + 1) % self._every and second != self._last):
+            return None
+        question = self._questions[second // self._every % len(self._questions)]
+        seen = f"You see t={placed[0]} s to t={placed[-1]} s, and you have seen everything since t=0 s."
+        said = window.ask(f"{seen} Which earlier picture, like t=3 s, do you need again for: {question}", max_tokens=16)
+        named = {int(second) for second in re.findall(r"t=(\d+)", said.text)}
+        return Task(question=question, back=sorted(s for s in named if s < second and s not in placed)[:1], truth=None)
+
+
+def graph() -> StateGraph[State, Context]:
+    built = StateGraph(State, context_schema=Context)
+    for node in (watch, think, look_back, answer):
+        built.add_node(node)
+    built.add_edge(START, "watch")
+    built.add_edge("watch", "think")
+    built.add_conditional_edges("think", after_think, ["look_back", "answer", "watch", END])
+    built.add_edge("look_back", "answer")
+    built.add_edge("answer", "think")
+    return built
+
+
+def filmed(stream: list[world.Frame]) -> list[np.ndarray]:
+    """The stream as a video file shows it: written, and decoded like any other."""
+    with tempfile.TemporaryDirectory() as folder:
+        clip = Path(folder) / "clip.mp4"
+        write_clip(clip, stream)
+        return list(decode_video(clip, fps=1.0)[0])
+
+
+def main() -> None:
+    parser = agent_options.parser(__doc__)
+    parser.add_argument("video", nargs="?", type=Path, help="watch this instead; take a real model with it")
+    parser.add_argument("--ask", action="append", metavar="QUESTION", help="about VIDEO; may be given often")
+    parser.add_argument("--frames", type=int, default=30, help="most frames to watch, one a second")
+    options = parser.parse_args()
+    if options.video:
+        frames = list(decode_video(options.video, fps=1.0)[0][: options.frames])
+        policy: Policy = Model(tuple(options.ask or QUESTIONS), last=len(frames) - 1)
+    else:
+        stream = world.make_stream(options.seed, options.frames, window=FRAMES)
+        frames, policy = filmed(stream), Scripted(stream, options.seed)
+    with agent_options.running(options, scripted=not options.video) as run:
+        longest = Chunk.image(frames[-1], text=f"t={len(frames) - 1} s")
+        context = Context(
+            engine=run.engine,
+            ledger=run,  # sees every window that a node opens
+            frames=frames,
+            policy=policy,
+            budget=run.budget(HEADER, longest, FRAMES, ROOM),
+            max_tokens=32 if options.video else 4,
+        )
+        agent = graph().compile(checkpointer=InMemorySaver())
+        config = {"configurable": {"thread_id": "camera"}, "recursion_limit": 10 * options.frames}
+        for event in agent.stream({}, config, context=context, stream_mode="custom"):
+            if event["op"] == "ask":
+                run.say(f"{event['query']} {event['answer']} ({event['computed_tokens']} tokens computed)")
+            elif event["op"] == "look_back":
+                run.say("looks back")
+
+
+if __name__ == "__main__":
+    main()
