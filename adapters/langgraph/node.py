@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -107,9 +108,9 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
     def _read(self, state: Any, runtime: Runtime[Any]) -> _Reading:
         """The conversation, as far as the window has not read it."""
         engine = engine_of(runtime.context)
-        reference = state.get(self.window_key) or {}
+        reference = _value(state, self.window_key) or {}
         read = {**_NOTHING, **reference.get("notes", {}).get(self.messages_key, {})}
-        messages = convert_to_messages(state.get(self.messages_key) or [])
+        messages = convert_to_messages(_value(state, self.messages_key) or [])
         keys = [message_key(m) for m in messages]
         count = read["messages"]
         new = messages[count:]
@@ -119,7 +120,7 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         return _Reading(keys, converse(engine, messages), read, going_on=False)
 
     def _open(self, state: Any, runtime: Runtime[Any], reading: _Reading) -> Session:
-        reference = state.get(self.window_key)
+        reference = _value(state, self.window_key)
         header = None if reference else self._header_of(reading)
         return open_window(
             reference, runtime, header=header, budget=self._budget, fidelity=self._fidelity, eviction=self._eviction,
@@ -164,6 +165,11 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
 
     def _digest(self, keys: list[str]) -> str:
         return digest("read", self._header, keys)
+
+
+def _value(state: Any, key: str) -> Any:
+    """Of a state that is a dict, a dataclass or a pydantic model."""
+    return state.get(key) if isinstance(state, Mapping) else getattr(state, key, None)
 
 
 def _message(answer: Answer, window: Session) -> AIMessage:

@@ -24,12 +24,13 @@ from ctxwin.adapters.langgraph.events import describe_event
 from ctxwin.adapters.langgraph.journal import Journal, Operation
 from ctxwin.adapters.langgraph.reference import Restored, restore, save
 from ctxwin.answer import Answer
+from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.events import Event
 from ctxwin.fidelity import Fidelity
 from ctxwin.identity import digest
 from ctxwin.policies.base import Eviction, Retrieval
-from ctxwin.state import State
+from ctxwin.state import Placed, State
 from ctxwin.window import Window
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ log = logging.getLogger("ctxwin")
 
 class Session(Window):
     """A `Window` for one execution of a node; make one with `open_window`, and use it as a context manager.
+
+    When the node runs again behind the same checkpoint, the same edits give the same placement ids, and answers come from
+    the engine's store. Other work (`disposable`, `refresh`, `compress`, `prepare_orbit`) is done again.
 
     Attributes:
         lost: evicted chunks that the store no longer knows; they cannot be recalled.
@@ -67,7 +71,7 @@ class Session(Window):
     # -- asking -----------------------------------------------------------------------------------------------------
 
     def ask(self, query: str, max_tokens: int = 32, **options: Any) -> Answer:
-        """`Window.ask`; an answer this operation has already given is not computed again."""
+        """`Window.ask`; an answer this operation has already given is not computed again (``on_token`` gets it whole)."""
         key = self._key(query, max_tokens, options)
         again = self._again(key, query, options)
         if again is not None:
@@ -162,6 +166,11 @@ class Session(Window):
             yield state
         self._runtime.heartbeat()
 
+    def _new(self, state: State, chunk: Chunk) -> Placed:
+        placed = super()._new(state, chunk)
+        self._runtime.heartbeat()  # many pictures may arrive in one operation
+        return placed
+
     def _beating(self, options: dict[str, Any]) -> dict[str, Any]:
         """``options`` with a heartbeat at every token."""
         heard: Callable[[int, str], bool] | None = options.get("on_token")
@@ -186,6 +195,8 @@ class Session(Window):
         answer, state = found
         with self._writing(edit=bool(options.get("remember"))):
             self._commit(state)
+        if options.get("on_token") and answer.token_ids:
+            options["on_token"](answer.token_ids[-1], answer.text)
         ids = (answer.remembered,) if answer.remembered else ()
         # Only the stream hears of it: nothing was asked of the engine.
         self._tell(self._event("ask", ids, query=query, answer=answer, note="again"))

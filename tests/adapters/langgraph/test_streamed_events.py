@@ -109,10 +109,11 @@ def test_every_token_is_a_heartbeat(engine: Any, picture: Picture) -> None:
     runtime: Runtime[WindowContext] = Runtime(context=WindowContext(engine), heartbeat=lambda: beats.append(1))
     with open_window(None, runtime, header="hd") as window:
         window.append(picture(1))
-        assert len(beats) == 2
+        before = len(beats)
+        assert before >= 2
         heard: list[int] = []
         answer = window.ask("what?", max_tokens=3, on_token=lambda token, text: bool(heard.append(token)) or True)
-        assert len(beats) == 4 + len(answer.token_ids) and tuple(heard) == answer.token_ids
+        assert len(beats) == before + 2 + len(answer.token_ids) and tuple(heard) == answer.token_ids
         before = len(beats)
         assert len(list(window.stream("what?", max_tokens=3))) <= len(beats) - before
 

@@ -1,0 +1,346 @@
+"""`WindowNode`: the window follows the messages, the messages stay the user's, and answers are those of a re-prefill."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+import numpy as np
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage, RemoveMessage, SystemMessage
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import END, START, StateGraph
+from langgraph.graph.message import REMOVE_ALL_MESSAGES, add_messages
+from langgraph.runtime import Runtime
+from PIL import Image
+
+from ctxwin import BudgetExceeded, Chunk, Fidelity, Window, open_engine
+from ctxwin.adapters.langgraph import WindowContext, WindowNode, WindowState, load, merge_windows, open_window
+from ctxwin.engines.base import Engine
+from ctxwin.policies import ById, LeastRecentlyRead
+from ctxwin.tiny import world
+from window.fake import FakeEngine
+
+ROOT = Path(__file__).parents[3]
+EXACT = Fidelity("exact")
+CONFIG: Any = {"configurable": {"thread_id": "t"}}
+
+
+class Chatty(FakeEngine):
+    """Reads its own answers back as the tokens they were."""
+
+    asked = 0
+
+    def text_ids(self, text: str) -> tuple[int, ...]:
+        words = text.split()
+        return tuple(map(int, words)) if words and all(w.isdigit() for w in words) else super().text_ids(text)
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        self.asked += 1
+        return super().generate(*args, **options)
+
+
+@pytest.fixture
+def engine() -> Iterator[Chatty]:
+    with Chatty() as made:
+        yield made
+
+
+def graph_of(node: WindowNode, saver: Any = None, before: Any = None) -> Any:
+    graph = StateGraph(WindowState, context_schema=WindowContext)
+    graph.add_node(node)
+    if before is not None:
+        graph.add_node("before", before)
+        graph.add_edge(START, "before")
+        graph.add_edge("before", node.name)
+    else:
+        graph.add_edge(START, node.name)
+    graph.add_edge(node.name, END)
+    return graph.compile(checkpointer=saver or InMemorySaver())
+
+
+def frame(i: int) -> np.ndarray:
+    return np.full((4, 4, 3), i, np.uint8)
+
+
+def shown(i: int, question: str, **fields: Any) -> HumanMessage:
+    png = io.BytesIO()
+    Image.fromarray(frame(i)).save(png, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
+    return HumanMessage(
+        [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}], **fields
+    )
+
+
+Turn = tuple[int | None, str, str]
+
+
+def content(turns: Sequence[Turn], header: str = "hd", engine: Engine | None = None) -> list[str]:
+    """By hand: ids of the chunks that (frame, question, answer) turns are; the last answer may still be missing."""
+    with Chatty() as other, Window(other, header) as window:
+        for picture, question, answer in turns:
+            if picture is not None:
+                window.append(Chunk.image(frame(picture)))
+            if answer:
+                window.remember(question, [int(t) for t in answer.split()])
+        return [window.chunk(i).id for i in window.ids]
+
+
+def placed(engine: Engine, state: Any) -> list[str]:
+    with load(engine, state["window"]) as window:
+        window.check()
+        return [window.chunk(i).id for i in window.ids]
+
+
+def fresh_answer(turns: Sequence[Turn], question: str, header: str = "hd") -> str:
+    """What a window made from nothing answers after the turns."""
+    with Chatty() as other, Window(other, header, fidelity=EXACT) as window:
+        for picture, asked, answer in turns:
+            if picture is not None:
+                window.append(Chunk.image(frame(picture)))
+            if answer:
+                window.remember(asked, [int(t) for t in answer.split()])
+        return window.ask(question, max_tokens=3).text
+
+
+def test_turns_append_and_are_remembered(engine: Chatty, saver: Any) -> None:
+    app = graph_of(WindowNode(header="hd", fidelity=EXACT, max_tokens=3), saver)
+    turns: list[Turn] = []
+    for i in range(1, 5):
+        state = app.invoke({"messages": [shown(i, f"q{i}?")]}, CONFIG, context=WindowContext(engine))
+        answer = state["messages"][-1]
+        assert isinstance(answer, AIMessage) and len(state["messages"]) == 2 * i
+        assert answer.text == fresh_answer([*turns, (i, "", "")], f"q{i}?")
+        usage = answer.usage_metadata
+        assert usage is not None and usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+        if i > 1:
+            assert usage["input_token_details"]["cache_read"] > usage["input_tokens"] / 2
+        turns.append((i, f"q{i}?", answer.text))
+        assert placed(engine, state) == content(turns)
+    assert engine.counters.vision_encodes == 4 and engine.asked == 4
+
+
+def test_the_oldest_leave_the_window_and_stay_in_the_messages(engine: Chatty) -> None:
+    app = graph_of(WindowNode(header="hd", fidelity=EXACT, budget=40, max_tokens=3))
+    turns: list[Turn] = []
+    for i in range(1, 9):
+        state = app.invoke({"messages": [shown(i, f"q{i}?")]}, CONFIG, context=WindowContext(engine))
+        turns.append((i, f"q{i}?", state["messages"][-1].text))
+    assert len(state["messages"]) == 16
+    held = placed(engine, state)
+    assert held == content(turns)[-len(held) :] and 2 <= len(held) < 8
+    assert state["window"]["evicted"] == 16 - len(held)
+
+
+def test_earlier_messages_that_change_are_followed(engine: Chatty) -> None:
+    app = graph_of(WindowNode(header="hd", fidelity=EXACT, max_tokens=3))
+    context = WindowContext(engine)
+    for i in range(1, 4):
+        state = app.invoke({"messages": [shown(i, f"q{i}?")]}, CONFIG, context=context)
+    answers = [m.text for m in state["messages"] if isinstance(m, AIMessage)]
+    turns: list[Turn] = [(i, f"q{i}?", a) for i, a in enumerate(answers, 1)]
+
+    # Another picture in the second message, with the same id.
+    other = shown(7, "q2?", id=state["messages"][2].id)
+    state = app.invoke({"messages": [other, shown(4, "q4?")]}, CONFIG, context=context)
+    turns[1] = (7, "q2?", answers[1])
+    assert state["messages"][-1].text == fresh_answer([*turns, (4, "", "")], "q4?")
+    turns.append((4, "q4?", state["messages"][-1].text))
+    assert placed(engine, state) == content(turns)
+
+    # The first turn is taken out, question and answer.
+    gone = [RemoveMessage(id=m.id) for m in state["messages"][:2]]
+    state = app.invoke({"messages": [*gone, shown(5, "q5?")]}, CONFIG, context=context)
+    assert state["messages"][-1].text == fresh_answer([*turns[1:], (5, "", "")], "q5?")
+    turns = [*turns[1:], (5, "q5?", state["messages"][-1].text)]
+    assert placed(engine, state) == content(turns)
+
+    # The same content at the end is encoded no more; back at its old place it is recalled.
+    encodes = engine.counters.vision_encodes
+    state = app.invoke({"messages": [shown(1, "q6?")]}, CONFIG, context=context)
+    turns.append((1, "q6?", state["messages"][-1].text))
+    assert placed(engine, state) == content(turns)
+    everything = [shown(1, "q1?"), AIMessage(answers[0]), *state["messages"], HumanMessage("q7?")]
+    told = list(
+        app.stream(
+            {"messages": [RemoveMessage(id=REMOVE_ALL_MESSAGES), *everything]}, CONFIG, context=context,
+            stream_mode="custom",
+        )
+    )  # fmt: skip
+    assert {t["op"] for t in told} >= {"recall", "ask"}
+    state = app.get_state(CONFIG).values
+    turns = [(1, "q1?", answers[0]), *turns]
+    assert state["messages"][-1].text == fresh_answer(turns, "q7?")
+    assert placed(engine, state) == content([*turns, (None, "q7?", state["messages"][-1].text)])
+    assert engine.counters.vision_encodes == encodes
+
+
+def test_ids_of_messages_do_not_matter(engine: Chatty) -> None:
+    """The same conversation under new ids, as another process or a copied thread has it."""
+    app = graph_of(WindowNode(header="hd", fidelity=EXACT, max_tokens=3))
+    state = app.invoke({"messages": [shown(1, "q1?", id="a")]}, CONFIG, context=WindowContext(engine))
+    copied = [m.model_copy(update={"id": f"new-{i}"}) for i, m in enumerate(state["messages"])]
+    thread: Any = {"configurable": {"thread_id": "copy"}}
+    told = list(
+        app.stream(
+            {"messages": [*copied, shown(2, "q2?")], "window": state["window"]}, thread,
+            context=WindowContext(engine), stream_mode="custom",
+        )
+    )  # fmt: skip
+    assert [(t["op"], len(t["ids"])) for t in told] == [("append", 1), ("ask", 1)]
+
+
+def test_a_conversation_that_was_cut_short_and_one_that_diverged(engine: Chatty) -> None:
+    """Time travel: going on from the first turn in two ways."""
+    app = graph_of(WindowNode(header="hd", fidelity=EXACT, max_tokens=3))
+    context = WindowContext(engine)
+    first = app.invoke({"messages": [shown(1, "q1?")]}, CONFIG, context=context)
+    turns: list[Turn] = [(1, "q1?", first["messages"][-1].text)]
+    base = app.get_state(CONFIG).config
+    for i in (2, 3):
+        state = app.invoke({"messages": [shown(i, "q2?")]}, base, context=context)
+        assert len(state["messages"]) == 4
+        assert placed(engine, state) == content([*turns, (i, "q2?", state["messages"][-1].text)])
+
+
+def test_system_messages_are_the_header(engine: Chatty) -> None:
+    app = graph_of(WindowNode(header="hd", fidelity=EXACT, max_tokens=3))
+    context = WindowContext(engine)
+    said = SystemMessage("be short", id="s")
+    state = app.invoke({"messages": [said, shown(1, "q1?")]}, CONFIG, context=context)
+    assert state["window"]["header"] == "hd\nbe short"
+    answer = state["messages"][-1].text
+    assert answer == fresh_answer([(1, "", "")], "q1?", "hd\nbe short")
+    window = state["window"]["window"]
+    changed = SystemMessage("be long", id="s")
+    state = app.invoke({"messages": [changed, shown(2, "q2?")]}, CONFIG, context=context)
+    assert state["window"]["header"] == "hd\nbe long" and state["window"]["window"] == window
+    assert state["messages"][-1].text == fresh_answer([(1, "q1?", answer), (2, "", "")], "q2?", "hd\nbe long")
+
+
+def test_what_other_nodes_place_is_left_alone(engine: Chatty) -> None:
+    def before(state: WindowState, runtime: Runtime[WindowContext]) -> dict[str, Any]:
+        with open_window(state.get("window"), runtime, header="theirs") as window:
+            if not window.ids:
+                window.append(Chunk.text("a hint", pin=True))
+            return {"window": window.ref()}
+
+    app = graph_of(WindowNode(fidelity=EXACT, max_tokens=3), before=before)
+    context = WindowContext(engine)
+    hint = Chunk.text("a hint").id
+    state = app.invoke({"messages": [shown(1, "q1?")]}, CONFIG, context=context)
+    assert state["window"]["header"] == "theirs"
+    assert placed(engine, state)[0] == hint
+    changed = shown(3, "q1?", id=state["messages"][0].id)
+    answer = state["messages"][1].text
+    state = app.invoke({"messages": [changed, shown(2, "q2?")]}, CONFIG, context=context)
+    assert placed(engine, state) == [hint, *content([(3, "q1?", answer), (2, "q2?", state["messages"][-1].text)])]
+
+
+def test_policies_and_look_back(engine: Chatty) -> None:
+    node = WindowNode(
+        header="hd", fidelity=EXACT, budget=48, max_tokens=3, eviction=LeastRecentlyRead(), retrieval=ById()
+    )
+    app, context = graph_of(node), WindowContext(engine)
+    for i in range(1, 7):
+        state = app.invoke({"messages": [shown(i, f"q{i}?")]}, CONFIG, context=context)
+    with load(engine, state["window"]) as window:
+        back = window.evicted[0]
+    state = app.invoke({"messages": [shown(8, f"and {back}?")]}, CONFIG, context=context)
+    assert back in [p["id"] for p in state["window"]["placed"]]
+
+    # What was removed from the conversation is not looked back at.
+    with load(engine, state["window"]) as window:
+        back = next(i for i in window.evicted if window.chunk(i).id == Chunk.image(frame(2)).id)
+    gone = [RemoveMessage(id=m.id) for m in state["messages"][2:4]]
+    state = app.invoke({"messages": [*gone, HumanMessage("hm?")]}, CONFIG, context=context)
+    state = app.invoke({"messages": [HumanMessage(f"{back}?")]}, CONFIG, context=context)
+    assert back not in [p["id"] for p in state["window"]["placed"]]
+
+
+def test_async_turns(engine: Chatty) -> None:
+    app = graph_of(WindowNode(header="hd", fidelity=EXACT, max_tokens=3, messages_key="messages", name="eyes"))
+
+    async def run() -> Any:
+        for i in (1, 2):
+            state = await app.ainvoke({"messages": [shown(i, f"q{i}?")]}, CONFIG, context=WindowContext(engine))
+        return state
+
+    state = asyncio.run(run())
+    first, second = (m.text for m in state["messages"] if isinstance(m, AIMessage))
+    assert second == fresh_answer([(1, "q1?", first), (2, "", "")], "q2?")
+
+
+class OtherKeys(TypedDict, total=False):
+    talk: Annotated[list[Any], add_messages]
+    seen: Annotated[dict[str, Any], merge_windows]
+
+
+def test_other_keys() -> None:
+    graph = StateGraph(OtherKeys, context_schema=WindowContext)
+    graph.add_node(WindowNode(messages_key="talk", window_key="seen", name="eyes", max_tokens=3))
+    graph.add_edge(START, "eyes")
+    with Chatty() as engine:
+        state = graph.compile().invoke({"talk": [shown(1, "q?")]}, context=WindowContext(engine))
+    assert state["talk"][-1].text == fresh_answer([(1, "", "")], "q?", "") and len(state["seen"]["placed"]) == 2
+
+
+def test_bad_input(engine: Chatty) -> None:
+    with pytest.raises(TypeError, match=r"sampling must be temperature, seed or stop_ids, got \['top_p'\]"):
+        WindowNode(top_p=1)
+    app = graph_of(WindowNode(header="hd", budget=40, max_tokens=3))
+    context = WindowContext(engine)
+    with pytest.raises(ValueError, match="must end with a text to answer"):
+        app.invoke({"messages": []}, CONFIG, context=context)
+    with pytest.raises(BudgetExceeded, match="budget of 40"):
+        app.invoke({"messages": [HumanMessage("x" * 60)]}, CONFIG, context=context)
+    with pytest.raises(TypeError, match="must have an engine"):
+        app.invoke({"messages": [HumanMessage("x")]}, CONFIG)
+
+
+# -- on the bundled model -------------------------------------------------------------------------------------------
+
+
+def test_turns_on_the_model_equal_a_re_prefill(saver: Any) -> None:
+    """Over more turns than fit: the same token ids as a window made from nothing out of the same content."""
+    stream = world.make_stream(seed=5, n_frames=9)
+    with open_engine("tiny:hf") as engine, open_engine("tiny:hf") as other:
+        node = WindowNode(header="You watch a camera.", fidelity=EXACT, budget=420, max_tokens=4)
+        app, talk = graph_of(node, saver), []
+        for second, seen in enumerate(stream):
+            pixels, question = world.render(seen), f"color of {seen.marks[0]:02d}?"
+            png = io.BytesIO()
+            Image.fromarray(pixels).save(png, "PNG")
+            block = {"type": "image", "base64": base64.b64encode(png.getvalue()).decode(), "mime_type": "image/png"}
+            asked = HumanMessage([{"type": "text", "text": f"t={second} s\n"}, block, question])
+            state = app.invoke({"messages": [asked]}, CONFIG, context=WindowContext(engine))
+            answer = state["messages"][-1]
+
+            talk.append(Chunk.image(pixels, text=f"t={second} s"))
+            with Window(other, "You watch a camera.", fidelity=EXACT) as window:
+                needed = 4 + other.encode_query(question).tokens + window.tokens
+                while needed + sum(other.encode(c).tokens for c in talk) > 420:
+                    talk.pop(0)
+                window.extend(talk)
+                fresh = window.ask(question, max_tokens=4, remember=True)
+                talk.append(window.chunk(window.ids[-1]))
+                assert fresh.remembered is not None and answer.text == fresh.text
+                assert placed(engine, state) == [window.chunk(i).id for i in window.ids]
+        assert state["window"]["evicted"] > 4 and engine.counters.vision_encodes == len(stream)
+
+
+def test_the_ten_lines_run(tmp_path: Path) -> None:
+    script = (ROOT / "examples" / "langgraph_ten_lines.py").read_text()
+    graph = [line for line in script.splitlines() if "graph" in line or "app" in line]
+    assert sum("import" not in line for line in graph) <= 10
+    (tmp_path / "run.py").write_text(script.replace('open_engine("tiny")', 'open_engine("tiny:hf")'))
+    done = subprocess.run([sys.executable, str(tmp_path / "run.py")], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("t=")]
+    assert len(lines) == 10 and "13 placed" in lines[-1]
