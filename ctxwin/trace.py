@@ -135,7 +135,7 @@ class Trace:
             if self._closed:  # a fork keeps its parent's observers
                 return
             line = self._line(engine, event.op, event.state, event.parent, event.lanes or {})
-            line |= {"ids": list(event.ids), "other": event.other, "note": _short(event.note)}
+            line |= {"ids": list(event.ids), "other": event.other, "note": _short(event.note) or None}
             line["seconds"] = round(event.seconds, 6)
             if event.query is not None:
                 line["query"] = _short(event.query)
@@ -165,7 +165,7 @@ class Trace:
         }  # fmt: skip
 
     def _event(self, line: dict[str, Any]) -> None:
-        self._write({key: value for key, value in line.items() if value not in (None, "")})
+        self._write({key: value for key, value in line.items() if value is not None})
         self._events += 1
 
     def _placed(self, engine: Engine, placed: Placed, lane: str | None) -> dict[str, Any]:
@@ -317,8 +317,16 @@ def _check_header(path: str | Path, line: Any) -> None:
         raise ValueError(f"format of {str(path)!r} must be {FORMAT}, got {line.get('format')!r}; use a newer ctxwin")
 
 
-_NEEDED = {"chunk": ("n", "what", "tokens"), "event": ("n", "window", "op", "placed"), "note": ("of",)}
+_NEEDED = {
+    "chunk": ("n", "what", "tokens"),
+    "event": ("n", "time", "window", "op", "version", "placed", "tokens", "budget", "evicted"),
+    "note": ("of",),
+}
+_ASKED = ("query", "answer", "usage")
 
 
 def _known(line: Any) -> bool:
-    return isinstance(line, dict) and line.get("kind") in _NEEDED and all(key in line for key in _NEEDED[line["kind"]])
+    if not isinstance(line, dict) or line.get("kind") not in _NEEDED:
+        return False
+    needed = _NEEDED[line["kind"]] + (_ASKED if line.get("op") == "ask" else ())
+    return all(key in line for key in needed)

@@ -2,7 +2,7 @@
 
 function totalsOf(model, scene) {
   const t = model.totals();
-  const steps = scene.steps;
+  const steps = scene.steps.filter((step) => !step.adopted); // an adoption repeats what happened in the branch
   const marked = (mark) => steps.reduce((n, step) => n + step.tiles.filter((p) => p.mark === mark).length, 0);
   const gone = steps.reduce((n, step) => n + step.left.length, 0);
   const branches = scene.windows.filter((w) => w.parent).length;
@@ -19,8 +19,9 @@ function costsOf(t) {
   if (!t.asks) return null;
   const rows = [["this window", t.computed_tokens, "ours", t.idle_tokens ? `${count(t.idle_tokens)} of them in idle time` : ""]];
   for (const [name, { tokens, asks }] of Object.entries(t.costs)) {
-    const known = asks < t.asks ? `, known for ${count(asks)} of ${count(t.asks)} questions` : "";
-    rows.push([name, tokens, "others", `this window: ${percent(t.computed_tokens, tokens)} of it${known}`]);
+    const known = asks < t.asks ? `known for ${count(asks)} of ${count(t.asks)} questions` : "";
+    const share = asks < 0.9 * t.asks ? "" : `this window: ${percent(t.computed_tokens, tokens)} of it`;
+    rows.push([name, tokens, "others", [share, known].filter(Boolean).join(", ")]);
   }
   rows.push(["everything, every time", t.prompt_tokens, "others", `this window: ${percent(t.computed_tokens, t.prompt_tokens)} of it`]);
   const most = Math.max(...rows.map((row) => row[1]), 1);

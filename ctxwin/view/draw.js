@@ -43,7 +43,7 @@ function tile(model, p, note) {
     { className: `tile ${p.mark || ""} ${lane ? "lane-" + lane : ""}`, "data-p": p.id, title: [name, note || kind, lane, words].filter(Boolean).join(", ") },
     el("span", { className: `pic ${chunk && chunk.thumbnail ? "c" + chunk.n : "none"}`, "aria-hidden": "true" }, picture(chunk)),
     el("span", { className: "name" }, sign ? el("b", { "aria-hidden": "true" }, sign + " ") : "", name),
-    el("span", { className: "words" }, lane || (p.mark === "left" ? "" : "not asked yet")),
+    el("span", { className: "words" }, lane || (p.mark === "left" ? "" : "not asked")),
     el("span", { className: "words" }, words),
   );
 }

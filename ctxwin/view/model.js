@@ -5,9 +5,9 @@ const EDITS = new Set(["append", "insert", "evict", "forget", "slide", "recall",
 const BACK = new Set(["recall", "look_back"]);
 
 class Model {
-  constructor(limit) {
+  constructor(limit, leftOut) {
     this.limit = limit;
-    this.leftOut = 0;
+    this.leftOut = leftOut;
     this.chunks = new Map();
     this.events = [];
     this.asks = new Map();

@@ -1,7 +1,7 @@
 // The page: draws what the model holds, moves the selection, and takes new lines of a run that is going on.
 
 const CONFIG = JSON.parse(document.getElementById("data").textContent);
-const model = new Model(CONFIG.limit);
+const model = new Model(CONFIG.limit, CONFIG.left_out);
 const $ = (id) => document.getElementById(id);
 const DETAILS = $("details"); // moves into cards on a narrow screen
 const drawn = new Map(); // step key: { signature, item }
@@ -67,8 +67,9 @@ function draw() {
 
 // Only the lanes and marks that occur.
 function legend() {
+  for (const item of document.querySelectorAll(".several")) item.hidden = scene.windows.length < 2;
   const lanes = new Set(scene.steps.flatMap((step) => (step.ask ? shares(step.ask).map(([lane]) => lane) : [])));
-  for (const item of $("legend").children) item.hidden = !(lanes.has(item.dataset.lane) || item.dataset.lane === undefined);
+  for (const item of $("legend").children) if (item.dataset.lane) item.hidden = !lanes.has(item.dataset.lane);
 }
 
 function select(key, { focus = false, show = false, follow = chunk } = {}) {

@@ -44,7 +44,8 @@ def page(recording: Recording, title: str, *, limit: int = LIMIT, live: str | No
     if limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
     lanes = {lane: list(entry) for lane, entry in LANES.items()}
-    data = {"lanes": lanes, "limit": limit, "live": live, "lines": newest(recording.lines, limit)}
+    left_out = max(0, sum(line["kind"] == "event" for line in recording.lines) - limit)
+    data = {"lanes": lanes, "limit": limit, "left_out": left_out, "live": live, "lines": newest(recording.lines, limit)}
     script = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     colours = "\n".join(f".lane-{lane} {{ --lane: {colour}; }}" for lane, (colour, _) in LANES.items())
     models = {event["model"] for event in recording.events if "model" in event}
@@ -91,6 +92,8 @@ def _legend() -> str:
         f'<li><span class="sign {mark}" aria-hidden="true">{sign}</span>{meaning}</li>'
         for mark, (sign, meaning) in _SIGNS.items()
     ]
+    items.append('<li class="several"><span class="window">A</span>a window</li>')
+    items.append('<li class="several"><span class="window">A.1</span>a branch of it (fork)</li>')
     thin = '<span class="thin" aria-hidden="true"></span>'
     items.append(f'<li class="first-other">{thin}<span>“<span class="other-name"></span>” would compute</span></li>')
     return "".join(items)
