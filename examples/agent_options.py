@@ -50,18 +50,25 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 class Run:
-    """An engine and what is counted on it. ``figures`` go into the JSON beside the ledger's summary."""
+    """An engine and what is counted on it.
+
+    Attributes:
+        scripted: whether a script decides what to do next, instead of the model.
+        room: tokens kept free for a question and its answer; the other users of the engine keep them free, too.
+        figures: go into the JSON beside the ledger's summary.
+    """
 
     def __init__(self, engine: Engine, options: argparse.Namespace, scripted: bool) -> None:
         self.engine, self.scripted = engine, scripted
         self.ledger = Ledger(engine, reference=True)
+        self.room = 48
         self.figures: dict[str, Any] = {}
         self._options = options
         self._trace = Trace(options.trace) if options.trace else None
 
-    def watch(self, window: Window, room: int = 48) -> Window:
+    def watch(self, window: Window, room: int | None = None) -> Window:
         """Counts a window and its later forks; the others' prompts get its budget less ``room``. Returns the window."""
-        self.ledger.watch(window, room=room)
+        self.ledger.watch(window, room=self.room if room is None else room)
         if self._trace:
             self._trace.watch(window)
         return window
@@ -74,8 +81,9 @@ class Run:
             row = self.ledger.rows[-1]
             self._trace.note({policy: row[f"computed_tokens_{policy}"] for policy in POLICIES}, truth=text)
 
-    def budget(self, header: str, chunk: Chunk, count: int, room: int = 48) -> int:
+    def budget(self, header: str, chunk: Chunk, count: int, room: int | None = None) -> int:
         """Tokens of a window that holds ``count`` chunks like ``chunk``, with ``room`` for a question and its answer."""
+        room = self.room if room is None else room
         return self.engine.encode_header(header).tokens + count * self.engine.encode(chunk).tokens + room
 
     def say(self, line: str) -> None:

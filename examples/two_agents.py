@@ -20,7 +20,7 @@ from ctxwin.tiny import world
 
 PLANNER = "You are the planner. Say what is worth a look."
 GROUNDER = "You are the grounder. Answer with one word."
-ROOM = 64  # tokens kept free for a question and its answer
+ROOM = 96  # tokens kept free for a question and its answer
 Asking = Callable[[list[int], int, str], tuple[str, str | None]]  # (seconds in view, about, heard) -> question, truth
 
 

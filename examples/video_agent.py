@@ -28,7 +28,6 @@ from ctxwin.tiny import world
 from ctxwin.tiny.clip import write_clip
 
 HEADER = "You watch a camera."
-ROOM = 48  # tokens kept free for a question and its answer
 FRAMES = 6  # in the window
 QUESTIONS = ("What is happening?", "What changed since the beginning?", "Which objects can be seen?")
 
@@ -51,8 +50,12 @@ class State(TypedDict, total=False):
 
 
 class Policy(Protocol):
+    """What the agent does next. ``longest``: a question as long as any it asks."""
+
+    longest: str
+
     def next(self, second: int, asked: int, window: Window, placed: list[int]) -> Task | None:
-        """What to ask next with the seconds ``placed`` in view; None: watch on."""
+        """What to ask with the seconds ``placed`` in view, after ``asked`` questions in this second; None: watch on."""
 
 
 @dataclass(kw_only=True)
@@ -62,6 +65,7 @@ class Context(WindowContext):
     frames: list[np.ndarray]  # one a second
     policy: Policy
     budget: int
+    room: int  # tokens kept free for a question and its answer
     max_tokens: int
 
 
@@ -70,7 +74,7 @@ def watch(state: State, runtime: Runtime[Context]) -> State:
     context, second = runtime.context, len(state.get("shown", []))
     with open_window(state.get("window"), runtime, header=HEADER, budget=context.budget) as window:
         placement = window.append(Chunk.image(context.frames[second], text=f"t={second} s"))
-        window.slide(room=ROOM)
+        window.slide(room=context.room)
         return {"window": window.ref(), "shown": [placement], "asked": 0}
 
 
@@ -85,8 +89,9 @@ def think(state: State, runtime: Runtime[Context]) -> State:
 
 def look_back(state: State, runtime: Runtime[Context]) -> State:
     """Brings frames back to their places; nothing is encoded again. They are the oldest, so the next slide takes them out."""
+    context = runtime.context
     with open_window(state["window"], runtime) as window:
-        window.look_back(" ".join(state["shown"][second] for second in state["task"]["back"]), room=ROOM)
+        window.look_back(" ".join(state["shown"][second] for second in state["task"]["back"]), room=context.room)
         return {"window": window.ref()}
 
 
@@ -110,6 +115,8 @@ class Scripted:
     In this world a grey thing has the colour that the last legend before it gave its shape, so a look back at one brings
     that legend back, too. Only what is in view can answer is asked.
     """
+
+    longest = "color of 10?"
 
     def __init__(self, stream: list[world.Frame], seed: int) -> None:
         self._stream, self._seed = stream, seed
@@ -145,17 +152,24 @@ class Scripted:
 class Model:
     """Puts the user's questions in turn, one every few seconds; the model says whether it has to look back, and where."""
 
-    def __init__(self, questions: tuple[str, ...], last: int, every: int = 5) -> None:
+    def __init__(self, questions: tuple[str, ...], last: int, every: int = 2) -> None:
         self._questions, self._last, self._every = questions, last, every
+        self.longest = max((self._where(question, [last, last]) for question in questions), key=len)
 
     def next(self, second: int, asked: int, window: Window, placed: list[int]) -> Task | None:
         if asked or ((second + 1) % self._every and second != self._last):
             return None
         question = self._questions[second // self._every % len(self._questions)]
-        seen = f"You see t={placed[0]} s to t={placed[-1]} s, and you have seen everything since t=0 s."
-        said = window.ask(f"{seen} Which earlier picture, like t=3 s, do you need again for: {question}", max_tokens=16)
-        named = {int(second) for second in re.findall(r"t=(\d+)", said.text)}
-        return Task(question=question, back=sorted(s for s in named if s < second and s not in placed)[:1], truth=None)
+        said = window.ask(self._where(question, placed), max_tokens=16).text
+        named = [int(digits) for digits in re.findall(r"t=(\d+)", said)]
+        back = [s for s in named if s < second and s not in placed]
+        return Task(question=question, back=back[:1], truth=None)
+
+    def _where(self, question: str, placed: list[int]) -> str:
+        return (
+            f"In view: t={placed[0]} s to t={placed[-1]} s. Earlier pictures were shown from t=0 s on. Which of those, like "
+            f"t=3 s, must be seen again for this question, or none? {question}"
+        )
 
 
 def graph() -> StateGraph[State, Context]:
@@ -191,14 +205,17 @@ def main() -> None:
         stream = world.make_stream(options.seed, options.frames, window=FRAMES)
         frames, policy = filmed(stream), Scripted(stream, options.seed)
     with agent_options.running(options, scripted=not options.video) as run:
-        longest = Chunk.image(frames[-1], text=f"t={len(frames) - 1} s")
+        max_tokens = 32 if options.video else 4
+        run.room = run.engine.encode_query(policy.longest).tokens + max_tokens
+        widest = Chunk.image(frames[-1], text=f"t={len(frames) - 1} s")
         context = Context(
             engine=run.engine,
             ledger=run,  # sees every window that a node opens
             frames=frames,
             policy=policy,
-            budget=run.budget(HEADER, longest, FRAMES, ROOM),
-            max_tokens=32 if options.video else 4,
+            budget=run.budget(HEADER, widest, FRAMES),
+            room=run.room,
+            max_tokens=max_tokens,
         )
         agent = graph().compile(checkpointer=InMemorySaver())
         config = {"configurable": {"thread_id": "camera"}, "recursion_limit": 10 * options.frames}

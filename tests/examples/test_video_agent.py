@@ -1,0 +1,93 @@
+"""The LangGraph agent over a video: figures, look-backs on the model's word, interrupts, size of its checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from langgraph.checkpoint.memory import InMemorySaver
+
+from ctxwin import open_engine
+from ctxwin.tiny import world
+from ctxwin.tiny.clip import write_clip
+from examples.agent_runs import EXAMPLES, check_figures, figures_of
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example as a module."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    spec = importlib.util.spec_from_file_location("video_agent", EXAMPLES / "video_agent.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "video_agent", module)  # where LangGraph looks up the state's types
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_answers_like_a_re_prefill_and_computes_a_fraction() -> None:
+    figures = figures_of("video_agent")
+    check_figures(figures)
+    assert figures["asks"] == 38  # one a second, and eight look-backs
+    assert figures["vision_encodes"] == 30  # a frame each, none for a look-back
+
+
+def test_a_video_is_asked_the_users_questions(tmp_path: Path) -> None:
+    clip = tmp_path / "clip.mp4"
+    write_clip(clip, world.make_stream(3, 5))
+    figures = figures_of("video_agent", str(clip), "--ask", "What is this?", "--ask", "Where is it?")
+    assert figures["policy"] == "model"
+    assert (
+        figures["asks"] == 6
+    )  # every second second and at the end, the model is asked where to look, then the question
+    assert figures["known"] == 0
+    assert figures["compared"] == 6
+
+
+@pytest.mark.parametrize(("said", "back"), [("t=3 s", [3]), ("t=9 s", []), ("none", []), ("t=8 s or t=1 s", [1])])
+def test_the_model_decides_where_to_look_back(example: ModuleType, said: str, back: list[int]) -> None:
+    policy = example.Model(("What was there?",), last=20)
+    decoder = SimpleNamespace(ask=lambda query, max_tokens: SimpleNamespace(text=said))
+    task = policy.next(9, 0, decoder, [4, 5, 6, 7, 8, 9])
+    assert task == {"question": "What was there?", "back": back, "truth": None}
+    assert policy.next(9, 1, decoder, [4, 5, 6, 7, 8, 9]) is None
+
+
+def test_stopped_before_every_answer_it_says_the_same(example: ModuleType) -> None:
+    stream = world.make_stream(1, 9, window=6)
+    frames = example.filmed(stream)
+    with open_engine("tiny:hf") as engine:
+
+        def run(**stops: Any) -> tuple[list[tuple[str, str]], int, list[int]]:
+            context = example.Context(
+                engine=engine, ledger=Silent(), frames=frames, policy=example.Scripted(stream, 1), budget=487, room=48,
+                max_tokens=4,
+            )  # fmt: skip
+            agent = example.graph().compile(checkpointer=InMemorySaver(), **stops)
+            config = {"configurable": {"thread_id": "t"}, "recursion_limit": 100}
+            heard, runs, given = [], 0, {}
+            while given is not None or agent.get_state(config).next:
+                runs += 1
+                events = agent.stream(given, config, context=context, stream_mode="custom")
+                heard += [(e["query"], e["answer"]) for e in events if e["op"] == "ask"]
+                given = None
+            return heard, runs, [len(json.dumps(s.values)) for s in agent.get_state_history(config)]
+
+        whole, runs, sizes = run()
+        assert (len(whole), runs) == (10, 1)  # one a second, and a look-back
+        assert max(sizes) < 4_000  # of the state in a checkpoint, as JSON
+        stopped, runs, _ = run(interrupt_before=["answer"])
+        assert (stopped, runs) == (whole, 11)
+
+
+class Silent:
+    """A watcher that counts nothing."""
+
+    def watch(self, window: object) -> None: ...
+
+    def truth(self, text: str | None) -> None: ...
