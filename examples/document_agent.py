@@ -27,7 +27,7 @@ from ctxwin.tiny import world
 
 HEADER = "You read a document."
 OPEN = 6  # pages in the window
-ROOM = 48  # tokens kept free for a question and its answer
+ROOM = 128  # tokens kept free for a question and its answer
 NOTE = 40  # most tokens of a note with its page number
 Asking = Callable[[str], str]
 

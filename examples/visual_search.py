@@ -26,7 +26,7 @@ from ctxwin.tiny import world
 
 HEADER = "You look at a large picture, part by part."
 IN_VIEW = 6  # pictures in the window
-ROOM = 48  # tokens kept free for a question and its answer
+ROOM = 128  # tokens kept free for a question and its answer
 DEPTH = 2  # the whole picture, its quarters, their quarters
 SURE = 0.5  # a view whose answer is surer than this ends the search
 LOOKS = 16  # most crops to try for a question

@@ -1,0 +1,141 @@
+"""Runs every example on the bundled model, one after the other, and prints one table: what was computed, and what was right.
+
+Each runs in a process of its own, for the seeds 0 to N-1. Exit code 1 where one failed; the web example is skipped where
+there is no Chromium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from web.browser import find_chromium
+
+EXAMPLES = ("video_agent", "web_agent", "document_agent", "visual_search", "two_agents", "custom_loop")
+POLICIES = ("naive", "trim", "append")  # uses of a prefix cache, see `ctxwin.ledger`
+SUMS = (
+    "asks", "known", "right", "right_reprefill", "compared", "agree", "seconds",
+    *(what + who for what in ("computed_tokens", "vision_encodes") for who in ("", *(f"_{p}" for p in POLICIES))),
+)  # fmt: skip
+COLUMNS = (
+    "example", "asks", "right", "re-prefill", "tokens", *(f"of {p}" for p in POLICIES), "encodes", "theirs", "s"
+)  # fmt: skip
+LAST_LINES = 15
+LIMIT_S = 600  # for one run
+
+
+class FailedError(Exception):
+    """An example that did not end well; the message holds its last lines."""
+
+
+def run(folder: Path, name: str, seed: int, engine: str | None) -> dict[str, Any]:
+    """What one example reports, and how long it took."""
+    command = [sys.executable, str(folder / f"{name}.py"), "--json", "--seed", str(seed)]
+    begin = time.perf_counter()
+    try:
+        done = subprocess.run(
+            command + (["--engine", engine] if engine else []), capture_output=True, text=True, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise FailedError(f"{name} failed with seed {seed}: it took longer than {LIMIT_S} s") from None
+    seconds = time.perf_counter() - begin
+    if done.returncode == 0:
+        try:
+            found = {**json.loads(done.stdout.strip().splitlines()[-1]), "seconds": seconds}
+            if not set(SUMS) - found.keys():
+                return found
+        except (ValueError, IndexError):
+            pass  # it said something else than figures
+    said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-LAST_LINES:])
+    raise FailedError(f"{name} failed with seed {seed} (exit code {done.returncode}):\n{said}")
+
+
+def pooled(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The sums over all seeds."""
+    row: dict[str, Any] = {"example": name, "seeds": [found["seed"] for found in runs], "engine": runs[0]["engine"]}
+    row |= {key: sum(found[key] for found in runs) for key in SUMS}
+    row |= {f"share_of_{p}": row["computed_tokens"] / row[f"computed_tokens_{p}"] for p in POLICIES}
+    return row
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row for people; seconds are those of one run, the engine's start included."""
+    known = row["known"]
+    return [
+        row["example"],
+        str(row["asks"]),
+        f"{row['right']}/{known}",
+        f"{row['right_reprefill']}/{known}",
+        f"{row['computed_tokens']:,}",
+        *(f"{100 * row[f'share_of_{p}']:.1f} %" for p in POLICIES),
+        str(row["vision_encodes"]),
+        str(min(row[f"vision_encodes_{p}"] for p in POLICIES)),
+        f"{row['seconds'] / len(row['seeds']):.0f}",
+    ]
+
+
+def markdown(rows: Iterable[dict[str, Any]]) -> str:
+    lines = [list(COLUMNS), ["---", *["---:"] * (len(COLUMNS) - 1)], *map(cells, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def text(rows: Iterable[dict[str, Any]]) -> Table:
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "example" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*cells(row))
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=EXAMPLES, default=EXAMPLES, help=", ".join(EXAMPLES)
+    )
+    parser.add_argument("--engine", choices=("hf", "vllm"), help="default: vLLM where it is installed")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each example; default: %(default)s")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="print the figures as JSON")
+    shown.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    options = parser.parse_args()
+    if options.seeds < 1:
+        parser.error(f"--seeds must be at least 1, got {options.seeds}")
+
+    rows, skipped, failed = [], {}, {}
+    for name in options.only:
+        try:
+            if name == "web_agent":
+                find_chromium()
+            runs = []
+            for seed in range(options.seeds):
+                runs.append(run(Path(__file__).parent, name, seed, options.engine))
+                print(f"{name}, seed {seed}: {runs[-1]['seconds']:.1f} s", file=sys.stderr)
+            rows.append(pooled(name, runs))
+        except SystemExit as missing:
+            skipped[name] = str(missing)
+            print(f"{name} is skipped: {missing}", file=sys.stderr)
+        except FailedError as error:
+            failed[name] = str(error)
+            print(error, file=sys.stderr)
+
+    if options.json:
+        print(json.dumps({"examples": rows, "skipped": skipped, "failed": failed}, indent=1))
+    elif options.markdown:
+        print(markdown(rows))
+    else:
+        Console(width=100).print(text(rows))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
