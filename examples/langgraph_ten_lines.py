@@ -31,5 +31,6 @@ with open_engine("tiny") as engine:
         question = f"color of {frame.marks[0]:02d}?"
         asked = HumanMessage([{"type": "text", "text": f"t={second} s\n"}, picture(frame), question])
         state = app.invoke({"messages": [asked]}, thread, context=WindowContext(engine))
-        usage = state["messages"][-1].usage_metadata
-        print(f"t={second}: {question} {state['messages'][-1].text}, {usage}, {len(state['window']['placed'])} placed")
+        answer, placed = state["messages"][-1], len(state["window"]["placed"])
+        usage = answer.usage_metadata["input_token_details"]["cache_read"], answer.usage_metadata["input_tokens"]
+        print(f"t={second}: {question} {answer.text}, {usage[0]} of {usage[1]} tokens reused, {placed} chunks placed")

@@ -14,6 +14,7 @@ from langgraph.runtime import Runtime, get_runtime
 from typing_extensions import TypedDict
 
 from ctxwin.adapters.langchain.messages import Conversation, converse, message_key
+from ctxwin.adapters.langchain.usage import usage_metadata
 from ctxwin.adapters.langgraph.context import engine_of
 from ctxwin.adapters.langgraph.follow import Without, follow
 from ctxwin.adapters.langgraph.reference import merge_windows
@@ -153,7 +154,7 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         read |= {"removed": removed, "others": sorted(others)}
 
     def _answered(self, window: Session, reading: _Reading, answer: Answer) -> dict[str, Any]:
-        message = _message(answer, window)
+        message = _message(answer, window, self._asking["max_tokens"])
         keys = [*reading.keys, message_key(message)]
         window.notes[self.messages_key] = {
             **reading.read, "messages": len(keys), "digest": self._digest(keys), "arrivals": window.snapshot().arrivals,
@@ -172,14 +173,11 @@ def _value(state: Any, key: str) -> Any:
     return state.get(key) if isinstance(state, Mapping) else getattr(state, key, None)
 
 
-def _message(answer: Answer, window: Session) -> AIMessage:
-    usage = answer.usage
-    return AIMessage(
-        answer.text,
-        usage_metadata={
-            "input_tokens": usage.prompt_tokens, "output_tokens": usage.answer_tokens,
-            "total_tokens": usage.prompt_tokens + usage.answer_tokens,
-            "input_token_details": {"cache_read": max(0, usage.prompt_tokens - usage.computed_tokens)},
-        },
-        response_metadata={"model_name": window.engine.spec.model, "model_provider": "ctxwin"},
-    )  # fmt: skip
+def _message(answer: Answer, window: Session, room: int) -> AIMessage:
+    ended = len(answer.token_ids) < room
+    told = {
+        "model_name": window.engine.spec.model,
+        "model_provider": "ctxwin",
+        "finish_reason": "stop" if ended else "length",
+    }
+    return AIMessage(answer.text, usage_metadata=usage_metadata(answer), response_metadata=told)

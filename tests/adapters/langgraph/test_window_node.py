@@ -343,4 +343,4 @@ def test_the_ten_lines_run(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(tmp_path / "run.py")], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("t=")]
-    assert len(lines) == 10 and "13 placed" in lines[-1]
+    assert len(lines) == 10 and "13 chunks placed" in lines[-1]
