@@ -96,6 +96,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not begin.isascii() or not begin.isdigit():
             self._send(HTTPStatus.BAD_REQUEST, f"from must be an offset in bytes, got {begin!r}\n")
             return
+        if not self.server.trace.is_file():
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, "the trace is gone\n")
+            return
         if not self.server.followers.acquire(blocking=False):
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, f"at most {_MOST} pages are followed at once; close one\n")
             return

@@ -16,6 +16,8 @@ from ctxwin.demo.run import Options, prepare, run
 from ctxwin.fidelity import PROFILE_NAME, Fidelity
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.tiny.world import answer
+from ctxwin.trace import read_trace
+from ctxwin.view import totals
 
 STEP = {
     "op", "query", "answer", "truth", "answer_reprefill", "tokens_by_lane", "computed_tokens", "computed_tokens_naive",
@@ -54,6 +56,26 @@ def test_all_files_are_written(patched: tuple[Path, dict[str, Any]]) -> None:
     # Self-contained: nothing is fetched.
     assert "http" not in page.replace("http-equiv", "")
     assert "width=device-width" in page
+
+
+def test_the_recorded_run_holds_every_ask_and_all_work(patched: tuple[Path, dict[str, Any]]) -> None:
+    out, result = patched
+    recorded = read_trace(out / "run.jsonl")
+    numbers, summary = totals(recorded), result["summary"]
+    assert numbers["computed_tokens"] == summary["computed_tokens"]
+    assert numbers["vision_encodes"] == summary["vision_encodes"]
+    assert numbers["known"] == summary["asks"]
+    assert numbers["costs"]["prefix cache: slide"]["tokens"] == summary["computed_tokens_naive"]
+    assert {event["op"] for event in recorded.events} >= {
+        "append",
+        "slide",
+        "recall",
+        "reorder",
+        "toggle",
+        "fork",
+        "adopt",
+    }
+    assert (out / "view.html").read_text().startswith("<!doctype html>")
 
 
 def test_the_schema_of_the_result(patched: tuple[Path, dict[str, Any]]) -> None:
