@@ -41,9 +41,13 @@ def ask(
     stop_ids: Sequence[int] = (),
     on_token: Callable[[int, str], bool] | None = None,
     stopped: Callable[[], bool] = lambda: False,
+    bare: bool = False,
 ) -> Answer:
-    """See `Window.ask`. ``stopped`` is polled: once true, the engine stops and the window stays as it was."""
-    if not isinstance(query, str) or not query:
+    """See `Window.ask`. ``stopped`` is polled: once true, the engine stops and the window stays as it was.
+
+    ``bare`` lets the query be empty, where what is placed already ends in the request (a picture behind its text).
+    """
+    if not isinstance(query, str) or not (query or bare):
         raise ValueError(f"query must be a non-empty str, got {query!r}")
     if not isinstance(max_tokens, int) or max_tokens < 1:
         raise ValueError(f"max_tokens must be an int >= 1, got {max_tokens!r}")

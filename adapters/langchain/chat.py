@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.language_models import LanguageModelInput, ModelProfile
 from langchain_core.language_models.chat_models import BaseChatModel
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, InvalidToolCall, ToolCall, ToolCallChunk
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
@@ -26,6 +25,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from ctxwin import asking
 from ctxwin.adapters.langchain.messages import converse
 from ctxwin.adapters.langchain.pool import Pool
+from ctxwin.adapters.langchain.streaming import Worker
 from ctxwin.adapters.langchain.toolcalls import Part, Reader, Syntax, learn
 from ctxwin.adapters.langchain.usage import profile_of, response_metadata, usage_metadata
 from ctxwin.answer import Answer
@@ -237,40 +237,17 @@ class ChatCtxwin(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        call = self._options(stop, kwargs)
-        parts: queue.SimpleQueue[Part | AIMessageChunk | BaseException] = queue.SimpleQueue()
-        stopped = threading.Event()
-
-        def work() -> None:
-            try:
-                parts.put(self._last_chunk(*self._answer(messages, call, parts.put, stopped.is_set)))
-            except BaseException as error:  # handed to the caller's thread, which raises it
-                parts.put(error)
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        calls = 0
+        worker, chunks = self._worker(messages, stop, kwargs), _Chunks()
         try:
-            while True:
-                part = parts.get()
-                if isinstance(part, BaseException):
-                    raise part
-                if isinstance(part, AIMessageChunk):
-                    made = part
-                elif isinstance(part, str):
-                    made = AIMessageChunk(content=part)
-                else:
-                    made = AIMessageChunk(content="", tool_call_chunks=[_chunk(part, calls)])
-                    calls += 1
-                chunk = ChatGenerationChunk(message=made)
-                if run_manager is not None:
-                    run_manager.on_llm_new_token(made.text, chunk=chunk)
-                yield chunk
-                if part is made:
-                    return
+            while (parts := worker.get()) is not None:
+                for chunk in map(chunks.of, parts):
+                    if run_manager is not None:
+                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+            assert worker.result is not None
+            yield ChatGenerationChunk(message=worker.result)
         finally:
-            stopped.set()
-            thread.join()
+            worker.close()
 
     async def _astream(
         self,
@@ -279,21 +256,24 @@ class ChatCtxwin(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        stream = cast("Any", self._stream(messages, stop, None, **kwargs))
-        step: asyncio.Task[Any] | None = None
+        worker, chunks = self._worker(messages, stop, kwargs), _Chunks()
         try:
-            while True:
-                step = asyncio.ensure_future(asyncio.to_thread(next, stream, None))
-                chunk = await asyncio.shield(step)
-                if chunk is None:
-                    return
-                if run_manager is not None:
-                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
+            while (parts := await asyncio.to_thread(worker.get)) is not None:
+                for chunk in map(chunks.of, parts):
+                    if run_manager is not None:
+                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+            assert worker.result is not None
+            yield ChatGenerationChunk(message=worker.result)
         finally:
-            if step is not None and not step.done():
-                await asyncio.wait([step])
-            await asyncio.to_thread(stream.close)
+            worker.stop()  # at once: what follows may be cancelled, too
+            await asyncio.to_thread(worker.close)
+
+    def _worker(
+        self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
+    ) -> Worker[Part, AIMessageChunk]:  # fmt: skip
+        call = self._options(stop, kwargs)
+        return Worker(lambda tell, stopped: self._last_chunk(*self._answer(messages, call, tell, stopped)))
 
     def _options(self, stop: list[str] | None, kwargs: dict[str, Any]) -> _Call:
         unknown = sorted(set(kwargs) - {*_OPTIONS, *_MEANT_FOR_OTHERS})
@@ -335,7 +315,7 @@ class ChatCtxwin(BaseChatModel):
         engine = self.open()
         pool = self._pool
         assert pool is not None
-        talk = converse(engine, messages, call.tools)
+        talk = converse(engine, messages, call.tools, bare=True)
         reader = Reader(self._learnt() if call.tools else None, call.stops)
 
         def on_token(_: int, text: str) -> bool:
@@ -345,7 +325,9 @@ class ChatCtxwin(BaseChatModel):
 
         try:
             with pool.window(talk.header, talk.chunks) as window:
-                room = call.max_tokens or window.budget - window.tokens - engine.encode_query(talk.query).tokens
+                # What a remembered answer is closed with must fit, too.
+                asked = engine.encode_exchange(talk.query, ()) if self._remember else engine.encode_query(talk.query)
+                room = call.max_tokens or window.budget - window.tokens - asked.tokens
                 answer = self._ask(window, talk.query, max(room, 1), call, on_token, stopped)
         except BudgetExceeded as error:
             raise ContextOverflowError(str(error)) from error
@@ -369,7 +351,7 @@ class ChatCtxwin(BaseChatModel):
         alone = engine.encode_header(window.header).tokens + exchange + room
         return asking.ask(
             window, query, room, remember=self._remember and alone <= window.budget, temperature=call.temperature,
-            seed=call.seed, on_token=on_token, stopped=stopped,
+            seed=call.seed, on_token=on_token, stopped=stopped, bare=True,
         )  # fmt: skip
 
     def _last_chunk(self, answer: Answer, reader: Reader, room: int) -> AIMessageChunk:
@@ -381,10 +363,20 @@ class ChatCtxwin(BaseChatModel):
         )
 
 
-def _chunk(part: ToolCall | InvalidToolCall, index: int) -> ToolCallChunk:
-    """A whole call as a streamed one; what an invalid one wrote is no JSON and stays invalid."""
-    args = part["args"] if part.get("type") == "invalid_tool_call" else json.dumps(part["args"], ensure_ascii=False)
-    return tool_call_chunk(name=part["name"], args=cast("str", args), id=part["id"], index=index)
+class _Chunks:
+    """Parts of an answer as streamed chunks; calls are numbered."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def of(self, part: Part) -> ChatGenerationChunk:
+        if isinstance(part, str):
+            return ChatGenerationChunk(message=AIMessageChunk(content=part))
+        # What an invalid call wrote is no JSON, so it stays invalid.
+        args = json.dumps(part["args"], ensure_ascii=False) if isinstance(part["args"], dict) else part["args"]
+        chunk = tool_call_chunk(name=part["name"], args=args, id=part["id"], index=self._calls)
+        self._calls += 1
+        return ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=[chunk]))
 
 
 def _remembers(engine: Engine) -> bool:

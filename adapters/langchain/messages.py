@@ -64,12 +64,14 @@ def converse(
     tools: Sequence[dict[str, Any]] = (),
     *,
     ask: bool = True,
+    bare: bool = False,
 ) -> Conversation:
     """The conversation that ``messages`` (anything LangChain takes for messages) are for ``engine``'s model.
 
     Args:
         tools: JSON schemas in OpenAI's form; the chat template shows them in the header.
         ask: whether the last text is a query; without, it is a chunk like the others.
+        bare: whether the query may be empty behind a picture that ends the last message.
 
     Raises:
         ValueError: no text to ask at the end, a system message behind others, a tool result nobody asked for, or a block
@@ -110,11 +112,10 @@ def converse(
         builder.end()
         return Conversation(header, builder.pieces)
     query = builder.query()
-    if not query:
-        last = given[-1].type if given else "no"
+    if not query and not (bare and builder.ends_in_media):
+        last = f"an empty or unanswerable {given[-1].type} message" if given else "no message"
         raise ValueError(
-            f"the messages must end with a text to answer, got {last} message without one at the end; "
-            "append a HumanMessage with a question"
+            f"the messages must end with a text to answer, got {last} at the end; append a HumanMessage with a question"
         )
     return Conversation(header, builder.pieces, query)
 
@@ -228,6 +229,10 @@ class _Builder:
         if not self._spelled(tail):
             raise UnsupportedModel("the chat template ends tool results with special tokens, which a query cannot hold")
         return self._text + tail
+
+    @property
+    def ends_in_media(self) -> bool:
+        return not self._text and bool(self.pieces) and bool(self.pieces[-1][1].media)
 
     def end(self) -> None:
         """The rest becomes a chunk."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -21,3 +23,13 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """A random text model whose template takes tools in the manner of Hermes and Qwen."""
     with open_engine(f"hf:{write_tool_model(tmp_path_factory.mktemp('caller'))}") as made:
         yield made
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """The standard tests leave it to their user how coroutines are run."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    wanted = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in wanted}))
+    return True

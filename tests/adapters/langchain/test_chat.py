@@ -1,0 +1,386 @@
+"""`ChatCtxwin` against a forward over the whole prompt, and against what LangChain expects of a chat model."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain_core.exceptions import ContextOverflowError
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.tools import tool
+from PIL import Image
+
+from ctxwin import Chunk, Fidelity
+from ctxwin.adapters.langchain.chat import ChatCtxwin
+from ctxwin.engines.base import Encoded, Engine, Sampling
+from ctxwin.errors import UnsupportedModel
+from ctxwin.events import Event
+from ctxwin.reference import Reference
+from ctxwin.tiny.world import Frame, make_stream, questions_for, render
+from engines.scripted import ScriptedEngine
+
+HEADER = "You watch a camera."
+
+
+def picture(frame: Frame) -> dict[str, Any]:
+    out = io.BytesIO()
+    Image.fromarray(render(frame)).save(out, "PNG")
+    return {"type": "image", "base64": base64.b64encode(out.getvalue()).decode(), "mime_type": "image/png"}
+
+
+class Watch:
+    """Frames, their messages, and what a forward over the whole prompt answers."""
+
+    def __init__(self, engine: Engine, seed: int = 3) -> None:
+        self.engine = engine
+        self.frames = make_stream(seed, 8)
+        self._messages = [
+            HumanMessage([{"type": "text", "text": f"t={i} s\n"}, picture(f)]) for i, f in enumerate(self.frames)
+        ]
+
+    def messages(self, placed: list[int], query: str) -> list[BaseMessage]:
+        return [SystemMessage(HEADER), *(self._messages[i] for i in placed), HumanMessage(query)]
+
+    def question(self, placed: list[int], seed: int = 0) -> str:
+        return questions_for([self.frames[i] for i in placed], 1, seed)[0].text
+
+    def encoded(self, placed: list[int]) -> list[Encoded]:
+        chunks = [Chunk.image(render(self.frames[i]), text=f"t={i} s") for i in placed]
+        return [self.engine.encode(c) for c in chunks]
+
+    def oracle(self, front: list[Encoded], query: str) -> str:
+        reference = Reference(self.engine, self.engine.encode_header(HEADER))
+        return reference.reprefill(front, self.engine.encode_query(query), Sampling(8)).text
+
+
+@pytest.fixture
+def exact(tiny: Engine) -> Iterator[ChatCtxwin]:
+    with ChatCtxwin(engine=tiny, fidelity=Fidelity("exact"), max_tokens=8) as made:
+        yield made
+
+
+def test_the_answer_is_that_of_the_whole_prompt_whatever_was_asked_before(tiny: Engine, exact: ChatCtxwin) -> None:
+    watch = Watch(tiny)
+    programs = [[0, 1], [0, 1, 2], [1, 2, 3], [0, 1, 2, 3], [3, 1, 2], [0, 1], [4, 5], [0, 1, 2, 3, 4]]
+    for step, placed in enumerate(programs):
+        query = watch.question(placed, step)
+        answer = exact.invoke(watch.messages(placed, query))
+        assert answer.content == watch.oracle(watch.encoded(placed), query), step
+        usage = answer.response_metadata["ctxwin"]
+        assert usage["exact"]
+        assert usage["vision_encodes"] == 0 or placed[-1] == max(i for p in programs[: step + 1] for i in p)
+
+
+def test_a_picture_may_stand_behind_the_question(tiny: Engine, exact: ChatCtxwin) -> None:
+    frame = make_stream(4, 1)[0]
+    messages = [SystemMessage(HEADER), HumanMessage(["what is this?", picture(frame)])]
+    front = [tiny.encode(Chunk.text("what is this?")), tiny.encode(Chunk.image(render(frame)))]
+    first = exact.invoke(messages)
+    assert first.content == Watch(tiny).oracle(front, "")
+    again = exact.invoke([*messages, first, HumanMessage("color of 12?")])
+    exchange = tiny.encode_exchange("", tiny.text_ids(str(first.content)))
+    assert again.content == Watch(tiny).oracle([*front, exchange], "color of 12?")
+    assert again.usage_metadata is not None
+    assert "computed" not in again.usage_metadata["input_token_details"]
+
+
+def test_a_conversation_computes_what_is_new(tiny: Engine, exact: ChatCtxwin) -> None:
+    watch = Watch(tiny, seed=5)
+    first, second = watch.question([0, 1], 0), watch.question([0, 1], 1)
+    messages = watch.messages([0, 1], first)
+    answer = exact.invoke(messages)
+    asked = [*messages, answer, HumanMessage(second)]
+    again = exact.invoke(asked)
+    exchange = tiny.encode_exchange(first, tiny.text_ids(str(answer.content)))
+    assert again.content == watch.oracle([*watch.encoded([0, 1]), exchange], second)
+    usage = again.usage_metadata
+    assert usage is not None
+    query = tiny.encode_query(second).tokens
+    # The new exchange is finished behind its answer; nothing in front of the question is computed again.
+    assert usage["input_token_details"]["cache_read"] == usage["input_tokens"] - query
+    assert "computed" not in usage["input_token_details"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert exact.get_num_tokens_from_messages(asked) == usage["input_tokens"]
+
+
+def test_dropping_a_message_is_an_eviction_where_that_is_allowed(tiny: Engine) -> None:
+    watch, told = Watch(tiny, seed=6), list[Event]()
+    with ChatCtxwin(engine=tiny, fidelity=Fidelity("patched"), max_tokens=8, observers=(told.append,)) as chat:
+        chat.invoke(watch.messages([0, 1, 2], watch.question([0, 1, 2])))
+        answer = chat.invoke(watch.messages([1, 2], watch.question([1, 2])))
+        assert answer.usage_metadata is not None
+        assert answer.usage_metadata["input_token_details"].get("survivor") == sum(
+            e.tokens for e in watch.encoded([1, 2])
+        )
+        assert answer.response_metadata["ctxwin"]["exact"] is False
+        back = chat.invoke(watch.messages([0, 1, 2], watch.question([0, 1, 2])))
+        assert back.usage_metadata is not None
+        assert "computed" not in back.usage_metadata["input_token_details"]
+    ops = [e.op for e in told]
+    assert [op for op in ops if op in ("evict", "recall", "ask")] == ["ask", "evict", "ask", "evict", "recall", "ask"]
+    assert ops.count("close") == 3
+
+
+def test_streams_tell_the_same_and_the_cost_at_the_end(tiny: Engine, exact: ChatCtxwin) -> None:
+    watch = Watch(tiny)
+    messages = watch.messages([0, 1], watch.question([0, 1]))
+    whole = exact.invoke(messages, stream=False)
+    chunks = list(exact.stream(messages))
+    merged = chunks[0]
+    for chunk in chunks[1:]:
+        merged += chunk
+    assert isinstance(merged, AIMessageChunk)
+    assert merged.content == whole.content
+    assert [bool(c.usage_metadata) for c in chunks].count(True) == 1
+    for message in (merged, whole):
+        assert message.response_metadata["model_provider"] == "ctxwin"
+        assert message.response_metadata["finish_reason"] == "stop"
+        assert message.usage_metadata is not None
+        assert message.usage_metadata["output_tokens"] == len(tiny.text_ids(str(whole.content)))
+
+    async def both() -> tuple[Any, list[Any]]:
+        return await exact.ainvoke(messages), [c async for c in exact.astream(messages)]
+
+    answer, pieces = asyncio.run(both())
+    assert answer.content == whole.content == "".join(c.content for c in pieces)
+
+
+class Slow(ScriptedEngine):
+    """Waits at each token until it is let go on; ``stopped`` is set when the answer was given up."""
+
+    def __init__(self, inner: Any, script: Any) -> None:
+        super().__init__(inner, script)
+        self.steps, self.asked, self.ended = threading.Semaphore(0), threading.Event(), threading.Event()
+
+    def generate(self, layout: Any, query: Any, sampling: Any, *, on_token: Any = None, **kwargs: Any) -> Any:
+        def slow(token: int, text: str) -> bool:
+            self.asked.set()
+            self.steps.acquire(timeout=10)
+            return bool(on_token(token, text))
+
+        made = super().generate(layout, query, sampling, on_token=slow, **kwargs)
+        if not made.finished:
+            self.ended.set()
+        return made
+
+
+def test_a_stream_that_is_dropped_stops_the_engine(caller: Engine) -> None:
+    engine = Slow(caller, ["one two three four five six"])
+    with ChatCtxwin(engine=engine) as chat:
+        engine.steps.release(3)
+        stream = chat.stream("q")
+        next(stream)
+        engine.steps.release(1)
+        stream.close()  # type: ignore[attr-defined]
+        assert engine.ended.is_set()
+        assert len(chat._pool or ()) == 0
+    assert not [t for t in threading.enumerate() if t.name == "ctxwin-answer"]
+
+
+def test_cancelling_stops_the_engine(caller: Engine) -> None:
+    engine = Slow(caller, ["one two three", "one two three"])
+
+    async def cancelled(run: Any) -> None:
+        task = asyncio.ensure_future(run)
+        await asyncio.to_thread(engine.asked.wait, 10)
+        task.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)  # it arrives
+        engine.steps.release()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert engine.ended.is_set()
+        engine.asked.clear()
+        engine.ended.clear()
+
+    async def streamed(chat: ChatCtxwin) -> None:
+        async for _ in chat.astream("q"):
+            pass
+
+    with ChatCtxwin(engine=engine) as chat:
+        asyncio.run(cancelled(chat.ainvoke("q")))
+        asyncio.run(cancelled(streamed(chat)))
+
+
+def test_stop_sequences(caller: Engine) -> None:
+    with ChatCtxwin(engine=ScriptedEngine(caller, lambda _: "red END of it"), stop=["END"]) as chat:
+        for answer in (chat.invoke("q"), chat.invoke("q", stream=False)):
+            assert answer.content == "red "
+            assert answer.response_metadata["finish_reason"] == "stop"
+        assert "".join(str(c.content) for c in chat.stream("q")) == "red "
+        assert chat.invoke("q", stop=["of"]).content == "red END "
+        assert chat.invoke("q", stop=[]).content == "red END of it"
+        assert chat.invoke("q", max_tokens=2).response_metadata["finish_reason"] == "length"
+
+
+@tool
+def look(at: int) -> str:
+    """Looks at a second of the video."""
+    return f"at {at} s: a red circle"
+
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": 3}}\n</tool_call>'
+
+
+def test_an_agent_calls_a_tool(caller: Engine) -> None:
+    engine = ScriptedEngine(caller, [f"I look.\n{CALL}", "a circle"])
+    tokenizer = caller.encoder.checkpoint.tokenizer  # type: ignore[attr-defined]
+    with ChatCtxwin(engine=engine, fidelity=Fidelity("exact")) as chat:
+        agent: Any = create_agent(chat, [look], system_prompt="Use tools.")
+        said = agent.invoke({"messages": [HumanMessage("what is it?")]})["messages"]
+    assert [m.type for m in said] == ["human", "ai", "tool", "ai"]
+    assert (said[1].content, said[2].content, said[3].content) == ("I look.", "at 3 s: a red circle", "a circle")
+    assert [(c["name"], c["args"]) for c in said[1].tool_calls] == [("look", {"at": 3})]
+    assert said[1].response_metadata["finish_reason"] == "tool_calls"
+    schema = {
+        "type": "function",
+        "function": {
+            "name": "look", "description": "Looks at a second of the video.",
+            "parameters": {"properties": {"at": {"type": "integer"}}, "required": ["at"], "type": "object"},
+        },
+    }  # fmt: skip
+    asked = [
+        {"role": "system", "content": "Use tools."}, {"role": "user", "content": "what is it?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [{"function": {"name": "look", "arguments": {"at": 3}}}]},
+        {"role": "tool", "content": "at 3 s: a red circle"},
+    ]  # fmt: skip
+    shown = [
+        tokenizer.apply_chat_template(m, tools=[schema], tokenize=False, add_generation_prompt=True)
+        for m in (asked[:2], asked)
+    ]
+    assert engine.prompts == shown
+    # The call was remembered as it was made: the second prompt computes the tool's result and nothing else.
+    usage = said[3].usage_metadata
+    result = "<tool_response>\nat 3 s: a red circle\n</tool_response>"
+    assert usage["input_tokens"] - usage["input_token_details"]["cache_read"] == caller.encode_query(result).tokens
+
+
+def test_tool_calls_in_a_stream(caller: Engine) -> None:
+    broken = '<tool_call>\n{"name": "look", "arguments": {"at": \n</tool_call>'
+    engine = ScriptedEngine(caller, lambda _: f"I look.\n{CALL}\n{CALL}\n{broken}")
+    with ChatCtxwin(engine=engine) as chat:
+        bound = chat.bind_tools([look])
+        whole = bound.invoke("q", stream=False)
+        chunks = list(bound.stream("q"))
+        merged: Any = chunks[0]
+        for chunk in chunks[1:]:
+            merged += chunk
+    for message in (whole, merged):
+        assert message.content == "I look."
+        assert [(c["name"], c["args"]) for c in message.tool_calls] == [("look", {"at": 3})] * 2
+        assert [c["args"] for c in message.invalid_tool_calls] == [broken]
+        assert len({c["id"] for c in (*message.tool_calls, *message.invalid_tool_calls)}) == 3
+    assert [len(c.tool_call_chunks) for c in chunks if isinstance(c, AIMessageChunk)].count(1) == 3
+
+
+def test_tools_are_for_models_that_take_them(tiny: Engine, caller: Engine) -> None:
+    with ChatCtxwin(engine=tiny) as chat, pytest.raises(UnsupportedModel, match="drops tool calls"):
+        chat.bind_tools([look])
+    engine = ScriptedEngine(caller, lambda _: CALL)
+
+    @tool
+    def wait() -> str:
+        """Waits."""
+        return ""
+
+    with ChatCtxwin(engine=engine) as chat:
+        chat.bind_tools([look, wait], tool_choice="look").invoke("q")
+        assert "Looks at" in engine.prompts[-1]
+        assert "Waits" not in engine.prompts[-1]
+        assert chat.bind_tools([look, wait], tool_choice="none").invoke("q").content == CALL
+        assert "Looks at" not in engine.prompts[-1]
+        with pytest.raises(ValueError, match="tool_choice must be"):
+            chat.bind_tools([look], tool_choice="jump")
+
+
+def test_too_much_is_refused(tiny: Engine) -> None:
+    watch = Watch(tiny)
+    with ChatCtxwin(engine=tiny, budget=160, max_tokens=8) as chat:
+        chat.invoke(watch.messages([0], "color of 12?"))
+        with pytest.raises(ContextOverflowError, match="must fit the budget"):
+            chat.invoke(watch.messages([0, 1, 2], "color of 12?"))
+        with pytest.raises(ContextOverflowError):
+            chat.invoke([SystemMessage("long " * 200), HumanMessage("q")])
+        assert chat.profile is not None
+        assert chat.profile["max_input_tokens"] == 160
+
+
+def test_the_longest_answer_is_what_the_budget_leaves(caller: Engine) -> None:
+    with ChatCtxwin(engine=ScriptedEngine(caller, lambda _: "red " * 100), budget=50) as chat:
+        answer = chat.invoke("what?")
+        assert answer.usage_metadata is not None
+        closing = len(caller.template_ids("<|im_end|>\n<|im_start|>user\n"))
+        assert answer.usage_metadata["total_tokens"] == 50 - closing
+        assert answer.response_metadata["finish_reason"] == "length"
+        asked = chat.invoke([HumanMessage("what?"), AIMessage("red"), HumanMessage("now?")], max_tokens=3)
+        assert asked.response_metadata["finish_reason"] == "length"
+
+
+def test_many_conversations_at_once_stay_apart_and_bounded(caller: Engine) -> None:
+    engine = ScriptedEngine(caller, lambda prompt: prompt.rsplit("user\n", 1)[1].split("<|im_end|>")[0].upper())
+    with ChatCtxwin(engine=engine, max_windows=3) as chat, ThreadPoolExecutor(4) as threads:
+
+        def talk(name: str) -> list[str]:
+            messages: list[BaseMessage] = []
+            for turn in range(3):
+                messages.append(HumanMessage(f"{name}{turn}"))
+                messages.append(chat.invoke(messages))
+            return [str(m.content) for m in messages[1::2]]
+
+        names = [f"n{i}x" for i in range(6)]
+        assert list(threads.map(talk, names)) == [[f"{n.upper()}{t}" for t in range(3)] for n in names]
+        assert len(chat._pool or ()) <= 3
+
+
+def test_leases_are_given_back(caller: Engine) -> None:
+    with ChatCtxwin(engine=caller, max_tokens=4) as chat:
+        chat.invoke("what?")
+        pool = chat._pool
+        assert pool is not None
+        keys = pool._windows[0].snapshot().keys()
+        assert keys
+        assert all(caller.repo.leased(k) for k in keys)
+    assert not any(caller.repo.leased(k) for k in keys)
+
+
+def test_a_model_by_name_is_opened_late_and_closed() -> None:
+    chat = ChatCtxwin(model="tiny:hf", max_tokens=4)
+    assert chat.profile is None
+    assert chat._engine is None
+    with chat:
+        engine = chat.open()
+        assert chat.profile is not None
+        assert (chat.profile["image_inputs"], chat.profile["tool_calling"]) == (True, False)
+        assert chat.invoke("color of 12?").response_metadata["model_name"] == "tiny:hf"
+    assert chat._engine is None
+    assert engine is not None
+    with pytest.raises(ValueError, match="an engine or the model"):
+        ChatCtxwin()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"model": "other"}, "make a ChatCtxwin"),
+        ({"top_k": 3}, "must be among"),
+        ({"max_tokens": 0}, "max_tokens must"),
+    ],
+)
+def test_options_that_cannot_be_had_are_refused(caller: Engine, options: dict[str, Any], reason: str) -> None:
+    with ChatCtxwin(engine=caller) as chat, pytest.raises(ValueError, match=reason):
+        chat.invoke("q", **options)
+
+
+def test_a_result_with_a_picture(tiny: Engine) -> None:
+    """A picture that a tool returned is refused by name where the template has no turn for it."""
+    result = ToolMessage([picture(make_stream(1, 1)[0])], tool_call_id="c")
+    asked = AIMessage("", tool_calls=[{"name": "look", "args": {}, "id": "c"}])
+    with ChatCtxwin(engine=tiny) as chat, pytest.raises(UnsupportedModel, match="tool calls"):
+        chat.invoke([HumanMessage("q"), asked, result, HumanMessage("r")])
