@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -31,7 +31,7 @@ FORMAT = 1
 LONGEST = 2000
 """Most characters kept of a query, an answer or a note."""
 _TEXT = 160
-_REMEMBERED = 65536  # chunks known by number; one that comes after so many others is described again
+_REMEMBERED = 65536  # chunks and windows known; one that comes after so many others is described again
 
 
 class Trace:
@@ -58,7 +58,7 @@ class Trace:
         self._numbers: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._chunks = self._events = 0
         self._asks: OrderedDict[str, int] = OrderedDict()  # window: its latest ask
-        self._stops: list[Callable[[], None]] = []
+        self._versions: OrderedDict[str, int] = OrderedDict()  # window: as it was recorded last
         going_on = append and self.path.exists()
         if going_on:
             self._go_on()
@@ -70,11 +70,14 @@ class Trace:
             self._write({"kind": "trace", "format": FORMAT, "version": __version__, "time": _now()})
 
     def watch(self, window: Window) -> None:
-        """Records ``window`` from now on, and every fork made of it later. A window that is watched already stays so."""
+        """Records ``window`` from now on, and every fork made of it later. A window that is watched already stays so.
+
+        A window that was restored under the id of one seen before goes on as that one.
+        """
         if any(isinstance(o, _Recorder) and o.trace is self for o in window._observers):
             return
         self._begin(window)
-        self._stops.append(window.observe(_Recorder(self, window.engine)))
+        window.observe(_Recorder(self, window.engine))
 
     def note(
         self, costs: Mapping[str, float] | None = None, *, window: Window | None = None, truth: str | None = None,
@@ -106,8 +109,6 @@ class Trace:
 
     def close(self) -> None:
         """Ends the recording. Idempotent; windows go on unwatched."""
-        for stop in self._stops:
-            stop()
         with self._lock:
             self._closed = True
             self._file.close()
@@ -132,7 +133,7 @@ class Trace:
 
     def _record(self, engine: Engine, event: Event) -> None:
         with self._lock:
-            if self._closed:  # a fork keeps its parent's observers
+            if self._closed:
                 return
             line = self._line(engine, event.op, event.state, event.parent, event.lanes or {})
             line |= {"ids": list(event.ids), "other": event.other, "note": _short(event.note) or None}
@@ -143,15 +144,14 @@ class Trace:
                 line |= {"answer": _short(event.answer.text), "usage": asdict(event.answer.usage)}
                 if event.answer.audit is not None and math.isfinite(event.answer.audit):
                     line["audit"] = event.answer.audit
-                self._asks.pop(event.window, None)
-                self._asks[event.window] = self._events
-                if len(self._asks) > _REMEMBERED:
-                    self._asks.popitem(last=False)
+                _remember(self._asks, event.window, self._events)
             self._event(line)
 
     def _begin(self, window: Window) -> None:
         with self._lock:
             state = window.snapshot()
+            if self._closed or self._versions.get(state.window) == state.version:
+                return
             line = self._line(window.engine, "watch", state, window._origin, {})
             self._event(line | {"header": _short(state.header), "model": _model(window.engine.spec.model)})
 
@@ -167,6 +167,7 @@ class Trace:
     def _event(self, line: dict[str, Any]) -> None:
         self._write({key: value for key, value in line.items() if value is not None})
         self._events += 1
+        _remember(self._versions, line["window"], line["version"])
 
     def _placed(self, engine: Engine, placed: Placed, lane: str | None) -> dict[str, Any]:
         shown: dict[str, Any] = {"id": placed.id, "chunk": self._number(engine, placed), "tokens": placed.tokens}
@@ -196,9 +197,7 @@ class Trace:
         if self._thumbnails and (picture := thumbnail(engine.repo, placed.chunk)):
             line["thumbnail"] = picture
         self._write(line)
-        self._numbers[known] = number
-        if len(self._numbers) > _REMEMBERED:
-            self._numbers.popitem(last=False)
+        _remember(self._numbers, known, number)
         return number
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -214,6 +213,14 @@ class _Recorder:
 
     def __call__(self, event: Event) -> None:
         self.trace._record(self.engine, event)
+
+
+def _remember(known: OrderedDict[Any, int], key: object, value: int) -> None:
+    """As the newest entry; the oldest ones are dropped, so that an endless run stays bounded."""
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > _REMEMBERED:
+        known.popitem(last=False)
 
 
 def _described(chunk: Chunk) -> dict[str, Any]:

@@ -19,9 +19,8 @@ function costsOf(t) {
   if (!t.asks) return null;
   const rows = [["this window", t.computed_tokens, "ours", t.idle_tokens ? `${count(t.idle_tokens)} of them in idle time` : ""]];
   for (const [name, { tokens, asks }] of Object.entries(t.costs)) {
-    const known = asks < t.asks ? `known for ${count(asks)} of ${count(t.asks)} questions` : "";
-    const share = asks < 0.9 * t.asks ? "" : `this window: ${percent(t.computed_tokens, tokens)} of it`;
-    rows.push([name, tokens, "others", [share, known].filter(Boolean).join(", ")]);
+    const share = `this window: ${percent(t.computed_tokens, tokens)} of it`;
+    rows.push([name, tokens, "others", asks < 0.9 * t.asks ? `known for ${count(asks)} of ${count(t.asks)} questions only` : share]);
   }
   rows.push(["everything, every time", t.prompt_tokens, "others", `this window: ${percent(t.computed_tokens, t.prompt_tokens)} of it`]);
   const most = Math.max(...rows.map((row) => row[1]), 1);
@@ -122,14 +121,13 @@ function placedTable(model, step) {
       "tr", { "data-p": p.id, className: p.mark || "" },
       el("td", {}, place),
       el("td", {}, el("span", { className: `pic ${chunk && chunk.thumbnail ? "c" + chunk.n : "none"}`, "aria-hidden": "true" }, picture(chunk))),
-      el("td", { className: "who" }, name, el("span", { className: "soft" }, ` ${kind}`)),
-      el("td", { className: "which" }, el("span", { className: `swatch lane-${p.lane || "none"}`, "aria-hidden": "true" }), p.mark === "left" ? "left" : p.lane || "–"),
+      el("td", { className: "who" }, name, el("span", { className: "soft" }, [kind, ...state].filter(Boolean).join(", "))),
+      el("td", { className: "which" }, el("span", { className: `swatch lane-${p.lane || "none"}`, "aria-hidden": "true" }), p.mark === "left" ? "left" : p.lane || "not asked", el("span", { className: "soft" }, trust)),
       el("td", { className: "number" }, count(p.tokens)),
-      el("td", {}, [...state, trust].filter(Boolean).join(", ")),
     );
     return tr;
   };
-  const head = ["", "", "chunk", "lane", "tokens", ""].map((name) => el("th", { scope: "col" }, name));
+  const head = ["", "", "chunk", "lane", "tokens"].map((name) => el(name ? "th" : "td", name ? { scope: "col" } : {}, name));
   const body = [...step.tiles.map((p, i) => row(p, String(i + 1))), ...step.left.map((p) => row({ ...p, mark: "left" }, "×"))];
   return el("section", { className: "wide" }, el("h3", {}, "In the window, in prompt order"),
     el("div", { className: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...body))));

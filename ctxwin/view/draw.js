@@ -75,7 +75,7 @@ function operations(step) {
     else if (event.op === "adopt") word = `adopt ${step.adopted ? step.adopted.name : ""}`;
     else if (event.op === "toggle") word = `toggle ${event.note}`;
     else if (event.op === "disposable") word = "test what matters";
-    if (event.op !== "close" && !words.includes(word)) words.push(word);
+    if (!words.includes(word)) words.push(word);
   }
   return words.length > 1 ? words.filter((word) => word !== "ask") : words;
 }

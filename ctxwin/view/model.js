@@ -96,13 +96,15 @@ class Model {
         const step = usable(w.open) ? w.open : begin(w, event);
         join(w, step, event);
         step.ask = event;
+      } else if (op === "close") {
+        continue; // every restored window closes; what was done shows
       } else if (op === "disposable") {
         const step = begin(w, event);
         join(w, step, event);
         step.closed = true;
       } else if (EDITS.has(op)) {
         const returns = usable(w.open) && event.placed.some((p) => left(w.open, p.id));
-        const step = usable(w.open) && !apart && !returns ? w.open : begin(w, event);
+        const step = usable(w.open) && !w.open.adopted && !apart && !returns ? w.open : begin(w, event);
         join(w, step, event);
       } else {
         const step = w.steps.at(-1);

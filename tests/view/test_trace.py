@@ -234,3 +234,35 @@ def test_a_trace_loads_no_torch() -> None:
     code = "import sys, ctxwin.trace; print([m for m in ('torch', 'cv2', 'numpy', 'PIL') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_restored_window_goes_on_as_the_one_it_was(engine: FakeEngine, path: Path) -> None:
+    with Trace(path) as trace:
+        state = None
+        with Window(engine) as window:
+            trace.watch(window)
+            for i in range(3):
+                window.append(Chunk.text(f"{i}"))
+                state = window.snapshot()
+        assert state is not None
+        for i in range(2):
+            with Window.restore(engine, state) as again:
+                trace.watch(again)
+                again.append(Chunk.text(f"again {i}"))
+                state = again.snapshot() if i == 0 else state
+        with Window.restore(engine, window.at(1).snapshot()) as earlier:
+            trace.watch(earlier)  # time travel: another version, which is shown
+    ops = [event["op"] for event in read_trace(path).events]
+    assert ops == [
+        "watch",
+        "append",
+        "append",
+        "append",
+        "close",
+        "append",
+        "close",
+        "append",
+        "close",
+        "watch",
+        "close",
+    ]
