@@ -1,4 +1,4 @@
-"""Where KV, patches, vision embeddings and sources are kept: bytes by key, in memory, on disk, or both."""
+"""Where KV, patches, vision embeddings and sources are kept: bytes by key, in memory, on disk, in Redis, or in tiers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNITS = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
 }  # fmt: skip
-_SUPPORTED = "'memory:', 'disk:PATH' or 'tiered:memory:,disk:PATH'"
+_SUPPORTED = "'memory:', 'disk:PATH', 'redis://HOST:PORT/DB' or 'tiered:memory:,disk:PATH'"
 
 
 def parse_bytes(size: int | str) -> int:
@@ -36,17 +36,18 @@ def open_store(url: str, *, max_bytes: int | str | None = None, ttl: float | Non
     """Opens a store.
 
     Args:
-        url: ``memory:`` (this process), ``disk:PATH`` (a folder that processes share), or ``tiered:`` followed by
-            these from fast to durable, separated by commas.
-        max_bytes: limit such as ``"50GB"``; by default 2 GiB in memory and 50 GB on disk. With ``tiered:`` it limits
-            the last tier, and the ones above it take their defaults where those are smaller.
+        url: ``memory:`` (this process), ``disk:PATH`` (a folder that processes share), ``redis://HOST:PORT/DB`` (a server
+            that machines share; ``rediss://`` for TLS), or ``tiered:`` followed by these from fast to durable, separated
+            by commas.
+        max_bytes: limit such as ``"50GB"``; by default 2 GiB in memory and in Redis, 50 GB on disk. With ``tiered:`` it
+            limits the last tier, and the ones above it take their defaults where those are smaller.
         ttl: seconds after its last put at which a value becomes a miss; None keeps it.
         tenant: each tenant has its own key space, its own limit and, on disk, its own folder below ``PATH``, so no
             tenant sees, evicts or times another one's keys. "" is a tenant like any other.
 
     Raises:
-        ValueError: an unknown kind of store or a bad limit.
-        OSError: a folder that cannot be made or written to.
+        ValueError: an unknown kind of store or a bad limit; ``redis:`` without redis-py.
+        OSError: a folder that cannot be made or written to, a server that cannot be reached.
     """
     if not isinstance(url, str):
         raise ValueError(f"a store must be {_SUPPORTED}, got {url!r}")
@@ -65,7 +66,7 @@ def open_store(url: str, *, max_bytes: int | str | None = None, ttl: float | Non
 
 
 def _default(url: str) -> int:
-    return 2 << 30 if url.startswith("memory:") else 50 * 10**9
+    return 50 * 10**9 if url.startswith("disk:") else 2 << 30
 
 
 def _open(url: str, limit: int | None, ttl: float | None, tenant: str) -> Store:
@@ -79,6 +80,8 @@ def _open(url: str, limit: int | None, ttl: float | None, tenant: str) -> Store:
         from ctxwin.store.disk import DiskStore
 
         return DiskStore(Path(rest).expanduser() / digest("tenant", tenant), size, ttl)
-    if kind in ("redis", "rediss"):
-        raise ValueError(f"redis stores are not supported yet; a store must be {_SUPPORTED}, got {url!r}")
+    if kind in ("redis", "rediss") and rest.startswith("//"):
+        from ctxwin.store.redis import RedisStore
+
+        return RedisStore(url, size, ttl, tenant)
     raise ValueError(f"a store must be {_SUPPORTED}, got {url!r}")

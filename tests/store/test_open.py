@@ -59,16 +59,22 @@ def test_defaults(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["", "memory", "memory:x", "disk", "disk:", "s3://bucket", "./kv", "tiered:", "tiered:memory:", "tiered:tiered:"],
+    [
+        "",
+        "memory",
+        "memory:x",
+        "disk",
+        "disk:",
+        "s3://bucket",
+        "./kv",
+        "redis:localhost",
+        "tiered:",
+        "tiered:memory:",
+        "tiered:tiered:",
+    ],
 )
 def test_unknown_kinds_say_what_is_supported(url: str) -> None:
     with pytest.raises(ValueError, match=r"must be .*disk:PATH.*got"):
-        open_store(url)
-
-
-@pytest.mark.parametrize("url", ["redis://localhost", "rediss://localhost", "tiered:memory:,redis://localhost"])
-def test_redis_says_that_it_is_not_supported_yet(url: str) -> None:
-    with pytest.raises(ValueError, match="not supported yet"):
         open_store(url)
 
 

@@ -1,0 +1,313 @@
+"""A store in a Redis server, shared by processes and machines.
+
+A value is one string: a frame with its key and a SHA-256 over all of it, so that whatever else stands there is a miss. The
+index (`ctxwin.store.redis_scripts`) changes in the same transaction as the value. redis-py is imported when a store is opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from ctxwin.errors import StoreCorrupt
+from ctxwin.identity import digest
+from ctxwin.store import codec
+from ctxwin.store import redis_scripts as scripts
+from ctxwin.store.base import Store, StoreStats, check_key, check_value
+
+log = logging.getLogger(__name__)
+
+_LARGEST: Final = 512 << 20  # of a Redis string
+_FIRST_PAUSE_S: Final = 0.5
+_LONGEST_PAUSE_S: Final = 30.0
+
+
+class RedisStore(Store):
+    """Blobs in a Redis server (6 or newer); safe for threads, and for processes and machines that share it.
+
+    Args:
+        url: ``redis://[user:password@]host[:port][/db]``, ``rediss://`` for TLS.
+        max_bytes: limit on the blobs' bytes of this tenant; the least recently used leave first, leased ones stay. Leave the
+            server's ``maxmemory-policy`` at ``noeviction``: whatever it evicts by itself is a miss here.
+        ttl: seconds after its last `put` at which a value becomes a miss; None keeps it.
+        tenant: has its own key space; "" is a tenant like any other.
+        timeout: seconds to wait for a connection, and for each answer.
+        clock: seconds that never go back; tests replace it.
+
+    Attributes:
+        failures: calls that the server did not answer or refused; each is a miss. Those made while it is left alone count,
+            the others are logged, too.
+
+    Raises:
+        ValueError: a bad address or limit, or redis-py is not installed.
+        OSError: the server cannot be reached or refuses the login. Later failures never raise: a put returns False, a get is
+            a miss. After one the server is left alone for half a second, then a second, at most 30, and tried again.
+
+    Every call is a round trip (a put where room is short: two). Put a ``memory:`` tier in front for what is read often. A blob of
+    over 512 MiB is refused: Redis takes no more.
+    """
+
+    def __init__(
+        self, url: str, max_bytes: int = 2 << 30, ttl: float | None = None, tenant: str = "", timeout: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        if max_bytes <= 0:
+            raise ValueError(f"max_bytes must be positive, got {max_bytes}")
+        if ttl is not None and ttl <= 0:
+            raise ValueError(f"ttl must be positive seconds or None, got {ttl}")
+        self.name = _checked(url)
+        self.max_bytes = max_bytes
+        self.ttl = ttl
+        self.failures = 0
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._leases: dict[str, int] = {}
+        self._hits = self._misses = self._puts = self._evictions = self._corrupt = 0
+        self._closed = False
+        self._pause = self._wake = 0.0
+        space = f"ctxwin:{{{digest('tenant', tenant)}}}:"
+        self._values = space + "value:"
+        self._index = [space + name for name in ("used", "sizes", "expires")]
+        self._passing = space + "passing:"
+        try:
+            import redis  # type: ignore[import-not-found, unused-ignore]
+            from redis.backoff import NoBackoff  # type: ignore[import-not-found, unused-ignore]
+            from redis.retry import Retry  # type: ignore[import-not-found, unused-ignore]
+        except ModuleNotFoundError as error:
+            raise ValueError("a redis store needs redis-py; run pip install 'ctxwin[redis]'") from error
+        self._errors = (redis.RedisError, OSError)
+        self._gone = (redis.ConnectionError, redis.TimeoutError, OSError)
+        self._refused = redis.ResponseError
+        # One try: the pool opens connections that went stale again, and a server that hangs must not be waited for twice.
+        self._client: Any = redis.Redis.from_url(
+            url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0)
+        )
+        try:
+            self._client.ping()
+        except self._errors as error:
+            self._client.close()
+            raise OSError(
+                f"the store {self.name} cannot be reached ({error}); start the server, or check its address and login"
+            ) from None
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def get(self, key: str) -> bytes | None:
+        """The value, or None. Cost: one round trip, one SHA-256 (about 1 GB/s), one copy."""
+        value = self._read(check_key(key))
+        with self._lock:
+            if value is None:
+                self._misses += 1
+            else:
+                self._hits += 1
+        return value
+
+    def _read(self, key: str) -> bytes | None:
+        def both(client: Any) -> Any:
+            with client.pipeline(transaction=True) as pipe:
+                pipe.get(self._values + key)
+                self._eval(pipe, scripts.TOUCH, key)
+                return pipe.execute(raise_on_error=False)
+
+        got = self._try("read", key, both)
+        if got is None:
+            return None
+        blob, touched = got
+        try:
+            if isinstance(blob, self._refused) and str(blob).startswith("WRONGTYPE"):
+                raise StoreCorrupt("it is not a string")
+            if isinstance(blob, Exception) or isinstance(touched, Exception):
+                self._failed("read", key, blob if isinstance(blob, Exception) else touched)
+            return None if blob is None or isinstance(blob, Exception) else _unframed(blob, key)
+        except StoreCorrupt as error:
+            with self._lock:
+                self._corrupt += 1
+            log.warning("stored blob %s in %s is corrupt and was deleted: %s", key, self.name, error)
+            tail = blob[-32:] if isinstance(blob, bytes) else b""
+            self._try("delete", key, lambda client: self._eval(client, scripts.REJECT, key, tail))
+        return None
+
+    def contains(self, key: str) -> bool:
+        """Whether `get` would find a value; counts as a use. The blob is not read."""
+        check_key(key)
+        return bool(self._try("look for", key, lambda client: self._eval(client, scripts.TOUCH, key)))
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """A sorted snapshot of the keys; empty where the server cannot be reached."""
+        found = self._try("list", "its keys", lambda client: self._eval(client, scripts.LIST)) or []
+        return iter(sorted(key for key in (raw.decode("ascii", "replace") for raw in found) if key.startswith(prefix)))
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def put(self, key: str, value: bytes) -> bool:
+        """Stores ``value``; False where it cannot fit beside what is leased here, or the server does not take it.
+
+        Cost: one SHA-256, one copy, a round trip with the value; one more where others must leave.
+        """
+        check_key(key)
+        check_value(value)
+        head = codec.frame_head(codec.RECORD, {"key": key}, len(value))
+        size = len(head) + len(value) + codec.SUM_BYTES
+        if size > min(self.max_bytes, _LARGEST):
+            self._check_open()
+            return False
+        fits = self._try("write", key, lambda client: self._eval(client, scripts.FITS, key, size, self.max_bytes))
+        if fits is None:
+            return False
+        summed = hashlib.sha256(head)
+        summed.update(value)
+        blob = b"".join((head, value, summed.digest()))
+        done = self._send(key, blob, told=not fits)
+        if done is not None and done[0] < 0:  # somebody else was faster
+            done = self._send(key, blob, told=True)
+        with self._lock:
+            self._evictions += done[1] if done else 0
+            self._puts += 1 if done and done[0] == 1 else 0
+        return bool(done) and done[0] == 1
+
+    def _send(self, key: str, blob: bytes, *, told: bool) -> Any:
+        """Value and index in one transaction; the value arrives under a passing name, so that a refusal changes nothing."""
+        with self._lock:
+            leased = sorted(self._leases) if told else []
+        ttl = 0 if self.ttl is None else max(1, round(self.ttl * 1000))
+        passing = self._passing + secrets.token_hex(16)
+
+        def both(client: Any) -> Any:
+            with client.pipeline(transaction=True) as pipe:
+                pipe.set(passing, blob)
+                arguments = (key, len(blob), self.max_bytes, ttl, int(told), *leased)
+                pipe.eval(scripts.PUT, 4, *self._index, passing, self._values, *arguments)
+                return pipe.execute()[1]
+
+        return self._try("write", key, both)
+
+    def delete(self, key: str) -> bool:
+        """Removes ``key``, leased or not; False where there was none."""
+        check_key(key)
+        held = bool(self._try("delete", key, lambda client: self._eval(client, scripts.DELETE, key)))
+        if held:
+            with self._lock:
+                self._leases.pop(key, None)
+        return held
+
+    # -- leases ------------------------------------------------------------------------------------------------------
+
+    def lease(self, key: str) -> bool:
+        """Protects ``key`` from this process's evictions; another process only sees it as recently used."""
+        check_key(key)
+        with self._lock:  # first, so that no thread evicts it while the server is asked
+            self._leases[key] = self._leases.get(key, 0) + 1
+        held = False
+        try:
+            held = self.contains(key)
+        finally:
+            if not held:
+                self.release(key)
+        return held
+
+    def release(self, key: str) -> None:
+        with self._lock:
+            left = self._leases.get(key, 0) - 1
+            if left > 0:
+                self._leases[key] = left
+            else:
+                self._leases.pop(key, None)
+
+    # -- upkeep ------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> StoreStats:
+        """Counters of this process; items and bytes of the tenant, 0 where the server cannot be reached."""
+        items, size = self._try("read", "its index", lambda client: self._eval(client, scripts.STATS)) or (0, 0)
+        with self._lock:
+            return StoreStats(
+                items=items, bytes=size, hits=self._hits, misses=self._misses, puts=self._puts,
+                evictions=self._evictions, corrupt=self._corrupt, leased=len(self._leases),
+            )  # fmt: skip
+
+    def verify(self) -> tuple[int, int]:
+        """Reads every blob; (good, corrupt), values that are gone included. Corrupt ones are deleted.
+
+        Cost: a read of the tenant's whole store. What the server does not answer counts as neither.
+        """
+        good = corrupt = 0
+        for key in self.list():
+            failures = self.failures
+            if self._read(key) is not None:
+                good += 1
+            elif self.failures == failures:
+                corrupt += 1
+        return good, corrupt
+
+    def close(self) -> None:
+        """Closes the connections; idempotent. Later calls raise ValueError."""
+        if not self._closed:
+            self._closed = True
+            self._client.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _eval(self, client: Any, script: str, *arguments: Any) -> Any:
+        return client.eval(script, 3, *self._index, self._values, *arguments)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the store is closed; open another one")
+
+    def _try(self, what: str, key: str, call: Callable[[Any], Any]) -> Any:
+        """What ``call`` returns; None where the server does not answer, refuses, or is being left alone."""
+        self._check_open()
+        with self._lock:
+            if self._clock() < self._wake:
+                self.failures += 1
+                return None
+        try:
+            result = call(self._client)
+        except self._errors as error:
+            self._failed(what, key, error)
+            return None
+        with self._lock:
+            self._pause = self._wake = 0.0
+        return result
+
+    def _failed(self, what: str, key: str, error: BaseException) -> None:
+        with self._lock:
+            self.failures += 1
+            if isinstance(error, self._gone):
+                self._pause = min(max(2 * self._pause, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+                self._wake = self._clock() + self._pause
+        log.warning("store %s could not %s %s: %s: %s", self.name, what, key, type(error).__name__, error)
+
+
+def _checked(url: str) -> str:
+    """``url`` without its login, for messages; ValueError where it is no address of a Redis database."""
+    wanted = "a redis store must be redis://[user:password@]host[:port][/db] (rediss:// for TLS)"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"{wanted}, got one that cannot be read: {error}") from None
+    name = f"{parts.scheme}://{parts.hostname or ''}:{6379 if port is None else port}/{parts.path.strip('/') or 0}"
+    database = parts.path.removeprefix("/")
+    if parts.scheme not in ("redis", "rediss") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError(f"{wanted}, got {name!r}{' with options' if parts.query or parts.fragment else ''}")
+    if database and not (database.isascii() and database.isdigit()):
+        raise ValueError(f"{wanted} with a number as db, got {name!r}")
+    return name
+
+
+def _unframed(blob: bytes, key: str) -> bytes:
+    """The value in a blob; StoreCorrupt where it is not exactly what was put under ``key``."""
+    prefix = codec.read_prefix(blob[: codec.PREFIX.size], len(blob))
+    view = memoryview(blob)
+    if hashlib.sha256(view[: -codec.SUM_BYTES]).digest() != blob[-codec.SUM_BYTES :]:
+        raise StoreCorrupt("its checksum does not match its content")
+    header = codec.parse_header(view[codec.PREFIX.size : codec.PREFIX.size + prefix.header_bytes])
+    if prefix.kind != codec.RECORD or header != {"key": key}:
+        raise StoreCorrupt(f"it was stored under another key, {header.get('key')!r}"[:200])
+    return blob[prefix.body_offset : prefix.body_offset + prefix.body_bytes]
