@@ -1,7 +1,39 @@
 """Windows in LangGraph: a small reference in the state, a session in a node, a node that is ready to use.
 
-`open_window` gives any node a window that may be run again, resumed, rewound and forked; `WindowNode` answers the messages
-of a graph. The engine travels in the run's context (`WindowContext`), never in the state. Needs ``ctxwin[langgraph]``.
+The engine travels in the run's context, never in the state. Needs ``ctxwin[langgraph]``.
+
+A node of your own opens the window that the state names and returns the reference of what it left::
+
+    class State(TypedDict, total=False):
+        window: Annotated[dict[str, Any], merge_windows]
+        branches: Annotated[dict[str, Any], operator.or_]
+
+    def look(state: State, runtime: Runtime[WindowContext]) -> State:
+        with open_window(state.get("window"), runtime, header="You watch a camera.", budget=8192) as window:
+            window.append(Chunk.image("frame.png"))
+            window.slide(room=64)
+            print(window.ask("What moved?").text)
+            return {"window": window.ref()}
+
+It may be interrupted, tried again, replayed and gone back to: versions never change, edits give the same ids again, and
+answers are computed once. Branches (``Send``, parallel nodes) fork and leave their references under a key of their own; the
+node that joins them adopts one::
+
+    def branch(state: State, runtime: Runtime[WindowContext]) -> State:  # Send("branch", {"window": ..., "page": 2})
+        with open_window(state["window"], runtime) as window, window.fork() as mine:
+            mine.append(Chunk.image(page_path(state["page"])))
+            return {"branches": {str(state["page"]): mine.ref()}}
+
+    def join(state: State, runtime: Runtime[WindowContext]) -> State:
+        with open_window(state["window"], runtime) as window:
+            window.adopt(state["branches"]["2"])
+            return {"window": window.ref()}
+
+Parallel nodes that write the window's own key are settled by `merge_windows`. To put an older reference back with
+``update_state``, write ``Overwrite(reference)``: the reducer prefers the newer one.
+
+A thread outlives the store's content: what a window places is computed again from its sources. A picture given by its path
+survives a lost store, one given in memory has its pixels in that store only. What was evicted before cannot be recalled then.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def write(repo: SpanRepository, state: State) -> str:
 
 
 def read(repo: SpanRepository, name: str) -> tuple[State, list[int], int] | None:
-    """The state of a manifest; None where the manifest is not in the store.
+    """The state of a manifest; None where the manifest is not in the store or cannot be read.
 
     Also the indices of placed chunks whose entries are gone (the state lacks them), and how many evicted ones are.
     Cost: a read for each chunk that this process has not met.
@@ -154,7 +154,10 @@ def read(repo: SpanRepository, name: str) -> tuple[State, list[int], int] | None
         found = [p for entry in listed or () if (p := _entry(repo, entry)) is not None]
         evicted += found
         lost += length - len(found)
-    state = State.model_validate(record["state"])
+    try:
+        state = State.model_validate(record["state"])
+    except ValidationError:  # of a version that wrote other fields
+        return None
     missing = [i for i, p in enumerate(placed) if p is None]
     return state.but(placed=tuple(p for p in placed if p is not None), evicted=tuple(evicted)), missing, lost
 

@@ -287,7 +287,8 @@ def open_window(
         name: tells the sessions apart where a node opens the same version twice.
 
     Every operation is written to the run's custom stream (``stream_mode="custom"``) and sends a heartbeat, as does every
-    token of an answer; an ``idle_timeout`` must be longer than the longest prefill.
+    token of an answer; an ``idle_timeout`` must be longer than the longest prefill. In an async node use `Session.aask` and
+    `Session.astream`: the others block the event loop.
 
     Raises TypeError where the context has no engine, ValueError for what is no reference.
     Cost: reading the manifest and what this process has not met; nothing is computed.

@@ -12,7 +12,7 @@ import pytest
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, StateGraph
 from langgraph.runtime import Runtime
-from langgraph.types import Command, Send, interrupt
+from langgraph.types import Command, Overwrite, Send, interrupt
 
 from ctxwin import Chunk, Fidelity
 from ctxwin.adapters.langgraph import WindowContext, load, merge_windows, open_window
@@ -197,3 +197,23 @@ def test_only_branches_of_a_window_are_adopted(engine: Any, picture: Picture) ->
         window.append(picture(3))
         window.adopt(moved)  # a join decides, whether or not the window has moved
         assert len(window.ids) == 2 and window.version > moved["version"]
+
+
+def test_an_older_window_is_put_back_with_overwrite(engine: Any, saver: Any, picture: Picture) -> None:
+    def look(state: State, runtime: Runtime[WindowContext]) -> State:
+        with open_window(state.get("window"), runtime, header="hd") as window:
+            window.append(picture(len(window.ids)))
+            return {"window": window.ref()}
+
+    graph = StateGraph(State, context_schema=WindowContext)
+    graph.add_node("look", look)
+    graph.add_edge(START, "look")
+    app, context = graph.compile(checkpointer=saver), WindowContext(engine)
+    first = app.invoke({}, CONFIG, context=context)["window"]
+    second = app.invoke({}, CONFIG, context=context)["window"]
+    app.update_state(CONFIG, {"window": first})
+    assert app.get_state(CONFIG).values["window"] == second
+    app.update_state(CONFIG, {"window": Overwrite(first)})
+    assert app.get_state(CONFIG).values["window"] == first
+    third = app.invoke({}, CONFIG, context=context)["window"]
+    assert len(third["placed"]) == 2 and third["placed"][0] == first["placed"][0]

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 import ormsgpack
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from langgraph.checkpoint.sqlite import SqliteSaver
+from langgraph.graph import START, StateGraph
 from langgraph.runtime import ExecutionInfo, Runtime
 from PIL import Image
 
 from ctxwin import Chunk, ChunkUnavailable, Fidelity, Window, open_store
-from ctxwin.adapters.langgraph import WindowContext, load, manifest, open_window, save
+from ctxwin.adapters.langgraph import WindowContext, load, manifest, merge_windows, open_window, save
 from ctxwin.store.wrappers import WrapperStore
 from window.fake import FakeEngine
 
 Picture = Callable[[int], Chunk]
+
+
+class State(TypedDict, total=False):
+    window: Annotated[dict[str, Any], merge_windows]
+    frame: int
 
 
 def runtime_of(engine: Any, told: list[Any] | None = None) -> Runtime[WindowContext]:
@@ -135,6 +143,27 @@ def test_checkpoints_stay_small_and_a_step_writes_little() -> None:
     with load(FakeEngine(store), reference) as window:
         window.check()
         assert len(window.evicted) == 390
+
+
+def test_checkpoints_of_a_graph_stay_small(engine: Any, tmp_path: Path, picture: Picture) -> None:
+    def look(state: State, runtime: Runtime[WindowContext]) -> State:
+        with open_window(state.get("window"), runtime, header="You browse the web.") as window:
+            window.append(picture(state["frame"]))
+            window.slide(max(0, len(window.ids) - 10))
+            return {"window": window.ref()}
+
+    graph = StateGraph(State, context_schema=WindowContext)
+    graph.add_node("look", look)
+    graph.add_edge(START, "look")
+    with sqlite3.connect(tmp_path / "threads.sqlite", check_same_thread=False) as connection:
+        app = graph.compile(checkpointer=SqliteSaver(connection))
+        for frame in range(60):
+            state = app.invoke({"frame": frame}, {"configurable": {"thread_id": "t"}}, context=WindowContext(engine))
+        assert (len(state["window"]["placed"]), state["window"]["evicted"]) == (10, 50)
+        (largest,) = connection.execute("select max(length(checkpoint)) from checkpoints").fetchone()
+        (written,) = connection.execute("select max(length(value)) from writes").fetchone()
+    assert 1000 < largest < 10_000 and written < 10_000
+    connection.close()
 
 
 def test_a_page_ends_by_content() -> None:

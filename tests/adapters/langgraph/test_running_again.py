@@ -17,6 +17,7 @@ from langgraph.types import Command, RetryPolicy, interrupt
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.adapters.langgraph import WindowContext, load, merge_windows, open_window
+from ctxwin.policies import ByDisposability
 
 Picture = Callable[[int], Chunk]
 EXACT = Fidelity("exact")
@@ -228,3 +229,63 @@ def test_the_node_says_what_it_needs(engine: Any, picture: Picture) -> None:
         open_window(reference, runtime, budget=10**9)
     with open_window(reference, runtime, header="hd", budget=80, fidelity=EXACT) as window:
         assert (window.budget, window.fidelity) == (80, EXACT)
+
+
+def test_policies_decide_alike_when_the_node_runs_again(engine: Any, saver: Any, picture: Picture) -> None:
+    """Also one that asks the model: who is disposable leaves first."""
+
+    def look(state: State, runtime: Runtime[WindowContext]) -> State:
+        policy = ByDisposability(["what?"], max_tokens=3)
+        with open_window(state.get("window"), runtime, header="hd", eviction=policy) as window:
+            window.extend([picture(i) for i in range(4)])
+            left = window.slide(2)
+            verdict = window.disposable(window.ids[0], "what?", max_tokens=3)
+            interrupt([left, verdict.disposable])
+            return {"window": window.ref(), "shown": [*left, verdict.disposable]}
+
+    app = compiled(look, saver)
+    asked = app.invoke({}, CONFIG, context=WindowContext(engine))["__interrupt__"][0].value
+    out = app.invoke(Command(resume="go"), CONFIG, context=WindowContext(engine))
+    assert out["shown"] == [*asked[0], asked[1]] and len(asked[0]) == 2
+    with load(engine, out["window"]) as window:
+        assert set(window.evicted) == set(asked[0])
+
+
+def test_a_node_in_a_subgraph(engine: Any, saver: Any, picture: Picture, oracle: Callable[..., str]) -> None:
+    seen: list[Any] = []
+
+    def ask(state: State, runtime: Runtime[WindowContext]) -> State:
+        with open_window(state["window"], runtime) as window:
+            window.append(picture(state["frame"]))
+            seen.append(window.ask("what?", max_tokens=3, remember=True).text)
+            interrupt(window.ids)
+            return {"window": window.ref(), "answer": seen[-1]}
+
+    inner = StateGraph(State, context_schema=WindowContext)
+    inner.add_node("ask", ask)
+    inner.add_edge(START, "ask")
+    outer = StateGraph(State, context_schema=WindowContext)
+    outer.add_node("look", camera(picture))
+    outer.add_node("inner", inner.compile())
+    outer.add_edge(START, "look")
+    outer.add_edge("look", "inner")
+    app, context = outer.compile(checkpointer=saver), WindowContext(engine)
+    app.invoke({"frame": 1}, CONFIG, context=context)
+    asked = engine.asked
+    out = app.invoke(Command(resume="go"), CONFIG, context=context)
+    assert engine.asked == asked and seen[0] == seen[1] == out["answer"]
+    assert out["answer"] == oracle([picture(1), picture(1)], "what?")
+    assert len(out["window"]["placed"]) == 3
+
+
+def test_two_sessions_of_one_node_have_names(engine: Any, saver: Any, picture: Picture) -> None:
+    def look(state: State, runtime: Runtime[WindowContext]) -> State:
+        ids = []
+        for name in ("left", "right"):
+            with open_window(None, runtime, header="hd", name=name) as window:
+                window.append(picture(1))
+                ids += [window.id, *window.ids]
+        return {"shown": ids}
+
+    shown = compiled(look, saver).invoke({}, CONFIG, context=WindowContext(engine))["shown"]
+    assert len(set(shown)) == 4

@@ -268,11 +268,15 @@ def test_async_turns(engine: Chatty) -> None:
     app = graph_of(WindowNode(header="hd", fidelity=EXACT, max_tokens=3, messages_key="messages", name="eyes"))
 
     async def run() -> Any:
+        ops = []
         for i in (1, 2):
-            state = await app.ainvoke({"messages": [shown(i, f"q{i}?")]}, CONFIG, context=WindowContext(engine))
-        return state
+            turn = {"messages": [shown(i, f"q{i}?")]}
+            async for event in app.astream(turn, CONFIG, context=WindowContext(engine), stream_mode="custom"):
+                ops.append(event["op"])
+        return ops
 
-    state = asyncio.run(run())
+    assert asyncio.run(run()) == ["append", "ask", "append", "ask"]
+    state = app.get_state(CONFIG).values
     first, second = (m.text for m in state["messages"] if isinstance(m, AIMessage))
     assert second == fresh_answer([(1, "q1?", first), (2, "", "")], "q2?")
 
