@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakKeyDictionary
 
 from ctxwin.chunk import Chunk, TextPart, TokensPart
 from ctxwin.thumbnail import thumbnail
@@ -58,6 +59,7 @@ class Trace:
         self._numbers: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._chunks = self._events = 0
         self._asks: OrderedDict[str, int] = OrderedDict()  # window: its latest ask
+        self._encodes: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()  # as counted at the last event
         self._versions: OrderedDict[str, int] = OrderedDict()  # window: as it was recorded last
         going_on = append and self.path.exists()
         if going_on:
@@ -138,6 +140,10 @@ class Trace:
             line = self._line(engine, event.op, event.state, event.parent, event.lanes or {})
             line |= {"ids": list(event.ids), "other": event.other, "note": _short(event.note) or None}
             line["seconds"] = round(event.seconds, 6)
+            # A window counts them until its next answer; one that is restored for every step has none to give.
+            encodes = engine.counters.vision_encodes
+            line["encodes"] = (encodes - self._encodes.get(engine, encodes)) or None
+            self._encodes[engine] = encodes
             if event.query is not None:
                 line["query"] = _short(event.query)
             if event.answer is not None:
@@ -149,6 +155,7 @@ class Trace:
 
     def _begin(self, window: Window) -> None:
         with self._lock:
+            self._encodes.setdefault(window.engine, window.engine.counters.vision_encodes)
             state = window.snapshot()
             if self._closed or self._versions.get(state.window) == state.version:
                 return

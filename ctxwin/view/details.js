@@ -74,7 +74,7 @@ function asked(step) {
   const lanes = shares(ask).map(([lane, n]) =>
     el("li", {}, el("span", { className: `swatch lane-${lane}`, "aria-hidden": "true" }), `${lane}: ${many(n, "token")}`));
   const facts = [
-    `${count(u.prompt_tokens)} tokens in the prompt`, many(u.forwards, "forward"), many(u.vision_encodes, "vision encode"),
+    `${count(u.prompt_tokens)} tokens in the prompt`, many(u.forwards, "forward"), many(encodes(step), "vision encode"),
     `${(u.bytes_loaded / 2 ** 20).toFixed(1)} MiB of KV loaded`, `first token after ${seconds(u.ttft_s)}`, `all of it after ${seconds(u.total_s)}`,
     u.exact ? "exact" : "approximate",
   ];

@@ -99,6 +99,8 @@ function bar(ask, most) {
   return el("div", { className: "bar", "aria-hidden": "true" }, el("div", { className: "parts" }, ...parts), theirs);
 }
 
+const encodes = (step) => step.events.reduce((total, event) => total + (event.encodes || 0), 0);
+
 function verdict(ask) {
   if (ask.truth === undefined) return null;
   return right(ask) ? el("span", { className: "good", title: "right" }, " ✓") : el("span", { className: "bad" }, ` ✗ truth: ${ask.truth}`);
@@ -113,14 +115,14 @@ function askBlock(step, scene) {
   }
   const ask = step.ask;
   if (!ask) return null;
-  const { computed_tokens, prompt_tokens, vision_encodes, ttft_s } = ask.usage;
+  const { computed_tokens, prompt_tokens, ttft_s } = ask.usage;
   return el(
     "div", { className: "ask" },
     el("p", { className: "q" }, ask.query),
     el("p", { className: "a" }, `→ ${ask.answer.trim() || "(nothing)"}`, verdict(ask)),
     bar(ask, scene.most),
     el("p", { className: "cost" }, el("b", {}, count(computed_tokens)), ` of ${count(prompt_tokens)} computed`),
-    el("p", { className: "cost" }, `${many(vision_encodes, "encode")} · ${seconds(ttft_s)}`),
+    el("p", { className: "cost" }, `${many(encodes(step), "encode")} · ${seconds(ttft_s)}`),
   );
 }
 

@@ -136,7 +136,7 @@ class Model {
       prompt_tokens: sum((ask) => ask.usage.prompt_tokens),
       computed_tokens: sum((ask) => ask.usage.computed_tokens + (ask.idle || 0)),
       idle_tokens: sum((ask) => ask.idle || 0),
-      vision_encodes: sum((ask) => ask.usage.vision_encodes),
+      vision_encodes: this.events.reduce((total, event) => total + (event.encodes || 0), 0),
       known: known.length,
       right: known.filter(right).length,
       costs,

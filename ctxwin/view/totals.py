@@ -24,9 +24,7 @@ def totals(recording: Recording) -> dict[str, Any]:
             cost["tokens"] += tokens
             cost["asks"] += 1
     idle = sum(ask.get("idle_tokens", 0) for ask in asks)
-    sums = {
-        name: sum(a["usage"][name] for a in asks) for name in ("prompt_tokens", "computed_tokens", "vision_encodes")
-    }
+    sums = {name: sum(a["usage"][name] for a in asks) for name in ("prompt_tokens", "computed_tokens")}
     return {
         "events": len(events),
         "windows": len({event["window"] for event in events}),
@@ -34,6 +32,7 @@ def totals(recording: Recording) -> dict[str, Any]:
         **sums,
         "computed_tokens": sums["computed_tokens"] + idle,
         "idle_tokens": idle,
+        "vision_encodes": sum(event.get("encodes", 0) for event in events),
         "known": len(known),
         "right": sum(ask["answer"].strip() == ask["truth"].strip() for ask in known),
         "costs": costs,

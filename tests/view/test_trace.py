@@ -77,6 +77,7 @@ def test_every_operation_is_a_line_with_what_is_placed_after_it(engine: FakeEngi
     assert events[2]["usage"]["computed_tokens"] == answer.usage.computed_tokens
     assert events[2]["usage"]["reused_tokens"] == answer.usage.reused_tokens
     assert [p["lane"] for p in events[2]["placed"]] == ["computed"] * 3
+    assert [e.get("encodes", 0) for e in events] == [0, 1, *[0] * (len(events) - 2)]
     assert events[3]["other"] == events[4]["window"] == branch.id
     assert events[4]["parent"] == window.id
     assert events[4]["evicted"] == 1
