@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
-import logging
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,8 +34,6 @@ from ctxwin.window import Window
 
 if TYPE_CHECKING:
     from langgraph.runtime import Runtime
-
-log = logging.getLogger("ctxwin")
 
 
 class Session(Window):
