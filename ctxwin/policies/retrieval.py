@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import ChunkUnavailable
+from ctxwin.policies.pooling import Pools
 
 if TYPE_CHECKING:
-    import torch
-
     from ctxwin.chunk import Chunk
     from ctxwin.window import Window
 
@@ -95,13 +94,15 @@ class BySimilarity:
         to: placement id of the picture that a text query is about; None: the newest placed one.
         least: least cosine, in -1..1.
 
-    Cost: a read of the embeddings of every evicted chunk (those the engine's repository has at hand need none); the vision
-    tower runs for a query it has not seen, and for evicted chunks that lost their embeddings but not their pixels.
+    Cost: an encoding of every evicted chunk and, once each, a read of its embeddings; the pooled vectors of 4,096 media are
+    kept at hand. The vision tower runs for a query it has not seen, and for evicted chunks that lost their embeddings but
+    not their pixels; never for held ones.
     """
 
     count: int = 1
     to: str | None = None
     least: float = -1.0
+    _pools: Pools = field(default_factory=Pools, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.count, int) or self.count < 1:
@@ -115,16 +116,17 @@ class BySimilarity:
         picture = query if not isinstance(query, str) and query.media else self._shown(window)
         if picture is None:
             return []
-        wanted = _pooled(window, picture)
+        wanted = self._pools.of(window.engine, picture)
         scored: list[tuple[float, int, str]] = []
         for p in window.snapshot().evicted:
             if not p.chunk.media:
                 continue
             try:
-                cosine = float(torch.nn.functional.cosine_similarity(wanted, _pooled(window, p.chunk), dim=0))
+                pooled = self._pools.of(window.engine, p.chunk)
             except ChunkUnavailable as error:
                 _log.warning("chunk %s is skipped, it cannot be compared: %s", p.id, error)
                 continue
+            cosine = float(torch.nn.functional.cosine_similarity(wanted, pooled, dim=0))
             if cosine >= self.least:
                 scored.append((-cosine, -p.arrival, p.id))
         return [placement for _, _, placement in sorted(scored)[: self.count]]
@@ -134,11 +136,3 @@ class BySimilarity:
             return window.chunk(self.to)
         placed = [p for p in window.snapshot().placed if p.chunk.media]
         return max(placed, key=lambda p: p.arrival).chunk if placed else None
-
-
-def _pooled(window: Window, chunk: Chunk) -> torch.Tensor:
-    """Mean of a chunk's vision embeddings over all tokens of its media, float64 ``[hidden]``."""
-    import torch
-
-    media = window.engine.encode(chunk).media
-    return torch.cat([window.engine.embed(m.key) for m in media]).to(torch.float64).mean(0)

@@ -169,8 +169,10 @@ def test_similarity_against_numpy() -> None:
         assert BySimilarity(count).choose(window, "where was this?") == naive(frames[newest], count)
         assert BySimilarity(count).choose(window, Chunk.text("where?")) == naive(frames[newest], count)
         assert BySimilarity(count, to=evicted[2]).choose(window, "where?") == naive(frames[evicted[2]], count)
-    middle = sorted(cosine(asked, frames[i]) for i in evicted)[3]
-    assert BySimilarity(99, least=middle + 1e-9).choose(window, query) == naive(asked, 99, middle + 1e-9) != []
+    ranks = sorted(cosine(asked, frames[i]) for i in evicted)
+    middle = (ranks[2] + ranks[3]) / 2
+    assert BySimilarity(99, least=middle).choose(window, query) == naive(asked, 99, middle)
+    assert len(naive(asked, 99, middle)) == len(evicted) - 3
     assert BySimilarity(99, least=1.0).choose(window, query) == []
 
 
