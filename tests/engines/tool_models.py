@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engines.models import write_text_model
+from engines.models import edit_config, write_text_model, write_vision_model
 
 CONTENT = (
     "{% macro show(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
@@ -41,6 +41,13 @@ TOOL_ROLE = HERMES.replace(
 )
 
 
-def write_tool_model(folder: Path, template: str = HERMES) -> Path:
+def write_tool_model(folder: Path, template: str = HERMES, *, vision: bool = False) -> Path:
+    """A random text model, or a random Qwen2.5-VL, with this template."""
     assert TOOL_ROLE != HERMES
-    return write_text_model(folder, template)
+    if vision:
+        write_vision_model(folder)
+        (folder / "chat_template.jinja").write_text(template)
+    else:
+        write_text_model(folder, template)
+    edit_config(folder, max_position_embeddings=4096)
+    return folder

@@ -25,6 +25,13 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield made
 
 
+@pytest.fixture(scope="session")
+def seeing_caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A random vision model with the same template."""
+    with open_engine(f"hf:{write_tool_model(tmp_path_factory.mktemp('seeing'), vision=True)}") as made:
+        yield made
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """The standard tests leave it to their user how coroutines are run."""

@@ -1,0 +1,251 @@
+"""`WindowMiddleware`: an agent sees a window over its messages; what slid out can be recalled, and nothing is deleted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Annotated, Any, NotRequired, TypedDict
+
+from langchain.agents.middleware.types import (
+    AgentMiddleware,
+    AgentState,
+    ExtendedModelResponse,
+    ModelCallResult,
+    ModelRequest,
+    ModelResponse,
+    PrivateStateAttr,
+)
+from langchain.tools import ToolRuntime
+from langchain_core.language_models.chat_models import BaseChatModel
+from langchain_core.messages import BaseMessage, HumanMessage, ToolMessage
+from langchain_core.messages.utils import count_tokens_approximately
+from langchain_core.tools import BaseTool, tool
+from langgraph.types import Command
+
+from ctxwin.adapters.langchain.chat import ChatCtxwin
+from ctxwin.adapters.langchain.trigger import Measure, Size, Trigger, checked, clauses
+from ctxwin.adapters.langchain.units import MessagePolicy, OldestMessages, Unit, shown, spans, units_of
+
+KEY = "ctxwin_omitted"
+"""State key of the decisions; private, so it is checkpointed and no part of an agent's input or output."""
+
+TokenCounter = Callable[[Sequence[BaseMessage]], int]
+
+
+class Omitted(TypedDict):
+    """A decision about a unit: its number, whether it is out now, and when it was last read (see `Unit.read`)."""
+
+    number: int
+    out: bool
+    read: int
+
+
+def merged(old: Mapping[str, Omitted] | None, new: Mapping[str, Omitted] | None) -> dict[str, Omitted]:
+    """The reducer of `KEY`: the later decision about a unit counts, so that parallel recalls do not collide."""
+    return {**(old or {}), **(new or {})}
+
+
+class WindowState(AgentState[Any]):
+    """An agent's state with the decisions of `WindowMiddleware`."""
+
+    ctxwin_omitted: NotRequired[Annotated[dict[str, Omitted], PrivateStateAttr, merged]]
+
+
+class WindowMiddleware(AgentMiddleware[WindowState, Any]):
+    """Keeps what the model sees within bounds: messages leave by a policy, and a tool brings them back.
+
+    The user's messages stay in the state as they are. An answer that calls tools and their results leave together. The
+    question being answered, what came last, and what was recalled for this question never leave. With `ChatCtxwin` every
+    decision is a cache edit; it works with any chat model.
+
+    Args:
+        trigger: when to evict: ``("fraction"|"tokens"|"messages", n)``, a dict of thresholds that must all be met, or a list
+            of which any is enough; None: never.
+        keep: how much stays then, in the same terms.
+        policy: who leaves first.
+        recall: whether a line stands in place of what left, and the model gets a tool ``recall(number)``. The tool is offered
+            from the first eviction on, so that until then the prompt is the one without this middleware; that one time the
+            whole prompt changes. ``"always"`` offers it from the start.
+        media_only: only pictures and videos leave, and the text around them stays; ``messages`` then counts messages that
+            show some. What WebVoyager does with its screenshots.
+        token_counter: counts messages; default: the model's own count for `ChatCtxwin`, else LangChain's estimate.
+
+    Raises ValueError for a trigger or keep of another form, and for a fraction where the model's profile has no limit.
+    """
+
+    state_schema = WindowState
+
+    def __init__(
+        self,
+        *,
+        trigger: Trigger | None = None,
+        keep: Size = ("messages", 20),
+        policy: MessagePolicy | None = None,
+        recall: bool | str = True,
+        media_only: bool = False,
+        token_counter: TokenCounter | None = None,
+    ) -> None:
+        super().__init__()
+        if recall not in (True, False, "always"):
+            raise ValueError(f'recall must be True, False or "always", got {recall!r}')
+        self._clauses = clauses(trigger)
+        self._keep = checked(keep, "keep")
+        self._policy: MessagePolicy = policy or OldestMessages()
+        self._recall = recall
+        self._media_only = media_only
+        self._counter = token_counter
+        self.tools: list[BaseTool] = [_recall_tool()] if recall else []
+
+    def wrap_model_call(
+        self, request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse[Any]]
+    ) -> ModelCallResult[Any]:
+        """Shows the model what is left; the decision is kept with its answer."""
+        request, decided = self._decide(request)
+        return _kept(handler(request), decided)
+
+    async def awrap_model_call(
+        self, request: ModelRequest, handler: Callable[[ModelRequest], Awaitable[ModelResponse[Any]]]
+    ) -> ModelCallResult[Any]:
+        """See `wrap_model_call`."""
+        request, decided = await asyncio.to_thread(self._decide, request)
+        return _kept(await handler(request), decided)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _decide(self, request: ModelRequest) -> tuple[ModelRequest, dict[str, Omitted]]:
+        """The request as the model gets it, and new decisions."""
+        known: dict[str, Omitted] = dict(request.state.get(KEY) or {})  # type: ignore[call-overload]
+        units = units_of(request.messages, {key: entry["read"] for key, entry in known.items()})
+        known = {unit.key: known[unit.key] for unit in units if unit.key in known}
+        decided: dict[str, Omitted] = {}
+        view = self._view(units, known)
+        if self._clauses:
+            counter = self._counting(request)
+            candidates = [u for u in units if not _out(known, u) and (u.has_media or not self._media_only)]
+            size = sum(1 if self._media_only else len(u.messages) for u in candidates)
+            measure = Measure(size, cache(lambda: counter(view)), cache(lambda: _limit(request.model)))
+            if any(measure.reached(clause) for clause in self._clauses):
+                decided = self._leaving(units, candidates, counter, measure, known)
+                known |= decided
+                view = self._view(units, known)
+        if not any(entry["out"] for entry in known.values()):
+            view = list(request.messages)
+        return request.override(messages=view, tools=self._offered(request, known)), decided
+
+    def _view(self, units: Sequence[Unit], known: Mapping[str, Omitted]) -> list[Any]:
+        out = {key for key, entry in known.items() if entry["out"]}
+        numbers = {key: known[key]["number"] for key in out} if self._recall else None
+        return shown(units, out, numbers, media_only=self._media_only)
+
+    def _leaving(
+        self,
+        units: Sequence[Unit],
+        candidates: Sequence[Unit],
+        counter: TokenCounter,
+        measure: Measure,
+        known: Mapping[str, Omitted],
+    ) -> dict[str, Omitted]:
+        """Decisions that bring ``candidates`` down to what is kept, as far as policy and protection allow."""
+        kind, wanted = self._keep
+        if kind != "messages":
+            wanted = wanted * measure.limit() if kind == "fraction" else wanted
+            empty = counter([])  # header, tools and what else stands around messages
+            candidates = [replace(u, tokens=counter(list(u.messages)) - empty) for u in candidates]
+        sizes = {
+            u.key: u.tokens if kind != "messages" else 1 if self._media_only else len(u.messages) for u in candidates
+        }
+        left = sum(sizes.values())
+        protected = _protected(units)
+        leaving: dict[str, Unit] = {}
+        for unit in self._policy.order(candidates):
+            if left <= wanted:
+                break
+            if unit.key not in protected and unit.key not in leaving:
+                leaving[unit.key] = unit
+                left -= sizes[unit.key]
+        if leaving and not self._recall and not self._media_only:
+            # Many models want a conversation to begin with its user: answers leave with their question.
+            for unit in (u for u in units if not _out(known, u) and u.key not in leaving):
+                if isinstance(unit.messages[0], HumanMessage) or unit.key in protected:
+                    break
+                leaving[unit.key] = unit
+        number = max((entry["number"] for entry in known.values()), default=0)
+        decided: dict[str, Omitted] = {}
+        for unit in sorted(leaving.values(), key=lambda u: u.position):
+            before = known.get(unit.key)
+            number += before is None
+            decided[unit.key] = Omitted(number=before["number"] if before else number, out=True, read=unit.read)
+        return decided
+
+    def _offered(self, request: ModelRequest, known: Mapping[str, Omitted]) -> list[Any]:
+        """The tools of this call: ``recall`` only where there is something to recall."""
+        if self._recall == "always" or known:
+            return request.tools
+        ours = {t.name for t in self.tools}
+        return [t for t in request.tools if not (isinstance(t, BaseTool) and t.name in ours)]
+
+    def _counting(self, request: ModelRequest) -> TokenCounter:
+        front = [request.system_message] if request.system_message else []
+        if self._counter is not None:
+            counter = self._counter
+            return lambda messages: counter([*front, *messages])
+        model, tools = request.model, request.tools
+        if isinstance(model, ChatCtxwin):
+            return lambda messages: model.get_num_tokens_from_messages([*front, *messages], tools)
+        return lambda messages: count_tokens_approximately([*front, *messages], tools=tools)
+
+
+def _protected(units: Sequence[Unit]) -> set[str]:
+    """What came last, the question being answered, and what was recalled since."""
+    asked = max((u.position for u in units if isinstance(u.messages[0], HumanMessage)), default=0)
+    length = sum(len(u.messages) for u in units)
+    return {
+        u.key for u in units
+        if u.position == asked or u is units[-1] or (u.read > u.position + len(u.messages) and asked < u.read <= length)
+    }  # fmt: skip
+
+
+def _out(known: Mapping[str, Omitted], unit: Unit) -> bool:
+    return unit.key in known and known[unit.key]["out"]
+
+
+def _limit(model: BaseChatModel) -> int:
+    if model.profile is None and isinstance(model, ChatCtxwin):
+        model.open()
+    limit = (model.profile or {}).get("max_input_tokens")
+    if not isinstance(limit, int):
+        raise ValueError(
+            f"a fraction needs the model's max_input_tokens, got profile {model.profile!r}; "
+            'use ("tokens", n), or give the model profile={"max_input_tokens": n}'
+        )
+    return limit
+
+
+def _kept(response: ModelResponse[Any], decided: dict[str, Omitted]) -> ModelCallResult[Any]:
+    if not decided:
+        return response
+    return ExtendedModelResponse(model_response=response, command=Command(update={KEY: decided}))
+
+
+def _recall_tool() -> BaseTool:
+    @tool
+    def recall(number: int, runtime: ToolRuntime[Any, Any]) -> Command[Any]:
+        """Shows a message again that was omitted in context, at its old place.
+
+        Args:
+            number: the number given where it was omitted; larger numbers are newer.
+        """
+        known: dict[str, Omitted] = runtime.state.get(KEY) or {}
+        found = {key: entry for key, entry in known.items() if entry["number"] == number and entry["out"]}
+        numbers = sorted(entry["number"] for entry in known.values() if entry["out"])
+        text = f"Message {number} is shown again, at its place."
+        if not found:
+            text = f"number must be one that is omitted ({spans(numbers) or 'none is'}), got {number}"
+        read = len(runtime.state["messages"]) + 1
+        back = {key: Omitted(number=number, out=False, read=read) for key in found}
+        answer = ToolMessage(text, tool_call_id=runtime.tool_call_id or "", status="success" if found else "error")
+        return Command(update={KEY: back, "messages": [answer]})
+
+    return recall
