@@ -42,6 +42,7 @@ class Trace:
         path: the file; its folder must exist. An existing file is replaced unless ``append``.
         append: go on with a trace of an earlier process; its unfinished last line, if any, is dropped.
         thumbnails: whether pictures are kept, small (about 2 KB a chunk). A chunk with ``keep_source=False`` never gets one.
+        engine: count its vision encodes from now on, not only from the first window that is watched.
 
     Safe from several threads. Use as a context manager, or call `close`. What was written stays: a chunk forgotten with
     ``evict(forget=True)`` still has its thumbnail and first words in the file.
@@ -52,7 +53,9 @@ class Trace:
     Cost: a line an operation in the operation's own thread, and for the first sight of a picture a decode and a small JPEG.
     """
 
-    def __init__(self, path: str | Path, *, append: bool = False, thumbnails: bool = True) -> None:
+    def __init__(
+        self, path: str | Path, *, append: bool = False, thumbnails: bool = True, engine: Engine | None = None
+    ) -> None:
         self.path = Path(path)
         self._thumbnails = thumbnails
         self._lock = threading.Lock()
@@ -61,6 +64,8 @@ class Trace:
         self._asks: OrderedDict[str, int] = OrderedDict()  # window: its latest ask
         self._encodes: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()  # as counted at the last event
         self._versions: OrderedDict[str, int] = OrderedDict()  # window: as it was recorded last
+        if engine is not None:
+            self._encodes[engine] = engine.counters.vision_encodes
         going_on = append and self.path.exists()
         if going_on:
             self._go_on()

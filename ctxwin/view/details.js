@@ -8,7 +8,7 @@ function totalsOf(model, scene) {
   const branches = scene.windows.filter((w) => w.parent).length;
   return [
     card(count(t.asks), t.asks === 1 ? "question asked" : "questions asked", t.known ? `${count(t.right)} of ${count(t.known)} answered right` : ""),
-    card(count(t.vision_encodes), t.vision_encodes === 1 ? "vision encode" : "vision encodes", ""),
+    card(count(t.vision_encodes), t.vision_encodes === 1 ? "vision encode" : "vision encodes", "while it was recorded"),
     card(`${count(marked("new"))} · ${count(gone)} · ${count(marked("back"))}`, "chunks arrived · left · came back", branches ? many(branches, "branch", "branches") : ""),
     costsOf(t),
   ];

@@ -267,3 +267,13 @@ def test_a_restored_window_goes_on_as_the_one_it_was(engine: FakeEngine, path: P
         "watch",
         "close",
     ]
+
+
+def test_encodes_are_counted_from_the_engine_where_it_is_named(engine: FakeEngine, path: Path) -> None:
+    for named, at, expected in ((engine, 7, 2), (None, 8, 1)):
+        with Trace(path, engine=named) as trace, Window(engine) as window:
+            engine.encode(Chunk.image(picture(at)))  # looked at in advance
+            trace.watch(window)
+            window.append(Chunk.image(picture(at)))
+            window.append(Chunk.image(picture(at + 50)))
+        assert sum(event.get("encodes", 0) for event in read_trace(path).events) == expected
