@@ -20,12 +20,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ctxwin import Chunk, Window, open_engine
 from ctxwin.engines.base import Engine
 from ctxwin.ledger import POLICIES, Ledger
+from ctxwin.media import decode_video
 from ctxwin.trace import Trace
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Progress bars and start-up messages do not belong between the lines of an agent; set where unset.
 QUIET = {
@@ -47,6 +51,20 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made.add_argument("--json", action="store_true", help="print the figures as JSON and nothing else")
     made.add_argument("--trace", type=Path, metavar="FILE", help="record the run for `ctxwin view FILE`")
     return made
+
+
+def decoded(video: Path, seconds: int, side: int = 448) -> list[np.ndarray]:
+    """One frame a second of a video, the first ``seconds`` of it, at most ``side`` pixels wide and high."""
+    import cv2
+
+    capture = cv2.VideoCapture(str(video))
+    longer = capture.get(cv2.CAP_PROP_FRAME_COUNT) > seconds * capture.get(cv2.CAP_PROP_FPS)
+    capture.release()
+    frames = decode_video(video, end=seconds if longer else None, fps=1.0)[0]
+    scale = min(1.0, side / max(frames.shape[1:3]))
+    if scale == 1:
+        return list(frames)
+    return [cv2.resize(frame, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA) for frame in frames]
 
 
 class Run:

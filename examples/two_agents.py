@@ -15,7 +15,6 @@ import agent_options
 import numpy as np
 
 from ctxwin import Chunk, Window
-from ctxwin.media import decode_video
 from ctxwin.tiny import world
 
 PLANNER = "You are the planner. Say what is worth a look."
@@ -86,7 +85,7 @@ def main() -> None:
         stream = world.make_stream(options.seed, n_frames=options.frames)
         frames, asking = [world.render(frame) for frame in stream], scripted(options.seed, stream)
     else:
-        frames, asking = list(decode_video(options.video, fps=1.0)[0][: options.frames]), free
+        frames, asking = agent_options.decoded(options.video, options.frames), free
     shots = [Chunk.image(frame, text=f"t={second} s") for second, frame in enumerate(frames)]
     rng = np.random.default_rng(options.seed)
 

@@ -7,7 +7,6 @@ of the bundled model's world, where the right answers are known.
 
 from __future__ import annotations
 
-import operator
 import re
 import tempfile
 from collections.abc import Iterator
@@ -44,8 +43,8 @@ class State(TypedDict, total=False):
     """What a checkpoint holds."""
 
     window: Annotated[dict[str, Any], merge_windows]
-    shown: Annotated[list[str], operator.add]  # the placement that shows each second
-    asked: int  # questions since the last frame
+    second: int  # shown last
+    asked: int  # questions since then
     task: Task | None
 
 
@@ -71,31 +70,31 @@ class Context(WindowContext):
 
 def watch(state: State, runtime: Runtime[Context]) -> State:
     """The next frame comes in; the oldest leave, and the others move up without being computed again."""
-    context, second = runtime.context, len(state.get("shown", []))
+    context, second = runtime.context, state.get("second", -1) + 1
     with open_window(state.get("window"), runtime, header=HEADER, budget=context.budget) as window:
-        placement = window.append(Chunk.image(context.frames[second], text=f"t={second} s"))
+        window.append(Chunk.image(context.frames[second], text=f"t={second} s"))
         window.slide(room=context.room)
-        return {"window": window.ref(), "shown": [placement], "asked": 0}
+        return {"window": window.ref(), "second": second, "asked": 0}
 
 
 def think(state: State, runtime: Runtime[Context]) -> State:
     """Decides what to ask, and whether that needs a look back."""
-    shown, asked = state["shown"], state["asked"]
     with open_window(state["window"], runtime) as window:
-        placed = [shown.index(i) for i in window.ids]
-        task = runtime.context.policy.next(len(shown) - 1, asked, window, placed)
-        return {"window": window.ref(), "task": task, "asked": asked + 1}
+        placed = [p.arrival for p in window.snapshot().placed]  # a frame arrives every second
+        task = runtime.context.policy.next(state["second"], state["asked"], window, placed)
+        return {"window": window.ref(), "task": task, "asked": state["asked"] + 1}
 
 
 def look_back(state: State, runtime: Runtime[Context]) -> State:
     """Brings frames back to their places; nothing is encoded again. They are the oldest, so the next slide takes them out."""
-    context = runtime.context
     with open_window(state["window"], runtime) as window:
-        window.look_back(" ".join(state["shown"][second] for second in state["task"]["back"]), room=context.room)
+        left = {p.arrival: p.id for p in window.snapshot().evicted}
+        window.look_back(" ".join(left[second] for second in state["task"]["back"]), room=runtime.context.room)
         return {"window": window.ref()}
 
 
 def answer(state: State, runtime: Runtime[Context]) -> State:
+    """Answers over what is in view."""
     task, context = state["task"], runtime.context
     with open_window(state["window"], runtime) as window:
         window.ask(task["question"], max_tokens=context.max_tokens)
@@ -106,7 +105,7 @@ def answer(state: State, runtime: Runtime[Context]) -> State:
 def after_think(state: State, runtime: Runtime[Context]) -> str:
     if state["task"]:
         return "look_back" if state["task"]["back"] else "answer"
-    return "watch" if len(state["shown"]) < len(runtime.context.frames) else END
+    return "watch" if state["second"] + 1 < len(runtime.context.frames) else END
 
 
 class Scripted:
@@ -199,7 +198,7 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=30, help="most frames to watch, one a second")
     options = parser.parse_args()
     if options.video:
-        frames = list(decode_video(options.video, fps=1.0)[0][: options.frames])
+        frames = agent_options.decoded(options.video, options.frames)
         policy: Policy = Model(tuple(options.ask or QUESTIONS), last=len(frames) - 1)
     else:
         stream = world.make_stream(options.seed, options.frames, window=FRAMES)

@@ -9,10 +9,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from langgraph.checkpoint.memory import InMemorySaver
 
 from ctxwin import open_engine
+from ctxwin.errors import BadMedia
 from ctxwin.tiny import world
 from ctxwin.tiny.clip import write_clip
 from examples.agent_runs import EXAMPLES, check_figures, figures_of
@@ -83,6 +85,27 @@ def test_stopped_before_every_answer_it_says_the_same(example: ModuleType) -> No
         assert max(sizes) < 4_000  # of the state in a checkpoint, as JSON
         stopped, runs, _ = run(interrupt_before=["answer"])
         assert (stopped, runs) == (whole, 11)
+
+
+def test_a_script_is_called_one(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    options = example.agent_options.parser("").parse_args(["--model", "tiny:hf"])
+    with example.agent_options.running(options) as run:
+        assert run.scripted
+    assert "scripted" in capsys.readouterr().out
+    with example.agent_options.running(options, scripted=False):
+        pass
+    assert "scripted" not in capsys.readouterr().out
+
+
+def test_a_long_large_video_is_cut_and_made_smaller(example: ModuleType, tmp_path: Path) -> None:
+    clip = tmp_path / "clip.mp4"
+    write_clip(clip, [np.full((320, 640, 3), 40 * shade, np.uint8) for shade in range(5)])
+    frames = example.agent_options.decoded(clip, 3)
+    assert [frame.shape for frame in frames] == [(224, 448, 3)] * 3
+    assert [round(frame.mean() / 40) for frame in frames] == [0, 1, 2]
+    assert len(example.agent_options.decoded(clip, 30)) == 5
+    with pytest.raises(BadMedia):
+        example.agent_options.decoded(tmp_path / "none.mp4", 3)
 
 
 class Silent:
