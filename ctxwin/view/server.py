@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from http import HTTPStatus
@@ -50,6 +51,11 @@ class ViewServer(ThreadingHTTPServer):
     def loopback(self) -> bool:
         """Whether only this machine can reach it."""
         return self.server_address[0] in _LOOPBACK
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A browser that went away is no error; anything else is printed, as ever."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def server_close(self) -> None:
         self.stopping.set()

@@ -36,9 +36,9 @@ def refused(result: Result, *words: str) -> None:
 def test_help_names_every_command() -> None:
     result = invoke("--help")
     assert result.exit_code == 0
-    for command in ("demo", "store", "eval", "version"):
+    for command in ("demo", "view", "store", "eval", "version"):
         assert f"  {command} " in result.output
-    for command in ("demo", "store"):
+    for command in ("demo", "view", "store"):
         assert invoke(command, "--help").exit_code == 0
 
 
