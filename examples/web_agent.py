@@ -167,7 +167,7 @@ def main() -> None:
             elif event["op"] == "look_back":
                 run.say(f"  looks back at {len(event['ids'])} of the pages that have left")
             elif event["op"] == "ask":
-                cost = f"{event['computed_tokens']} of {event['prompt_tokens']} tokens computed"
+                cost = f"{event['computed_tokens']} tokens computed, {event['prompt_tokens']} in the prompt"
                 run.say(f"  {event['query']} {event['answer']} ({cost})")
 
 

@@ -129,7 +129,7 @@ def checkpoint_bytes(path: Path) -> list[int]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = agent_options.parser(__doc__)
     parser.add_argument("--steps", type=int, default=200, help="pages to visit, at least 8; default: %(default)s")
-    parser.add_argument("--store", default="24MB", metavar="SIZE", help="most bytes of the store; default: %(default)s")
+    parser.add_argument("--store", default="8MB", metavar="SIZE", help="most bytes of the store; default: %(default)s")
     options = parser.parse_args(arguments)
     if options.steps < 8:
         parser.error(f"--steps must be at least 8 (four quarters of two), got {options.steps}")
@@ -141,6 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "session.sqlite"
         trace = stack.enter_context(Trace(options.trace)) if options.trace else None
         engine = stack.enter_context(open_engine(options.model, engine=options.engine, store=store))
+        engine.repo.max_live_bytes = parse_bytes(options.store)  # decoded records at hand, beside the store
         figures = run(engine, Pages(options.seed, options.steps), options.seed, path, trace, say)
         about = {"example": "web_session", "model": options.model, "engine": engine.spec.name, "seed": options.seed}
     figures |= {"store_max_bytes": parse_bytes(options.store), "seconds": time.perf_counter() - begin}

@@ -56,7 +56,12 @@ class Browser:
         return str(self._do(lambda: self._page.url))
 
     def open(self, url: str) -> None:
-        self._do(lambda: self._page.goto(url))
+        from playwright.sync_api import Error
+
+        try:
+            self._do(lambda: self._page.goto(url))
+        except Error as error:
+            raise SystemExit(f"the page must open, got {error.message.splitlines()[0]}; check the address") from None
 
     def links(self) -> list[str]:
         """Texts of the links of this page that lead to another one of the same site, each once."""

@@ -107,6 +107,13 @@ def test_without_a_browser_the_error_has_a_remedy(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_a_page_that_does_not_open_is_one_line(chromium):
+    done = run("--url", "http://127.0.0.1:1/")
+    assert done.returncode == 1
+    assert "http://127.0.0.1:1/" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_questions_agree_with_the_rule_of_the_world():
     """The oracle is the world's own `answer` over all pages, where the number is unique."""
     from web.pages import Pages

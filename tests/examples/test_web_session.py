@@ -29,7 +29,7 @@ def test_two_hundred_steps_cost_the_same_and_stay_bounded():
     assert figures["tokens_last_quarter"] <= 1.3 * figures["tokens_second_quarter"]
     assert figures["checkpoints"] > 2 * 200
     assert figures["checkpoint_bytes_mean"] <= figures["checkpoint_bytes_max"] < 20_000
-    assert figures["store_bytes"] <= figures["store_max_bytes"] == 24_000_000
+    assert figures["store_bytes"] <= figures["store_max_bytes"] == 8_000_000
     assert figures["vision_encodes"] == 200
     assert figures["right"] >= 0.94 * figures["asks"] >= 370
 
