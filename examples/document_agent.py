@@ -188,18 +188,23 @@ def main() -> None:
         "--scale", type=float, default=2.0, help="of PDF: pixels a point (72 to the inch); default: %(default)s"
     )
     options = parser.parse_args()
-    if bool(options.pdf) != bool(options.ask):
-        parser.error("a PDF and at least one --ask go together")
-    with tempfile.TemporaryDirectory() as folder, agent_options.running(options, scripted=not options.pdf) as run:
-        policy: Scripted | Model
-        if options.pdf:
-            policy, pictures = Model(options.ask), read_pdf(options.pdf, options.scale)
-        else:
-            policy, path = Scripted(options.seed), Path(folder) / "document.pdf"
-            write_pdf(path, [world.render(frame) for frame in policy.frames])
-            pictures = read_pdf(path, scale=1)
-        pages = [Chunk.image(picture, text=f"page {number}") for number, picture in enumerate(pictures, start=1)]
+    if bool(options.pdf) != bool(options.ask) or options.scale <= 0:
+        parser.error("a PDF and at least one --ask go together, --scale must be above 0")
+    policy: Scripted | Model
+    if options.pdf:
+        policy = Model(options.ask)
+        try:
+            pictures = read_pdf(options.pdf, options.scale)
+        except (OSError, pdfium.PdfiumError) as error:
+            parser.error(f"PDF must be a document that can be read, got {options.pdf}: {error}")
+    else:
+        policy = Scripted(options.seed)
+        with tempfile.TemporaryDirectory() as folder:
+            write_pdf(Path(folder) / "document.pdf", [world.render(frame) for frame in policy.frames])
+            pictures = read_pdf(Path(folder) / "document.pdf", scale=1)
+    pages = [Chunk.image(picture, text=f"page {number}") for number, picture in enumerate(pictures, start=1)]
 
+    with agent_options.running(options, scripted=not options.pdf) as run:
         room = ROOM if run.scripted else ROOM + NOTE * len(pages)  # the notes are part of a question
         largest = max(pages, key=lambda page: run.engine.encode(page).tokens)
         budget = run.budget(HEADER, largest, OPEN, room)
@@ -211,7 +216,7 @@ def main() -> None:
         for task in policy.tasks:
             reader.answer(task)
         run.figures |= {"questions": len(policy.tasks), "surest_was_best": reader.surest_was_best}
-        run.say(f"the surest answer was the adopted one for {reader.surest_was_best} of {len(policy.tasks)} questions")
+        run.say(f"the surest fork was the adopted one for {reader.surest_was_best} of {len(policy.tasks)} questions")
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def main() -> int:
     elif options.markdown:
         print(markdown(rows))
     else:
-        Console(width=100).print(text(rows))
+        Console(width=112).print(text(rows))
     return 1 if failed else 0
 
 

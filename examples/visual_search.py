@@ -71,7 +71,9 @@ class Scripted:
 
     def __init__(self, seed: int, questions: int = 32) -> None:
         self._rng = np.random.default_rng(seed)
-        frames = world.sample_frames(self._rng, ["legend"] + ["scene"] * 15)  # every number stands in one frame only
+        roles: list[world.Role] = ["legend"]
+        roles += ["scene"] * 15
+        frames = world.sample_frames(self._rng, roles)  # every number stands in one frame only
         tiles = [world.render(frame) for frame in frames]
         self.picture = Image.fromarray(np.vstack([np.hstack(tiles[row : row + 4]) for row in range(0, 16, 4)]))
         views = [view for quarter in Crop().parts for view in quarter.parts]
@@ -161,8 +163,8 @@ class Searcher:
 
     def search(self, task: Task) -> str:
         """Best first. The branch that finds the answer becomes the window, the others are closed."""
-        count, looked = itertools.count(), []
-        best, found, answer = 0.0, None, "not found"
+        count, best, found, answer = itertools.count(), 0.0, None, "not found"
+        looked: list[str] = []
         with ExitStack() as closing:
             frontier = [(-1.0, next(count), Crop(), self.window)]  # a heap: the most promising comes first
             while frontier and best <= SURE and len(looked) < LOOKS:
@@ -218,22 +220,22 @@ def main() -> None:
     parser.add_argument("--ask", action="append", metavar="QUESTION", help="about PICTURE; may be given often")
     parser.add_argument("--side", type=int, default=448, help="of PICTURE: pixels of a view; default: %(default)s")
     options = parser.parse_args()
-    if bool(options.picture) != bool(options.ask):
-        parser.error("a PICTURE and at least one --ask go together")
+    if bool(options.picture) != bool(options.ask) or options.side < 1:
+        parser.error("a PICTURE and at least one --ask go together, --side must be at least 1")
+    policy: Scripted | Model = Scripted(options.seed)
+    if options.picture:
+        try:
+            policy = Model(Image.open(options.picture).convert("RGB"), options.ask)
+        except OSError as error:
+            parser.error(f"PICTURE must be an image file that can be read, got {options.picture}: {error}")
     with agent_options.running(options, scripted=not options.picture) as run:
-        if options.picture:
-            picture = Image.open(options.picture).convert("RGB")
-            searcher = Searcher(run, Model(picture, options.ask), options.side)
-        else:
-            searcher = Searcher(run, Scripted(options.seed), side=224)
-        for task in searcher.policy.tasks:
+        searcher = Searcher(run, policy, options.side if options.picture else 224)
+        for task in policy.tasks:
             searcher.search(task)
         if run.scripted:
             apart = separation(searcher.sure_and_shown)
-            run.figures |= {"questions": len(searcher.policy.tasks), "confidence_auc": apart}
-            run.say(
-                f"its confidence tells views that show the answer from others in {apart:.0%} of pairs: too little to steer by"
-            )
+            run.figures |= {"questions": len(policy.tasks), "confidence_auc": apart}
+            run.say(f"being sure tells views with the answer from others in {apart:.0%} of pairs: the script steers")
 
 
 if __name__ == "__main__":

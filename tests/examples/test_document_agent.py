@@ -93,8 +93,16 @@ def test_a_pdf_of_the_users_is_read_with_their_questions(agent: ModuleType, tmp_
     assert sum(line.startswith(("color of 17?", "shape of 03?")) for line in printed.splitlines()) == 2
 
 
-def test_a_pdf_needs_a_question(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "document_agent.py"), str(tmp_path / "any.pdf")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "--ask" in done.stderr
+def test_what_it_cannot_read_is_refused_before_a_model_is_opened(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.pdf"
+    broken.write_bytes(b"%PDF-1.7 and no more")
+    for wrong, said in (
+        [[str(broken)], "--ask"],
+        [["--ask", "Who?"], "PDF"],
+        [[str(broken), "--ask", "Who?"], "broken.pdf"],
+        [[str(tmp_path / "none.pdf"), "--ask", "Who?"], "none.pdf"],
+        [["--scale", "0"], "--scale"],
+    ):
+        command = [sys.executable, str(EXAMPLES / "document_agent.py"), "--model", "hf:/nowhere", *wrong]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, said in done.stderr.splitlines()[-1]) == (2, True), done.stderr

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -96,3 +98,16 @@ def test_a_picture_of_the_users_is_searched_with_their_questions(tmp_path: Path)
     assert sum("looked at view, view " in line for line in printed.splitlines()) == 2
     assert "the same answer as a re-prefill" in printed
     assert "scripted" not in printed
+
+
+def test_what_it_cannot_read_is_refused_before_a_model_is_opened(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no picture")
+    for wrong, said in (
+        [[str(broken)], "--ask"],
+        [[str(broken), "--ask", "Who?"], "broken.png"],
+        [["--side", "0"], "--side"],
+    ):
+        command = [sys.executable, str(EXAMPLES / "visual_search.py"), "--model", "hf:/nowhere", *wrong]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, said in done.stderr.splitlines()[-1]) == (2, True), done.stderr
