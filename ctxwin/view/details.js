@@ -5,11 +5,13 @@ function totalsOf(model, scene) {
   const steps = scene.steps.filter((step) => !step.adopted); // an adoption repeats what happened in the branch
   const marked = (mark) => steps.reduce((n, step) => n + step.tiles.filter((p) => p.mark === mark).length, 0);
   const gone = steps.reduce((n, step) => n + step.left.length, 0);
+  const moves = `${count(marked("new"))} · ${count(gone)} · ${count(marked("back"))}`;
   const branches = scene.windows.filter((w) => w.parent).length;
+  const known = t.known ? `${count(t.right)} of ${count(t.known)} answered right` : "";
   return [
-    card(count(t.asks), t.asks === 1 ? "question asked" : "questions asked", t.known ? `${count(t.right)} of ${count(t.known)} answered right` : ""),
+    card(count(t.asks), t.asks === 1 ? "question asked" : "questions asked", known),
     card(count(t.vision_encodes), t.vision_encodes === 1 ? "vision encode" : "vision encodes", "while it was recorded"),
-    card(`${count(marked("new"))} · ${count(gone)} · ${count(marked("back"))}`, "chunks arrived · left · came back", branches ? many(branches, "branch", "branches") : ""),
+    card(moves, "chunks arrived · left · came back", branches ? many(branches, "branch", "branches") : ""),
     costsOf(t),
   ];
 }
@@ -17,20 +19,28 @@ function totalsOf(model, scene) {
 // What was computed, beside what others would have computed for the same questions.
 function costsOf(t) {
   if (!t.asks) return null;
+  const share = (tokens) => `this window: ${percent(t.computed_tokens, tokens)} of it`;
   const rows = [["this window", t.computed_tokens, "ours", t.idle_tokens ? `${count(t.idle_tokens)} of them in idle time` : ""]];
   for (const [name, { tokens, asks }] of Object.entries(t.costs)) {
-    const share = `this window: ${percent(t.computed_tokens, tokens)} of it`;
-    rows.push([name, tokens, "others", asks < 0.9 * t.asks ? `known for ${count(asks)} of ${count(t.asks)} questions only` : share]);
+    const few = asks < 0.9 * t.asks; // a share of other questions would say nothing
+    rows.push([name, tokens, "others", few ? `known for ${count(asks)} of ${count(t.asks)} questions only` : share(tokens)]);
   }
-  rows.push(["everything, every time", t.prompt_tokens, "others", `this window: ${percent(t.computed_tokens, t.prompt_tokens)} of it`]);
+  rows.push(["everything, every time", t.prompt_tokens, "others", share(t.prompt_tokens)]);
   const most = Math.max(...rows.map((row) => row[1]), 1);
-  const items = rows.map(([name, tokens, kind, note]) =>
-    el("li", {}, el("span", {}, name), el("span", { className: `line ${kind}`, "--w": `${(100 * tokens) / most}%` }), el("b", {}, count(tokens)), el("span", { className: "soft" }, note)));
-  return el("div", { className: "card wide" }, el("dt", {}, "tokens computed"), el("dd", {}, el("ul", { className: "lines four" }, ...items)));
+  const items = rows.map(([name, tokens, kind, note]) => line(name, tokens, most, kind, soft(note)));
+  const list = el("ul", { className: "lines four" }, ...items);
+  return el("div", { className: "card wide" }, el("dt", {}, "tokens computed"), el("dd", {}, list));
+}
+
+// A row of a bar chart.
+function line(name, tokens, most, kind, note) {
+  const bar = el("span", { className: `line ${kind}`, "--w": `${(100 * tokens) / most}%` });
+  return el("li", {}, el("span", {}, name), bar, el("b", {}, count(tokens)), note);
 }
 
 function card(figure, name, note) {
-  return el("div", { className: "card" }, el("dt", {}, name), el("dd", {}, el("b", {}, figure), note ? el("span", {}, note) : ""));
+  const value = el("dd", {}, el("b", {}, figure), note ? el("span", {}, note) : "");
+  return el("div", { className: "card" }, el("dt", {}, name), value);
 }
 
 // Bars of every ask over the whole run; a click selects.
@@ -40,7 +50,8 @@ function overviewOf(scene, select) {
     const parts = shares(step.ask).map(([lane, n]) => el("span", { className: `part lane-${lane}`, "--w": width(n) }));
     const other = Object.values(step.ask.costs || {})[0];
     const tick = other === undefined ? null : el("span", { className: "tick", "--w": width(other) });
-    const made = el("div", { className: "column", "data-key": step.key, title: `step ${step.index + 1}: ${step.ask.query}` }, ...parts, tick);
+    const title = `step ${step.index + 1}: ${step.ask.query}`;
+    const made = el("div", { className: "column", "data-key": step.key, title }, ...parts, tick);
     made.addEventListener("click", () => select(step.key));
     return made;
   });
@@ -68,15 +79,13 @@ function asked(step) {
   if (!ask) return null;
   const u = ask.usage;
   const most = Math.max(u.prompt_tokens, u.computed_tokens, ...Object.values(ask.costs || {}), 1);
-  const bars = [["ctxwin computed", u.computed_tokens, "ours"], ...Object.entries(ask.costs || {}).map(([name, n]) => [name, n, "others"])];
-  const lines = bars.map(([name, n, kind]) =>
-    el("li", {}, el("span", {}, name), el("span", { className: `line ${kind}`, "--w": `${(100 * n) / most}%` }), el("b", {}, count(n))));
-  const lanes = shares(ask).map(([lane, n]) =>
-    el("li", {}, el("span", { className: `swatch lane-${lane}`, "aria-hidden": "true" }), `${lane}: ${many(n, "token")}`));
+  const others = Object.entries(ask.costs || {}).map(([name, n]) => line(name, n, most, "others"));
+  const lines = [line("ctxwin computed", u.computed_tokens, most, "ours"), ...others];
+  const lanes = shares(ask).map(([lane, n]) => el("li", {}, swatch(lane), `${lane}: ${many(n, "token")}`));
   const facts = [
     `${count(u.prompt_tokens)} tokens in the prompt`, many(u.forwards, "forward"), many(encodes(step), "vision encode"),
-    `${(u.bytes_loaded / 2 ** 20).toFixed(1)} MiB of KV loaded`, `first token after ${seconds(u.ttft_s)}`, `all of it after ${seconds(u.total_s)}`,
-    u.exact ? "exact" : "approximate",
+    `${(u.bytes_loaded / 2 ** 20).toFixed(1)} MiB of KV loaded`, `first token after ${seconds(u.ttft_s)}`,
+    `all of it after ${seconds(u.total_s)}`, u.exact ? "exact" : "approximate",
   ];
   if (u.misses) facts.push(many(u.misses, "stored chunk") + " missing, computed again");
   if (u.fallbacks) facts.push(many(u.fallbacks, "load") + " failed, computed again");
@@ -103,8 +112,10 @@ function happened(model, scene, step) {
   const items = step.events.map((event) => {
     const who = (event.ids || []).map((id) => (named.has(id) ? describe(model.chunks.get(named.get(id))).name : id));
     const list = who.length > 8 ? [...who.slice(0, 8), `${who.length - 8} more`] : who;
-    const parts = [list.join(", "), event.op === "ask" ? event.query : "", event.note, event.other ? `branch ${windows.get(event.other) || "(never used)"}` : ""];
-    return el("li", {}, el("b", {}, WORDS[event.op] || event.op), " ", parts.filter(Boolean).join(" · "), el("span", { className: "soft" }, event.seconds ? ` ${seconds(event.seconds)}` : ""));
+    const other = event.other ? `branch ${windows.get(event.other) || "(never used)"}` : "";
+    const what = [list.join(", "), event.op === "ask" ? event.query : "", event.note, other].filter(Boolean).join(" · ");
+    const took = soft(event.seconds ? ` ${seconds(event.seconds)}` : "");
+    return el("li", {}, el("b", {}, WORDS[event.op] || event.op), ` ${what}`, took);
   });
   return el("section", {}, el("h3", {}, "What happened"), el("ol", { className: "plain" }, ...items));
 }
@@ -115,14 +126,16 @@ function placedTable(model, step) {
   const row = (p, place) => {
     const chunk = model.chunks.get(p.chunk);
     const { name, kind } = describe(chunk);
-    const state = [(MARKS[p.mark] || ["", ""])[1], p.pinned ? "pinned" : "", p.conditioned === false ? "clean of its context" : ""];
+    const clean = p.conditioned === false ? "clean of its context" : "";
+    const state = [kind, (MARKS[p.mark] || ["", ""])[1], p.pinned ? "pinned" : "", clean].filter(Boolean).join(", ");
+    const lane = p.mark === "left" ? "left" : p.lane || "not asked";
     const trust = !p.lane ? "" : p.depth ? `approximate, depth ${p.depth}` : EXACT.has(p.lane) ? "exact" : "approximate";
     const tr = el(
       "tr", { "data-p": p.id, className: p.mark || "" },
       el("td", {}, place),
-      el("td", {}, el("span", { className: `pic ${chunk && chunk.thumbnail ? "c" + chunk.n : "none"}`, "aria-hidden": "true" }, picture(chunk))),
-      el("td", { className: "who" }, name, el("span", { className: "soft" }, [kind, ...state].filter(Boolean).join(", "))),
-      el("td", { className: "which" }, el("span", { className: `swatch lane-${p.lane || "none"}`, "aria-hidden": "true" }), p.mark === "left" ? "left" : p.lane || "not asked", el("span", { className: "soft" }, trust)),
+      el("td", {}, picture(chunk)),
+      el("td", { className: "who" }, name, soft(state)),
+      el("td", { className: "which" }, swatch(p.lane || "none"), lane, soft(trust)),
       el("td", { className: "number" }, count(p.tokens)),
     );
     return tr;

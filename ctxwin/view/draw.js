@@ -19,6 +19,8 @@ function el(tag, properties = {}, ...children) {
   return made;
 }
 
+const soft = (text) => el("span", { className: "soft" }, text);
+const swatch = (lane) => el("span", { className: `swatch lane-${lane}`, "aria-hidden": "true" });
 const many = (n, one, more = one + "s") => `${count(n)} ${n === 1 ? one : more}`;
 const count = (n) => Math.round(n).toLocaleString("en");
 const seconds = (s) => (s < 1 ? `${(1000 * s).toFixed(s < 0.01 ? 1 : 0)} ms` : `${s.toFixed(1)} s`);
@@ -40,8 +42,11 @@ function tile(model, p, note) {
   const words = [word, p.pinned ? "pinned" : ""].filter(Boolean).join(" · ");
   return el(
     "li",
-    { className: `tile ${p.mark || ""} ${lane ? "lane-" + lane : ""}`, "data-p": p.id, title: [name, note || kind, lane, words].filter(Boolean).join(", ") },
-    el("span", { className: `pic ${chunk && chunk.thumbnail ? "c" + chunk.n : "none"}`, "aria-hidden": "true" }, picture(chunk)),
+    {
+      className: `tile ${p.mark || ""} ${lane ? "lane-" + lane : ""}`, "data-p": p.id,
+      title: [name, note || kind, lane, words].filter(Boolean).join(", "),
+    },
+    picture(chunk),
     el("span", { className: "name" }, sign ? el("b", { "aria-hidden": "true" }, sign + " ") : "", name),
     el("span", { className: "words" }, lane || (p.mark === "left" ? "" : "not asked")),
     el("span", { className: "words" }, words),
@@ -49,8 +54,9 @@ function tile(model, p, note) {
 }
 
 function picture(chunk) {
-  if (!chunk || chunk.thumbnail) return "";
-  return chunk.what === "image" || chunk.what === "video" ? "▦" : "“”";
+  if (chunk && chunk.thumbnail) return el("span", { className: `pic c${chunk.n}`, "aria-hidden": "true" });
+  const sign = chunk && (chunk.what === "image" || chunk.what === "video") ? "▦" : "“”";
+  return el("span", { className: "pic none", "aria-hidden": "true" }, sign);
 }
 
 // At most MOST tiles: what happened to somebody, the first ones and the last ones; the others are counted.
@@ -93,17 +99,18 @@ function shares(ask) {
 
 function bar(ask, most) {
   const width = (n) => `${Math.min(100, (100 * n) / most)}%`;
-  const parts = shares(ask).map(([lane, n]) => el("span", { className: `part lane-${lane}`, "--w": width(n), title: `${lane}: ${n} tokens` }));
+  const part = ([lane, n]) => el("span", { className: `part lane-${lane}`, "--w": width(n), title: `${lane}: ${n} tokens` });
   const other = Object.entries(ask.costs || {})[0];
-  const theirs = other ? el("span", { className: "theirs", "--w": width(other[1]), title: `${other[0]}: ${other[1]} tokens` }) : null;
-  return el("div", { className: "bar", "aria-hidden": "true" }, el("div", { className: "parts" }, ...parts), theirs);
+  const theirs = other && el("span", { className: "theirs", "--w": width(other[1]), title: `${other[0]}: ${other[1]} tokens` });
+  return el("div", { className: "bar", "aria-hidden": "true" }, el("div", { className: "parts" }, ...shares(ask).map(part)), theirs);
 }
 
 const encodes = (step) => step.events.reduce((total, event) => total + (event.encodes || 0), 0);
 
 function verdict(ask) {
   if (ask.truth === undefined) return null;
-  return right(ask) ? el("span", { className: "good", title: "right" }, " ✓") : el("span", { className: "bad" }, ` ✗ truth: ${ask.truth}`);
+  if (right(ask)) return el("span", { className: "good", title: "right" }, " ✓");
+  return el("span", { className: "bad" }, ` ✗ truth: ${ask.truth}`);
 }
 
 function askBlock(step, scene) {
@@ -111,7 +118,8 @@ function askBlock(step, scene) {
   if (tested) {
     const about = step.placed.find((p) => p.id === (tested.ids || [])[0]);
     const who = about ? describe(scene.model.chunks.get(about.chunk)).name : "it";
-    return el("div", { className: "ask" }, el("p", { className: "q" }, `does “${who}” matter for “${tested.query || ""}”?`), el("p", { className: "a" }, `→ ${tested.note}`));
+    const question = `does “${who}” matter for “${tested.query || ""}”?`;
+    return el("div", { className: "ask" }, el("p", { className: "q" }, question), el("p", { className: "a" }, `→ ${tested.note}`));
   }
   const ask = step.ask;
   if (!ask) return null;
@@ -214,12 +222,10 @@ function lines(svg, windows, size) {
   svg.setAttribute("height", size.height);
   svg.replaceChildren(svg.querySelector("defs"));
   for (const [x, y, width, height] of boxes) add(svg, "rect", { class: "branch", x, y, width, height, rx: 10 });
-  const kinds = { stays, leaves, returns, forks, adopts };
-  for (const [kind, paths] of Object.entries(kinds)) if (paths.length) for (const d of marked(kind, paths)) add(svg, "path", { class: kind, d });
+  if (stays.length) add(svg, "path", { class: "stays", d: stays.join("") }); // they carry no arrow: one element will do
+  for (const [kind, paths] of Object.entries({ leaves, returns, forks, adopts }))
+    for (const d of paths) add(svg, "path", { class: kind, d });
 }
-
-// One path for all lines that carry no arrow: fewer elements.
-const marked = (kind, paths) => (kind === "stays" ? [paths.join("")] : paths);
 
 function add(svg, tag, attributes) {
   const made = document.createElementNS(SVG, tag);

@@ -18,7 +18,8 @@ function feed(line) {
 
 function draw() {
   const { steps, windows } = model.build($("apart").checked);
-  const most = Math.max(1, ...steps.map((step) => (step.ask ? Math.max(step.ask.usage.prompt_tokens, ...Object.values(step.ask.costs || {})) : 0)));
+  const asks = steps.map((step) => step.ask).filter(Boolean);
+  const most = Math.max(1, ...asks.flatMap((ask) => [ask.usage.prompt_tokens, ...Object.values(ask.costs || {})]));
   scene = { model, steps, windows, most };
   const size = layOut(steps, windows);
   const list = $("steps");
@@ -55,13 +56,15 @@ function draw() {
   $("scale").textContent = `${count(most)} tokens`;
   $("empty").hidden = steps.length > 0;
   $("picture").hidden = steps.length === 0;
-  $("left-out").textContent = model.leftOut ? `${many(model.leftOut, "earlier operation")} left out; the totals leave them out, too.` : "";
+  const out = `${many(model.leftOut, "earlier operation")} left out; the totals leave them out, too.`;
+  $("left-out").textContent = model.leftOut ? out : "";
   legend();
   const other = steps.map((step) => step.ask && Object.keys(step.ask.costs || {})[0]).find(Boolean);
   for (const item of document.querySelectorAll(".first-other")) item.hidden = !other;
   for (const item of document.querySelectorAll(".other-name")) item.textContent = other || "";
   const follow = CONFIG.live && $("follow").checked;
-  if (steps.length && (follow || !known.has(selected))) selected = follow ? steps.at(-1).key : (steps.find((s) => s.ask) || steps[0]).key;
+  const start = follow ? steps.at(-1) : steps.find((step) => step.ask) || steps[0];
+  if (steps.length && (follow || !known.has(selected))) selected = start.key;
   if (steps.length) select(selected, { show: follow && atEnd });
 }
 
