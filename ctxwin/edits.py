@@ -37,12 +37,15 @@ def inserted(state: State, placed: Placed, index: int, *, repair: bool = False) 
 
 
 def recalled(state: State, back: Placed, at: int | None, *, repair: bool = False) -> tuple[State, int]:
-    """``back``, which was evicted, at index ``at`` (None: before the first chunk that arrived later); and that index."""
+    """``back``, which was evicted, at index ``at`` (None: before the first chunk that arrived later); and that index.
+
+    What it was allowed not to see where it last stood counts no more: it needs what is in front of it now.
+    """
     if at is None:
         at = next((i for i, p in enumerate(state.placed) if p.arrival > back.arrival), len(state.placed))
     at = checked_index(at, len(state.placed))
     left = tuple(p for p in state.evicted if p.id != back.id)
-    return inserted(state, back.but(read=state.version + 1), at, repair=repair).edited(evicted=left), at
+    return inserted(state, back.but(read=state.version + 1, unseen=()), at, repair=repair).edited(evicted=left), at
 
 
 def changed(state: State, placement: str, **changes: Any) -> State:

@@ -317,6 +317,7 @@ def open_window(
     session._attend(runtime, operation, base)
     if reference:
         session.notes = copy.deepcopy(reference.get("notes", {}))
+        session._encodes = reference.get("encodes", 0)
     session._origin = reference.get("parent") if reference else None
     attend(runtime.context, session)
     session.observe(session._tell)

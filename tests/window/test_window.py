@@ -352,6 +352,25 @@ def test_cancelling_aask_changes_nothing(engine: FakeEngine, window: Window) -> 
     window.append(Chunk.text("free again"))
 
 
+def test_a_chunk_that_comes_back_behind_another_must_see_it(engine: FakeEngine) -> None:
+    """What it was allowed not to see where it stood before it left counts no more."""
+    window = Window(engine, "hd", fidelity=Fidelity("patched"))
+    legend = window.append(Chunk.text("legend"))
+    window.evict(legend)
+    scene = window.append(Chunk.text("scene"))
+    window.ask("q")
+    window.recall(legend)
+    window.ask("q")
+    assert lanes(window)[1] == "survivor", "a recall leaves the chunks behind it as they are"
+    window.evict(legend)
+    window.evict(scene)
+    window.recall(legend)
+    window.recall(scene)
+    assert lanes(window)[1] == "formed"
+    assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
+    window.check()
+
+
 def test_a_window_has_one_writer(engine: FakeEngine, window: Window) -> None:
     engine.delay = 0.1
     thread = threading.Thread(target=window.ask, args=("q",))

@@ -44,6 +44,16 @@ def _plain(value: Any) -> bool:
     return value is None or type(value) in (str, int, float, bool)
 
 
+def test_encodes_of_one_node_stand_in_the_answer_of_another(engine: Any, picture: Picture) -> None:
+    with open_window(None, runtime_of(engine), header="hd") as window:
+        window.extend([picture(1), picture(2)])
+        reference = window.ref()
+    with open_window(reference, runtime_of(engine)) as window:
+        assert window.ask("q", max_tokens=2).usage.vision_encodes == 2
+        assert window.ask("q", max_tokens=2).usage.vision_encodes == 0
+        assert "encodes" not in window.ref()
+
+
 def test_a_reference_is_plain_json_and_gives_the_same_window(engine: Any, picture: Picture, tmp_path: Path) -> None:
     Image.fromarray(np.full((4, 4, 3), 7, np.uint8)).save(tmp_path / "a.png")
     with Window(engine, "hd", budget=300, fidelity=Fidelity("patched", rank=2, layers="deep")) as window:
