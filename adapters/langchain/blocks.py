@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import tempfile
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,8 @@ from urllib.request import url2pathname
 
 from ctxwin.chunk import Chunk
 from ctxwin.errors import BadMedia
-from ctxwin.media import decode_video
+from ctxwin.identity import digest
+from ctxwin.media import as_rgb, decode_video, pixels_digest
 
 _SAMPLING = ("start", "end", "fps", "frames")
 # What an AI message carries beside its text: calls are in `AIMessage.tool_calls`, thinking is not shown again.
@@ -27,11 +31,47 @@ _NOT_SHOWN = {
 }  # fmt: skip
 
 
-def parts(content: Any) -> Iterator[str | Chunk]:
+class Seen:
+    """Chunks of pictures and videos that came as data, by that data: it need not be decoded again at every call.
+
+    They hold no pixels: those are in the engine's store. Thread-safe; the least recently used of ``size`` go.
+    """
+
+    def __init__(self, size: int = 4096) -> None:
+        self._size = size
+        self._chunks: OrderedDict[str, Chunk] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def key(self, block: dict[str, Any]) -> str | None:
+        """What ``block`` is known by; None where it names a file, which may change, or holds an object."""
+        try:
+            text = json.dumps(block, sort_keys=True)
+        except TypeError:
+            return None
+        return None if '"path"' in text or "file:" in text else digest("block", text)
+
+    def get(self, key: str) -> Chunk | None:
+        with self._lock:
+            if key in self._chunks:
+                self._chunks.move_to_end(key)
+            return self._chunks.get(key)
+
+    def put(self, key: str, chunk: Chunk) -> None:
+        with self._lock:
+            self._chunks[key] = chunk.light()
+            while len(self._chunks) > self._size:
+                self._chunks.popitem(last=False)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._chunks.clear()
+
+
+def parts(content: Any, seen: Seen | None = None) -> Iterator[str | Chunk]:
     """Text and media (a bare chunk each) of a message's content, in order.
 
     Raises ValueError for a block that is none of them or would have to be downloaded, BadMedia for an undecodable one.
-    Cost: decoding every image and video.
+    Cost: decoding every image and video that was not ``seen``.
     """
     for block in [content] if isinstance(content, str | dict) else content:
         if isinstance(block, str):
@@ -40,10 +80,14 @@ def parts(content: Any) -> Iterator[str | Chunk]:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind in ("text", "text-plain") and isinstance(block.get("text"), str):
             yield from [block["text"]] if block["text"] else []
-        elif kind in ("image", "image_url"):
-            yield Chunk.image(_media(block, "image"))
-        elif kind in ("video", "video_url"):
-            yield _video(block)
+        elif kind in ("image", "image_url", "video", "video_url"):
+            key = None if seen is None else seen.key(block)
+            chunk = None if seen is None or key is None else seen.get(key)
+            if chunk is None:
+                chunk = Chunk.image(_media(block, "image")) if kind.startswith("image") else _video(block)
+                if seen is not None and key is not None:
+                    seen.put(key, chunk)
+            yield chunk
         else:
             raise ValueError(f"a content block must be text, an image or a video, got {_short(block)}")
 
@@ -55,6 +99,17 @@ def text_of(content: Any) -> str:
     if any(isinstance(part, Chunk) for part in shown):
         raise ValueError("an AI message must hold text, got an image or a video; put it into a HumanMessage")
     return "".join(str(part) for part in shown)
+
+
+def identity(content: Any) -> Any:
+    """A message's content as `digest` takes it: without the ids LangChain makes up, pictures in memory by their pixels."""
+    if isinstance(content, dict):
+        return {str(k): identity(v) for k, v in content.items() if k not in ("id", "index")}
+    if isinstance(content, list | tuple):
+        return [identity(item) for item in content]
+    if content is None or isinstance(content, str | int | float | bytes):
+        return content
+    return str(content) if isinstance(content, Path) else pixels_digest(as_rgb(content)[None])
 
 
 def _media(block: dict[str, Any], kind: str) -> Any:

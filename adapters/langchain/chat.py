@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -15,7 +14,6 @@ from langchain_core.exceptions import ContextOverflowError
 from langchain_core.language_models import LanguageModelInput, ModelProfile
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
-from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
@@ -23,18 +21,18 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from ctxwin import asking
-from ctxwin.adapters.langchain.messages import converse
+from ctxwin.adapters.langchain.blocks import Seen
+from ctxwin.adapters.langchain.messages import Conversation, converse, encoded
 from ctxwin.adapters.langchain.pool import Pool
-from ctxwin.adapters.langchain.streaming import Worker
+from ctxwin.adapters.langchain.streaming import Chunks, Worker
 from ctxwin.adapters.langchain.toolcalls import Part, Reader, Syntax, learn
-from ctxwin.adapters.langchain.usage import profile_of, response_metadata, usage_metadata
+from ctxwin.adapters.langchain.usage import profile_of, remembers, response_metadata, usage_metadata
 from ctxwin.answer import Answer
 from ctxwin.engines.base import Engine
 from ctxwin.engines.open import open_engine
-from ctxwin.errors import BudgetExceeded, UnsupportedModel
+from ctxwin.errors import BudgetExceeded, ChunkUnavailable
 from ctxwin.events import Observer
 from ctxwin.fidelity import Fidelity
-from ctxwin.window import Window
 
 _log = logging.getLogger("ctxwin")
 
@@ -93,6 +91,7 @@ class ChatCtxwin(BaseChatModel):
     _engine: Engine | None = PrivateAttr(default=None)
     _pool: Pool | None = PrivateAttr(default=None)
     _syntax: Syntax | None = PrivateAttr(default=None)
+    _seen: Seen = PrivateAttr(default_factory=Seen)
     _remember: bool = PrivateAttr(default=True)
     _opening: threading.RLock = PrivateAttr(default_factory=threading.RLock)
 
@@ -112,7 +111,7 @@ class ChatCtxwin(BaseChatModel):
             if self._engine is None:
                 self._engine = self.engine or open_engine(self.model)
                 self._pool = Pool(self._engine, self.budget, self.fidelity, self.max_windows, self.observers)
-                self._remember = _remembers(self._engine)
+                self._remember = remembers(self._engine)
                 if self.profile is None:
                     self.profile = profile_of(self._engine, self.budget)
             return self._engine
@@ -190,7 +189,11 @@ class ChatCtxwin(BaseChatModel):
         """
         engine = self.open()
         schemas = [convert_to_openai_tool(tool) for tool in tools or ()]
-        talk = converse(engine, messages, schemas, ask=False)
+        talk = converse(engine, messages, schemas, ask=False, seen=self._seen)
+        try:
+            encoded(engine, talk)
+        except ChunkUnavailable:
+            talk = self._decoded_again(messages, schemas, ask=False)
         closing = engine.encode_query("x").tokens - len(engine.text_ids("x"))
         return engine.encode_header(talk.header).tokens + sum(engine.encode(c).tokens for c in talk.chunks) + closing
 
@@ -199,6 +202,14 @@ class ChatCtxwin(BaseChatModel):
             if self._syntax is None:
                 self._syntax = learn(self.open())
             return self._syntax
+
+    def _decoded_again(
+        self, messages: list[BaseMessage], tools: Sequence[dict[str, Any]], *, ask: bool
+    ) -> Conversation:
+        """For pictures that were seen before and have left the store since: the messages still have them."""
+        self._seen.clear()
+        engine = self.open()
+        return encoded(engine, converse(engine, messages, tools, ask=ask, bare=True, seen=self._seen))
 
     # -- answering ----------------------------------------------------------------------------------------------------
 
@@ -237,7 +248,7 @@ class ChatCtxwin(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        worker, chunks = self._worker(messages, stop, kwargs), _Chunks()
+        worker, chunks = self._worker(messages, stop, kwargs), Chunks()
         try:
             while (parts := worker.get()) is not None:
                 for chunk in map(chunks.of, parts):
@@ -256,7 +267,7 @@ class ChatCtxwin(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        worker, chunks = self._worker(messages, stop, kwargs), _Chunks()
+        worker, chunks = self._worker(messages, stop, kwargs), Chunks()
         try:
             while (parts := await asyncio.to_thread(worker.get)) is not None:
                 for chunk in map(chunks.of, parts):
@@ -315,8 +326,8 @@ class ChatCtxwin(BaseChatModel):
         engine = self.open()
         pool = self._pool
         assert pool is not None
-        talk = converse(engine, messages, call.tools, bare=True)
         reader = Reader(self._learnt() if call.tools else None, call.stops)
+        talk = converse(engine, messages, call.tools, bare=True, seen=self._seen)
 
         def on_token(_: int, text: str) -> bool:
             for part in reader.read(text):
@@ -324,13 +335,10 @@ class ChatCtxwin(BaseChatModel):
             return not reader.stopped
 
         try:
-            with pool.window(talk.header, talk.chunks) as window:
-                # What a remembered answer is closed with must fit, too.
-                asked = engine.encode_exchange(talk.query, ()) if self._remember else engine.encode_query(talk.query)
-                room = call.max_tokens or window.budget - window.tokens - asked.tokens
-                answer = self._ask(window, talk.query, max(room, 1), call, on_token, stopped)
-        except BudgetExceeded as error:
-            raise ContextOverflowError(str(error)) from error
+            answer, room = self._ask(pool, talk, call, on_token, stopped)
+        except ChunkUnavailable:
+            talk = self._decoded_again(messages, call.tools, ask=True)
+            answer, room = self._ask(pool, talk, call, on_token, stopped)
         if not reader.stopped:
             for part in reader.read(answer.text, last=True):
                 heard(part)
@@ -338,21 +346,27 @@ class ChatCtxwin(BaseChatModel):
 
     def _ask(
         self,
-        window: Window,
-        query: str,
-        room: int,
+        pool: Pool,
+        talk: Conversation,
         call: _Call,
         on_token: Callable[[int, str], bool],
         stopped: Callable[[], bool],
-    ) -> Answer:
-        engine = window.engine
-        # The KV of the exchange is kept for the next call, which has it as messages, if it is certain to fit.
-        exchange = engine.encode_exchange(query, ()).tokens if self._remember else 0
-        alone = engine.encode_header(window.header).tokens + exchange + room
-        return asking.ask(
-            window, query, room, remember=self._remember and alone <= window.budget, temperature=call.temperature,
-            seed=call.seed, on_token=on_token, stopped=stopped, bare=True,
-        )  # fmt: skip
+    ) -> tuple[Answer, int]:
+        """The answer, and how many tokens it could have."""
+        try:
+            with pool.window(talk.header, talk.chunks) as window:
+                engine = window.engine
+                # The KV of the exchange is kept for the next call, which has it as messages, if it is certain to fit.
+                asked = engine.encode_exchange(talk.query, ()) if self._remember else engine.encode_query(talk.query)
+                room = max(1, call.max_tokens or window.budget - window.tokens - asked.tokens)
+                alone = engine.encode_header(window.header).tokens + asked.tokens + room
+                answer = asking.ask(
+                    window, talk.query, room, remember=self._remember and alone <= window.budget,
+                    temperature=call.temperature, seed=call.seed, on_token=on_token, stopped=stopped, bare=True,
+                )  # fmt: skip
+        except BudgetExceeded as error:
+            raise ContextOverflowError(str(error)) from error
+        return answer, room
 
     def _last_chunk(self, answer: Answer, reader: Reader, room: int) -> AIMessageChunk:
         return AIMessageChunk(
@@ -361,30 +375,3 @@ class ChatCtxwin(BaseChatModel):
             response_metadata=response_metadata(answer, reader, room, self.model),
             chunk_position="last",
         )
-
-
-class _Chunks:
-    """Parts of an answer as streamed chunks; calls are numbered."""
-
-    def __init__(self) -> None:
-        self._calls = 0
-
-    def of(self, part: Part) -> ChatGenerationChunk:
-        if isinstance(part, str):
-            return ChatGenerationChunk(message=AIMessageChunk(content=part))
-        # What an invalid call wrote is no JSON, so it stays invalid.
-        args = json.dumps(part["args"], ensure_ascii=False) if isinstance(part["args"], dict) else part["args"]
-        chunk = tool_call_chunk(name=part["name"], args=args, id=part["id"], index=self._calls)
-        self._calls += 1
-        return ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=[chunk]))
-
-
-def _remembers(engine: Engine) -> bool:
-    """Whether any answer reads the same as an earlier turn: no thinking that is stripped, no other opening."""
-    template = engine.template
-    try:
-        if template is not None and not template.plain:
-            template.exchange("q", "<think>\na\n</think>\n\nb")
-    except UnsupportedModel:
-        return False
-    return True

@@ -26,12 +26,13 @@ from langchain_core.messages import (
     convert_to_messages,
 )
 
-from ctxwin.adapters.langchain.blocks import parts, text_of
+from ctxwin.adapters.langchain.blocks import Seen, identity, parts, text_of
 from ctxwin.chunk import Chunk, TextPart, TokensPart
 from ctxwin.engines.base import Engine
 from ctxwin.engines.templates import Template
 from ctxwin.errors import UnsupportedModel
 from ctxwin.identity import digest
+from ctxwin.keeping import keep_source
 
 _CHAT_ROLES: dict[str, type[BaseMessage]] = {
     "system": SystemMessage, "developer": SystemMessage, "user": HumanMessage, "human": HumanMessage,
@@ -65,6 +66,7 @@ def converse(
     *,
     ask: bool = True,
     bare: bool = False,
+    seen: Seen | None = None,
 ) -> Conversation:
     """The conversation that ``messages`` (anything LangChain takes for messages) are for ``engine``'s model.
 
@@ -72,13 +74,14 @@ def converse(
         tools: JSON schemas in OpenAI's form; the chat template shows them in the header.
         ask: whether the last text is a query; without, it is a chunk like the others.
         bare: whether the query may be empty behind a picture that ends the last message.
+        seen: remembers decoded pictures over calls; their chunks then hold no pixels.
 
     Raises:
         ValueError: no text to ask at the end, a system message behind others, a tool result nobody asked for, or a block
             that is neither text, image nor video, or would have to be downloaded (BadMedia: cannot be decoded).
         UnsupportedModel: tools, and a chat template that does not take them.
 
-    Cost: decoding and hashing every picture.
+    Cost: decoding and hashing every picture that was not ``seen``.
     """
     given = [_plain_type(m) for m in convert_to_messages(list(messages))]
     front = 0
@@ -87,7 +90,7 @@ def converse(
     header = "\n".join(filter(None, (text_of(m.content) for m in given[:front])))
     if tools:
         header = _template(engine).system(header, tools)
-    builder = _Builder(engine)
+    builder = _Builder(engine, seen)
     runs = [(kind, list(run)) for kind, run in groupby(given[front:], type)]
     for i, (kind, run) in enumerate(runs):
         if issubclass(kind, HumanMessage):
@@ -120,18 +123,21 @@ def converse(
     return Conversation(header, builder.pieces, query)
 
 
+def encoded(engine: Engine, talk: Conversation) -> Conversation:
+    """``talk`` with every chunk encoded and its source kept: what placing and counting needs is then in the store.
+
+    Raises like `Engine.encode`; cost: the vision tower over media that are new.
+    """
+    for chunk in talk.chunks:
+        engine.encode(chunk)
+        keep_source(engine, chunk)
+    return talk
+
+
 def message_key(message: BaseMessage) -> str:
     """Content identity of a message: its type, content and tool calls, without the ids LangChain makes up. O(content)."""
-    content = message.content
-    blocks = [content] if isinstance(content, str) else [_bare(block) for block in content]
-    calls = [[c["name"], repr(c["args"])] for c in getattr(message, "tool_calls", ())]
-    return digest("message", message.type, blocks, calls)
-
-
-def _bare(block: Any) -> str:
-    return (
-        repr({k: v for k, v in block.items() if k not in ("id", "index")}) if isinstance(block, dict) else repr(block)
-    )
+    calls = [[c["name"], identity(c["args"])] for c in getattr(message, "tool_calls", ())]
+    return digest("message", message.type, identity(message.content), calls)
 
 
 def _plain_type(message: BaseMessage) -> BaseMessage:
@@ -160,15 +166,16 @@ def _template(engine: Engine) -> Template:
 class _Builder:
     """Turns put into chunks one after the other; ``text`` is the last text of the open turn, which is no chunk yet."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, seen: Seen | None) -> None:
         self.pieces: list[tuple[str, Chunk]] = []
         self._engine = engine
+        self._seen = seen
         self._text = ""
         self._key = ""
         self._in_tools = False  # the open turn holds tool results, not a user's text
 
     def human(self, message: BaseMessage) -> None:
-        key, shown = message_key(message), list(parts(message.content))
+        key, shown = message_key(message), list(parts(message.content, self._seen))
         if not shown:
             return
         if self._in_tools:
@@ -219,7 +226,7 @@ class _Builder:
                 self._text = left
             else:
                 self._cut(turn.between)
-        self._add(message_key(message), list(parts(message.content)))
+        self._add(message_key(message), list(parts(message.content, self._seen)))
 
     def query(self) -> str:
         """The text that ends the open turn."""

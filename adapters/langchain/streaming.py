@@ -1,11 +1,18 @@
-"""An answer made in a thread of its own, its parts read by whoever streams it."""
+"""An answer made in a thread of its own, its parts read by whoever streams it, and as LangChain's chunks."""
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
+
+from langchain_core.messages import AIMessageChunk
+from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.outputs import ChatGenerationChunk
+
+from ctxwin.adapters.langchain.toolcalls import Part
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -48,3 +55,19 @@ class Worker(Generic[P, R]):
             self._parts.put(work(lambda part: self._parts.put([part]), self._stop.is_set))
         except BaseException as error:  # handed to the reader's thread, which raises it
             self._parts.put(error)
+
+
+class Chunks:
+    """Parts of an answer as streamed chunks; calls are numbered."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def of(self, part: Part) -> ChatGenerationChunk:
+        if isinstance(part, str):
+            return ChatGenerationChunk(message=AIMessageChunk(content=part))
+        # What an invalid call wrote is no JSON, so it stays invalid.
+        args = json.dumps(part["args"], ensure_ascii=False) if isinstance(part["args"], dict) else part["args"]
+        chunk = tool_call_chunk(name=part["name"], args=args, id=part["id"], index=self._calls)
+        self._calls += 1
+        return ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=[chunk]))

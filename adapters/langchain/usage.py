@@ -28,6 +28,17 @@ def profile_of(engine: Engine, budget: int | None) -> ModelProfile:
     )  # fmt: skip
 
 
+def remembers(engine: Engine) -> bool:
+    """Whether any answer reads the same as an earlier turn: no thinking that is stripped, no other opening."""
+    template = engine.template
+    try:
+        if template is not None and not template.plain:
+            template.exchange("q", "<think>\na\n</think>\n\nb")
+    except UnsupportedModel:
+        return False
+    return True
+
+
 def usage_metadata(answer: Answer) -> UsageMetadata:
     """Tokens in and out. ``cache_read`` are those of header and messages that no forward ran for; then tokens by lane."""
     usage = answer.usage

@@ -18,6 +18,7 @@ from langchain_core.tools import tool
 from PIL import Image
 
 from ctxwin import Chunk, Fidelity
+from ctxwin.adapters.langchain import blocks
 from ctxwin.adapters.langchain.chat import ChatCtxwin
 from ctxwin.engines.base import Encoded, Engine, Sampling
 from ctxwin.errors import UnsupportedModel
@@ -76,6 +77,28 @@ def test_the_answer_is_that_of_the_whole_prompt_whatever_was_asked_before(tiny: 
         usage = answer.response_metadata["ctxwin"]
         assert usage["exact"]
         assert usage["vision_encodes"] == 0 or placed[-1] == max(i for p in programs[: step + 1] for i in p)
+
+
+def test_pictures_are_decoded_once_and_again_when_they_left_the_store(
+    tiny: Engine, exact: ChatCtxwin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch(tiny, seed=8)
+    query = watch.question([0, 1])
+    opened: list[Any] = []
+    monkeypatch.setattr(
+        blocks, "_decoded", lambda data, kind, of=blocks._decoded: opened.append(kind) or of(data, kind)
+    )
+    first = exact.invoke(watch.messages([0, 1], query))
+    exact.get_num_tokens_from_messages(watch.messages([0, 1], query))
+    assert exact.invoke(watch.messages([0, 1], query)).content == first.content
+    assert len(opened) == 2
+    for key in [media.key for encoded in watch.encoded([0, 1]) for media in encoded.media]:
+        assert tiny.repo.delete(key)
+        assert tiny.repo.delete(key.replace("embed/", "grid/"))
+    for frame in watch.frames[:2]:
+        tiny.repo.delete("source/" + Chunk.image(render(frame)).media[0].content)
+    assert exact.invoke(watch.messages([0, 1], query)).content == first.content
+    assert len(opened) == 4
 
 
 def test_a_picture_may_stand_behind_the_question(tiny: Engine, exact: ChatCtxwin) -> None:

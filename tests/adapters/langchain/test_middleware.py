@@ -292,19 +292,21 @@ def test_parallel_and_wrong_recalls(caller: Engine) -> None:
 
 @pytest.mark.parametrize("recall", [True, False])
 def test_until_the_trigger_the_answers_are_the_same(caller: Engine, recall: bool) -> None:
-    """With real answers, at ``exact``: the prompts and the words are those without the middleware."""
+    """With real answers, at ``exact``: the same words for the same prompts as without the middleware."""
 
-    def answers(middleware: list[Any]) -> tuple[list[str], list[str]]:
-        prompts: list[str] = []
-        with ChatCtxwin(engine=caller, fidelity=Fidelity("exact"), max_tokens=6, seed=1) as chat:
+    def answers(middleware: list[Any]) -> list[tuple[str, int]]:
+        with ChatCtxwin(engine=caller, fidelity=Fidelity("exact"), max_tokens=6) as chat:
             agent = create_agent(
                 chat, [look], system_prompt="be short", middleware=middleware, checkpointer=InMemorySaver()
             )
             said = run(agent, ["one?", "two?", "three?"], asynchronous=False)["messages"]
-        return [m.text for m in said], prompts
+        return [
+            (m.text, m.usage_metadata["input_tokens"]) for m in said if isinstance(m, AIMessage) and m.usage_metadata
+        ]
 
     window = WindowMiddleware(trigger=("messages", 50), keep=("messages", 4), recall=recall)
     assert answers([window]) == answers([])
+    assert len(answers([])) == 3
 
 
 def test_any_chat_model_will_do() -> None:
