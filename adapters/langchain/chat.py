@@ -74,7 +74,7 @@ class ChatCtxwin(BaseChatModel):
     Raises ContextOverflowError where messages and answer do not fit the budget; nothing is cut off silently.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, populate_by_name=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     engine: Engine | None = Field(default=None, exclude=True, repr=False)
     model: str = ""
@@ -84,7 +84,7 @@ class ChatCtxwin(BaseChatModel):
     temperature: float = Field(default=0.0, ge=0)
     seed: int | None = None
     stop: list[str] | None = None
-    streaming: bool = True
+    streaming: bool = False
     max_windows: int = Field(default=8, ge=1)
     observers: tuple[Observer, ...] = Field(default=(), exclude=True, repr=False)
 
@@ -132,7 +132,7 @@ class ChatCtxwin(BaseChatModel):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _resolve_modelprofile_of(self) -> ModelProfile | None:
+    def _resolve_model_profile(self) -> ModelProfile | None:
         return None if self.engine is None else profile_of(self.engine, self.budget)
 
     @property

@@ -326,13 +326,13 @@ def test_tools_are_for_models_that_take_them(tiny: Engine, caller: Engine) -> No
 def test_too_much_is_refused(tiny: Engine) -> None:
     watch = Watch(tiny)
     with ChatCtxwin(engine=tiny, budget=160, max_tokens=8) as chat:
+        assert chat.profile is not None  # known before the first call
+        assert chat.profile["max_input_tokens"] == 160
         chat.invoke(watch.messages([0], "color of 12?"))
         with pytest.raises(ContextOverflowError, match="must fit the budget"):
             chat.invoke(watch.messages([0, 1, 2], "color of 12?"))
         with pytest.raises(ContextOverflowError):
             chat.invoke([SystemMessage("long " * 200), HumanMessage("q")])
-        assert chat.profile is not None
-        assert chat.profile["max_input_tokens"] == 160
 
 
 def test_the_longest_answer_is_what_the_budget_leaves(caller: Engine) -> None:
