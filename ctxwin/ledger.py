@@ -23,7 +23,13 @@ from ctxwin.state import Placed, State
 if TYPE_CHECKING:
     from ctxwin.window import Window
 
-POLICIES = ("naive", "trim", "append")
+NAMES = {
+    "naive": "prefix cache: same prompts",
+    "trim": "prefix cache: trim half when full",
+    "append": "trim, look back at the end",
+}
+"""The users of a prefix cache: name for people by policy."""
+POLICIES = tuple(NAMES)
 _KEPT = 4096  # encoded chunks remembered
 
 
@@ -232,12 +238,7 @@ class Ledger:
         from rich.table import Table
 
         s = self.summary()
-        names = {
-            "": "ctxwin",
-            "_naive": "same prompts",
-            "_trim": "trim half when full",
-            "_append": "trim, look back at the end",
-        }
+        names = {"": "ctxwin", **{f"_{policy}": name for policy, name in NAMES.items()}}
         table = Table(title=f"{s['asks']} asks: ctxwin, and what prefix caching would have computed")
         for column in ("", "tokens computed", "ctxwin's share", "vision encodes"):
             table.add_column(column, justify="left" if not column else "right")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctxwin import Chunk, Window, open_engine
 from ctxwin.engines.base import Engine
-from ctxwin.ledger import POLICIES, Ledger
+from ctxwin.ledger import NAMES, Ledger
 from ctxwin.media import decode_video
 from ctxwin.trace import Trace
 
@@ -82,7 +82,7 @@ class Run:
         self.room = 48
         self.figures: dict[str, Any] = {}
         self._options = options
-        self._trace = Trace(options.trace) if options.trace else None
+        self._trace = Trace(options.trace, engine=engine) if options.trace else None
 
     def watch(self, window: Window, room: int | None = None) -> Window:
         """Counts a window and its later forks; the others' prompts get its budget less ``room``. Returns the window."""
@@ -97,7 +97,7 @@ class Run:
             self.ledger.truth(text)
         if self._trace:
             row = self.ledger.rows[-1]
-            self._trace.note({policy: row[f"computed_tokens_{policy}"] for policy in POLICIES}, truth=text)
+            self._trace.note({name: row[f"computed_tokens_{policy}"] for policy, name in NAMES.items()}, truth=text)
 
     def budget(self, header: str, chunk: Chunk, count: int, room: int | None = None) -> int:
         """Tokens of a window that holds ``count`` chunks like ``chunk``, with ``room`` for a question and its answer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ctxwin.ledger import NAMES
 from ctxwin.tiny import world
 from ctxwin.tiny.clip import write_clip
 from ctxwin.trace import read_trace
@@ -22,7 +23,7 @@ def test_they_answer_like_a_re_prefill_and_share_every_encode(tmp_path: Path) ->
     assert len({ask["window"] for ask in asks}) == 18  # the agents, and a branch of each for a look-back
     assert all(ask["truth"] for ask in asks)
     for policy in ("naive", "trim", "append"):
-        assert sum(ask["costs"][policy] for ask in asks) == figures[f"computed_tokens_{policy}"]
+        assert sum(ask["costs"][NAMES[policy]] for ask in asks) == figures[f"computed_tokens_{policy}"]
 
 
 def test_a_video_is_talked_about_freely(tmp_path: Path) -> None:
