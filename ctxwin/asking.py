@@ -34,7 +34,7 @@ def ask(
     query: str,
     max_tokens: int = 32,
     *,
-    remember: bool = False,
+    remember: bool | Callable[[str], bool] = False,
     logprobs: int = 0,
     temperature: float = 0.0,
     seed: int | None = None,
@@ -45,7 +45,7 @@ def ask(
 ) -> Answer:
     """See `Window.ask`. ``stopped`` is polled: once true, the engine stops and the window stays as it was.
 
-    ``bare`` lets the query be empty, where what is placed already ends in the request (a picture behind its text).
+    ``remember`` may decide by the answer's text. ``bare``: the query may be empty (what is placed ends in the request).
     """
     if not isinstance(query, str) or not (query or bare):
         raise ValueError(f"query must be a non-empty str, got {query!r}")
@@ -55,7 +55,7 @@ def ask(
         raise ValueError(f"temperature must be >= 0 and finite, got {temperature}")
     if not isinstance(logprobs, int) or logprobs < -1:
         raise ValueError(f"logprobs must be an int >= -1 (-1: the whole vocabulary), got {logprobs!r}")
-    with window._writing(edit=remember) as state:
+    with window._writing(edit=bool(remember)) as state:
         begin = time.perf_counter()
         encoded = window.engine.encode_query(query)
         check_budget(state, encoded.tokens, max_tokens)
@@ -67,12 +67,12 @@ def ask(
             return not stopped() and (on_token is None or on_token(token, text))
 
         sampling = Sampling(max_tokens, temperature, seed, logprobs, tuple(stop_ids))
-        generation = window._assembly.run(laid, encoded, sampling, capture_query=remember, on_token=heard)
+        generation = window._assembly.run(laid, encoded, sampling, capture_query=bool(remember), on_token=heard)
         if stopped():
             raise _StoppedError
         settled = window._assembly.settle(state, laid, generation.captured, window._fidelity)
         remembered = None
-        if remember:
+        if remember is True or (remember and remember(generation.text)):
             settled, remembered = _remember_pass(window, settled, laid, query, generation, work)
         total = time.perf_counter() - begin
         if stopped():

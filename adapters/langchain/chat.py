@@ -335,10 +335,10 @@ class ChatCtxwin(BaseChatModel):
             return not reader.stopped
 
         try:
-            answer, room = self._ask(pool, talk, call, on_token, stopped)
+            answer, room = self._ask(pool, talk, call, reader, on_token, stopped)
         except ChunkUnavailable:
             talk = self._decoded_again(messages, call.tools, ask=True)
-            answer, room = self._ask(pool, talk, call, on_token, stopped)
+            answer, room = self._ask(pool, talk, call, reader, on_token, stopped)
         if not reader.stopped:
             for part in reader.read(answer.text, last=True):
                 heard(part)
@@ -349,6 +349,7 @@ class ChatCtxwin(BaseChatModel):
         pool: Pool,
         talk: Conversation,
         call: _Call,
+        reader: Reader,
         on_token: Callable[[int, str], bool],
         stopped: Callable[[], bool],
     ) -> tuple[Answer, int]:
@@ -356,12 +357,16 @@ class ChatCtxwin(BaseChatModel):
         try:
             with pool.window(talk.header, talk.chunks) as window:
                 engine = window.engine
-                # The KV of the exchange is kept for the next call, which has it as messages, if it is certain to fit.
+                # The KV of the exchange is kept for the next call, which has it as messages, where it will read the same
+                # then and is certain to fit.
                 asked = engine.encode_exchange(talk.query, ()) if self._remember else engine.encode_query(talk.query)
                 room = max(1, call.max_tokens or window.budget - window.tokens - asked.tokens)
                 alone = engine.encode_header(window.header).tokens + asked.tokens + room
                 answer = asking.ask(
-                    window, talk.query, room, remember=self._remember and alone <= window.budget,
+                    window, talk.query, room,
+                    remember=self._remember and alone <= window.budget and (
+                        lambda text: not reader.stopped and remembers(engine, text)
+                    ),
                     temperature=call.temperature, seed=call.seed, on_token=on_token, stopped=stopped, bare=True,
                 )  # fmt: skip
         except BudgetExceeded as error:

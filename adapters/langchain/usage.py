@@ -28,12 +28,12 @@ def profile_of(engine: Engine, budget: int | None) -> ModelProfile:
     )  # fmt: skip
 
 
-def remembers(engine: Engine) -> bool:
-    """Whether any answer reads the same as an earlier turn: no thinking that is stripped, no other opening."""
+def remembers(engine: Engine, answer: str = "") -> bool:
+    """Whether ``answer`` reads the same as an earlier turn: no thinking that is stripped, no other opening."""
     template = engine.template
     try:
         if template is not None and not template.plain:
-            template.exchange("q", "<think>\na\n</think>\n\nb")
+            template.exchange("", answer)
     except UnsupportedModel:
         return False
     return True

@@ -8,6 +8,7 @@ import io
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, Huma
 from langchain_core.tools import tool
 from PIL import Image
 
-from ctxwin import Chunk, Fidelity
+from ctxwin import Chunk, Fidelity, open_engine
 from ctxwin.adapters.langchain import blocks
 from ctxwin.adapters.langchain.chat import ChatCtxwin
 from ctxwin.engines.base import Encoded, Engine, Sampling
@@ -26,6 +27,7 @@ from ctxwin.events import Event
 from ctxwin.reference import Reference
 from ctxwin.tiny.world import Frame, make_stream, questions_for, render
 from engines.scripted import ScriptedEngine
+from engines.tool_models import HERMES, write_tool_model
 
 HEADER = "You watch a camera."
 
@@ -301,6 +303,28 @@ def test_tool_calls_in_a_stream(caller: Engine) -> None:
         assert [c["args"] for c in message.invalid_tool_calls] == [broken]
         assert len({c["id"] for c in (*message.tool_calls, *message.invalid_tool_calls)}) == 3
     assert [len(c.tool_call_chunks) for c in chunks if isinstance(c, AIMessageChunk)].count(1) == 3
+
+
+def test_thinking_is_not_shown_again(tmp_path: Path) -> None:
+    """As with Qwen3's template: an answer without thinking is remembered, one with it is computed as it reads later."""
+    shown = "{{ m.content.split('</think>')[-1].lstrip() }}"
+    strips = HERMES.replace("{{ '\n' }}{{ m.content }}{% endif %}", "{{ '\n' }}" + shown + "{% endif %}")
+    assert strips != HERMES
+    script = ["red", "<think>hm</think>blue", "green"]
+    with open_engine(f"hf:{write_tool_model(tmp_path, strips)}") as inner:
+        engine = ScriptedEngine(inner, script)
+        with ChatCtxwin(engine=engine, fidelity=Fidelity("exact")) as chat:
+            messages: list[BaseMessage] = []
+            computed = []
+            for question in ("one?", "two?", "three?"):
+                messages.append(HumanMessage(question))
+                messages.append(answer := chat.invoke(messages))
+                computed.append(answer.usage_metadata["input_token_details"].get("computed", 0))  # type: ignore[index]
+        assert [m.text for m in messages[1::2]] == script
+        assert "hm" not in engine.prompts[2]
+        opening = inner.encode_header("").tokens
+        exchange = inner.encode_exchange("two?", inner.text_ids("blue")).tokens
+        assert computed == [opening, 0, exchange]
 
 
 def test_tools_are_for_models_that_take_them(tiny: Engine, caller: Engine) -> None:
