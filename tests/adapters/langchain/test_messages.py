@@ -105,6 +105,31 @@ def test_the_prompt_is_the_templates_own(engine: Engine, name: str, tools: Any) 
     assert prompt(engine, made) == rendered(engine, [plain(m) for m in messages], tools)
 
 
+WORDS = st.text("ab {}<é\n", min_size=1, max_size=6).filter(lambda t: t == t.strip())
+ROUND = st.tuples(
+    WORDS, st.lists(st.tuples(st.just("") | WORDS, st.lists(WORDS, min_size=1, max_size=3)), max_size=2), WORDS
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.just("") | WORDS, st.lists(ROUND, min_size=1, max_size=3), st.booleans())
+def test_any_conversation_is_the_templates_own(
+    engine: Engine, header: str, rounds: list[tuple[str, list[tuple[str, list[str]]], str]], answered: bool
+) -> None:
+    messages: list[Any] = [SystemMessage(header)] if header else []
+    for question, calls, answer in rounds:
+        messages.append(HumanMessage(question))
+        for text, results in calls:
+            messages.append(AIMessage(text, tool_calls=[call("look", at=r) for r in results]))
+            messages += [ToolMessage(r, tool_call_id="c1") for r in results]
+        messages.append(AIMessage(answer))
+    if answered:
+        messages.append(HumanMessage("and?"))
+    else:
+        del messages[-1]  # the question, or the last result, is to be answered
+    assert prompt(engine, converse(engine, messages, TOOLS)) == rendered(engine, [plain(m) for m in messages], TOOLS)
+
+
 def test_every_piece_is_tokenised_as_the_template_in_pieces(engine: Engine) -> None:
     made = converse(engine, [SystemMessage("be short"), HumanMessage("what?"), AIMessage("red"), HumanMessage("now?")])
     tokenizer = engine.encoder.checkpoint.tokenizer  # type: ignore[attr-defined]
