@@ -57,7 +57,8 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
     """Keeps what the model sees within bounds: messages leave by a policy, and a tool brings them back.
 
     The user's messages stay in the state as they are. An answer that calls tools and their results leave together. The
-    question being answered, what came last, and what was recalled for this question never leave. With `ChatCtxwin` every
+    question being answered, what came last and what that recalled never leave; what was recalled for this question leaves
+    after all others. With `ChatCtxwin` every
     decision is a cache edit; it works with any chat model.
 
     Args:
@@ -157,9 +158,9 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
             u.key: u.tokens if kind != "messages" else 1 if self._media_only else len(u.messages) for u in candidates
         }
         left = sum(sizes.values())
-        protected = _protected(units)
+        protected, late = _protected(units)
         leaving: dict[str, Unit] = {}
-        for unit in self._policy.order(candidates):
+        for unit in sorted(self._policy.order(candidates), key=lambda u: u.key in late):
             if left <= wanted:
                 break
             if unit.key not in protected and unit.key not in leaving:
@@ -197,14 +198,16 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
         return lambda messages: count_tokens_approximately([*front, *messages], tools=tools)
 
 
-def _protected(units: Sequence[Unit]) -> set[str]:
-    """What came last, the question being answered, and what was recalled since."""
+def _protected(units: Sequence[Unit]) -> tuple[set[str], set[str]]:
+    """What never leaves: the question being answered, what came last, and what that recalled.
+
+    Also what leaves only after all others: what was recalled since the question.
+    """
+    last = units[-1].position if units else 0
     asked = max((u.position for u in units if isinstance(u.messages[0], HumanMessage)), default=0)
-    length = sum(len(u.messages) for u in units)
-    return {
-        u.key for u in units
-        if u.position == asked or u is units[-1] or (u.read > u.position + len(u.messages) and asked < u.read <= length)
-    }  # fmt: skip
+    back = [u for u in units if u.read > u.position + len(u.messages)]  # recalled after it arrived
+    hard = {u.key for u in units if u.position in (asked, last)} | {u.key for u in back if u.read > last}
+    return hard, {u.key for u in back if u.read > asked}
 
 
 def _out(known: Mapping[str, Omitted], unit: Unit) -> bool:

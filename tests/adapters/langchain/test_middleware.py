@@ -176,6 +176,18 @@ def test_policies() -> None:
     ]
 
 
+def test_what_was_recalled_stays_for_the_answer_and_leaves_after_the_others() -> None:
+    messages = talk("h", "c", "c", "c")  # h0 c1 r1 c3 r3 c5 r5
+    middleware = WindowMiddleware(trigger=("messages", 5), keep=("messages", 1))
+    by_the_last_step = {"1": {"number": 1, "out": False, "read": 7}}
+    assert list(ask(middleware, messages, **{KEY: by_the_last_step})[1]) == ["3"]
+    by_an_earlier_one = {"1": {"number": 1, "out": False, "read": 5}}
+    assert list(ask(middleware, messages, **{KEY: by_an_earlier_one})[1]) == ["1", "3"]
+    middleware = WindowMiddleware(trigger=("messages", 5), keep=("messages", 5))
+    assert list(ask(middleware, messages, **{KEY: by_an_earlier_one})[1]) == ["3"]
+    assert list(ask(middleware, messages)[1]) == ["1"]
+
+
 @given(st.lists(st.sampled_from("hac"), max_size=8), st.integers(1, 6), st.booleans(), st.booleans())
 def test_pairs_stay_whole_and_nothing_is_shown_twice(kinds: list[str], keep: int, recall: bool, newest: bool) -> None:
     messages = talk(*kinds, "h")
