@@ -102,9 +102,9 @@ def _engine_name(model: str, engine: str | None) -> str:
         return f"tiny:{engine}" if engine else "tiny"
     if engine is not None:
         return f"{engine}:{model}"
-    from importlib.util import find_spec
+    from ctxwin.engines.open import vllm_installed
 
-    return f"vllm:{model}" if find_spec("vllm") else f"hf:{model}"
+    return f"vllm:{model}" if vllm_installed() else f"hf:{model}"
 
 
 def _seeds(seed: int, seeds: str) -> tuple[int, ...]:

