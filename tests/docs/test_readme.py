@@ -36,10 +36,8 @@ def test_the_quickstart_runs(tmp_path: Path) -> None:
 
 
 def test_the_readme_shows_the_graph_that_runs() -> None:
-    example = (ROOT / "examples" / "langgraph_ten_lines.py").read_text()
-    shown = re.search(r"```python\n(    graph = .*?)```", README, re.S)
-    assert shown is not None and shown[1] in example
-    assert len([line for line in shown[1].splitlines() if line.strip()]) <= 10
+    example = (ROOT / "examples" / "langgraph_ten_lines.py").read_text()  # run by the adapter's tests
+    assert example in README
 
 
 def test_an_agent_reuses_what_was_said_before(tmp_path: Path) -> None:
