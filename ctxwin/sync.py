@@ -68,22 +68,23 @@ def plan_sync(
         wanted: content ids in order.
 
     At most one eviction (of several chunks), at most one reordering, then one recall or insertion for each chunk that is
-    not placed, front to back. No chunk leaves that is wanted, and none is inserted that was evicted.
+    not placed, front to back. No chunk leaves that is wanted, and none is inserted that can be recalled.
     """
     contents = [content for _, content in placed]
     match = dict(_common(contents, wanted))  # wanted index -> placed index
     spare: defaultdict[str, list[int]] = defaultdict(list)  # placed elsewhere than wanted
     for i in sorted(set(range(len(placed))) - set(match.values()), reverse=True):
         spare[contents[i]].append(i)
-    back: defaultdict[str, list[str]] = defaultdict(list)
-    for placement, content in evicted:
-        back[content].append(placement)
     for j, content in enumerate(wanted):
         if j not in match and spare[content]:
             match[j] = spare[content].pop()
     kept = [placed[match[j]][0] for j in sorted(match)]
     staying = set(kept)
     leaving = tuple(placement for placement, _ in placed if placement not in staying)
+    back: defaultdict[str, list[str]] = defaultdict(list)
+    forgotten = max(0, len(evicted) + len(leaving) - edits.MAX_EVICTED)  # the oldest make room for those that leave
+    for placement, content in evicted[forgotten:]:
+        back[content].append(placement)
     plan = [Edit("evict", leaving)] if leaving else []
     if kept != [placement for placement, _ in placed if placement in staying]:
         plan.append(Edit("reorder", tuple(kept)))
@@ -102,7 +103,8 @@ def _applied(window: Window, state: State, edit: Edit, wanted: Sequence[Chunk]) 
     if edit.op == "reorder":
         return state.edited(placed=tuple(by_id[i] for i in edit.ids)), edit.ids
     if edit.op == "recall":
-        new, _ = edits.recalled(state, window._back(state, edit.ids[0]), edit.at)
+        with window._seeing():
+            new, _ = edits.recalled(state, window._back(state, edit.ids[0]), edit.at)
         return new, edit.ids
     placed: Placed = window._new(state, wanted[edit.at])
     return edits.inserted(state, placed, edit.at).edited(arrivals=state.arrivals + 1), (placed.id,)
