@@ -46,11 +46,12 @@ def follow(
     tail = len(names)
     while tail and names[tail - 1] is None:
         tail -= 1
+    held, back = set(window.ids), set(window.evicted)
     for i, (chunk, name) in enumerate(zip(chunks[:tail], names[:tail], strict=True)):
-        if name is None or name in removed:
+        if name is None or (name in removed and name not in held):
             behind = set(names[i + 1 :])
             at = next((k for k, placement in enumerate(window.ids) if placement in behind), len(window.ids))
-            if name is None:
+            if name is None or name not in back:  # the window remembers so many evictions and no more
                 names[i] = window.insert(at, chunk)
             else:
                 window.recall(name, at)

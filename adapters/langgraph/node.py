@@ -17,6 +17,7 @@ from ctxwin.adapters.langchain.messages import Conversation, converse, message_k
 from ctxwin.adapters.langchain.usage import usage_metadata
 from ctxwin.adapters.langgraph.context import engine_of
 from ctxwin.adapters.langgraph.follow import Without, follow
+from ctxwin.adapters.langgraph.marks import packed, unpacked
 from ctxwin.adapters.langgraph.reference import merge_windows
 from ctxwin.adapters.langgraph.session import Session, open_window
 from ctxwin.answer import Answer
@@ -33,9 +34,9 @@ class WindowState(TypedDict, total=False):
 
 
 # What a reference's notes say of a conversation: how many messages were read, and their digest; the header they asked for;
-# placements so far; placements of removed messages, and of other nodes.
+# placements so far; placements of removed messages, and of other nodes (`ctxwin.adapters.langgraph.marks`).
 _NOTHING: dict[str, Any] = {
-    "messages": 0, "digest": "", "header": digest(""), "arrivals": 0, "removed": [], "others": [],
+    "messages": 0, "digest": "", "header": digest(""), "arrivals": 0, "removed": "", "others": "",
 }  # fmt: skip
 
 
@@ -134,8 +135,9 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         state = window.snapshot()
         known = {p.id: p.arrival for p in (*state.placed, *state.evicted)}
         # What has arrived since this node ran is another node's.
-        others = {i for i, arrival in known.items() if i in read["others"] or arrival >= read["arrivals"]}
-        removed = [i for i in read["removed"] if i in known]
+        theirs, taken_out = unpacked(read["others"]), unpacked(read["removed"])
+        others = {i for i, arrival in known.items() if arrival in theirs or arrival >= read["arrivals"]}
+        removed = [i for i, arrival in known.items() if arrival in taken_out]
         if reading.going_on:
             window.extend(talk.chunks)
         else:
@@ -151,7 +153,7 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
             window.retrieval = Without(self._retrieval, frozenset(removed))
             window.look_back(talk.query, room=room)
         window.slide(room=room)
-        read |= {"removed": removed, "others": sorted(others)}
+        read |= {"removed": packed(known[i] for i in removed), "others": packed(known[i] for i in others)}
 
     def _answered(self, window: Session, reading: _Reading, answer: Answer) -> dict[str, Any]:
         message = _message(answer, window, self._asking["max_tokens"])
