@@ -12,7 +12,7 @@ _LONGEST = 400  # characters of a query, an answer or a note
 def describe_event(event: Event, key: str | None) -> dict[str, Any]:
     """``event`` as JSON, about 300 bytes.
 
-    ``type`` is ``"window"``. ``key`` names the operation: a node that runs again says the same key for the same operation.
+    ``type`` is ``"window"``. ``key`` names the event: a node that runs again says the same key for the same event.
     An ask adds ``query``, ``answer``, ``lanes`` (tokens by lane) and its cost; ``again`` says that the answer was kept from
     an earlier execution, so that nothing was computed now.
     """

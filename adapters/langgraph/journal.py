@@ -60,9 +60,12 @@ class Journal:
         if found is None or found[1] or found[2]:
             return None
         made = record["answer"]
-        logprobs = {int(k): -math.inf if v is None else v for k, v in made["first_token_logprobs"].items()}
-        made |= {"usage": Usage(**made["usage"]), "token_ids": tuple(made["token_ids"])}
-        return Answer(**{**made, "first_token_logprobs": logprobs}), found[0]
+        try:
+            logprobs = {int(k): -math.inf if v is None else v for k, v in made["first_token_logprobs"].items()}
+            made |= {"usage": Usage(**made["usage"]), "token_ids": tuple(made["token_ids"])}
+            return Answer(**{**made, "first_token_logprobs": logprobs}), found[0]
+        except (KeyError, TypeError):  # of a version that wrote other fields: a miss
+            return None
 
     def put(self, key: str, answer: Answer, state: State) -> None:
         made = answer.to_json()

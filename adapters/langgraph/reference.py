@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from ctxwin.adapters.langgraph import manifest
+from ctxwin.identity import digest
 from ctxwin.state import Placed, State
 from ctxwin.window import Window
 
@@ -147,7 +148,7 @@ def merge_windows(left: dict[str, Any] | None, right: dict[str, Any] | None) -> 
     """The reducer of a window key: which reference the state goes on with.
 
     Same window: the one that was adopted more often (`Session.ref` with ``adopt=True``), then the higher version, then
-    more operations, then the greater manifest digest. So the order in which parallel branches finish does not matter,
+    more operations, then the greater digest. So the order in which parallel branches finish does not matter,
     the others' edits are not in the result, and a node goes back to an older version with ``adopt=True`` only. Another
     window: the one written last (LangGraph applies the writes of a step in a fixed order). None changes nothing, nor
     does the empty dict that LangGraph starts a key with.
@@ -161,5 +162,6 @@ def merge_windows(left: dict[str, Any] | None, right: dict[str, Any] | None) -> 
     return max(left, right, key=_rank)
 
 
-def _rank(reference: Mapping[str, Any]) -> tuple[int, int, int, str]:
-    return reference["adopted"], reference["version"], reference["operations"], reference["manifest"]
+def _rank(reference: Mapping[str, Any]) -> tuple[int, int, int, str, str]:
+    notes = digest(reference.get("notes", {}))
+    return reference["adopted"], reference["version"], reference["operations"], reference["manifest"], notes

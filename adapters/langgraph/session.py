@@ -61,35 +61,34 @@ class Session(Window):
         Cost: a few KB of writes to the engine's store.
         """
         operations, adopted = self._base
-        return save(
-            self, operations=operations + self._index, adopted=adopted + adopt, parent=self._origin, notes=self.notes
-        )
+        operations += self._index + (self.notes != self._noted)  # the reducer must see that something was done
+        return save(self, operations=operations, adopted=adopted + adopt, parent=self._origin, notes=self.notes)
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
     def ask(self, query: str, max_tokens: int = 32, **options: Any) -> Answer:
         """`Window.ask`; an answer this operation has already given is not computed again (``on_token`` gets it whole)."""
-        key = self._key(query, max_tokens, options)
+        key, version = self._key(query, max_tokens, options), self.version
         again = self._again(key, query, options)
         if again is not None:
             return again
-        return self._record(key, super().ask(query, max_tokens, **self._beating(options)))
+        return self._record(key, version, super().ask(query, max_tokens, **self._beating(options)))
 
     async def aask(self, query: str, max_tokens: int = 32, **options: Any) -> Answer:
         """`Window.aask`; an answer this operation has already given is not computed again."""
-        key = self._key(query, max_tokens, options)
+        key, version = self._key(query, max_tokens, options), self.version
         again = await asyncio.to_thread(self._again, key, query, options)
         if again is not None:
             return again
         answer = await super().aask(query, max_tokens, **self._beating(options))
-        return await asyncio.to_thread(self._record, key, answer)
+        return await asyncio.to_thread(self._record, key, version, answer)
 
     def stream(self, query: str, max_tokens: int = 32, **options: Any) -> SessionStream:
         """`Window.stream`; an answer this operation has already given comes in one piece."""
-        key = self._key(query, max_tokens, options)
+        key, version = self._key(query, max_tokens, options), self.version
         again = self._again(key, query, options)
         inner = None if again else super().stream(query, max_tokens, **options)
-        return SessionStream(inner, again, lambda answer: self._record(key, answer), self._runtime.heartbeat)
+        return SessionStream(inner, again, lambda answer: self._record(key, version, answer), self._runtime.heartbeat)
 
     async def astream(self, query: str, max_tokens: int = 32, **options: Any) -> AsyncIterator[str]:
         """`Window.astream`; an answer this operation has already given comes in one piece."""
@@ -115,7 +114,7 @@ class Session(Window):
         assert isinstance(branch, Session)
         operation = self._operation and Operation(self._operation.checkpoint, self._operation.task, seed[:12])
         branch._attend(self._runtime, operation, (self._base[0] + self._index, self._base[1]))
-        branch.notes = copy.deepcopy(self.notes)
+        branch._note(self.notes)
         branch._parent = (weakref.ref(self), self.version)
         inherited = (o for o in self._observers if o != self._tell)
         branch._observers, branch._origin = (*inherited, branch._tell), self.id
@@ -149,11 +148,17 @@ class Session(Window):
     def _attend(self, runtime: Runtime[Any], operation: Operation | None, base: tuple[int, int]) -> None:
         self._runtime = runtime
         self._base = base  # operations and adoptions so far
-        self.notes = {}
+        self._note({})
         self._index = 0  # of this session's operations
+        self._events = 0  # that were told of them
+        self._left: Event | None = None  # the latest answer that is still to be kept
         self._operation = operation
         self._journal = Journal(self.engine.repo, operation) if operation else None
         self._run_context = contextvars.copy_context()  # the stream writer looks for the run's config there
+
+    def _note(self, notes: Mapping[str, Any]) -> None:
+        """Starts with these notes; `ref` counts a change of them."""
+        self.notes, self._noted = copy.deepcopy(dict(notes)), copy.deepcopy(dict(notes))
 
     @contextmanager
     def _writing(self, *, edit: bool = True) -> Iterator[State]:
@@ -199,9 +204,12 @@ class Session(Window):
         self._tell(self._event("ask", ids, query=query, answer=answer, note="again"))
         return answer
 
-    def _record(self, key: str | None, answer: Answer) -> Answer:
-        if self._journal and key:
-            self._journal.put(key, answer, self.snapshot())
+    def _record(self, key: str | None, version: int, answer: Answer) -> Answer:
+        """Keeps ``answer``, given over ``version``, under ``key``, with the state it left: others may have edited since."""
+        left, self._left = self._left, None
+        settled = version + (answer.remembered is not None)
+        if self._journal and key and left and left.answer is answer and left.version == settled:
+            self._journal.put(key, answer, left.state)
         return answer
 
     def _tell(self, event: Event) -> None:
@@ -209,8 +217,11 @@ class Session(Window):
         if event.op == "forget":
             for placement in event.ids:
                 manifest.forget(self.engine.repo, placement)
+        if event.op == "ask" and event.window == self.id:
+            self._left = event
         if event.op != "close":  # of no interest: every node closes its sessions
-            self._write(describe_event(event, self._operation.key(self._index) if self._operation else None))
+            self._events += 1  # one operation may be several of them
+            self._write(describe_event(event, self._operation.key(self._events) if self._operation else None))
 
     def _write(self, payload: dict[str, Any]) -> None:
         # A context can be entered once at a time, and answers come from other threads.
@@ -303,20 +314,22 @@ def open_window(
     operation = Operation(info.checkpoint_id, info.task_id, name) if info is not None else None
     if reference:
         found = restore(engine.repo, reference)
-        base = (reference["operations"], reference["adopted"])
-        found = replace(found, state=_opened_as(engine, found.state, header, budget, fidelity))
+        state = _opened_as(engine, found.state, header, budget, fidelity)
+        base = (reference["operations"] + (state is not found.state), reference["adopted"])
+        found = replace(found, state=state)
     else:
         with Window(engine, header or "", budget, fidelity) as fresh:
             state = fresh.snapshot()
         if operation is not None:
             state = state.but(window=digest("window", operation.seed, state.header)[:12])
         found, base = Restored(state), (0, 0)
-    seed = operation.seed if operation is not None else None
+    # Of two windows that one node edits, neither has the other's placement ids.
+    seed = digest("edits", operation.seed, found.state.window) if operation is not None else None
     session = Session.restore(engine, found.state, eviction=eviction, retrieval=retrieval, seed=seed)
     assert isinstance(session, Session)
     session._attend(runtime, operation, base)
     if reference:
-        session.notes = copy.deepcopy(reference.get("notes", {}))
+        session._note(reference.get("notes", {}))
         session._encodes = reference.get("encodes", 0)
     session._origin = reference.get("parent") if reference else None
     attend(runtime.context, session)
@@ -336,6 +349,8 @@ def _opened_as(
         )
     if budget is None and fidelity is None:
         return state
-    # A window checks both.
-    with Window(engine, state.header, budget or state.budget, fidelity or state.fidelity) as like:
-        return state.but(budget=like.budget, fidelity=like.snapshot().fidelity)
+    # A window checks both. One that comes from a larger engine gets what this one takes.
+    kept = min(state.budget, engine.spec.max_tokens)
+    with Window(engine, state.header, kept if budget is None else budget, fidelity or state.fidelity) as like:
+        asked = state.but(budget=like.budget, fidelity=like.snapshot().fidelity)
+    return state if asked == state else asked

@@ -1,0 +1,216 @@
+"""What a hostile graph does to a window: each of these went wrong once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from langchain_core.messages import HumanMessage, RemoveMessage
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, StateGraph
+from langgraph.runtime import ExecutionInfo, Runtime
+
+from ctxwin import Chunk, Fidelity, Window, edits
+from ctxwin.adapters.langgraph import WindowContext, WindowNode, WindowState, load, merge_windows, open_window
+from ctxwin.adapters.langgraph.follow import follow
+from ctxwin.sync import sync
+from window.fake import FakeEngine
+
+Picture = Callable[[int], Chunk]
+CONFIG: Any = {"configurable": {"thread_id": "t"}}
+
+
+def execution(engine: Any, told: list[Any] | None = None, task: str = "t") -> Runtime[WindowContext]:
+    """As a node has it, behind the same checkpoint every time."""
+    info = ExecutionInfo(checkpoint_id="c", checkpoint_ns="", task_id=task)
+    writer = (lambda event: None) if told is None else told.append
+    return Runtime(context=WindowContext(engine), stream_writer=writer, execution_info=info)
+
+
+# -- the reducer ----------------------------------------------------------------------------------------------------
+
+
+def test_notes_that_change_alone_are_kept(engine: Any) -> None:
+    with open_window(None, execution(engine), header="hd") as window:
+        before = window.ref()
+    with open_window(before, execution(engine, task="u")) as window:
+        window.notes["page"] = 3
+        after = window.ref()
+    merged = merge_windows(before, after)
+    assert merged is not None and merged["notes"] == {"page": 3}
+    with open_window(before, execution(engine, task="v")) as window:
+        window.notes["page"] = 4
+        other = window.ref()
+    assert merge_windows(after, other) == merge_windows(other, after)
+
+
+@pytest.mark.parametrize("budget", range(60, 66))
+def test_a_budget_that_changes_alone_is_kept(engine: Any, budget: int) -> None:
+    with open_window(None, execution(engine), header="hd", budget=50) as window:
+        before = window.ref()
+    with open_window(before, execution(engine, task="u"), budget=budget) as window:
+        after = window.ref()
+    assert merge_windows(before, after) == after and after["budget"] == budget
+
+
+# -- opening --------------------------------------------------------------------------------------------------------
+
+
+def test_no_budget_is_no_budget(engine: Any) -> None:
+    with open_window(None, execution(engine), header="hd", budget=50) as window:
+        reference = window.ref()
+    with pytest.raises(ValueError, match=r"budget must be an int in 1\.\.4096"):
+        open_window(reference, execution(engine), budget=0)
+
+
+def test_a_smaller_engine_takes_the_window_with_a_fidelity(engine: Any) -> None:
+    with open_window(None, execution(engine), header="hd") as window:
+        window.append(Chunk.text("note"))
+        reference = window.ref()
+    smaller = FakeEngine(engine.store, max_tokens=100, name="smaller")
+    with open_window(reference, execution(smaller), fidelity=Fidelity("exact")) as window:
+        assert (window.budget, len(window.ids)) == (100, 1)
+
+
+def test_two_windows_of_one_node_share_no_placements(engine: Any) -> None:
+    """Forgetting in one must take nothing from the other."""
+    with open_window(None, execution(engine, task="a"), header="hd") as window:
+        left = window.ref()
+    with open_window(None, execution(engine, task="b"), header="hd") as window:
+        right = window.ref()
+    with (
+        open_window(left, execution(engine)) as first,
+        open_window(right, execution(engine)) as second,
+    ):
+        a, b = first.append(Chunk.text("the same")), second.append(Chunk.text("the same"))
+        assert a != b
+        second.evict(b)
+        right = second.ref()
+        first.evict(a, forget=True)
+    with load(engine, right) as second:
+        assert second.evicted == (b,)
+
+
+# -- answers that were kept -----------------------------------------------------------------------------------------
+
+
+def test_an_answer_kept_by_another_version_is_computed_again(engine: Any, picture: Picture) -> None:
+    def once() -> str:
+        with open_window(None, execution(engine), header="hd") as window:
+            window.append(picture(1))
+            return window.ask("what?", max_tokens=3).text
+
+    text = once()
+    (key,) = engine.store.list("journal/")
+    record = engine.repo.get_json(key)
+    record["answer"]["usage"]["of_another_version"] = 1
+    engine.repo.put_json(key, record)
+    assert once() == text and engine.asked == 2
+
+
+def test_a_stream_read_late_keeps_what_it_answered_over(engine: Any, picture: Picture) -> None:
+    """What is placed between an answer and the end of reading it is no part of that answer."""
+
+    def once() -> tuple[str, ...]:
+        with open_window(None, execution(engine), header="hd") as window:
+            window.append(picture(1))
+            stream = window.stream("what?", max_tokens=3, remember=True)
+            if stream.answer is None:
+                stream._inner._thread.join()
+            window.append(picture(2))
+            list(stream)
+            window.check()
+            return window.ids
+
+    first = once()
+    assert len(first) == 3 and once() == first
+    assert engine.asked == 1
+
+
+# -- events ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_two_events_of_a_run_have_one_key(engine: Any, picture: Picture) -> None:
+    def once() -> list[str]:
+        told: list[Any] = []
+        with open_window(None, execution(engine, told), header="hd") as window:
+            ids = window.extend([picture(1), picture(2)])
+            window.disposable(ids[0], "what?", max_tokens=2)
+            sync(window, [picture(3), picture(2), picture(4)])
+            window.at(2).ask("what?", max_tokens=2)
+            window.ask("what?", max_tokens=2)
+        return [event["key"] for event in told]
+
+    keys = once()
+    assert len(set(keys)) == len(keys) > 6
+    assert once() == keys
+
+
+# -- conversations --------------------------------------------------------------------------------------------------
+
+
+def _trimmed(node: WindowNode, engine: Any, turns: int, other: bool) -> list[int]:
+    """Bytes of the reference after each turn of a conversation whose oldest messages are taken out."""
+
+    def before(state: WindowState, runtime: Runtime[WindowContext]) -> dict[str, Any]:
+        with open_window(state.get("window"), runtime, header="hd") as window:
+            window.append(Chunk.text(f"o{len(window.ids) + len(window.evicted)}"))
+            return {"window": window.ref()}
+
+    graph = StateGraph(WindowState, context_schema=WindowContext)
+    graph.add_node(node)
+    if other:
+        graph.add_node("before", before)
+        graph.add_edge("before", node.name)
+    graph.add_edge(START, "before" if other else node.name)
+    app, sizes = graph.compile(checkpointer=InMemorySaver()), []
+    state: Any = {"messages": []}
+    for turn in range(turns):
+        old = [] if other else [RemoveMessage(id=m.id) for m in state["messages"][:-2]]
+        new = HumanMessage(f"{turn}")
+        state = app.invoke({"messages": [*old, new]}, CONFIG, context=WindowContext(engine))
+        sizes.append(len(json.dumps(state["window"]["notes"])))
+    return sizes
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_notes_of_a_long_conversation_stay_small(engine: Any, other: bool) -> None:
+    sizes = _trimmed(WindowNode(budget=60, max_tokens=2), engine, 80, other)
+    assert sizes[-1] < sizes[10] + 100
+
+
+def test_what_another_node_brought_back_does_not_stop_a_conversation(engine: Any) -> None:
+    with Window(engine, "hd") as window:
+        follow(window, [Chunk.text("a"), Chunk.text("b")])
+        (removed,) = follow(window, [Chunk.text("b")])
+        window.recall(removed)
+        assert follow(window, [Chunk.text("b"), Chunk.text("a")], removed=[removed]) == []
+        assert [window.chunk(i) for i in window.ids] == [Chunk.text("b"), Chunk.text("a")]
+
+
+@pytest.mark.parametrize("bring", [sync, follow])
+def test_a_chunk_that_the_window_is_about_to_forget_is_placed_anew(
+    engine: Any, bring: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edits, "MAX_EVICTED", 3)
+    with Window(engine, "hd") as window:
+        ids = window.extend([Chunk.text(t) for t in "abcdef"])
+        for placement in ids[:3]:
+            window.evict(placement)
+        options = {"removed": ids[:3]} if bring is follow else {}
+        bring(window, [Chunk.text("a"), Chunk.text("f")], **options)
+        assert [window.chunk(i) for i in window.ids] == [Chunk.text("a"), Chunk.text("f")]
+        window.check()
+
+
+def test_pictures_seen_again_by_sync_are_counted(engine: Any, picture: Picture) -> None:
+    with Window(engine, "hd") as window:
+        window.append(picture(1))
+        window.ask("what?", max_tokens=2)
+        sync(window, [])
+        for key in list(engine.store.list("embed/")):
+            engine.store.delete(key)
+        sync(window, [picture(1)])
+        assert window.ask("what?", max_tokens=2).usage.vision_encodes == 1
