@@ -14,8 +14,8 @@ from ctxwin.tiny import world
 frames = world.make_stream(seed=3, n_frames=10)  # stands in for your camera
 with (
     open_engine("tiny") as engine,
-    ChatCtxwin(engine=engine, max_tokens=4) as model,
     tempfile.TemporaryDirectory() as folder,
+    ChatCtxwin(engine=engine, max_tokens=4, allowed_local_media_path=folder) as model,
 ):
     slides = WindowMiddleware(trigger=("messages", 10), keep=("messages", 6), recall=False)
     agent = create_agent(model, tools=[], system_prompt="You watch a camera.", middleware=[slides])

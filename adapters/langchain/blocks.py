@@ -12,7 +12,7 @@ import json
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlparse
@@ -43,12 +43,11 @@ class Seen:
         self._lock = threading.Lock()
 
     def key(self, block: dict[str, Any]) -> str | None:
-        """What ``block`` is known by; None where it names a file, which may change, or holds an object."""
+        """What ``block`` is known by; None where it holds an object."""
         try:
-            text = json.dumps(block, sort_keys=True)
+            return digest("block", json.dumps(block, sort_keys=True))
         except TypeError:
             return None
-        return None if '"path"' in text or "file:" in text else digest("block", text)
 
     def get(self, key: str) -> Chunk | None:
         with self._lock:
@@ -67,10 +66,13 @@ class Seen:
             self._chunks.clear()
 
 
-def parts(content: Any, seen: Seen | None = None) -> Iterator[str | Chunk]:
+def parts(content: Any, seen: Seen | None = None, folder: str | Path | None = None) -> Iterator[str | Chunk]:
     """Text and media (a bare chunk each) of a message's content, in order.
 
-    Raises ValueError for a block that is none of them or would have to be downloaded, BadMedia for an undecodable one.
+    Files that a block names must lie in ``folder``; None: there are none, as a message may come from anybody.
+
+    Raises ValueError for a block that is none of them, would have to be downloaded or names another file, BadMedia for an
+    undecodable one.
     Cost: decoding every image and video that was not ``seen``.
     """
     for block in [content] if isinstance(content, str | dict) else content:
@@ -84,8 +86,9 @@ def parts(content: Any, seen: Seen | None = None) -> Iterator[str | Chunk]:
             key = None if seen is None else seen.key(block)
             chunk = None if seen is None or key is None else seen.get(key)
             if chunk is None:
-                chunk = Chunk.image(_media(block, "image")) if kind.startswith("image") else _video(block)
-                if seen is not None and key is not None:
+                media = _media(block, "image" if kind.startswith("image") else "video", folder)
+                chunk = Chunk.image(media) if kind.startswith("image") else _video(block, media)
+                if seen is not None and key is not None and isinstance(media, bytes):  # a file may change
                     seen.put(key, chunk)
             yield chunk
         else:
@@ -112,19 +115,20 @@ def identity(content: Any) -> Any:
     return str(content) if isinstance(content, Path) else pixels_digest(as_rgb(content)[None])
 
 
-def _media(block: dict[str, Any], kind: str) -> Any:
+def _media(block: dict[str, Any], kind: str, folder: str | Path | None) -> Any:
     """What `Chunk.image` takes: a path, bytes, or the picture itself (for a video: a path, bytes, or frames)."""
     held: Any = block
     for name in (f"{kind}_url", "source"):
         inner = block.get(name)
         if isinstance(inner, str):
-            return _fetched(inner, kind)
+            return _fetched(inner, kind, folder)
         if isinstance(inner, dict):
             held = inner
     if held.get(kind) is not None:
-        return held[kind]
+        made = [_named(item, kind, folder) for item in _listed(held[kind])]
+        return made if isinstance(held[kind], list | tuple) else made[0]
     if held.get("path") is not None:
-        return Path(held["path"])
+        return _local(held["path"], kind, folder)
     for name in ("base64", "data"):
         data = held.get(name)
         if isinstance(data, bytes):
@@ -132,11 +136,35 @@ def _media(block: dict[str, Any], kind: str) -> Any:
         if isinstance(data, str):
             return _decoded(data, kind)
     if isinstance(held.get("url"), str):
-        return _fetched(held["url"], kind)
+        return _fetched(held["url"], kind, folder)
     raise ValueError(f"an {kind} block must have base64, data, path or a url, got {_short(block)}")
 
 
-def _fetched(url: str, kind: str) -> Path | bytes:
+def _listed(media: Any) -> Sequence[Any]:
+    return media if isinstance(media, list | tuple) else [media]
+
+
+def _named(media: Any, kind: str, folder: str | Path | None) -> Any:
+    """A picture or frame that may be a path or a url, as Qwen's message format has it."""
+    if isinstance(media, str) and urlparse(media).scheme:
+        return _fetched(media, kind, folder)
+    return _local(media, kind, folder) if isinstance(media, str | Path) else media
+
+
+def _local(path: str | Path, kind: str, folder: str | Path | None) -> Path:
+    """A file that messages may name; links are followed before it is looked at where it lies."""
+    if folder is None:
+        raise ValueError(
+            f"an {kind} must be given as data, got the file {str(path)!r}; "
+            "set allowed_local_media_path to the folder whose files messages may name"
+        )
+    found = Path(path).resolve()
+    if not found.is_relative_to(Path(folder).resolve()):
+        raise ValueError(f"a file must lie in allowed_local_media_path {str(folder)!r}, got {str(path)!r}")
+    return found
+
+
+def _fetched(url: str, kind: str, folder: str | Path | None) -> Path | bytes:
     """The file or the bytes behind a ``file:`` or ``data:`` url."""
     scheme = urlparse(url).scheme
     if scheme == "data":
@@ -145,7 +173,7 @@ def _fetched(url: str, kind: str) -> Path | bytes:
             raise BadMedia(f"a data url must be data:<type>;base64,<data>, got {url[:40]!r}")
         return _decoded(unquote(data), kind) if head.endswith(";base64") else unquote_to_bytes(data)
     if scheme == "file":
-        return Path(url2pathname(urlparse(url).path))
+        return _local(url2pathname(urlparse(url).path), kind, folder)
     if scheme in ("http", "https"):
         raise ValueError(
             f"an {kind} must be given as data, got {url!r}; download it first, nothing is fetched silently"
@@ -160,9 +188,8 @@ def _decoded(data: str, kind: str) -> bytes:
         raise BadMedia(f"an {kind} must be valid base64, got {data[:20]!r}...: {error}") from error
 
 
-def _video(block: dict[str, Any]) -> Chunk:
+def _video(block: dict[str, Any], media: Any) -> Chunk:
     sampling = {k: block[k] for k in _SAMPLING if block.get(k) is not None}
-    media = _media(block, "video")
     if not isinstance(media, bytes):
         return Chunk.video(media, **sampling)
     with tempfile.TemporaryDirectory() as folder:  # OpenCV reads files only

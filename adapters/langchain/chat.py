@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -67,6 +68,8 @@ class ChatCtxwin(BaseChatModel):
         fidelity: which approximations are allowed; default: the model's profile decides.
         max_tokens: most tokens of an answer; None: as many as the budget leaves.
         stop: sequences that end an answer and are no part of it.
+        allowed_local_media_path: folder whose files messages may name, by path or ``file:`` url; None: files are refused,
+            as messages may come from anybody. Nothing is ever downloaded.
         max_windows: windows kept for later calls.
         observers: told of every edit and answer of the windows, see `Window.observe`.
         profile: filled in from the engine as soon as it is open.
@@ -85,6 +88,7 @@ class ChatCtxwin(BaseChatModel):
     seed: int | None = None
     stop: list[str] | None = None
     streaming: bool = False
+    allowed_local_media_path: Path | None = None
     max_windows: int = Field(default=8, ge=1)
     observers: tuple[Observer, ...] = Field(default=(), exclude=True, repr=False)
 
@@ -189,7 +193,7 @@ class ChatCtxwin(BaseChatModel):
         """
         engine = self.open()
         schemas = [convert_to_openai_tool(tool) for tool in tools or ()]
-        talk = converse(engine, messages, schemas, ask=False, seen=self._seen)
+        talk = self._converse(messages, schemas, ask=False)
         try:
             encoded(engine, talk)
         except ChunkUnavailable:
@@ -208,8 +212,13 @@ class ChatCtxwin(BaseChatModel):
     ) -> Conversation:
         """For pictures that were seen before and have left the store since: the messages still have them."""
         self._seen.clear()
-        engine = self.open()
-        return encoded(engine, converse(engine, messages, tools, ask=ask, bare=True, seen=self._seen))
+        return encoded(self.open(), self._converse(messages, tools, ask=ask))
+
+    def _converse(self, messages: list[BaseMessage], tools: Sequence[dict[str, Any]], *, ask: bool) -> Conversation:
+        return converse(
+            self.open(), messages, tools, ask=ask, bare=True, seen=self._seen,
+            allowed_local_media_path=self.allowed_local_media_path,
+        )  # fmt: skip
 
     # -- answering ----------------------------------------------------------------------------------------------------
 
@@ -323,11 +332,12 @@ class ChatCtxwin(BaseChatModel):
         self, messages: list[BaseMessage], call: _Call, heard: Heard, stopped: Callable[[], bool]
     ) -> tuple[Answer, Reader, int]:
         """Answers; ``heard`` gets the parts as they come. Also the reader, and how many tokens the answer could have."""
-        engine = self.open()
-        pool = self._pool
+        with self._opening:
+            self.open()
+            pool = self._pool
         assert pool is not None
         reader = Reader(self._learnt() if call.tools else None, call.stops)
-        talk = converse(engine, messages, call.tools, bare=True, seen=self._seen)
+        talk = self._converse(messages, call.tools, ask=True)
 
         def on_token(_: int, text: str) -> bool:
             for part in reader.read(text):

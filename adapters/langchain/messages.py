@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from langchain_core.messages import (
@@ -67,6 +68,7 @@ def converse(
     ask: bool = True,
     bare: bool = False,
     seen: Seen | None = None,
+    allowed_local_media_path: str | Path | None = None,
 ) -> Conversation:
     """The conversation that ``messages`` (anything LangChain takes for messages) are for ``engine``'s model.
 
@@ -75,10 +77,12 @@ def converse(
         ask: whether the last text is a query; without, it is a chunk like the others.
         bare: whether the query may be empty behind a picture that ends the last message.
         seen: remembers decoded pictures over calls; their chunks then hold no pixels.
+        allowed_local_media_path: folder whose files messages may name, by path or ``file:`` url; None: files are refused.
 
     Raises:
         ValueError: no text to ask at the end, a system message behind others, a tool result nobody asked for, or a block
-            that is neither text, image nor video, or would have to be downloaded (BadMedia: cannot be decoded).
+            that is neither text, image nor video, would have to be downloaded or names a file elsewhere (BadMedia: cannot
+            be decoded).
         UnsupportedModel: tools, and a chat template that does not take them.
 
     Cost: decoding and hashing every picture that was not ``seen``.
@@ -90,7 +94,7 @@ def converse(
     header = "\n".join(filter(None, (text_of(m.content) for m in given[:front])))
     if tools:
         header = _template(engine).system(header, tools)
-    builder = _Builder(engine, seen)
+    builder = _Builder(engine, seen, allowed_local_media_path)
     runs = [(kind, list(run)) for kind, run in groupby(given[front:], type)]
     for i, (kind, run) in enumerate(runs):
         if issubclass(kind, HumanMessage):
@@ -166,16 +170,17 @@ def _template(engine: Engine) -> Template:
 class _Builder:
     """Turns put into chunks one after the other; ``text`` is the last text of the open turn, which is no chunk yet."""
 
-    def __init__(self, engine: Engine, seen: Seen | None) -> None:
+    def __init__(self, engine: Engine, seen: Seen | None, folder: str | Path | None) -> None:
         self.pieces: list[tuple[str, Chunk]] = []
         self._engine = engine
         self._seen = seen
+        self._folder = folder
         self._text = ""
         self._key = ""
         self._in_tools = False  # the open turn holds tool results, not a user's text
 
     def human(self, message: BaseMessage) -> None:
-        key, shown = message_key(message), list(parts(message.content, self._seen))
+        key, shown = message_key(message), list(parts(message.content, self._seen, self._folder))
         if not shown:
             return
         if self._in_tools:
@@ -226,7 +231,7 @@ class _Builder:
                 self._text = left
             else:
                 self._cut(turn.between)
-        self._add(message_key(message), list(parts(message.content, self._seen)))
+        self._add(message_key(message), list(parts(message.content, self._seen, self._folder)))
 
     def query(self) -> str:
         """The text that ends the open turn."""

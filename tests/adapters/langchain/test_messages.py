@@ -189,25 +189,59 @@ def forms(tmp_path: Path) -> dict[str, Any]:
         "anthropic": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": b64(9)}},
         "openai": {"type": "image_url", "image_url": {"url": url}},
         "openai, short": {"type": "image_url", "image_url": file},
+        "qwen": {"type": "image", "image": str(tmp_path / "a b.png")},
+        "qwen url": {"type": "image", "image": file.replace("file:", "FILE:")},
+        "qwen data": {"type": "image", "image": url},
     }
 
 
-def test_every_form_of_a_picture_is_the_same_chunk(forms: dict[str, Any]) -> None:
+FILES = ("path", "v0 url", "openai, short", "qwen", "qwen url")
+
+
+def test_every_form_of_a_picture_is_the_same_chunk(forms: dict[str, Any], tmp_path: Path) -> None:
     engine = FakeEngine()
     want = Chunk.image(png(9)).id
     for name, block in forms.items():
-        made = converse(engine, [HumanMessage([block, {"type": "text", "text": "what?"}])])
+        message = HumanMessage([block, {"type": "text", "text": "what?"}])
+        made = converse(engine, [message], allowed_local_media_path=tmp_path)
         assert [c.id for c in made.chunks] == [want], name
+
+
+def test_files_must_be_allowed(forms: dict[str, Any], tmp_path: Path) -> None:
+    """A message may come from anybody: it must not read what it likes, nor make OpenCV download."""
+    folder = tmp_path / "allowed"
+    folder.mkdir()
+    (folder / "link.png").symlink_to(tmp_path / "a b.png")
+    (folder / "in.png").write_bytes(png(9))
+    engine = FakeEngine()
+    outside = [block for name, block in forms.items() if name in FILES]
+    outside += [{"type": "image", "path": str(p)} for p in (folder / "link.png", folder / ".." / "a b.png")]
+    outside += [{"type": "video", "video": [str(tmp_path / "a b.png")]}, {"type": "video", "video": "v.mp4"}]
+    for block in outside:
+        with pytest.raises(ValueError, match="set allowed_local_media_path"):
+            converse(engine, [HumanMessage([block, "q"])])
+        with pytest.raises(ValueError, match="must lie in allowed_local_media_path"):
+            converse(engine, [HumanMessage([block, "q"])], allowed_local_media_path=folder)
+    inside = {"type": "image", "path": str(folder / "in.png")}
+    assert converse(engine, [HumanMessage([inside, "q"])], allowed_local_media_path=folder).chunks
+    for url in ("http://localhost:9/v.mp4", "rtsp://localhost:9/v"):
+        with pytest.raises(ValueError, match=r"download it first|data: or file:"):
+            converse(engine, [HumanMessage([{"type": "video", "video": url}, "q"])], allowed_local_media_path="/")
 
 
 def test_files_are_read_again_and_data_is_not(forms: dict[str, Any], tmp_path: Path) -> None:
     engine, seen = FakeEngine(), Seen(size=4)
-    names = ("v1 base64", "path", "v0 url", "ours", "bytes")
-    first = [converse(engine, [HumanMessage([forms[n], "q"])], seen=seen).chunks[0] for n in names]
+    names = ("v1 base64", "ours", "bytes", *FILES)
+
+    def read(name: str) -> Chunk:
+        message = HumanMessage([forms[name], "q"])
+        return converse(engine, [message], seen=seen, allowed_local_media_path=tmp_path).chunks[0]
+
+    first = [read(n) for n in names]
     (tmp_path / "a b.png").write_bytes(png(77))
-    again = [converse(engine, [HumanMessage([forms[n], "q"])], seen=seen).chunks[0] for n in names]
-    assert [a.id == b.id for a, b in zip(first, again, strict=True)] == [True, False, False, True, True]
-    assert [b.pixels(b.media[0]) is None for b in again] == [True, False, False, False, False]
+    again = [read(n) for n in names]
+    assert [a.id == b.id for a, b in zip(first, again, strict=True)] == [True] * 3 + [False] * len(FILES)
+    assert [b.pixels(b.media[0]) is None for b in again] == [True] + [False] * (2 + len(FILES))
     for value in range(6):
         seen.put(str(value), first[0])
     assert [seen.get(str(value)) is None for value in range(6)] == [True, True, False, False, False, False]
@@ -230,7 +264,8 @@ def test_videos(tmp_path: Path) -> None:
         {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{data}"}, "end": 2.0, "fps": 2.0},
         {"type": "video_url", "video_url": path.as_uri(), "end": 2.0, "fps": 2.0},
     ):
-        assert converse(engine, [HumanMessage([block, "what?"])]).chunks[0].id == want
+        made = converse(engine, [HumanMessage([block, "what?"])], allowed_local_media_path=tmp_path)
+        assert made.chunks[0].id == want
 
 
 @pytest.mark.parametrize(
