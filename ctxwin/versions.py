@@ -56,8 +56,9 @@ class Versions:
     def close(self) -> None:
         """Gives its leases back; the window cannot be edited or asked afterwards. Idempotent."""
         if not self._closed:
-            self._closed = True
-            self._finalizer()
+            with self._leasing:  # a thread that still edits must not lease behind this
+                self._closed = True
+                self._finalizer()
             self._emit(self._event("close"))
 
     def __enter__(self) -> Self:
