@@ -187,7 +187,8 @@ class Session(Window):
         if self._journal is None:
             return None
         said = {k: v for k, v in options.items() if k not in ("on_token", "stopped")}
-        return self._journal.key(self._index, self.snapshot(), query, max_tokens, said)
+        state = self.snapshot().but(fidelity=self._fidelity)  # ``auto`` may be resolved otherwise next time
+        return self._journal.key(self._index, state, query, max_tokens, said)
 
     def _again(self, key: str | None, query: str, options: dict[str, Any]) -> Answer | None:
         """The answer under ``key``, with its effects on the window; None where it must be computed."""

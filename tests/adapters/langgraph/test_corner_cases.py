@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +15,11 @@ from langchain_core.messages import HumanMessage, RemoveMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, StateGraph
 from langgraph.runtime import ExecutionInfo, Runtime
+from langgraph.types import interrupt
 
 from ctxwin import Chunk, Fidelity, Window, edits
 from ctxwin.adapters.langgraph import WindowContext, WindowNode, WindowState, load, merge_windows, open_window
+from ctxwin.adapters.langgraph.context import engine_of
 from ctxwin.adapters.langgraph.follow import follow
 from ctxwin.sync import sync
 from window.fake import FakeEngine
@@ -214,3 +220,97 @@ def test_pictures_seen_again_by_sync_are_counted(engine: Any, picture: Picture) 
             engine.store.delete(key)
         sync(window, [picture(1)])
         assert window.ask("what?", max_tokens=2).usage.vision_encodes == 1
+
+
+# -- fidelity and leases ----------------------------------------------------------------------------------------------
+
+
+def test_an_answer_kept_under_another_profile_is_computed_again(
+    engine: Any, picture: Picture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def once() -> None:
+        with open_window(None, execution(engine), header="hd") as window:
+            window.append(picture(1))
+            window.ask("what?", max_tokens=3)
+
+    once()
+    monkeypatch.setattr(Fidelity, "resolve", lambda self, model: self.model_copy(update={"mode": "patched"}))
+    once()
+    assert engine.asked == 2
+    once()
+    assert engine.asked == 2
+
+
+def held(engine: Any) -> int:
+    gc.collect()
+    return sum(engine.repo._leases.values())
+
+
+def _leasing(picture: Picture, end: Callable[[], Any], *, close: bool) -> Any:
+    def look(state: WindowState, runtime: Runtime[WindowContext]) -> dict[str, Any]:
+        window = open_window(None, runtime, header="hd")
+        with window if close else contextlib.nullcontext(), window.fork() as branch:
+            window.append(picture(1))
+            branch.append(picture(2))
+            window.ask("what?", max_tokens=3)
+            assert held(engine_of(runtime.context)) > 0
+            end()
+            return {"window": window.ref()}
+
+    graph = StateGraph(WindowState, context_schema=WindowContext)
+    graph.add_node("look", look)
+    graph.add_edge(START, "look")
+    return graph.compile(checkpointer=InMemorySaver())
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_leases_are_given_back_however_a_node_ends(engine: Any, picture: Picture, close: bool) -> None:
+    def fail() -> None:
+        raise RuntimeError("the tool behind it failed")
+
+    for end in (lambda: None, lambda: interrupt("wait"), fail):
+        app = _leasing(picture, end, close=close)
+        with contextlib.suppress(RuntimeError):
+            app.invoke({}, CONFIG, context=WindowContext(engine))
+        assert held(engine) == 0
+
+
+def test_leases_are_given_back_when_a_run_is_cancelled(engine: Any) -> None:
+    graph = StateGraph(WindowState, context_schema=WindowContext)
+    graph.add_node(WindowNode(max_tokens=20))
+    graph.add_edge(START, "window")
+    app = graph.compile(checkpointer=InMemorySaver())
+    engine.delay = 0.05
+
+    async def cancelled() -> None:
+        run = asyncio.ensure_future(
+            app.ainvoke({"messages": [HumanMessage("what?")]}, CONFIG, context=WindowContext(engine))
+        )
+        while not engine.asked:
+            await asyncio.sleep(0.01)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+
+    asyncio.run(cancelled())
+    assert held(engine) == 0
+
+
+def test_a_window_closed_while_a_thread_still_edits_it_keeps_no_lease(
+    engine: Any, picture: Picture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a cancelled async node leaves behind: its thread cannot be stopped."""
+    window = Window(engine, "hd")
+    closing = threading.Thread(target=window.close)
+    lease = engine.repo.lease
+
+    def slow(key: str) -> bool:
+        if not closing.ident:
+            closing.start()
+            closing.join(0.05)
+        return bool(lease(key))
+
+    monkeypatch.setattr(engine.repo, "lease", slow)
+    window.append(picture(1))
+    closing.join()
+    assert held(engine) == 0
