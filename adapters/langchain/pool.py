@@ -50,9 +50,9 @@ class Pool:
         self._keep(window, base)
 
     def close(self) -> None:
-        """Closes every window; their leases are given back. The pool can be used again."""
+        """Closes every window, those in use as soon as they are not; their leases are given back."""
         with self._lock:
-            windows, self._windows = self._windows, []
+            windows, self._windows, self._size = self._windows, [], 0
         for window in windows:
             window.close()
 
@@ -64,7 +64,7 @@ class Pool:
         with self._lock:  # so that no other call closes it meanwhile
             known = [w for w in reversed(self._windows) if w.header == header]
             base = max(known, key=lambda w: _shared(w, wanted), default=None)
-            if base is not None:
+            if base is not None and any(_shared(base, wanted)):
                 return base, base.fork()
         window = Window(self._engine, header, self._budget, self._fidelity)
         for observer in self._observers:
@@ -75,7 +75,7 @@ class Pool:
         placed = Counter(p.chunk_id for p in window.snapshot().placed)
         with self._lock:
             out = []
-            if base in self._windows and base is not None and 2 * _shared(base, placed)[0] >= base.tokens:
+            if base in self._windows and base is not None and _same(base, placed):
                 self._windows.remove(base)  # the same conversation, gone on
                 out.append(base)
             self._windows.append(window)
@@ -85,8 +85,14 @@ class Pool:
             old.close()
 
 
+def _same(window: Window, placed: Counter[str]) -> bool:
+    """Whether at least half of its chunks are ``placed``; headers are alike between conversations, and do not count."""
+    state = window.snapshot()
+    return 2 * _shared(window, placed)[0] >= state.tokens - state.header_tokens
+
+
 def _shared(window: Window, wanted: Counter[str]) -> tuple[int, int]:
-    """Tokens of header and placed chunks that are wanted, and of evicted ones that are wanted beside them."""
+    """Tokens of placed chunks that are wanted, and of evicted ones that are wanted beside them."""
     state, left = window.snapshot(), Counter(wanted)
     counts = []
     for group in (state.placed, state.evicted):
@@ -96,4 +102,4 @@ def _shared(window: Window, wanted: Counter[str]) -> tuple[int, int]:
                 left[p.chunk_id] -= 1
                 count += p.tokens
         counts.append(count)
-    return state.header_tokens + counts[0], counts[1]
+    return counts[0], counts[1]
