@@ -75,7 +75,7 @@ def converse(
     Args:
         tools: JSON schemas in OpenAI's form; the chat template shows them in the header.
         ask: whether the last text is a query; without, it is a chunk like the others.
-        bare: whether the query may be empty behind a picture that ends the last message.
+        bare: whether the query may be empty behind a picture or a tool's empty result that ends the messages.
         seen: remembers decoded pictures over calls; their chunks then hold no pixels.
         allowed_local_media_path: folder whose files messages may name, by path or ``file:`` url; None: files are refused.
 
@@ -119,7 +119,7 @@ def converse(
         builder.end()
         return Conversation(header, builder.pieces)
     query = builder.query()
-    if not query and not (bare and builder.ends_in_media):
+    if not query and not (bare and builder.open_without_text):
         last = f"an empty or unanswerable {given[-1].type} message" if given else "no message"
         raise ValueError(
             f"the messages must end with a text to answer, got {last} at the end; append a HumanMessage with a question"
@@ -243,8 +243,9 @@ class _Builder:
         return self._text + tail
 
     @property
-    def ends_in_media(self) -> bool:
-        return not self._text and bool(self.pieces) and bool(self.pieces[-1][1].media)
+    def open_without_text(self) -> bool:
+        """Whether the open turn is a picture, or an empty result of a tool: it can be answered with nothing behind it."""
+        return self._in_tools or (not self._text and bool(self.pieces) and bool(self.pieces[-1][1].media))
 
     def end(self) -> None:
         """The rest becomes a chunk."""

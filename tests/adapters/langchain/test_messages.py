@@ -130,6 +130,12 @@ def test_any_conversation_is_the_templates_own(
     assert prompt(engine, converse(engine, messages, TOOLS)) == rendered(engine, [plain(m) for m in messages], TOOLS)
 
 
+def test_a_tool_may_return_nothing(engine: Engine) -> None:
+    messages = [HumanMessage("q"), AIMessage("", tool_calls=[call("look", at=1)]), ToolMessage("", tool_call_id="c1")]
+    made = converse(engine, messages, bare=True)
+    assert prompt(engine, made) == rendered(engine, [plain(m) for m in messages])
+
+
 def test_every_piece_is_tokenised_as_the_template_in_pieces(engine: Engine) -> None:
     made = converse(engine, [SystemMessage("be short"), HumanMessage("what?"), AIMessage("red"), HumanMessage("now?")])
     tokenizer = engine.encoder.checkpoint.tokenizer  # type: ignore[attr-defined]
