@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import subprocess
-import sys
+import runpy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -339,12 +338,11 @@ def test_turns_on_the_model_equal_a_re_prefill(saver: Any) -> None:
         assert state["window"]["evicted"] > 4 and engine.counters.vision_encodes == len(stream)
 
 
-def test_the_ten_lines_run(tmp_path: Path) -> None:
+def test_the_ten_lines_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = (ROOT / "examples" / "langgraph_ten_lines.py").read_text()
     graph = [line for line in script.splitlines() if "graph" in line or "app" in line]
     assert sum("import" not in line for line in graph) <= 10
     (tmp_path / "run.py").write_text(script.replace('open_engine("tiny")', 'open_engine("tiny:hf")'))
-    done = subprocess.run([sys.executable, str(tmp_path / "run.py")], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("t=")]
+    runpy.run_path(str(tmp_path / "run.py"), run_name="__main__")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("t=")]
     assert len(lines) == 10 and "13 chunks placed" in lines[-1]
