@@ -48,6 +48,27 @@ def recalled(state: State, back: Placed, at: int | None, *, repair: bool = False
     return inserted(state, back.but(read=state.version + 1, unseen=()), at, repair=repair).edited(evicted=left), at
 
 
+def looked_back(state: State, backs: Sequence[Placed]) -> State:
+    """``backs``, which were evicted, each at its chronological place. All of them see what is in front of them now.
+
+    Without that, one that is put back later would be unseen by another of them behind it, depending on their order.
+    """
+    for back in backs:
+        state, _ = recalled(state, back, None)
+    ids = {p.id for p in backs}
+    return state.but(placed=tuple(p.but(unseen=()) if p.id in ids else p for p in state.placed))
+
+
+def reordered(state: State, ids: Sequence[str]) -> State:
+    """In the order ``ids``. What moves behind a chunk is no longer unseen by it: should it move back, it is absorbed."""
+    by_id = {p.id: p for p in state.placed}
+    placed = []
+    for i, placement in enumerate(ids):
+        p = by_id[placement]
+        placed.append(p.but(unseen=tuple(u for u in p.unseen if u in ids[:i])) if p.unseen else p)
+    return state.edited(placed=tuple(placed))
+
+
 def changed(state: State, placement: str, **changes: Any) -> State:
     """With fields of one placed chunk changed; UnknownChunk where it is not placed."""
     i = state.index(placement)
@@ -58,9 +79,8 @@ def evicted(state: State, leaving: Sequence[Placed]) -> State:
     """Without ``leaving``, which can be recalled."""
     out = {p.id for p in leaving}
     gone = (*state.evicted, *leaving)[-MAX_EVICTED:]
-    known = {p.id for p in (*state.placed, *gone)}
-    # Ids that can never come back need not be remembered as unseen.
-    kept = tuple(p.but(unseen=tuple(u for u in p.unseen if u in known)) for p in state.placed if p.id not in out)
+    # What leaves is no longer unseen: should it come back, that depends on how and where.
+    kept = tuple(p.but(unseen=tuple(u for u in p.unseen if u not in out)) for p in state.placed if p.id not in out)
     return state.edited(placed=kept, evicted=gone)
 
 
@@ -99,15 +119,16 @@ def absorbers(state: State, source: str) -> set[str]:
     return tainted - {source}
 
 
-def leaving_for_budget(state: State, order: Iterable[str], room: int = 0) -> list[Placed]:
+def leaving_for_budget(state: State, order: Iterable[str], room: int = 0, *, stay: Iterable[str] = ()) -> list[Placed]:
     """The chunks whose eviction, in this order, brings the window with ``room`` tokens free within its budget.
 
-    ``order`` is read no further than needed. Pinned chunks stay. Raises BudgetExceeded where even all of it is not enough.
+    ``order`` is read no further than needed. Pinned chunks and ``stay`` stay. Raises BudgetExceeded where even all of it is not
+    enough.
     """
     excess = state.tokens + room - state.budget
     leaving: list[Placed] = []
     if excess > 0:
-        with closing(free_in_order(state, order)) as free:
+        with closing(free_in_order(state, order, stay)) as free:
             for placed in free:
                 leaving.append(placed)
                 excess -= placed.tokens
@@ -124,9 +145,9 @@ def leaving_for_budget(state: State, order: Iterable[str], room: int = 0) -> lis
     return leaving
 
 
-def free_in_order(state: State, order: Iterable[str]) -> Generator[Placed]:
-    """The unpinned placed chunks that ``order`` names, each once; UnknownChunk for an id that is not placed."""
-    taken: set[str] = set()
+def free_in_order(state: State, order: Iterable[str], stay: Iterable[str] = ()) -> Generator[Placed]:
+    """The unpinned placed chunks that ``order`` names, each once, without ``stay``; UnknownChunk for others."""
+    taken = set(stay)
     try:
         for placement in order:
             placed = state.placed[state.index(placement)]

@@ -258,24 +258,21 @@ class Window(Versions):
         Raises BudgetExceeded where they do not fit, UnknownChunk, ChunkUnavailable. Cost: the policies', then see `recall`.
         """
         with self._writing() as state:
-            new = state
             with self._seeing():
                 ids = list(dict.fromkeys(self.retrieval.choose(self, query)))
-                for placement in ids:
-                    new, _ = edits.recalled(new, self._back(new, placement), None)
+                new = edits.looked_back(state, [self._back(state, i) for i in ids])
             if ids:
-                leaving = edits.leaving_for_budget(new, self.eviction.order(self), room)
+                leaving = edits.leaving_for_budget(new, self.eviction.order(self), room, stay=ids)
                 self._commit(edits.evicted(new, leaving) if leaving else new, "look_back", ids)
         return ids
 
     def reorder(self, ids: Sequence[str]) -> None:
         """Puts the placed chunks into the order ``ids``, a permutation of the placed ids (else ValueError)."""
         with self._writing() as state:
-            by_id = {p.id: p for p in state.placed}
-            if sorted(ids) != sorted(by_id):
-                raise ValueError(f"ids must be a permutation of the placed ids {sorted(by_id)}, got {sorted(ids)}")
-            if tuple(ids) != tuple(by_id):
-                self._commit(state.edited(placed=tuple(by_id[i] for i in ids)), "reorder", ids)
+            if sorted(ids) != sorted(self.ids):
+                raise ValueError(f"ids must be a permutation of the placed ids {sorted(self.ids)}, got {sorted(ids)}")
+            if tuple(ids) != self.ids:
+                self._commit(edits.reordered(state, ids), "reorder", ids)
 
     def toggle(self, placement: str, *, conditioned: bool) -> None:
         """Switches a chunk to its context-clean view (``conditioned=False``) or back to the same lane and bytes.
@@ -309,7 +306,7 @@ class Window(Versions):
             state = keeping.behind(self.engine, state, header)
         branch = Window.__new__(Window)
         branch._open(self.engine, state.but(window=uuid.uuid4().hex[:12]), self.eviction, self.retrieval)
-        branch._parent = (weakref.ref(self), self.version)
+        branch._parent = (weakref.ref(self), state.version)
         branch._observers, branch._origin = self._observers, self.id
         self._emit(self._event("fork", other=branch.id, note=header or ""))
         return branch
@@ -334,9 +331,9 @@ class Window(Versions):
                     "pass force=True to drop its edits"
                 )
             theirs = branch._state
-            self._commit(
-                theirs.but(version=max(state.version, theirs.version) + 1, window=self.id), "adopt", other=branch.id
-            )
+            version = max(state.version, theirs.version) + 1
+            arrivals = max(state.arrivals, theirs.arrivals)  # ids of dropped edits are not given again
+            self._commit(theirs.but(version=version, arrivals=arrivals, window=self.id), "adopt", other=branch.id)
             self._fidelity = theirs.fidelity.resolve(self.engine.spec.model)
 
     # -- asking ---------------------------------------------------------------------------------------------------
@@ -445,6 +442,8 @@ class Window(Versions):
             state = State.model_validate(state)
         if state.format != 1:
             raise ValueError(f"snapshot format must be 1, got {state.format}; use the ctxwin version that wrote it")
+        if not state.window:  # written before windows had ids
+            state = state.but(window=uuid.uuid4().hex[:12])
         window = cls.__new__(cls)
         window._open(engine, keeping.rebind(engine, state), eviction, retrieval, seed)
         return window

@@ -161,13 +161,15 @@ def test_an_exact_window_is_not_compressed(engine: FakeEngine) -> None:
     assert window.plan().computed_tokens == 0
 
 
-def test_what_can_never_come_back_is_not_remembered_as_unseen(window: Window) -> None:
+def test_what_is_not_placed_is_not_remembered_as_unseen(window: Window) -> None:
     for _ in range(5):
         window.evict(window.insert(0, Chunk.text("x")), forget=True)
     assert all(not p.unseen for p in window.snapshot().placed)
     kept = window.insert(0, Chunk.text("y"))
     window.evict(kept)
-    assert all(p.unseen == (kept,) for p in window.snapshot().placed)
+    assert all(not p.unseen for p in window.snapshot().placed)
+    window.recall(kept, 0)
+    assert [p.unseen for p in window.snapshot().placed] == [(), (kept,), (kept,), (kept,)]
 
 
 @pytest.mark.parametrize("options", [{"temperature": float("nan")}, {"logprobs": -7}, {"logprobs": "x"}])
