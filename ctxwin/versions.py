@@ -59,7 +59,8 @@ class Versions:
             with self._leasing:  # a thread that still edits must not lease behind this
                 self._closed = True
                 self._finalizer()
-            self._emit(self._event("close"))
+            if not self._read_only:  # an old version has the id of a window that goes on
+                self._emit(self._event("close"))
 
     def __enter__(self) -> Self:
         return self

@@ -192,6 +192,12 @@ def test_old_versions_tell_their_forks_and_asks(window: Window, told: Told) -> N
     assert event.parent == window.id
 
 
+def test_closing_an_old_version_does_not_end_the_window(window: Window, told: Told) -> None:
+    with window.at(window.version) as old:
+        old.ask("q", max_tokens=3)
+    assert [e.op for e in told.events] == ["ask"]
+
+
 @pytest.mark.parametrize("clean", [False, True])
 def test_disposable_is_told_once_beside_the_branches_it_asks(window: Window, told: Told, clean: bool) -> None:
     a = window.ids[0]
