@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.engines.base import Encoded, Engine, Sampling
@@ -30,7 +31,7 @@ NAMES = {
 }
 """The users of a prefix cache: name for people by policy."""
 POLICIES = tuple(NAMES)
-_KEPT = 4096  # encoded chunks remembered
+_KEPT = 4096  # encoded chunks remembered, and branches that were closed
 
 
 @dataclass
@@ -64,6 +65,7 @@ class Ledger:
         self._engine, self._room, self._reference = engine, room, reference
         self._rooms: dict[str, int] = {}
         self._users: dict[str, dict[str, _User]] = {}  # by window id
+        self._ended: OrderedDict[str, None] = OrderedDict()  # branches that were closed; they may still be adopted
         self._caches = {policy: PrefixCache() for policy in POLICIES}
         self._encoded: OrderedDict[str, Encoded] = OrderedDict()
         self._tokens: dict[str, int] = {}  # by placement id
@@ -72,9 +74,17 @@ class Ledger:
         self._lock = threading.RLock()
 
     def watch(self, window: Window, room: int | None = None) -> None:
-        """Counts this window and its later forks."""
+        """Counts this window and its later forks. One that is watched already is not counted twice.
+
+        Raises ValueError for a window of another engine: its work would not be seen.
+        """
+        if window.engine is not self._engine:
+            raise ValueError(
+                "window must run on the ledger's engine, got one on another; make a ledger for each engine"
+            )
         self._rooms[window.id] = self._room if room is None else room
-        window.observe(self)
+        if self not in window._observers:
+            window.observe(self)
         with self._lock:
             self._follow(window.id, window.snapshot())
 
@@ -88,9 +98,11 @@ class Ledger:
                 self._users[event.window] = {p: user.copy() for p, user in self._users[event.other].items()}
             elif event.op == "close":
                 if event.parent is not None:  # a branch; a closed window may be restored
-                    self._users.pop(event.window, None)
+                    self._end(event.window)
             elif event.op == "ask":
                 self._ask(event)
+            elif event.op == "disposable":
+                self._withdraw(event)
             else:
                 self._edit(event)
 
@@ -105,6 +117,23 @@ class Ledger:
         users = self._users.setdefault(window, {policy: _User(policy) for policy in POLICIES})
         self._tokens.update((p.id, p.tokens) for p in state.placed)
         return users
+
+    def _end(self, branch: str) -> None:
+        self._ended[branch] = None
+        while len(self._ended) > _KEPT:
+            oldest, _ = self._ended.popitem(last=False)
+            self._users.pop(oldest, None)
+            self._rooms.pop(oldest, None)
+
+    def _withdraw(self, event: Event) -> None:
+        """The two asks that tested a chunk: work of ours, which a user of a prefix cache does not do."""
+        asked = (i for i in reversed(range(len(self.rows))) if self._tested(self.rows[i], event))
+        for i in list(islice(asked, 2)):
+            row = self.rows.pop(i)
+            self._told = (self._told[0] - row["computed_tokens"], self._told[1] - row["vision_encodes"])
+
+    def _tested(self, row: dict[str, Any], event: Event) -> bool:
+        return (row["parent"], row["query"]) == (event.window, event.query) and row["window"] in self._ended
 
     def _edit(self, event: Event) -> None:
         users = self._follow(event.window, event.state)
@@ -155,7 +184,8 @@ class Ledger:
         header, query = self._engine.encode_header(state.header), self._engine.encode_query(event.query)
         spent = self._spent()
         row: dict[str, Any] = {
-            "window": event.window, "version": event.version, "query": event.query, "answer": answer.text.strip(),
+            "window": event.window, "parent": event.parent, "version": event.version,
+            "query": event.query, "answer": answer.text.strip(),
             "answer_reprefill": None, "truth": None, "placed": len(placed), "prompt_tokens": answer.usage.prompt_tokens,
             "tokens_by_lane": dict(answer.usage.reused_tokens), "computed_tokens": spent[0], "vision_encodes": spent[1],
         }  # fmt: skip
@@ -178,7 +208,8 @@ class Ledger:
             sampling = Sampling(max(1, answer.usage.answer_tokens + 1))
             exact = reference.reprefill([self._encode(p) for p in placed], query, sampling)
             row["answer_reprefill"] = exact.text.strip()
-            self._told = self._counters()
+            # Not what the counters say now: another window may have worked meanwhile.
+            self._told = (self._told[0] + exact.computed_tokens, self._told[1])
         self.rows.append(row)
 
     def _encode(self, placed: Placed) -> Encoded:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window
@@ -159,3 +161,75 @@ def test_edits_with_a_meaning_are_followed(op: str) -> None:
         left = 3
     w.ask("what", 2)
     assert {ledger.rows[-1][f"computed_tokens_{p}"] for p in ("naive", "trim", "append")} == {left * 16 + QUERY}
+
+
+def test_a_window_is_counted_once_however_often_it_is_watched() -> None:
+    engine = FakeEngine()
+    ledger = Ledger(engine)
+    w = window(engine)
+    ledger.watch(w)
+    ledger.watch(w)
+    w.append(chunk("a"))
+    w.ask("what", 2)
+    branch = w.fork()
+    ledger.watch(branch)  # it is, as a fork
+    branch.ask("what", 2)
+    assert [row["window"] for row in ledger.rows] == [w.id, branch.id]
+
+
+def test_a_window_on_another_engine_is_refused() -> None:
+    with pytest.raises(ValueError, match="must run on the ledger's engine"):
+        Ledger(FakeEngine()).watch(window(FakeEngine()))
+
+
+def test_a_branch_may_be_closed_before_it_is_adopted() -> None:
+    engine = FakeEngine()
+    ledger = Ledger(engine)
+    w = window(engine)
+    ledger.watch(w)
+    a, _, _ = w.extend([chunk(name) for name in "abc"])
+    w.ask("what", 2)
+    with w.fork() as branch:
+        branch.evict(a)
+    w.adopt(branch)
+    w.ask("what", 2)
+    assert {ledger.rows[-1][f"computed_tokens_{p}"] for p in ("naive", "trim", "append")} == {2 * 16 + QUERY}
+
+
+def test_testing_what_is_disposable_is_work_of_ours_alone() -> None:
+    engine = FakeEngine()
+    ledger = Ledger(engine)
+    w = window(engine)
+    ledger.watch(w)
+    a, _ = w.extend([chunk(name) for name in "ab"])
+    w.ask("what", 2)
+    before = ledger.summary()
+    w.disposable(a, "what", 2)
+    after = ledger.summary()
+    assert after["computed_tokens"] == engine.counters.prefill_tokens > before["computed_tokens"]
+    assert {k: v for k, v in after.items() if "computed" not in k and "share" not in k} == {
+        k: v for k, v in before.items() if "computed" not in k and "share" not in k
+    }
+    assert all(after[f"computed_tokens_{p}"] == before[f"computed_tokens_{p}"] for p in ("naive", "trim", "append"))
+    w.ask("when", 2)
+    assert ledger.summary()["computed_tokens"] == engine.counters.prefill_tokens
+
+
+def test_work_of_another_window_during_a_reprefill_is_not_hidden() -> None:
+    engine = FakeEngine()
+    ledger = Ledger(engine, reference=True)
+    w, busy = window(engine), window(engine)
+    ledger.watch(w)
+    w.append(chunk("a"))
+    busy.append(chunk("b"))
+    real, extra = engine.generate, []
+
+    def generate(*args: Any, salt: str = "", **options: Any) -> Any:
+        if salt and not extra:  # the re-prefill; now another thread computes
+            extra.append(None)
+            extra.append(busy.ask("what", 2).usage.computed_tokens)
+        return real(*args, salt=salt, **options)
+
+    engine.generate = generate  # type: ignore[method-assign]
+    answer = w.ask("what", 2)
+    assert ledger.summary()["computed_tokens"] == answer.usage.computed_tokens + extra[1]
