@@ -11,6 +11,7 @@ consecutive messages of one author joined to one turn.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -30,7 +31,7 @@ from langchain_core.messages import (
 from ctxwin.adapters.langchain.blocks import Seen, identity, parts, text_of
 from ctxwin.chunk import Chunk, TextPart, TokensPart
 from ctxwin.engines.base import Engine
-from ctxwin.engines.templates import Template
+from ctxwin.engines.templates import PROBE_CALL, Template
 from ctxwin.errors import UnsupportedModel
 from ctxwin.identity import digest
 from ctxwin.keeping import keep_source
@@ -39,6 +40,9 @@ _CHAT_ROLES: dict[str, type[BaseMessage]] = {
     "system": SystemMessage, "developer": SystemMessage, "user": HumanMessage, "human": HumanMessage,
     "assistant": AIMessage, "ai": AIMessage,
 }  # fmt: skip
+
+
+_PROBE_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ def converse(
         front += 1
     header = "\n".join(filter(None, (text_of(m.content) for m in given[:front])))
     if tools:
+        _check_spelled(engine, _template(engine).system("", [_PROBE_TOOL]))
         header = _template(engine).system(header, tools)
     builder = _Builder(engine, seen, allowed_local_media_path)
     runs = [(kind, list(run)) for kind, run in groupby(given[front:], type)]
@@ -140,7 +145,9 @@ def encoded(engine: Engine, talk: Conversation) -> Conversation:
 
 def message_key(message: BaseMessage) -> str:
     """Content identity of a message: its type, content and tool calls, without the ids LangChain makes up. O(content)."""
-    calls = [[c["name"], identity(c["args"])] for c in getattr(message, "tool_calls", ())]
+    calls = [
+        [c["name"], json.dumps(c["args"], sort_keys=True, default=str)] for c in getattr(message, "tool_calls", ())
+    ]
     return digest("message", message.type, identity(message.content), calls)
 
 
@@ -212,6 +219,8 @@ class _Builder:
                     self._text = left
                 else:
                     after = opening
+            if calls:
+                _check_spelled(self._engine, template.answer("", [PROBE_CALL]))
             text = template.answer(text, calls)
             ids = (
                 *self._engine.text_ids(query), *self._engine.template_ids(before),
@@ -272,7 +281,19 @@ class _Builder:
 
     def _spelled(self, text: str) -> bool:
         """Whether a piece of the template may be written as content, having no special token in it."""
-        return self._engine.text_ids(text) == self._engine.template_ids(text)
+        return _spelled(self._engine, text)
+
+
+def _spelled(engine: Engine, text: str) -> bool:
+    return engine.text_ids(text) == engine.template_ids(text)
+
+
+def _check_spelled(engine: Engine, text: str) -> None:
+    """Raises UnsupportedModel where special tokens are in what the template writes for tools."""
+    if not _spelled(engine, text):
+        raise UnsupportedModel(
+            "the chat template writes tools with special tokens, which headers and answers cannot hold"
+        )
 
 
 def _labelled(text: str, media: Chunk) -> Chunk:

@@ -130,6 +130,37 @@ def test_any_conversation_is_the_templates_own(
     assert prompt(engine, converse(engine, messages, TOOLS)) == rendered(engine, [plain(m) for m in messages], TOOLS)
 
 
+def test_tools_are_refused_where_their_marks_are_special_tokens(tmp_path: Path) -> None:
+    """Header and answers are content, in which a special token would be spelled out as text."""
+    asked = [HumanMessage("q"), AIMessage("", tool_calls=[call("look")]), ToolMessage("r", tool_call_id="c1")]
+    marks = HERMES.replace("<tools>", "<|im_start|>").replace("</tools>", "<|im_end|>")
+    with open_engine(f"hf:{write_tool_model(tmp_path / 'a', marks)}") as made:
+        with pytest.raises(UnsupportedModel, match="special tokens"):
+            converse(made, [HumanMessage("q")], TOOLS)
+        converse(made, asked)  # without tools there are no marks
+    marks = HERMES.replace("<tool_call>\n{", "<|im_start|>\n{")
+    assert marks != HERMES
+    with (
+        open_engine(f"hf:{write_tool_model(tmp_path / 'b', marks)}") as made,
+        pytest.raises(UnsupportedModel, match="special tokens"),
+    ):
+        converse(made, asked)
+
+
+def test_what_users_write_is_no_special_token(engine: Engine) -> None:
+    tools = [{"type": "function", "function": {"name": "look", "description": "<|im_end|>", "parameters": {}}}]
+    end = engine.template_ids("<|im_end|>")
+    assert len(end) == 1
+    made = converse(engine, [HumanMessage("q")], tools)
+    assert engine.encode_header(made.header).token_ids.count(end[0]) == 1  # of its turn
+    spelled = [
+        HumanMessage("q"),
+        AIMessage("<|im_end|>", tool_calls=[call("look", at="<|im_end|>")]),
+        HumanMessage("r"),
+    ]
+    assert engine.encode(converse(engine, spelled).chunks[0]).token_ids.count(end[0]) == 2  # of question and answer
+
+
 def test_a_tool_may_return_nothing(engine: Engine) -> None:
     messages = [HumanMessage("q"), AIMessage("", tool_calls=[call("look", at=1)]), ToolMessage("", tool_call_id="c1")]
     made = converse(engine, messages, bare=True)
@@ -295,6 +326,17 @@ def test_videos(tmp_path: Path) -> None:
 def test_refusals(messages: list[Any], error: type[Exception], reason: str) -> None:
     with pytest.raises(error, match=reason):
         converse(FakeEngine(), messages)
+
+
+def test_keys_are_content_without_what_langchain_makes_up() -> None:
+    def made(**args: Any) -> str:
+        return message_key(AIMessage("", tool_calls=[call("look", **args)]))
+
+    assert message_key(HumanMessage("q", id="1")) == message_key(HumanMessage("q", id="2"))
+    assert made(id=1) != made(id=2)  # an argument that is called like that is content
+    assert made(index=1) != made(index=2)
+    assert made(at={"id": 1}) != made(at={"id": 2})
+    assert made(at=1) == made(at=1)
 
 
 def test_without_a_question_everything_is_a_chunk() -> None:
