@@ -117,9 +117,9 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
 
     def _decide(self, request: ModelRequest) -> tuple[ModelRequest, dict[str, Omitted]]:
         """The request as the model gets it, and new decisions."""
-        known: dict[str, Omitted] = dict(request.state.get(KEY) or {})  # type: ignore[call-overload]
-        units = units_of(request.messages, {key: entry["read"] for key, entry in known.items()})
-        known = {unit.key: known[unit.key] for unit in units if unit.key in known}
+        ever: dict[str, Omitted] = dict(request.state.get(KEY) or {})  # type: ignore[call-overload]
+        units = units_of(request.messages, {key: entry["read"] for key, entry in ever.items()})
+        known = {unit.key: ever[unit.key] for unit in units if unit.key in ever}
         decided: dict[str, Omitted] = {}
         view = self._view(units, known)
         if self._clauses:
@@ -128,7 +128,8 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
             size = sum(1 if self._media_only else len(u.messages) for u in candidates)
             measure = Measure(size, cache(lambda: counter(view)), cache(lambda: _limit(request.model)))
             if any(measure.reached(clause) for clause in self._clauses):
-                decided = self._leaving(units, candidates, counter, measure, known)
+                given = max((entry["number"] for entry in ever.values()), default=0)
+                decided = self._leaving(units, candidates, counter, measure, known, given)
                 known |= decided
                 view = self._view(units, known)
         if not any(entry["out"] for entry in known.values()):
@@ -147,8 +148,12 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
         counter: TokenCounter,
         measure: Measure,
         known: Mapping[str, Omitted],
+        number: int,
     ) -> dict[str, Omitted]:
-        """Decisions that bring ``candidates`` down to what is kept, as far as policy and protection allow."""
+        """Decisions that bring ``candidates`` down to what is kept, as far as policy and protection allow.
+
+        ``number`` is the largest that was given yet, also to messages that the user has removed since.
+        """
         kind, wanted = self._keep
         if kind != "messages":
             wanted = wanted * measure.limit() if kind == "fraction" else wanted
@@ -172,7 +177,6 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
                 if isinstance(unit.messages[0], HumanMessage) or unit.key in protected:
                     break
                 leaving[unit.key] = unit
-        number = max((entry["number"] for entry in known.values()), default=0)
         decided: dict[str, Omitted] = {}
         for unit in sorted(leaving.values(), key=lambda u: u.position):
             before = known.get(unit.key)

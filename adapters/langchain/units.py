@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,7 +19,8 @@ class Unit:
     """Messages that leave and come back together: one message, or an answer that calls tools with their results.
 
     Attributes:
-        key: id of its first message; what a decision about it is kept under.
+        key: id of its first message (its content, and the how manieth with that, where it has none); what a decision about
+            it is kept under.
         messages: in order.
         position: of its first message in the conversation; larger is newer.
         read: the conversation's length when it was last read: as it arrived, or was recalled.
@@ -77,9 +79,13 @@ def units_of(messages: Sequence[AnyMessage], read: Mapping[str, int]) -> list[Un
         else:
             groups.append([i])
     out = []
+    same: Counter[str] = Counter()
     for group in groups:
         first = messages[group[0]]
         key = first.id or message_key(first)
+        same[key] += 1
+        if same[key] > 1:
+            key = f"{key}#{same[key]}"
         out.append(Unit(key, tuple(messages[i] for i in group), group[0], read.get(key, group[-1] + 1)))
     return out
 

@@ -207,6 +207,24 @@ def test_pairs_stay_whole_and_nothing_is_shown_twice(kinds: list[str], keep: int
         assert sorted(e["number"] for e in decided.values()) == list(range(1, len(decided) + 1))
 
 
+def test_the_same_words_again_are_another_message() -> None:
+    """Messages that no checkpointer gave an id are told apart, too."""
+    messages: list[AnyMessage] = [HumanMessage("go on"), AIMessage("one"), HumanMessage("go on"), AIMessage("two")]
+    messages.append(HumanMessage("go on"))
+    middleware = WindowMiddleware(trigger=("messages", 5), keep=("messages", 3))
+    seen, decided = ask(middleware, messages)
+    assert seen == ["(Omitted in context: 1-2. recall(number) shows one again.)", "go on", "two", "go on"]
+    assert len(decided) == 2
+    assert ask(middleware, messages, **{KEY: decided})[0] == seen
+
+
+def test_numbers_are_never_given_twice() -> None:
+    """Also where the user removed a message whose number the model may still have in mind."""
+    gone = {"removed": {"number": 7, "out": True, "read": 1}}
+    middleware = WindowMiddleware(trigger=("messages", 5), keep=("messages", 4))
+    assert [e["number"] for e in ask(middleware, talk("h", "a", "h", "a", "h"), **{KEY: gone})[1].values()] == [8]
+
+
 # -- in agents
 
 
