@@ -7,12 +7,12 @@ other nodes have placed is left alone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ctxwin.chunk import Chunk
-from ctxwin.policies.base import Retrieval
+from ctxwin.policies.base import Eviction, Retrieval
 
 if TYPE_CHECKING:
     from ctxwin.window import Window
@@ -71,3 +71,19 @@ class Without:
 
     def choose(self, window: Window, query: str | Chunk) -> Iterable[str]:
         return [placement for placement in self.retrieval.choose(window, query) if placement not in self.removed]
+
+
+@dataclass(frozen=True)
+class Sparing:
+    """``eviction``, but never what the question is about."""
+
+    eviction: Eviction
+    spared: frozenset[str]
+
+    def order(self, window: Window) -> Iterator[str]:
+        order = self.eviction.order(window)
+        try:
+            yield from (placement for placement in order if placement not in self.spared)
+        finally:
+            if isinstance(order, Generator):
+                order.close()  # now, not when it is collected: it may hold a fork

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Annotated, Any
 
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, convert_to_messages
@@ -16,7 +17,7 @@ from typing_extensions import TypedDict
 from ctxwin.adapters.langchain.messages import Conversation, converse, message_key
 from ctxwin.adapters.langchain.usage import usage_metadata
 from ctxwin.adapters.langgraph.context import engine_of
-from ctxwin.adapters.langgraph.follow import Without, follow
+from ctxwin.adapters.langgraph.follow import Sparing, Without, follow
 from ctxwin.adapters.langgraph.marks import packed, unpacked
 from ctxwin.adapters.langgraph.reference import merge_windows
 from ctxwin.adapters.langgraph.session import Session, open_window
@@ -42,20 +43,24 @@ _NOTHING: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class _Reading:
-    """Keys of all messages, what of them the window has to take in, and the notes of the node's last run."""
+    """Keys of all messages, what of them the window has to take in, and the notes of the node's last run.
+
+    ``asked``: how many chunks at the end are of the turn that asks.
+    """
 
     keys: list[str]
     talk: Conversation
     read: dict[str, Any]
     going_on: bool
+    asked: int
 
 
 class WindowNode(Runnable[Any, dict[str, Any]]):
     """A node that asks the last human text over a window of what stands before it.
 
     Messages are recognised by content, not by their ids: new ones become chunks, edited and removed ones are followed. What
-    does not fit leaves the window by its policy; the messages stay as they are. The answer is returned as an `AIMessage`, and
-    the exchange is remembered in the window from that very pass.
+    does not fit leaves the window by its policy, but nothing of the turn that asks; the messages stay as they are. The answer
+    is returned as an `AIMessage`, and the exchange is remembered in the window from that very pass.
 
     Args:
         messages_key: of the conversation; its reducer must append (`add_messages`).
@@ -73,7 +78,7 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
     earlier messages changed, decoding all of them once.
 
     Raises at run time: what `ctxwin.adapters.langchain.messages.converse` raises for the messages, BudgetExceeded where the
-    question does not fit.
+    question, what its turn shows and what is looked back at do not fit.
     """
 
     def __init__(
@@ -118,8 +123,13 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         new = messages[count:]
         if count and self._digest(keys[:count]) == read["digest"] and new and isinstance(new[0], HumanMessage):
             # What was read is as it was, and the answer at its end closed the turn.
-            return _Reading(keys, converse(engine, new), read, going_on=True)
-        return _Reading(keys, converse(engine, messages), read, going_on=False)
+            talk, going_on = converse(engine, new), True
+        else:
+            talk, going_on = converse(engine, messages), False
+        turn = sum(1 for _ in takewhile(lambda m: isinstance(m, HumanMessage), reversed(messages)))
+        last = keys[len(keys) - turn :]
+        asked = sum(1 for _ in takewhile(lambda piece: piece[0] in last, reversed(talk.pieces)))
+        return _Reading(keys, talk, read, going_on, asked)
 
     def _open(self, state: Any, runtime: Runtime[Any], reading: _Reading) -> Session:
         reference = _value(state, self.window_key)
@@ -148,6 +158,9 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
             read["header"] = header
             gone = set(follow(window, talk.chunks, removed=removed, others=others))
             removed = [i for i in window.evicted if i in gone]
+        mine = [i for i in window.ids if i not in others][::-1]
+        last = zip(mine, reversed(talk.chunks), range(reading.asked), strict=False)
+        window.eviction = Sparing(window.eviction, frozenset(i for i, c, _ in last if window.chunk(i).id == c.id))
         room = self._room + window.engine.encode_query(talk.query).tokens + self._asking["max_tokens"]
         if self._retrieval is not None:
             window.retrieval = Without(self._retrieval, frozenset(removed))

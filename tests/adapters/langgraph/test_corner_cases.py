@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import gc
+import io
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 from langchain_core.messages import HumanMessage, RemoveMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, StateGraph
 from langgraph.runtime import ExecutionInfo, Runtime
 from langgraph.types import interrupt
+from PIL import Image
 
-from ctxwin import Chunk, Fidelity, Window, edits
+from ctxwin import BudgetExceeded, Chunk, Fidelity, Window, edits
 from ctxwin.adapters.langgraph import WindowContext, WindowNode, WindowState, load, merge_windows, open_window
 from ctxwin.adapters.langgraph.context import engine_of
 from ctxwin.adapters.langgraph.follow import follow
@@ -314,3 +318,45 @@ def test_a_window_closed_while_a_thread_still_edits_it_keeps_no_lease(
     window.append(picture(1))
     closing.join()
     assert held(engine) == 0
+
+
+# -- what a question is about -----------------------------------------------------------------------------------------
+
+
+class NewestFirst:
+    def order(self, window: Window) -> Iterable[str]:
+        return reversed(window.ids)
+
+
+def _turn(node: WindowNode, engine: Any, turns: list[list[Any]]) -> list[str]:
+    """Content placed after the last of the turns; a number in a turn is a picture."""
+    graph = StateGraph(WindowState, context_schema=WindowContext)
+    graph.add_node(node)
+    graph.add_edge(START, "window")
+    app = graph.compile(checkpointer=InMemorySaver())
+    for turn in turns:
+        blocks = [
+            {"type": "image", "base64": _png(part), "mime_type": "image/png"} if isinstance(part, int) else part
+            for part in turn
+        ]
+        state = app.invoke({"messages": [HumanMessage(blocks)]}, CONFIG, context=WindowContext(engine))
+    with load(engine, state["window"]) as window:
+        return [window.chunk(i).id for i in window.ids]
+
+
+def _png(i: int) -> str:
+    png = io.BytesIO()
+    Image.fromarray(np.full((4, 4, 3), i, np.uint8)).save(png, "PNG")
+    return base64.b64encode(png.getvalue()).decode()
+
+
+def test_what_is_asked_about_never_leaves_before_the_answer(engine: Any) -> None:
+    node = WindowNode(header="hd", budget=30, max_tokens=2, eviction=NewestFirst())
+    picture = Chunk.image(np.full((4, 4, 3), 7, np.uint8)).id
+    assert picture in _turn(node, engine, [[1, "q1?"], [2, "q2?"], [7, "q3?"]])
+
+
+def test_what_is_asked_about_must_fit(engine: Any) -> None:
+    node = WindowNode(header="hd", budget=12, max_tokens=2)
+    with pytest.raises(BudgetExceeded):
+        _turn(node, engine, [[*range(1, 9), "q?"]])
