@@ -101,7 +101,7 @@ def _applied(window: Window, state: State, edit: Edit, wanted: Sequence[Chunk]) 
     if edit.op == "evict":
         return edits.evicted(state, [by_id[i] for i in edit.ids]), edit.ids
     if edit.op == "reorder":
-        return state.edited(placed=tuple(by_id[i] for i in edit.ids)), edit.ids
+        return edits.reordered(state, edit.ids), edit.ids
     if edit.op == "recall":
         with window._seeing():
             new, _ = edits.recalled(state, window._back(state, edit.ids[0]), edit.at)

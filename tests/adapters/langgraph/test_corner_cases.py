@@ -360,3 +360,19 @@ def test_what_is_asked_about_must_fit(engine: Any) -> None:
     node = WindowNode(header="hd", budget=12, max_tokens=2)
     with pytest.raises(BudgetExceeded):
         _turn(node, engine, [[*range(1, 9), "q?"]])
+
+
+def test_sync_reorders_as_reorder_does() -> None:
+    states = []
+    for by_sync in (True, False):
+        with FakeEngine() as engine, Window(engine, "hd", fidelity=Fidelity("patched", rank=2)) as window:
+            window.extend([Chunk.text(t) for t in "abc"])
+            window.ask("what?", max_tokens=2)
+            window.insert(0, Chunk.text("n"))
+            n, a, b, c = window.ids
+            if by_sync:
+                sync(window, [window.chunk(i) for i in (a, n, b, c)])
+            else:
+                window.reorder([a, n, b, c])
+            states.append([(p.chunk_id, [window.chunk(u).id for u in p.unseen]) for p in window.snapshot().placed])
+    assert states[0] == states[1]
