@@ -24,6 +24,7 @@ from ctxwin.store.base import Store, StoreStats, check_key, check_value
 log = logging.getLogger(__name__)
 
 _LARGEST: Final = 512 << 20  # of a Redis string
+_UNINDEXED_MS: Final = 60_000
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
 
@@ -180,7 +181,8 @@ class RedisStore(Store):
 
         def both(client: Any) -> Any:
             with client.pipeline(transaction=True) as pipe:
-                pipe.set(passing, blob)
+                # A script that fails half-way is not undone: what no index knows must go by itself.
+                pipe.set(passing, blob, px=_UNINDEXED_MS)
                 arguments = (key, len(blob), self.max_bytes, ttl, int(told), *leased)
                 pipe.eval(scripts.PUT, 4, *self._index, passing, self._values, *arguments)
                 return pipe.execute()[1]

@@ -68,8 +68,8 @@ return total - old + ARGV[3] <= tonumber(ARGV[4]) and 1 or 0
 """
 )
 
-# KEYS[4]: the value under a passing name. ARGV: values, key, bytes, limit, ttl in ms (0: none), whether leases follow,
-# leased keys. Returns {1 stored | 0 refused | -1 leases are needed, evictions}.
+# KEYS[4]: the value under a passing name and with a short time to live, taken off last. ARGV: values, key, bytes, limit, ttl in
+# ms (0: none), whether leases follow, leased keys. Returns {1 stored | 0 refused | -1 leases are needed, evictions}.
 PUT: Final = (
     _COMMON
     + """
@@ -111,6 +111,7 @@ if ttl > 0 then
   redis.call('ZADD', expires, now + ttl, key)
 else
   redis.call('ZREM', expires, key)
+  redis.call('PERSIST', values .. key)
 end
 return {1, evicted}
 """

@@ -226,6 +226,20 @@ def test_the_index_mends_itself(store: RedisStore, client: Any) -> None:
 # -- limits, leases, time
 
 
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_put_that_cannot_be_indexed_leaves_nothing_for_ever(store: RedisStore, client: Any, index: int) -> None:
+    client.set(store._index[index], "of another type")
+    assert not store.put("span/a", b"value")
+    assert store.failures
+    left = client.keys(store._passing + "*") + client.keys(store._values + "*")
+    assert all(0 < client.pttl(name) <= 60_000 for name in left), "what no index knows goes by itself"
+    client.delete(store._index[index])
+    assert store.put("span/b", b"value")
+    assert client.pttl(store._values + "span/b") == -1, "what is stored stays"
+    assert store.put("span/b", b"another")
+    assert client.pttl(store._values + "span/b") == -1
+
+
 def test_stores_that_share_a_tenant_keep_one_limit(store: RedisStore, server: Server, client: Any) -> None:
     limit = 20_000
     stores = [twin(store, server, max_bytes=limit) for _ in range(3)]
