@@ -193,11 +193,11 @@ class ChatCtxwin(BaseChatModel):
         """
         engine = self.open()
         schemas = [convert_to_openai_tool(tool) for tool in tools or ()]
-        talk = self._converse(messages, schemas, ask=False)
+        talk = self._converse(engine, messages, schemas, ask=False)
         try:
             encoded(engine, talk)
         except ChunkUnavailable:
-            talk = self._decoded_again(messages, schemas, ask=False)
+            talk = self._decoded_again(engine, messages, schemas, ask=False)
         closing = engine.encode_query("x").tokens - len(engine.text_ids("x"))
         return engine.encode_header(talk.header).tokens + sum(engine.encode(c).tokens for c in talk.chunks) + closing
 
@@ -208,15 +208,17 @@ class ChatCtxwin(BaseChatModel):
             return self._syntax
 
     def _decoded_again(
-        self, messages: list[BaseMessage], tools: Sequence[dict[str, Any]], *, ask: bool
+        self, engine: Engine, messages: list[BaseMessage], tools: Sequence[dict[str, Any]], *, ask: bool
     ) -> Conversation:
         """For pictures that were seen before and have left the store since: the messages still have them."""
         self._seen.clear()
-        return encoded(self.open(), self._converse(messages, tools, ask=ask))
+        return encoded(engine, self._converse(engine, messages, tools, ask=ask))
 
-    def _converse(self, messages: list[BaseMessage], tools: Sequence[dict[str, Any]], *, ask: bool) -> Conversation:
+    def _converse(
+        self, engine: Engine, messages: list[BaseMessage], tools: Sequence[dict[str, Any]], *, ask: bool
+    ) -> Conversation:
         return converse(
-            self.open(), messages, tools, ask=ask, bare=True, seen=self._seen,
+            engine, messages, tools, ask=ask, bare=True, seen=self._seen,
             allowed_local_media_path=self.allowed_local_media_path,
         )  # fmt: skip
 
@@ -332,12 +334,11 @@ class ChatCtxwin(BaseChatModel):
         self, messages: list[BaseMessage], call: _Call, heard: Heard, stopped: Callable[[], bool]
     ) -> tuple[Answer, Reader, int]:
         """Answers; ``heard`` gets the parts as they come. Also the reader, and how many tokens the answer could have."""
-        with self._opening:
-            self.open()
-            pool = self._pool
+        with self._opening:  # what is closed meanwhile must not be opened again
+            engine, pool = self.open(), self._pool
+            reader = Reader(self._learnt() if call.tools else None, call.stops)
         assert pool is not None
-        reader = Reader(self._learnt() if call.tools else None, call.stops)
-        talk = self._converse(messages, call.tools, ask=True)
+        talk = self._converse(engine, messages, call.tools, ask=True)
 
         def on_token(_: int, text: str) -> bool:
             for part in reader.read(text):
@@ -347,7 +348,7 @@ class ChatCtxwin(BaseChatModel):
         try:
             answer, room = self._ask(pool, talk, call, reader, on_token, stopped)
         except ChunkUnavailable:
-            talk = self._decoded_again(messages, call.tools, ask=True)
+            talk = self._decoded_again(engine, messages, call.tools, ask=True)
             answer, room = self._ask(pool, talk, call, reader, on_token, stopped)
         if not reader.stopped:
             for part in reader.read(answer.text, last=True):

@@ -58,7 +58,7 @@ def response_metadata(answer: Answer, reader: Reader, room: int, model: str) -> 
     return {
         "model_name": model,
         "model_provider": "ctxwin",
-        "finish_reason": "tool_calls" if reader.calls else "stop" if ended else "length",
+        "finish_reason": "length" if not ended else "tool_calls" if reader.calls else "stop",
         "ctxwin": asdict(answer.usage),
     }
 

@@ -234,6 +234,38 @@ def test_cancelling_stops_the_engine(caller: Engine) -> None:
         asyncio.run(cancelled(streamed(chat)))
 
 
+def test_closing_while_a_call_is_in_flight_leaves_nothing_behind(caller: Engine) -> None:
+    engine = Slow(caller, ["one two three"])
+    chat = ChatCtxwin(engine=engine)
+    with ThreadPoolExecutor(1) as threads:
+        before = dict(caller.repo._leases)
+        answer = threads.submit(chat.invoke, "q")
+        assert engine.asked.wait(10)
+        chat.close()
+        chat.close()
+        engine.steps.release(20)
+        assert answer.result(10).content == "one two three"
+    assert chat._engine is None  # not opened again
+    assert dict(caller.repo._leases) == before
+
+
+def test_a_picture_that_did_not_fit_is_no_loss_for_the_next_call(tiny: Engine, exact: ChatCtxwin) -> None:
+    watch = Watch(tiny, seed=9)
+    with ChatCtxwin(engine=tiny, fidelity=Fidelity("exact"), budget=160, max_tokens=8) as chat:
+        with pytest.raises(ContextOverflowError):
+            chat.invoke(watch.messages([0, 1, 2], "color of 12?"))
+        asked = watch.messages([1], watch.question([1]))
+        assert chat.invoke(asked).content == exact.invoke(asked).content
+
+
+def test_a_call_that_was_cut_off_says_so(caller: Engine) -> None:
+    with ChatCtxwin(engine=ScriptedEngine(caller, lambda _: CALL)) as chat:
+        cut = chat.bind_tools([look]).invoke("q", max_tokens=len(caller.text_ids(CALL)) - 16)
+        whole = chat.bind_tools([look]).invoke("q")
+    assert (len(cut.invalid_tool_calls), cut.response_metadata["finish_reason"]) == (1, "length")
+    assert (len(whole.tool_calls), whole.response_metadata["finish_reason"]) == (1, "tool_calls")
+
+
 def test_stop_sequences(caller: Engine) -> None:
     with ChatCtxwin(engine=ScriptedEngine(caller, lambda _: "red END of it"), stop=["END"]) as chat:
         for answer in (chat.invoke("q"), chat.invoke("q", stream=False)):
