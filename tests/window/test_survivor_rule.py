@@ -1,0 +1,120 @@
+"""Random edits against the survivor rule, kept by hand: what each chunk absorbed, and what it may leave unseen.
+
+The rule: the chunks in front are those it was conditioned on minus evicted ones, in the same order, and besides them only
+those that a recall or an insertion put in front of it while it stood there.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ctxwin import Chunk, Fidelity, Window
+from window.fake import FakeEngine
+
+OPS = (
+    "append", "insert", "evict", "slide", "recall", "look_back", "reorder", "ask", "ask", "ask", "toggle", "adopt", "restore",
+)  # fmt: skip
+
+
+class Book:
+    """What the rule knows of every chunk, by placement id."""
+
+    def __init__(self) -> None:
+        self.absorbed: dict[str, tuple[str, ...]] = {}
+        self.allowed: dict[str, set[str]] = {}
+
+    def copy(self) -> Book:
+        made = Book()
+        made.absorbed, made.allowed = dict(self.absorbed), {i: set(a) for i, a in self.allowed.items()}
+        return made
+
+    def came(self, window: Window, ids: list[str]) -> None:
+        for new in ids:
+            self.allowed[new] = set()
+        for new in ids:
+            for behind in window.ids[window.ids.index(new) + 1 :]:
+                if behind not in ids:
+                    self.allowed[behind].add(new)
+
+    def left(self, ids: list[str]) -> None:
+        for allowed in self.allowed.values():
+            allowed.difference_update(ids)
+
+    def answered(self, lanes: list[tuple[str, str]]) -> None:
+        for i, (placement, lane) in enumerate(lanes):
+            if lane not in ("survivor", "canonical"):
+                self.absorbed[placement] = tuple(front for front, _ in lanes[:i])
+                self.allowed[placement] = set()
+
+    def check(self, lanes: list[tuple[str, str]]) -> int:
+        """The number of survivors, each by the rule."""
+        placed = [placement for placement, _ in lanes]
+        survivors = [i for i, (_, lane) in enumerate(lanes) if lane == "survivor"]
+        for i in survivors:
+            front, absorbed = placed[:i], self.absorbed[placed[i]]
+            assert [a for a in absorbed if a in front] == [f for f in front if f in absorbed], "another order"
+            assert not set(absorbed) & set(placed[i:]), "what it absorbed is behind it now"
+            assert set(front) - set(absorbed) <= self.allowed[placed[i]], "it must absorb what is in front of it"
+        return len(survivors)
+
+
+def lanes_of(window: Window) -> list[tuple[str, str]]:
+    window.check()
+    return [(e.id, e.lane) for e in window.chunks]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_survivors_keep_the_rule(seed: int) -> None:
+    rng = random.Random(seed)
+    engine, book, survivors = FakeEngine(), Book(), 0
+    window = Window(engine, "h", budget=400, fidelity=Fidelity("patched", rank=2))
+    for _ in range(100):
+        op = rng.choice(OPS)
+        if op == "append":
+            book.came(window, [window.append(Chunk.text(rng.choice("abcd")))])
+        elif op == "insert":
+            book.came(window, [window.insert(rng.randint(0, len(window.ids)), Chunk.text(rng.choice("abcd")))])
+        elif op == "evict" and window.ids:
+            gone = rng.choice(window.ids)
+            window.evict(gone)
+            book.left([gone])
+        elif op == "slide" and window.ids:
+            book.left(window.slide(1))
+        elif op == "recall" and window.evicted:
+            back = rng.choice(window.evicted)
+            window.recall(back, rng.choice([None, rng.randint(0, len(window.ids))]))
+            book.came(window, [back])
+        elif op == "look_back" and window.evicted:
+            some = rng.sample(window.evicted, min(len(window.evicted), rng.randint(1, 3)))
+            assert window.look_back(" ".join(some)) == some
+            book.came(window, some)
+        elif op == "reorder":
+            order = rng.sample(window.ids, len(window.ids))
+            window.reorder(order)
+            for i, placement in enumerate(order):
+                book.allowed[placement] &= set(order[:i])
+        elif op == "ask":
+            lanes = lanes_of(window)
+            window.ask("q", 1)
+            book.answered(lanes)
+        elif op == "toggle" and window.ids:
+            placed = rng.choice(window.snapshot().placed)
+            window.toggle(placed.id, conditioned=not placed.conditioned)
+        elif op == "adopt":
+            branch, kept = window.fork(), book.copy()
+            if branch.evicted:
+                back = rng.choice(branch.evicted)
+                branch.recall(back)
+                kept.came(branch, [back])
+            book.check(lanes_of(window))
+            window.adopt(branch)
+            branch.close()
+            book = kept
+        elif op == "restore":
+            again = Window.restore(engine, window.snapshot().model_dump_json())
+            window.close()
+            window = again
+        survivors += book.check(lanes_of(window))
+    assert survivors, "none survived: nothing was tested"
