@@ -115,7 +115,7 @@ class Session(Window):
         operation = self._operation and Operation(self._operation.checkpoint, self._operation.task, seed[:12])
         branch._attend(self._runtime, operation, (self._base[0] + self._index, self._base[1]))
         branch._note(self.notes)
-        branch._parent = (weakref.ref(self), self.version)
+        branch._parent = (weakref.ref(self), state.version)
         inherited = (o for o in self._observers if o != self._tell)
         branch._observers, branch._origin = (*inherited, branch._tell), self.id
         self._emit(self._event("fork", other=branch.id, note=header or ""))
