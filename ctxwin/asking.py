@@ -283,8 +283,11 @@ async def aask(window: Window, query: str, max_tokens: int, **options: Any) -> A
         await asyncio.wait([task])
         if not task.cancelled() and task.exception() is None and (late := task.result().remembered):
             with window._writing() as state:  # it was committed just before the cancellation arrived
-                if state.placed and state.placed[-1].id == late:
-                    window._commit(window._history.pop(state.version - 1), remember=False)
+                if (old := window._history.get(state.version - 1)) and (
+                    *(p.id for p in old.placed),
+                    late,
+                ) == window.ids:
+                    window._commit(window._history.pop(old.version), "forget", [late], remember=False)
         raise
 
 

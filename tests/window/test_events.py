@@ -126,6 +126,34 @@ def test_a_stream_that_is_dropped_tells_nothing(engine: FakeEngine, window: Wind
     assert told.events == []
 
 
+def test_an_exchange_that_was_cancelled_too_late_is_told_to_be_forgotten(window: Window, told: Told) -> None:
+    committed, goes_on = threading.Event(), threading.Event()
+
+    def slow(event: Event) -> None:
+        if event.op == "ask":
+            committed.set()
+            goes_on.wait(10)
+
+    window.observe(slow)
+    before = window.snapshot()
+
+    async def cancelled() -> None:
+        task = asyncio.ensure_future(window.aask("q", max_tokens=3, remember=True))
+        while not committed.is_set():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.sleep(0)
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert window.snapshot() == before
+    assert [e.op for e in told.events] == ["ask", "forget"]
+    assert told.events[0].ids == told.events[1].ids
+    assert told.events[1].state == before
+
+
 def test_idle_work_is_told_only_where_something_was_done(window: Window, told: Told) -> None:
     assert window.refresh() == []
     assert told.events == []
