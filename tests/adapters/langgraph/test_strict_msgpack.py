@@ -12,7 +12,8 @@ HERE = Path(__file__).parent
 
 def test_with_the_strict_serializer() -> None:
     files = [str(HERE / name) for name in ("test_running_again.py", "test_branches.py", "test_window_node.py")]
-    # Both savers have one serializer. The log is printed: a blocked type does not fail, it comes back as something else, and a warning says so.
+    # Both savers have one serializer.
+    # The log is printed: a blocked type does not fail, it comes back as something else, and a warning says so.
     options = ["-q", "-p", "no:cacheprovider", "-o", "log_cli=true", "--log-cli-level=WARNING"]
     chosen = ["-k", "not on_the_model and not ten_lines and not memory", *files]
     done = subprocess.run(
