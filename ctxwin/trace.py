@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -213,7 +214,15 @@ class Trace:
         return number
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n")
+        raw = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
+        begin = self._file.seek(0, os.SEEK_END)
+        try:
+            left = memoryview(raw)
+            while left:  # a disk that is nearly full takes a part, and refuses the rest
+                left = left[self._file.write(left) :]
+        except OSError:
+            self._file.truncate(begin)
+            raise
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,35 @@ def test_threads_write_whole_lines(engine: FakeEngine, path: Path) -> None:
     assert len(recording.chunks) == 80
 
 
+def test_a_full_disk_costs_lines_and_not_the_trace(engine: FakeEngine, path: Path) -> None:
+    class Disk:
+        """Takes as many bytes as there is room for, as a file system does."""
+
+        def __init__(self, file: Any, room: int) -> None:
+            self.file, self.room = file, room
+
+        def write(self, raw: memoryview) -> int:
+            if not self.room:
+                raise OSError(28, "No space left on device")
+            taken = self.file.write(raw[: self.room])
+            self.room -= taken
+            return int(taken)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    with Trace(path) as trace, Window(engine, "hd") as window:
+        trace.watch(window)
+        file = trace._file
+        trace._file = Disk(file, 50)  # type: ignore[assignment]
+        window.append(Chunk.text("lost"))
+        trace._file = file
+        window.append(Chunk.text("kept"))
+    recording = read_trace(path)
+    assert [e["op"] for e in recording.events] == ["watch", "append", "close"]
+    assert [c["text"] for c in recording.chunks.values()] == ["lost", "kept"], "described when it is shown at last"
+
+
 def test_a_closed_trace_is_silent(engine: FakeEngine, path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Window(engine) as window:
         with Trace(path) as trace:
