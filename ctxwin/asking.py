@@ -283,10 +283,8 @@ async def aask(window: Window, query: str, max_tokens: int, **options: Any) -> A
         await asyncio.wait([task])
         if not task.cancelled() and task.exception() is None and (late := task.result().remembered):
             with window._writing() as state:  # it was committed just before the cancellation arrived
-                if (old := window._history.get(state.version - 1)) and (
-                    *(p.id for p in old.placed),
-                    late,
-                ) == window.ids:
+                old = window._history.get(state.version - 1)
+                if old and (*(p.id for p in old.placed), late) == window.ids:
                     window._commit(window._history.pop(old.version), "forget", [late], remember=False)
         raise
 
@@ -319,8 +317,7 @@ def disposable(window: Window, placement: str, query: str, max_tokens: int, *, c
             branch.evict(placement)
         without = ask(branch, query, max_tokens, logprobs=-1)
     same = with_it.token_ids == without.token_ids
-    note = "disposable" if same else "needed"
-    window._emit(window._event("disposable", (placement,), query=query, note=note))
+    window._emit(window._event("disposable", (placement,), query=query, note="disposable" if same else "needed"))
     return Disposability(
         disposable=same,
         kl=kl(with_it.first_token_logprobs, without.first_token_logprobs),
