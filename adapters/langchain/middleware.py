@@ -64,7 +64,7 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
     Args:
         trigger: when to evict: ``("fraction"|"tokens"|"messages", n)``, a dict of thresholds that must all be met, or a list
             of which any is enough; None: never.
-        keep: how much stays then, in the same terms.
+        keep: how much stays then, in the same terms: tokens are those of the whole prompt, system prompt and tools included.
         policy: who leaves first.
         recall: whether a line stands in place of what left, and the model gets a tool ``recall(number)``. The tool is offered
             from the first eviction on, so that until then the prompt is the one without this middleware; that one time the
@@ -141,6 +141,14 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
         numbers = {key: known[key]["number"] for key in out} if self._recall else None
         return shown(units, out, numbers, media_only=self._media_only)
 
+    def _rest(self, unit: Unit) -> list[Any]:
+        """What stays of a unit that leaves; the line in place of whole messages is shared, and does not count."""
+        return (
+            shown([unit], {unit.key}, {unit.key: 1} if self._recall else None, media_only=True)
+            if self._media_only
+            else []
+        )
+
     def _leaving(
         self,
         units: Sequence[Unit],
@@ -157,12 +165,12 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
         kind, wanted = self._keep
         if kind != "messages":
             wanted = wanted * measure.limit() if kind == "fraction" else wanted
-            empty = counter([])  # header, tools and what else stands around messages
-            candidates = [replace(u, tokens=counter(list(u.messages)) - empty) for u in candidates]
+            candidates = [replace(u, tokens=counter(list(u.messages)) - counter(self._rest(u))) for u in candidates]
         sizes = {
             u.key: u.tokens if kind != "messages" else 1 if self._media_only else len(u.messages) for u in candidates
         }
-        left = sum(sizes.values())
+        # Tokens are those of the whole prompt, as for the trigger: with a long header it would be reached again at once.
+        left = sum(sizes.values()) if kind == "messages" else measure.tokens()
         protected, late = _protected(units)
         leaving: dict[str, Unit] = {}
         for unit in sorted(self._policy.order(candidates), key=lambda u: u.key in late):

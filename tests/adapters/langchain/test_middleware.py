@@ -122,7 +122,7 @@ def test_triggers(trigger: Any, fires: bool) -> None:
     assert (len(seen) < 5) == fires
 
 
-@pytest.mark.parametrize(("keep", "left"), [(("tokens", 30), 3), (("tokens", 29), 2), (("fraction", 0.2), 2)])
+@pytest.mark.parametrize(("keep", "left"), [(("tokens", 37), 3), (("tokens", 36), 2), (("fraction", 0.3), 2)])
 def test_what_is_kept(keep: Any, left: int) -> None:
     model = GenericFakeChatModel(messages=iter(()), profile={"max_input_tokens": 100})
     middleware = WindowMiddleware(
@@ -144,6 +144,35 @@ def test_bad_triggers_are_refused(bad: Any) -> None:
     if isinstance(bad, tuple):
         with pytest.raises(ValueError, match="keep must be"):
             WindowMiddleware(keep=bad)
+
+
+def test_a_long_header_does_not_trigger_again_at_every_step() -> None:
+    """Trigger and keep measure the same, so that room is made for several steps at once."""
+    middleware = WindowMiddleware(
+        trigger=("tokens", 200), keep=("tokens", 150), token_counter=lambda m: 100 + 10 * len(m)
+    )
+    state: dict[str, Any] = {}
+    evictions = 0
+    for turns in range(1, 20):
+        messages = talk(*["h", "a"] * turns, "h")
+        decided = ask(middleware, messages, **{KEY: state})[1]
+        evictions += bool(decided)
+        state |= decided
+    assert 4 <= evictions <= 8  # two messages a step, and 50 tokens are freed
+
+
+def test_only_the_pictures_tokens_are_freed_where_only_pictures_leave() -> None:
+    def counter(messages: Sequence[Any]) -> int:
+        return sum(100 if is_media(block) else 10 for m in messages for block in blocks(m))
+
+    image = {"type": "image", "base64": "AAAA", "mime_type": "image/png"}
+    messages: list[AnyMessage] = [
+        HumanMessage([*[{"type": "text", "text": "x"}] * 20, image], id=str(i)) for i in range(4)
+    ]
+    middleware = WindowMiddleware(
+        trigger=("tokens", 1200), keep=("tokens", 1021), media_only=True, token_counter=counter
+    )
+    assert len(ask(middleware, messages)[1]) == 2  # 1200 tokens; a picture is 100, and the line in its place 10
 
 
 def test_a_fraction_needs_a_limit() -> None:
