@@ -164,9 +164,10 @@ class ChatCtxwin(BaseChatModel):
             tool_choice: a tool's name shows only that one, ``none`` shows none. A call cannot be forced: ``any`` is logged
                 and otherwise as ``auto``.
 
-        Raises UnsupportedModel where the template takes no tools, or writes calls in a form that cannot be read.
+        Raises UnsupportedModel where the template takes no tools, or writes calls in a form that cannot be read: now where
+        the engine is open, else by the first answer. An agent binds in its event loop, where opening would block.
         """
-        engine = self.open()
+        engine = self.engine or self._engine
         schemas = [convert_to_openai_tool(tool) for tool in tools]
         names = [schema["function"]["name"] for schema in schemas]
         if isinstance(tool_choice, dict):
@@ -179,7 +180,7 @@ class ChatCtxwin(BaseChatModel):
             if tool_choice not in names:
                 raise ValueError(f"tool_choice must be auto, none, any or one of {names}, got {tool_choice!r}")
             schemas = [schema for schema in schemas if schema["function"]["name"] == tool_choice]
-        if schemas:
+        if schemas and engine is not None:
             self._learnt()
             converse(engine, [], schemas, ask=False)  # refuses a template that takes no tools
         return self.bind(tools=schemas, **kwargs)

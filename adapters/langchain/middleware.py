@@ -252,7 +252,8 @@ def _recall_tool() -> BaseTool:
         Args:
             number: the number given where it was omitted; larger numbers are newer.
         """
-        known: dict[str, Omitted] = runtime.state.get(KEY) or {}
+        there = {unit.key for unit in units_of(runtime.state["messages"], {})}
+        known: dict[str, Omitted] = {k: e for k, e in (runtime.state.get(KEY) or {}).items() if k in there}
         found = {key: entry for key, entry in known.items() if entry["number"] == number and entry["out"]}
         numbers = sorted(entry["number"] for entry in known.values() if entry["out"])
         text = f"Message {number} is shown again, at its place."

@@ -444,6 +444,15 @@ def test_a_model_by_name_is_opened_late_and_closed() -> None:
         ChatCtxwin()
 
 
+def test_binding_tools_opens_no_engine() -> None:
+    """Agents bind in their event loop, which opening a model would block."""
+    with ChatCtxwin(model="tiny:hf", max_tokens=4) as chat:
+        bound = chat.bind_tools([look])
+        assert chat._engine is None
+        with pytest.raises(UnsupportedModel, match="drops tool calls"):
+            bound.invoke("q")
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

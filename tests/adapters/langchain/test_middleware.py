@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from langchain.agents import create_agent
 from langchain.agents.middleware.types import ModelRequest, ModelResponse
 from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
-from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, RemoveMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 from PIL import Image
@@ -347,6 +347,18 @@ def test_parallel_and_wrong_recalls(caller: Engine) -> None:
     results = [m for m in said if isinstance(m, ToolMessage)][-3:]
     assert [m.status for m in results] == ["success", "success", "error"]
     assert results[2].text == "number must be one that is omitted (1-4), got 9"
+
+
+def test_a_removed_message_cannot_be_recalled(caller: Engine) -> None:
+    config = {"configurable": {"thread_id": "t"}}
+    script = [*(call("look", at=i) for i in range(4)), "done", call("recall", number=1), "no"]
+    with ChatCtxwin(engine=ScriptedEngine(caller, script)) as chat:
+        middleware = WindowMiddleware(trigger=("messages", 7), keep=("messages", 4))
+        agent: Any = create_agent(chat, [look], middleware=[middleware], checkpointer=InMemorySaver())
+        said = run(agent, ["watch it"], asynchronous=False)["messages"]
+        agent.update_state(config, {"messages": [RemoveMessage(said[i].id) for i in (1, 2)]})
+        said = run(agent, ["what was first?"], asynchronous=False)["messages"]
+    assert said[-2].text == "number must be one that is omitted (2-4), got 1"
 
 
 @pytest.mark.parametrize("recall", [True, False])
