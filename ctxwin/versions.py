@@ -38,7 +38,7 @@ class Versions:
         self._told: list[Event] = []  # of the writer, until it is done
         self._leasing = threading.Lock()
         self._leases: set[str] = set()
-        self._finalizer = weakref.finalize(self, _release_all, engine.repo, self._leases)  # for a window never closed
+        self._finalizer = weakref.finalize(self, engine.repo.abandon, self._leases)  # for a window never closed
         self._lease()
 
     def observe(self, observer: Observer) -> Callable[[], None]:
@@ -58,7 +58,10 @@ class Versions:
         if not self._closed:
             with self._leasing:  # a thread that still edits must not lease behind this
                 self._closed = True
-                self._finalizer()
+                self._finalizer.detach()
+                for key in self._leases:
+                    self.engine.repo.release(key)
+                self._leases.clear()
             if not self._read_only:  # an old version has the id of a window that goes on
                 self._emit(self._event("close"))
 
@@ -119,9 +122,3 @@ class Versions:
             for key in self._leases - wanted:
                 self.engine.repo.release(key)
                 self._leases.discard(key)
-
-
-def _release_all(repo: Any, leases: set[str]) -> None:
-    for key in leases:
-        repo.release(key)
-    leases.clear()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -88,6 +88,7 @@ class SpanRepository:
         self._live: OrderedDict[str, _Live] = OrderedDict()
         self._live_bytes = 0
         self._leases: Counter[str] = Counter()
+        self._abandoned: deque[str] = deque()
         self._lock = threading.Lock()
 
     # -- records -----------------------------------------------------------------------------------------------------
@@ -230,6 +231,7 @@ class SpanRepository:
 
     def lease(self, key: str) -> bool:
         """Protects ``key`` from eviction until `release`; False where it is not held."""
+        self._release_abandoned()
         held = self.store.lease(key)
         if held:
             with self._lock:
@@ -237,18 +239,39 @@ class SpanRepository:
         return held
 
     def release(self, key: str) -> None:
+        self._release_abandoned()
+        self._release(key)
+
+    def abandon(self, keys: set[str]) -> None:
+        """Empties ``keys`` and releases them later, before anything is leased, stored or looked up as leased.
+
+        For finalizers: the garbage collector runs them anywhere, in a thread that holds the store's lock, too.
+        """
+        self._abandoned.extend(keys)
+        keys.clear()
+
+    def leased(self, key: str) -> bool:
+        """Whether somebody holds a lease on ``key`` through this repository."""
+        self._release_abandoned()
+        with self._lock:
+            return self._leases[key] > 0 if key in self._leases else False
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _release(self, key: str) -> None:
         self.store.release(key)
         with self._lock:
             self._leases[key] -= 1
             if self._leases[key] <= 0:
                 del self._leases[key]
 
-    def leased(self, key: str) -> bool:
-        """Whether somebody holds a lease on ``key`` through this repository."""
-        with self._lock:
-            return self._leases[key] > 0 if key in self._leases else False
-
-    # -- inside ------------------------------------------------------------------------------------------------------
+    def _release_abandoned(self) -> None:
+        while self._abandoned:
+            try:
+                key = self._abandoned.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            self._release(key)
 
     def _put(
         self,
@@ -258,6 +281,7 @@ class SpanRepository:
         body: Mapping[str, torch.Tensor] | bytes,
         bound: bool = True,
     ) -> bool:
+        self._release_abandoned()
         meta = {**header, "kind": kind, "key": key, "identity": self.identity if bound else ""}
         blob = codec.encode_bytes(body, meta) if isinstance(body, bytes) else codec.encode_tensors(body, meta)
         self._unlive(key)

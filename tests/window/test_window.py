@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from typing import Any
@@ -438,6 +439,27 @@ def test_lost_content_without_a_source_is_said_so() -> None:
     with pytest.raises(ChunkUnavailable):
         again.ask("q")
     assert again.snapshot() == state
+
+
+def test_a_window_may_be_collected_while_the_store_is_locked(engine: FakeEngine) -> None:
+    """The garbage collector runs finalizers anywhere, inside a call of the store in the same thread, too."""
+    window = Window(engine, "hd")
+    window.append(Chunk.text("aa"))
+    window.ask("q")
+    [key] = [k for k in window._leases if k.startswith("span/")]
+    done = threading.Event()
+
+    def collect() -> None:
+        nonlocal window
+        with engine.store._lock:  # type: ignore[attr-defined]
+            del window
+            gc.collect()
+        done.set()
+
+    threading.Thread(target=collect, daemon=True).start()
+    assert done.wait(30), "its finalizer waits for a lock that its own thread holds"
+    assert not engine.repo.leased(key)
+    assert engine.store.stats().leased == 0
 
 
 def test_leases_follow_the_window(engine: FakeEngine, window: Window) -> None:
