@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from itertools import takewhile
 from typing import Annotated, Any
 
@@ -72,6 +73,8 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         eviction: who leaves a full window first (`ctxwin.policies`); default: the oldest.
         retrieval: if given, what it picks for each question is brought back before answering.
         room: tokens left free beside the question and its answer.
+        allowed_local_media_path: folder whose files messages may name, by path or ``file:`` url; None: files are refused. A
+            picture on disk survives a store that lost its content, one in a message does not.
         sampling: ``temperature``, ``seed``, ``stop_ids`` as for `Window.ask`.
 
     The engine comes from the run's context (`WindowContext`). Cost of a turn: encoding the new messages, and an ask; where
@@ -84,7 +87,8 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
     def __init__(
         self, *, messages_key: str = "messages", window_key: str = "window", name: str = "window", max_tokens: int = 256,
         header: str | None = None, budget: int | None = None, fidelity: Fidelity | None = None,
-        eviction: Eviction | None = None, retrieval: Retrieval | None = None, room: int = 0, **sampling: Any,
+        eviction: Eviction | None = None, retrieval: Retrieval | None = None, room: int = 0,
+        allowed_local_media_path: str | Path | None = None, **sampling: Any,
     ) -> None:  # fmt: skip
         if unknown := sampling.keys() - {"temperature", "seed", "stop_ids"}:
             raise TypeError(f"sampling must be temperature, seed or stop_ids, got {sorted(unknown)}")
@@ -93,6 +97,7 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         self._asking: dict[str, Any] = {"max_tokens": max_tokens, "remember": True, **sampling}
         self._header, self._budget, self._fidelity, self._room = header, budget, fidelity, room
         self._eviction, self._retrieval = eviction, retrieval
+        self._files = allowed_local_media_path
 
     def invoke(self, input: Any, config: RunnableConfig | None = None, **_: Any) -> dict[str, Any]:
         runtime = get_runtime()
@@ -123,9 +128,9 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         new = messages[count:]
         if count and self._digest(keys[:count]) == read["digest"] and new and isinstance(new[0], HumanMessage):
             # What was read is as it was, and the answer at its end closed the turn.
-            talk, going_on = converse(engine, new), True
+            talk, going_on = converse(engine, new, allowed_local_media_path=self._files), True
         else:
-            talk, going_on = converse(engine, messages), False
+            talk, going_on = converse(engine, messages, allowed_local_media_path=self._files), False
         turn = sum(1 for _ in takewhile(lambda m: isinstance(m, HumanMessage), reversed(messages)))
         last = keys[len(keys) - turn :]
         asked = sum(1 for _ in takewhile(lambda piece: piece[0] in last, reversed(talk.pieces)))

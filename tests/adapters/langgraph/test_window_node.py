@@ -294,6 +294,21 @@ def test_other_keys() -> None:
     assert state["talk"][-1].text == fresh_answer([(1, "", "")], "q?", "") and len(state["seen"]["placed"]) == 2
 
 
+def test_files_are_read_only_where_they_are_allowed(tmp_path: Path) -> None:
+    Image.fromarray(frame(1)).save(tmp_path / "a.png")
+    asked = HumanMessage([{"type": "image", "path": str(tmp_path / "a.png")}, "what?"])
+    with Chatty() as refusing, pytest.raises(ValueError, match="allowed_local_media_path"):
+        graph_of(WindowNode()).invoke({"messages": [asked]}, CONFIG, context=WindowContext(refusing))
+    with Chatty() as engine, Chatty() as emptied:
+        node = graph_of(WindowNode(allowed_local_media_path=tmp_path))
+        state = node.invoke({"messages": [asked]}, CONFIG, context=WindowContext(engine))
+        # A picture on disk is read again where the store lost everything.
+        with load(emptied, state["window"]) as window:
+            assert window.chunk(window.ids[0]).source == str(tmp_path / "a.png")
+            window.ask("again?")
+            assert emptied.counters.vision_encodes == 1
+
+
 def test_bad_input(engine: Chatty) -> None:
     with pytest.raises(TypeError, match=r"sampling must be temperature, seed or stop_ids, got \['top_p'\]"):
         WindowNode(top_p=1)
