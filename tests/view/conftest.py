@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-@pytest.fixture(scope="session")
+# While Playwright is open, an event loop runs in this thread, and no other one may: it is closed with the module.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with system.chromium() as opened:
         yield opened
