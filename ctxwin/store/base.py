@@ -26,6 +26,15 @@ def check_value(value: Any) -> None:
         raise TypeError(f"a value must be bytes, got {type(value).__name__}; use bytes(value)")
 
 
+def drop_lease(leases: dict[str, int], key: str) -> None:
+    """Takes one lease off ``key``, which is forgotten with its last; one that was never taken changes nothing."""
+    left = leases.get(key, 0) - 1
+    if left > 0:
+        leases[key] = left
+    else:
+        leases.pop(key, None)
+
+
 @dataclass(frozen=True)
 class StoreStats:
     """Counters of one store since it was opened; ``items`` and ``bytes`` are what it holds now."""

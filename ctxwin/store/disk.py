@@ -27,7 +27,7 @@ import diskcache
 
 from ctxwin.errors import StoreCorrupt
 from ctxwin.store import codec
-from ctxwin.store.base import Store, StoreStats, check_key, check_value
+from ctxwin.store.base import Store, StoreStats, check_key, check_value, drop_lease
 from ctxwin.store.rawdisk import (
     BLOBS,
     RawDisk,
@@ -276,11 +276,7 @@ class DiskStore(Store):
 
     def release(self, key: str) -> None:
         with self._lock:
-            left = self._leases.get(key, 0) - 1
-            if left > 0:
-                self._leases[key] = left
-            else:
-                self._leases.pop(key, None)
+            drop_lease(self._leases, key)
 
     # -- upkeep ------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ctxwin.store.base import Store, StoreStats, check_key, check_value
+from ctxwin.store.base import Store, StoreStats, check_key, check_value, drop_lease
 
 
 @dataclass
@@ -127,11 +127,7 @@ class MemoryStore(Store):
 
     def release(self, key: str) -> None:
         with self._lock:
-            left = self._leases.get(key, 0) - 1
-            if left > 0:
-                self._leases[key] = left
-            else:
-                self._leases.pop(key, None)
+            drop_lease(self._leases, key)
 
     def stats(self) -> StoreStats:
         with self._lock:

@@ -19,7 +19,7 @@ from ctxwin.errors import StoreCorrupt
 from ctxwin.identity import digest
 from ctxwin.store import codec
 from ctxwin.store import redis_scripts as scripts
-from ctxwin.store.base import Store, StoreStats, check_key, check_value
+from ctxwin.store.base import Store, StoreStats, check_key, check_value, drop_lease
 
 log = logging.getLogger(__name__)
 
@@ -215,11 +215,7 @@ class RedisStore(Store):
 
     def release(self, key: str) -> None:
         with self._lock:
-            left = self._leases.get(key, 0) - 1
-            if left > 0:
-                self._leases[key] = left
-            else:
-                self._leases.pop(key, None)
+            drop_lease(self._leases, key)
 
     # -- upkeep ------------------------------------------------------------------------------------------------------
 
