@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,64 +26,24 @@ from ctxwin.store.memory import MemoryStore
 from ctxwin.store.redis import RedisStore
 from ctxwin.store.testing import StoreConformance
 from ctxwin.store.tiered import TieredStore
-from system import need_redis
+from store.redis_server import Server
 from window.fake import FakeEngine
 
 redis = pytest.importorskip("redis", reason="redis-py is not installed; run pip install 'ctxwin[redis]'")
 LARGE = 1 << 30
 
 
-class Server:
-    """A ``redis-server`` that can be killed and started again on the same port."""
-
-    def __init__(self, folder: Path) -> None:
-        self.program, self.folder = need_redis(), folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        options = {"port": self.port, "bind": "127.0.0.1", "save": "", "appendonly": "no", "dir": self.folder}
-        command = [self.program, *(str(word) for name, value in options.items() for word in (f"--{name}", value))]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        with closing(redis.Redis(port=self.port)) as client:
-            for _ in range(500):
-                try:
-                    client.ping()
-                    return
-                except redis.ConnectionError:
-                    assert self.process.poll() is None, "redis-server ended at once"
-                    time.sleep(0.02)
-        raise AssertionError("redis-server does not answer")
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("redis"))
-    try:
-        made.start()
+    with Server(tmp_path_factory.mktemp("redis")) as made:
         yield made
-    finally:
-        made.kill()
 
 
 @pytest.fixture
 def mortal(tmp_path: Path) -> Iterator[Server]:
     """A server of the test's own, to be killed."""
-    made = Server(tmp_path)
-    try:
-        made.start()
+    with Server(tmp_path) as made:
         yield made
-    finally:
-        made.kill()
 
 
 @pytest.fixture
