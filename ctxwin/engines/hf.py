@@ -94,6 +94,7 @@ class HFEngine(EncodingEngine):
         self.counters = EngineCounters()
         self._checkpoint = checkpoint
         self._dtype = getattr(torch, name)
+        self._deep = hf_model.deep_layers(checkpoint.config)
         self._lock = threading.RLock()
         vision = self._see if checkpoint.media is not None else None
         self.encoder = Encoder(checkpoint, identity, self.repo, vision, self._positions, self.counters)
@@ -244,47 +245,82 @@ class HFEngine(EncodingEngine):
         import numpy as np
         import torch
 
-        embeds = torch.cat([self._embeds(p.encoded) for p in pieces])
+        fed = self.inputs([p.encoded for p in pieces])
         positions = torch.from_numpy(np.concatenate([p.encoded.positions + p.start for p in pieces], axis=1))
-        self._feed(done, embeds, positions, keep)
-        tokens = int(embeds.shape[0])
+        self._feed(done, fed, positions, keep)
+        tokens = int(fed.embeds.shape[0])
         done.computed += tokens
         done.forwards += 1
         self.counters.prefill_tokens += tokens
         self.counters.prefill_forwards += 1
 
-    def _feed(self, done: _Pass, embeds: torch.Tensor, positions: torch.Tensor, keep: int) -> None:
-        """Runs ``embeds [T, hidden]`` at ``positions [3, T]`` and leaves the last ``keep`` logits in ``done``."""
+    def _feed(self, done: _Pass, fed: hf_model.Inputs, positions: torch.Tensor, keep: int) -> None:
+        """Runs T tokens at ``positions [3, T]`` and leaves the last ``keep`` logits in ``done``."""
         import torch
 
-        past, new = int(done.cache.get_seq_length()), int(embeds.shape[0])
+        past, new = int(done.cache.get_seq_length()), int(fed.embeds.shape[0])
         # Explicit, since transformers would otherwise guess packed sequences from positions that jump.
         mask = torch.ones(new, past + new, dtype=torch.bool, device=self._device).tril(past)
         places = positions.to(self._device)
-        out = self._model(
-            inputs_embeds=embeds[None],
+        run: dict[str, Any] = dict(
+            inputs_embeds=fed.embeds[None],
             position_ids=places[:, None] if self.spec.kv.rope.sections else places[:1],
             attention_mask=mask[None, None],
             past_key_values=done.cache,
             use_cache=True,
-            logits_to_keep=keep,
         )
-        done.logits = out.logits[0].to("cpu", torch.float32)
+        if fed.deep is None:
+            logits = self._model(**run, logits_to_keep=keep).logits
+        else:  # the whole model takes such features from pixels only, its decoder takes them as they are
+            every = torch.ones(1, new, dtype=torch.bool, device=self._device)
+            out = self.text_model(**run, visual_pos_masks=every, deepstack_visual_embeds=list(fed.deep))
+            logits = self.lm_head(out.last_hidden_state[:, -keep:])
+        done.logits = logits[0].to("cpu", torch.float32)
 
-    def _embeds(self, encoded: Encoded) -> torch.Tensor:
-        """Input embeddings ``[T, hidden]`` with the vision embeddings in their places; no vision encode."""
+    def inputs(self, encodeds: Sequence[Encoded]) -> hf_model.Inputs:
+        """What the decoder is fed for neighbouring encodeds of T tokens together; no vision encode.
+
+        Raises:
+            ChunkUnavailable: vision embeddings left the store. EngineFailed: they are another model's.
+        """
         import torch
 
-        ids = torch.tensor(encoded.token_ids, dtype=torch.int64, device=self._device)
-        embeds: torch.Tensor = self._model.get_input_embeddings()(ids)
-        for media in encoded.media:
-            seen = self.embed(media.key)
-            if tuple(seen.shape) != (media.tokens, embeds.shape[1]):
-                raise EngineFailed(
-                    f"stored vision embeddings must be {[media.tokens, int(embeds.shape[1])]}, got {list(seen.shape)}"
-                )
-            embeds[media.offset : media.offset + media.tokens] = seen.to(embeds)
-        return embeds
+        ids = [i for encoded in encodeds for i in encoded.token_ids]
+        words = self._words(ids)
+        seen: list[tuple[int, torch.Tensor]] = []
+        at = 0
+        for encoded in encodeds:
+            for media in encoded.media:
+                stored = self.embed(media.key)
+                if int(stored.shape[0]) != media.tokens:
+                    raise EngineFailed(
+                        f"stored vision embeddings must have {media.tokens} rows, got {int(stored.shape[0])}"
+                    )
+                seen.append((at + media.offset, stored))
+            at += encoded.tokens
+        try:
+            return hf_model.inputs(words, seen, self._deep)
+        except ValueError as error:
+            raise EngineFailed(str(error)) from error
+
+    def _words(self, ids: Sequence[int]) -> torch.Tensor:
+        """Word embeddings ``[T, hidden]``."""
+        import torch
+
+        with torch.no_grad():
+            rows = self._opened().get_input_embeddings()(torch.tensor(ids, dtype=torch.int64, device=self._device))
+        assert isinstance(rows, torch.Tensor)
+        return rows
+
+    @property
+    def text_model(self) -> Any:
+        """The decoder, for who runs it layer by layer: ``layers``, ``norm``, ``rotary_emb``, ``config``."""
+        return self._opened().get_decoder()
+
+    @property
+    def lm_head(self) -> Any:
+        """From the decoder's normed hidden states to logits."""
+        return self._opened().get_output_embeddings()
 
     def _decode_loop(
         self,
@@ -318,8 +354,7 @@ class HFEngine(EncodingEngine):
                     return fed
                 if len(made.token_ids) >= sampling.max_tokens:
                     return fed
-                embeds = self._model.get_input_embeddings()(torch.tensor([token], device=self._device))
-                self._feed(done, embeds, torch.full((3, 1), at + fed), 1)
+                self._feed(done, hf_model.Inputs(self._words([token])), torch.full((3, 1), at + fed), 1)
                 fed += 1
                 logits = _last(done)
 
@@ -346,14 +381,16 @@ class HFEngine(EncodingEngine):
         return span
 
     def _see(self, pixels: Any, grids: Any) -> torch.Tensor:
-        """Runs the vision tower: embeddings ``[tokens, hidden]`` of all items."""
+        """Runs the vision tower: embeddings ``[tokens, hidden * (1 + D)]`` of all items, see `inputs`."""
         import torch
 
         with self._lock, torch.no_grad():
             seen = self._opened().get_image_features(
                 pixels.to(self._device, self._dtype), grids.to(self._device), return_dict=True
             )
-            return torch.cat(list(seen.pooler_output))
+            deep = getattr(seen, "deepstack_features", None) or ()
+            # The model's own order, which is vLLM's too: the bottom first, then layer by layer.
+            return torch.cat([torch.cat(list(part)) for part in (seen.pooler_output, *deep)], dim=-1)
 
     def _positions(self, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
         return hf_model.positions(self._opened(), token_ids, media)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.engines.base import MediaSpan
@@ -13,6 +14,20 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a decoder is fed for a run of tokens.
+
+    Attributes:
+        embeds: input embeddings ``[T, hidden]``, vision embeddings in their places.
+        deep: ``[D, T, hidden]``, added to the hidden states behind each of the first D decoder layers; zeros at text
+            tokens (DeepStack, arXiv 2406.04334, as in Qwen3-VL). None for a model that adds nothing there.
+    """
+
+    embeds: torch.Tensor
+    deep: torch.Tensor | None = None
 
 
 def load(checkpoint: Checkpoint, device: str, dtype: str) -> tuple[torch.device, Any]:
@@ -58,6 +73,37 @@ def positions(model: Any, token_ids: Sequence[int], media: Sequence[MediaSpan]) 
     )
     places = placed[:, 0].numpy().astype(np.int64)
     return np.ascontiguousarray(places[:, :-1]), int(places[0, -1])
+
+
+def deep_layers(config: Any) -> int:
+    """Behind how many decoder layers the model adds vision features; 0 for most."""
+    return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+
+
+def inputs(words: torch.Tensor, seen: Sequence[tuple[int, torch.Tensor]], deep: int) -> Inputs:
+    """Puts stored vision embeddings among word embeddings.
+
+    Args:
+        words: ``[T, hidden]``; changed in place.
+        seen: (first token, stored embeddings ``[tokens, hidden * (1 + deep)]``) by item: what goes in at the bottom,
+            then what is added behind each of the first layers.
+        deep: number of those layers.
+
+    Raises:
+        ValueError: stored embeddings of another width.
+    """
+    tokens, hidden = int(words.shape[0]), int(words.shape[1])
+    added = words.new_zeros(deep, tokens, hidden) if deep else None
+    for offset, stored in seen:
+        if stored.ndim != 2 or int(stored.shape[1]) != hidden * (1 + deep):
+            raise ValueError(f"stored vision embeddings must be [tokens, {hidden * (1 + deep)}], got {[*stored.shape]}")
+        parts = stored.to(words).split(hidden, dim=1)
+        end = offset + int(stored.shape[0])
+        words[offset:end] = parts[0]
+        if added is not None:
+            for layer, part in enumerate(parts[1:]):
+                added[layer, offset:end] = part
+    return Inputs(words, added)
 
 
 def sample(logits: torch.Tensor, temperature: float, generator: torch.Generator | None) -> int:
