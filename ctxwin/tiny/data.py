@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ctxwin.tiny.clip import read_frames, write_clip
-from ctxwin.tiny.sprites import COLORS, GREY, GRID, N_COLORS, N_MARKS, SHAPES, TINT_PAIRS
+from ctxwin.tiny.draws import BatchSpec, IntArray, color_distribution, draw_frames, draw_questions
+from ctxwin.tiny.sprites import COLORS, GRID, N_MARKS, SHAPES
 from ctxwin.tiny.tokenizer import HEADER_WORDS, HEADERS, LABELS, exchange_text, header_text, query_text
-from ctxwin.tiny.world import NO_MARK, UNDETERMINED, Frame, Role, bound_colors, render, sample_frames
+from ctxwin.tiny.world import NO_MARK, UNDETERMINED, Frame, bound_colors, render
 
-IntArray = NDArray[np.int64]
 PICTURE = None
 """Stands for a picture (vision_start, 64 image tokens, vision_end) among the pieces of a prompt."""
 NUMBER_AT = 2
@@ -81,17 +81,6 @@ def place(vocabulary: Vocabulary, pieces: Sequence[str | None], start: int = 0) 
 
 
 @dataclass(frozen=True)
-class BatchSpec:
-    """What one step draws: contexts, frames in each, marks and questions, share of steps with decoded frames."""
-
-    contexts: int
-    frames: int
-    marks: int
-    questions: int
-    decoded: float = 0.2
-
-
-@dataclass(frozen=True)
 class Batch:
     """One training step. B contexts of F frames, padded to T tokens; S scene tokens, Q questions in all.
 
@@ -133,16 +122,12 @@ def through_clip(pictures: Sequence[NDArray[np.uint8]], rng: np.random.Generator
     return decoded[int(rng.integers(repeats)) :: repeats]
 
 
-def _color_distribution(color: IntArray, appearance: IntArray) -> NDArray[np.float32]:
-    """One-hot colour, or half and half over the tint's pair where undetermined; [..., 9]."""
-    table = np.eye(len(COLORS), dtype=np.float32)
-    pairs = np.stack([table[list(pair)].mean(0) for pair in TINT_PAIRS])
-    faded = pairs[np.maximum(appearance - GREY - 1, 0)]
-    return np.where((color == UNDETERMINED)[..., None], faded, table[color])
-
-
 def _context(
-    rng: np.random.Generator, frames: Sequence[Frame], colors: Sequence[IntArray], labelled: float
+    rng: np.random.Generator,
+    frames: Sequence[Frame],
+    colors: Sequence[IntArray],
+    labelled: float,
+    exchanges: float = 0.13,
 ) -> list[str | None]:
     """Pieces of a random prompt around frames: header, labels, and now and then a remembered exchange."""
     if rng.random() < 0.8:
@@ -151,7 +136,7 @@ def _context(
         header = " ".join(rng.choice(HEADER_WORDS, int(rng.integers(2, 25)))).capitalize() + "."
     pieces: list[str | None] = [header_text(header)]
     label, second, step = str(rng.choice(LABELS)), int(rng.integers(30)), int(rng.integers(1, 6))
-    exchange_after = int(rng.integers(len(frames))) if rng.random() < 0.13 else -1
+    exchange_after = int(rng.integers(len(frames))) if rng.random() < exchanges else -1
     for index in range(len(frames)):
         if rng.random() < labelled:
             pieces.append(label.format(s=second))
@@ -174,52 +159,32 @@ def _exchange(rng: np.random.Generator, frames: Sequence[Frame], colors: Sequenc
     return exchange_text(f"color of {mark:02d}?", COLORS[colors[index][row, column]])
 
 
-def _questions(
-    rng: np.random.Generator, frames: Sequence[Frame], colors: Sequence[IntArray], count: int
-) -> tuple[list[str], NDArray[np.float32], list[bool], list[int]]:
-    """`count` questions, mostly colours of scene things.
-
-    Returns texts, target distributions [count, 17], whether a legend decides them, and the index of the thing among the
-    image tokens of the context.
-    """
-    cells = [(f, int(r), int(c)) for f, frame in enumerate(frames) for r, c in np.argwhere(frame.mark != NO_MARK)]
-    scenes = [cell for cell in cells if frames[cell[0]].role == "scene"]
-    legends = [cell for cell in cells if frames[cell[0]].role == "legend"]
-    targets = np.zeros((count, len(COLORS) + len(SHAPES)), np.float32)
-    texts, bound, things = [], [], []
-    for index in range(count):
-        draw = rng.random()
-        pool = cells if draw < 0.2 else (legends or scenes) if draw < 0.4 else (scenes or legends)
-        f, r, c = pool[int(rng.integers(len(pool)))]
-        frame, color = frames[f], colors[f][r, c]
-        if draw < 0.2:
-            texts.append(f"shape of {frame.mark[r, c]:02d}?")
-            targets[index, len(COLORS) + frame.shape[r, c]] = 1
-        else:
-            texts.append(f"color of {frame.mark[r, c]:02d}?")
-            targets[index, : len(COLORS)] = _color_distribution(color, frame.appearance[r, c])
-        bound.append(bool(draw >= 0.2 and frame.role == "scene" and 0 <= color < N_COLORS))
-        things.append((f * GRID + r) * GRID + c)
-    return texts, targets, bound, things
+def _chunks(vocabulary: Vocabulary, pieces: Sequence[str | None]) -> IntArray:
+    """Which frame each token of a prompt belongs to, its label included; -1 for the header (the first piece). [T]."""
+    lengths = [len(vocabulary.picture if piece is PICTURE else vocabulary.encode(piece)) for piece in pieces]
+    pictures = np.cumsum([piece is PICTURE for piece in pieces])
+    owners = [int(n) - (piece is PICTURE) for n, piece in zip(pictures, pieces, strict=True)]
+    return np.repeat([-1, *owners[1:]], lengths)
 
 
 def make_batch(vocabulary: Vocabulary, rng: np.random.Generator, spec: BatchSpec) -> Batch:
     """Draw one training step."""
     labelled = float(rng.choice([0.0, 0.5, 1.0]))
-    contexts, placed, pictures = [], [], []
+    contexts, placed, chunk_of, pictures = [], [], [], []
     for _ in range(spec.contexts):
-        opening: Role = "legend" if rng.random() < 0.65 else "scene"
-        roles: list[Role] = [opening, *("legend" if rng.random() < 0.45 else "scene" for _ in range(spec.frames - 1))]
-        frames = sample_frames(rng, roles, marks_per_frame=spec.marks)
+        frames = draw_frames(rng, spec)
         colors = bound_colors(frames)
         contexts.append((frames, colors))
-        placed.append(place(vocabulary, _context(rng, frames, colors, labelled)))
+        # A remembered exchange looks back at its frame, which stands apart from nothing then.
+        pieces = _context(rng, frames, colors, labelled, 0.0 if spec.apart else 0.13)
+        placed.append(place(vocabulary, pieces))
+        chunk_of.append(_chunks(vocabulary, pieces))
         pictures += [render(frame) for frame in frames]
     if rng.random() < spec.decoded:
         pictures = through_clip(pictures, rng)
 
     width = max(len(ids) for ids, _, _ in placed)
-    asked = [_questions(rng, frames, colors, spec.questions) for frames, colors in contexts]
+    asked = [draw_questions(rng, frames, colors, spec.questions, spec.agree) for frames, colors in contexts]
     length = len(vocabulary.encode(query_text(asked[0][0][0]))) + 1
     total = width + spec.questions * length
     ids = np.zeros((spec.contexts, total), np.int64)
@@ -237,6 +202,10 @@ def make_batch(vocabulary: Vocabulary, rng: np.random.Generator, spec: BatchSpec
     # A token sees its context (owner -1) and its own question, causally; padding (-2) sees and is seen by itself only.
     visible = (owner[:, None, :] == -1) | (owner[:, None, :] == owner[:, :, None])
     mask = visible & np.tri(total, dtype=bool)
+    if spec.apart:
+        for b, chunk in enumerate(chunk_of):
+            inside = (chunk[:, None] == chunk) | (chunk == -1)
+            mask[b, : len(chunk), : len(chunk)] &= inside
 
     image_at = np.flatnonzero(ids == vocabulary.image).reshape(spec.contexts, spec.frames, GRID**2)
     things = [tokens.ravel()[context[3]] for tokens, context in zip(image_at, asked, strict=True)]
@@ -250,7 +219,7 @@ def make_batch(vocabulary: Vocabulary, rng: np.random.Generator, spec: BatchSpec
         positions=torch.from_numpy(positions),
         mask=torch.from_numpy(mask)[:, None],
         scenes=torch.from_numpy(image_at[is_scene].ravel()),
-        scene_colors=torch.from_numpy(_color_distribution(truth, drawn)[is_scene].reshape(-1, len(COLORS))),
+        scene_colors=torch.from_numpy(color_distribution(truth, drawn)[is_scene].reshape(-1, len(COLORS))),
         numbers=torch.from_numpy(first + NUMBER_AT),
         things=torch.from_numpy(np.concatenate(things)),
         last=torch.from_numpy(first + length - 2),

@@ -22,50 +22,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ctxwin.tiny.checkpoint import load_checkpoint, save_checkpoint
-from ctxwin.tiny.data import Batch, BatchSpec, Vocabulary, make_batch, through_clip
-from ctxwin.tiny.forward import decode, encode_pictures
-from ctxwin.tiny.model import HIDDEN, LAYERS, build_model, save_model
-from ctxwin.tiny.sprites import COLORS, GREY, N_APPEARANCES, N_MARKS, N_SHAPES
+from ctxwin.tiny.data import Batch, Vocabulary, make_batch, through_clip
+from ctxwin.tiny.forward import encode_pictures
+from ctxwin.tiny.losses import decoder_losses
+from ctxwin.tiny.model import HIDDEN, build_model, save_model
+from ctxwin.tiny.recipe import Recipe, batch_spec
+from ctxwin.tiny.sprites import GREY, N_APPEARANCES, N_MARKS, N_SHAPES
 from ctxwin.tiny.tokenizer import build_tokenizer
 from ctxwin.tiny.world import Frame, Role, render, sample_frames
 
-MARKS = ((0.0, 2), (0.06, 3), (0.12, 5), (0.19, 8), (0.27, 12), (0.36, 16), (0.46, 25), (0.56, 64))
-"""Marks a frame from each share of stage 2 on, as far as 100 marks go round."""
-FRAMES = (
-    (0.0, {1: 0.3, 2: 0.4, 3: 0.3}),
-    (0.06, {1: 0.05, 2: 0.35, 3: 0.35, 4: 0.25}),
-    (0.19, {1: 0.04, 2: 0.2, 3: 0.2, 4: 0.2, 5: 0.15, 6: 0.17, 7: 0.02, 8: 0.02}),
-)
-"""Weights of the number of frames from each share of stage 2 on."""
-FINISH_FRAMES = {1: 0.03, 2: 0.08, 3: 0.12, 4: 0.2, 5: 0.24, 6: 0.29, 7: 0.02, 8: 0.02}
-"""The same for stage 3: long contexts, in which the look-up of bound colours is learned last; there the last two layers'
-attention from the question to the thing asked about is trained too."""
-
 PICTURE_NORM = 6.0
 """Mean norm of picture embeddings when stage 2 starts, a few times a layer's contribution to the residual stream."""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a run does; the defaults made the bundled weights.
-
-    The learning rate of stage 2 and its curriculum are laid out over `horizon` steps, of which `steps` are taken.
-    """
-
-    seed: int = 0
-    vision_steps: int = 200
-    vision_frames: int = 24
-    steps: int = 2800
-    horizon: int = 4000
-    finish_steps: int = 1300
-    frames_per_step: int = 56
-    finish_frames: int = 44
-    learning_rate: float = 2e-3
-    finish_rate: float = 8e-4
-    warmup: int = 40
-    smoothing: float = 0.02
-    lookup_weight: float = 0.3
-    checkpoint_every: int = 200
 
 
 @dataclass
@@ -168,77 +135,23 @@ def copy_heads(run: Run, vocabulary: Vocabulary) -> None:
         last.bias.mul_(scale)
 
 
-def batch_spec(recipe: Recipe, stage: int, step: int, rng: np.random.Generator) -> BatchSpec:
-    """The curriculum of stage 2 (fewer marks and frames early on) and the full world of stage 3."""
-    share = step / recipe.horizon if stage == 2 else 1.0
-    weights = next(w for start, w in reversed(FRAMES) if share >= start) if stage == 2 else FINISH_FRAMES
-    frames = int(rng.choice(list(weights), p=list(weights.values())))
-    marks = min(next(m for start, m in reversed(MARKS) if share >= start), 64, N_MARKS // frames)
-    questions = max(6, (5 if stage == 3 else 3 if share > 0.15 else 6) * frames)
-    contexts = max(1, (recipe.finish_frames if stage == 3 else recipe.frames_per_step) // frames)
-    return BatchSpec(contexts, frames, marks, questions)
+def take_over(run: Run) -> None:
+    """Load vision and words, and on request the decoder, from `Recipe.init`.
 
-
-def _lookup_loss(queries: Tensor, keys: Tensor, mask: Tensor, at: Tensor, things: Tensor) -> Tensor:
-    """Minus the log of the attention that tokens `at` give the things asked about, averaged over heads inside the log."""
-    batch, heads, length, width = queries.shape
-    columns, matches = at.view(batch, -1) % length, things.view(batch, 1, -1, 1) % length
-    rows = torch.arange(batch, device=at.device)[:, None]
-    scores = queries[rows, :, columns].transpose(1, 2) @ keys.transpose(2, 3) / math.sqrt(width)
-    scores = scores + mask[rows, 0, columns][:, None]
-    found = scores.log_softmax(-1).gather(-1, matches.expand(-1, heads, -1, -1))
-    return math.log(heads) - found.logsumexp(1).mean()
-
-
-def decoder_losses(
-    model: Any, vocabulary: Vocabulary, batch: Batch, recipe: Recipe, stage: int
-) -> tuple[Tensor, dict[str, float]]:
-    """Loss and figures of one step of stage 2 or 3."""
-    text = model.model.language_model
-    words = text.embed_tokens.weight
-    with torch.no_grad():
-        pictures = encode_pictures(model.model.visual, batch.pixels)
-    x = functional.embedding(batch.ids, words)
-    x = x.masked_scatter((batch.ids == vocabulary.image)[..., None], pictures)
-    mask = torch.zeros(batch.mask.shape, device=x.device).masked_fill_(~batch.mask, float("-inf"))
-    lookups: list[Tensor] = []
-
-    def watch(layer: int, queries: Tensor, keys: Tensor) -> None:
-        if stage == 3 and layer >= LAYERS - 2:
-            lookups.extend(_lookup_loss(queries, keys, mask, at, batch.things) for at in (batch.numbers, batch.last))
-
-    hidden = decode(text, x, batch.positions, mask, probe=watch)[0].flatten(0, 1)
-
-    answers = torch.tensor(vocabulary.colors + vocabulary.shapes, device=x.device)
-    is_color = batch.targets[:, : len(COLORS)].sum(-1, keepdim=True)
-    color, shape = is_color.expand(-1, len(COLORS)) / len(COLORS), (1 - is_color).expand(-1, N_SHAPES) / N_SHAPES
-    even = torch.cat([color, shape], -1)
-    targets = (1 - recipe.smoothing) * batch.targets + recipe.smoothing * even
-
-    def scored(at: Tensor, columns: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
-        logits = hidden[at] @ words.t()
-        loss = -(goal * logits.log_softmax(-1)[:, columns]).sum(-1).mean()
-        return loss, logits.argmax(-1) == columns[goal.argmax(-1)]
-
-    answer, right = scored(batch.last, answers, targets)
-    number, _ = scored(batch.numbers, answers, targets)
-    end = functional.cross_entropy(hidden[batch.last + 1] @ words.t(), torch.full_like(batch.last, vocabulary.end))
-    loss = answer + 0.5 * number + 0.1 * end
-    figures = {"answer": answer.item(), "right": float(right.float().mean())}
-    if lookups:
-        lookup = torch.stack(lookups).mean()
-        loss = loss + recipe.lookup_weight * lookup
-        figures["lookup"] = lookup.item()
-    if bool(batch.bound.any()):
-        figures["bound_right"] = float(right[batch.bound].float().mean())
-    if len(batch.scenes):
-        dense, dense_right = scored(batch.scenes, answers[: len(COLORS)], batch.scene_colors)
-        certain = batch.scene_colors[:, :GREY].amax(-1) == 1
-        loss = loss + dense
-        figures["dense"] = dense.item()
-        if bool(certain.any()):
-            figures["dense_right"] = float(dense_right[certain].float().mean())
-    return loss, figures
+    Raises:
+        ValueError: If the folder holds no weights of this model.
+    """
+    folder = run.recipe.init
+    if folder is None or not (folder / "model.safetensors").is_file():
+        raise ValueError(
+            f"init must be a folder with model.safetensors, got {folder}; give a weights folder of the trainer"
+        )
+    source = type(run.model).from_pretrained(folder, dtype=torch.float32, local_files_only=True).model
+    target = run.model.model
+    target.visual.load_state_dict(source.visual.state_dict())
+    words = source.language_model if run.recipe.init_decoder else source.language_model.embed_tokens
+    into = target.language_model if run.recipe.init_decoder else target.language_model.embed_tokens
+    into.load_state_dict(words.state_dict())
 
 
 def train_decoder(run: Run, optimizer: torch.optim.AdamW, vocabulary: Vocabulary) -> None:
@@ -299,8 +212,11 @@ def train(recipe: Recipe, out: Path, device: str = "cpu", resume: bool = False) 
     if saved is not None:
         saved.restore(optimizer)
     if run.stage == 1:
-        train_vision(run, optimizer)
-        copy_heads(run, vocabulary)
+        if recipe.init is None:
+            train_vision(run, optimizer)
+            copy_heads(run, vocabulary)
+        else:
+            take_over(run)
         run.stage, run.step = 2, 0
         optimizer = _optimizer(_parameters(run))
         _save(run, optimizer)
@@ -321,8 +237,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vision-steps", type=int, default=Recipe.vision_steps)
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="decoder steps with the curriculum")
+    parser.add_argument("--horizon", type=int, default=Recipe.horizon, help="steps the curriculum is laid out over")
     parser.add_argument("--finish-steps", type=int, default=Recipe.finish_steps, help="decoder steps after it")
     parser.add_argument("--frames-per-step", type=int, default=Recipe.frames_per_step)
+    parser.add_argument("--finish-frames", type=int, default=Recipe.finish_frames, help="frames a step of stage 3")
+    parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
+    parser.add_argument("--most-frames", type=int, default=Recipe.most_frames, help="longest context")
+    parser.add_argument("--palettes", choices=("conflict", "agree"), default=Recipe.palettes)
+    parser.add_argument("--apart", type=float, default=Recipe.apart, help="share of steps in which frames stand alone")
+    parser.add_argument("--init", type=Path, help="weights whose vision tower and words are taken over")
+    parser.add_argument("--init-decoder", action="store_true", help="take over their decoder too")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
     parser.add_argument("--resume", action="store_true")
@@ -335,6 +259,14 @@ def main() -> None:
         finish_steps=options.finish_steps,
         vision_steps=options.vision_steps,
         frames_per_step=options.frames_per_step,
+        horizon=options.horizon,
+        finish_frames=options.finish_frames,
+        learning_rate=options.learning_rate,
+        palettes=options.palettes,
+        most_frames=options.most_frames,
+        apart=options.apart,
+        init=options.init,
+        init_decoder=options.init_decoder,
     )
     train(recipe, options.out, options.device, options.resume)
 
