@@ -137,10 +137,12 @@ def check(
     labels: bool = True,
     decoded: bool = False,
     rank: int = 8,
+    conflict: float = 0.8,
+    faded: float = 0.3,
 ) -> dict[str, dict[str, Any]]:
     """Accuracy and mean KL to re-prefill of every arm, per task and number of frames ("all" pools them).
 
-    `n` is the number of items a cell.
+    `n` is the number of items a cell; `conflict` and `faded` are those of `sample_frames`.
     """
     cells: dict[str, dict[str, Tally]] = {}
     for task in tasks:
@@ -149,7 +151,7 @@ def check(
                 continue
             for index in range(n):
                 seed = HELD_OUT + 10_000 * count + index
-                item = make_item(seed, task, count)
+                item = make_item(seed, task, count, conflict=conflict, faded=faded)
                 logits = answers(reader, item, header, labels, decoded, rank, seed)
                 word = item.questions[0].answer
                 truth = reader.vocabulary.encode(word)[0]
@@ -177,15 +179,21 @@ def main() -> None:
     parser.add_argument("--decoded", action="store_true", help="read the frames from a video file")
     parser.add_argument("--header", default="You watch a camera.")
     parser.add_argument("--no-labels", action="store_true")
+    parser.add_argument("--tasks", choices=TASKS, nargs="+", default=TASKS)
+    parser.add_argument("--conflict", type=float, default=0.8, help="share of items in which legends disagree")
+    parser.add_argument("--faded", type=float, default=0.3, help="share of scene things drawn in a tint")
     options = parser.parse_args()
     figures = check(
         Reader(options.weights),
         options.n,
-        frames=options.frames,
+        options.tasks,
+        options.frames,
         header=options.header,
         labels=not options.no_labels,
         decoded=options.decoded,
         rank=options.rank,
+        conflict=options.conflict,
+        faded=options.faded,
     )
     sys.stdout.write(json.dumps(figures, indent=1) + "\n")
 
