@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ctxwin.engines._torchvision import repair
+from ctxwin.engines.families import Family, family_of, patches_per_token
 from ctxwin.engines.templates import Template
 from ctxwin.errors import UnsupportedModel
 from ctxwin.identity import digest
@@ -23,7 +24,7 @@ _VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash", "_from_mod
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """Token ids that stand for media; ``video`` is None where the processor has no native video tokens."""
+    """Token ids that stand for media, and around them; ``video`` is None where videos have no tokens of their own."""
 
     start: int
     end: int
@@ -42,6 +43,7 @@ class Checkpoint:
         text_config: the decoder's part of it (the config itself for a text model).
         image_processor: None for a text model. ``video_processor``: None where there is none.
         media: placeholder tokens; None for a text model.
+        family: what the processors do; None for a text model.
         bos: ids that the tokenizer puts in front on its own; used only without a chat template.
         eos: ids that end an answer.
         weights: digest of the weight files.
@@ -60,6 +62,12 @@ class Checkpoint:
     eos: frozenset[int]
     weights: str
     processors: str = field(repr=False, default="")
+    family: Family | None = None
+
+    @property
+    def patches_per_token(self) -> int:
+        """How many patches of a grid become one token; only for a vision model."""
+        return patches_per_token(self.config, self.image_processor)
 
     def identity(self, dtype: str, positions: str) -> str:
         """Digest of everything that makes KV of this model interchangeable.
@@ -80,8 +88,8 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
 
     Raises:
         ValueError: neither a model folder nor a name that the Hub knows.
-        UnsupportedModel: positions under which KV cannot be moved (ALiBi ...), no safetensors weights, or a chat template
-            that cannot be cut into pieces.
+        UnsupportedModel: positions under which KV cannot be moved (ALiBi ...), a vision model of no known family, no
+            safetensors weights, or a chat template that cannot be cut into pieces.
     """
     repair()
     path = _folder(name)
@@ -92,9 +100,10 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     config = AutoConfig.from_pretrained(path)
     check_supported(config)  # before gigabytes of weights are read
     text_config = config.get_text_config()
+    family = family_of(config) if hasattr(config, "vision_config") else None
     weights = weights_digest(path)
     image_processor = video_processor = media = None
-    if hasattr(config, "vision_config"):
+    if family is not None:
         from transformers import AutoProcessor
 
         processor = AutoProcessor.from_pretrained(path)
@@ -102,7 +111,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         image_processor = getattr(processor, "image_processor", None)
         video_processor = getattr(processor, "video_processor", None)
         source = getattr(processor, "chat_template", None) or tokenizer.chat_template
-        media = _media_tokens(config, tokenizer, video_processor is not None)
+        media = _media_tokens(config, processor, family.video and video_processor is not None)
     else:
         tokenizer = AutoTokenizer.from_pretrained(path)
         source = tokenizer.chat_template
@@ -110,9 +119,10 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         generation = GenerationConfig.from_pretrained(path)
     except OSError:
         generation = None
-    image = None if media is None else "".join(
-        tokenizer.convert_ids_to_tokens([media.start, media.image, media.end])
-    )  # fmt: skip
+    picture = None
+    if media is not None:
+        start, image, end = tokenizer.convert_ids_to_tokens([media.start, media.image, media.end])
+        picture = (start, image, end)
     settings = [p.to_dict() if p is not None else None for p in (image_processor, video_processor)]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
@@ -125,11 +135,12 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         image_processor=image_processor,
         video_processor=video_processor,
         media=media,
-        template=Template(_renderer(tokenizer, source), image),
+        template=Template(_renderer(tokenizer, source), picture),
         bos=_bos(tokenizer),
         eos=_eos(generation, text_config, tokenizer),
         weights=weights,
         processors=digest("processors", _plain(settings), rules, source),
+        family=family,
     )
 
 
@@ -184,21 +195,24 @@ def _folder(name: str | Path) -> Path:
         ) from error
 
 
-def _media_tokens(config: Any, tokenizer: Any, video: bool) -> MediaTokens:
-    def find(field_name: str, token: str) -> int:
+def _media_tokens(config: Any, processor: Any, video: bool) -> MediaTokens:
+    vocabulary = processor.tokenizer.get_vocab()
+
+    def find(field_name: str, processors_name: str, token: str) -> int:
         held = getattr(config, field_name, None)
         if held is None:
-            held = tokenizer.get_vocab().get(token)
+            held = getattr(processor, processors_name, None)
+        if held is None:
+            held = vocabulary.get(token)
         if held is None:
             raise UnsupportedModel(f"the config of a vision model must name {field_name}, got none")
         return int(held)
 
-    native = getattr(config, "video_token_id", None) if video else None
     return MediaTokens(
-        start=find("vision_start_token_id", "<|vision_start|>"),
-        end=find("vision_end_token_id", "<|vision_end|>"),
-        image=find("image_token_id", "<|image_pad|>"),
-        video=None if native is None else int(native),
+        start=find("vision_start_token_id", "start_image_token_id", "<|vision_start|>"),
+        end=find("vision_end_token_id", "end_image_token_id", "<|vision_end|>"),
+        image=find("image_token_id", "image_token_id", "<|image_pad|>"),
+        video=find("video_token_id", "video_token_id", "<|video_pad|>") if video else None,
     )
 
 

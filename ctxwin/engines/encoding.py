@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
 from ctxwin.engines.base import Encoded, Engine, EngineCounters, MediaSpan
-from ctxwin.engines.checkpoint import Checkpoint, MediaTokens
+from ctxwin.engines.checkpoint import Checkpoint
+from ctxwin.engines.families import Family, Grid, process_images, process_video, stamps
 from ctxwin.errors import BadMedia, ChunkUnavailable, UnsupportedModel
 from ctxwin.identity import digest
 from ctxwin.media import unpack_frames
@@ -27,13 +28,12 @@ if TYPE_CHECKING:
     from ctxwin.store.spans import SpanRepository
 
 Vision = Callable[[Any, Any], Any]
-"""``(pixel_values, grid_thw int64 [n, 3]) -> embeddings [tokens, hidden]`` of all n items, in order."""
+"""``(pixel_values, grid_thw int64 [n, 3]) -> embeddings [tokens, width]`` of all n items, in order."""
 Positions = Callable[[Sequence[int], Sequence[MediaSpan]], "tuple[np.ndarray, int]"]
 """``(token_ids, media) -> (int64 [3, T] starting at 0, position of a text token that would follow)``."""
 
-Grid = tuple[int, int, int]
-"""Patches before merging: (t, h, w)."""
-
+_Item = tuple[str, int, Grid, float | None, str]
+"""Key, tokens, grid, seconds a temporal step, and the text in front, of what stands as one run of placeholders."""
 _FRAMES_AT_ONCE = 16
 _log = logging.getLogger("ctxwin.engines")
 
@@ -234,74 +234,83 @@ class Encoder:
         return around
 
     def _add_media(self, chunk: Chunk, part: MediaPart, ids: list[int], media: list[MediaSpan]) -> None:
-        tokens = self._media_tokens(part)
-        self.checkpoint.template.check_pictures()
+        family = self._family(part)
+        tokens = self.checkpoint.media
+        assert tokens is not None
+        lead, tail = (self.template_ids(text) for text in self.checkpoint.template.picture())
         native = part.media == "video" and not chunk.as_frames and tokens.video is not None
-        items = self._video(chunk, part) if native else self._images(chunk, part)
+        items = self._video(chunk, part, family) if native else self._images(chunk, part, family)
         pad = tokens.video if native else tokens.image
         assert pad is not None
-        for key, rows, grid, seconds in items:
-            ids.append(tokens.start)
+        for key, rows, grid, seconds, stamp in items:
+            ids += [*self.text_ids(stamp), tokens.start] if native else lead
             media.append(MediaSpan("video" if native else "image", key, len(ids), rows, grid, seconds))
             ids += [pad] * rows
-            ids.append(tokens.end)
+            ids += [tokens.end] if native else tail
 
-    def _media_tokens(self, part: MediaPart) -> MediaTokens:
-        tokens = self.checkpoint.media
-        if tokens is None or self._vision is None or self.checkpoint.image_processor is None:
+    def _family(self, part: MediaPart) -> Family:
+        family = self.checkpoint.family
+        if family is None or self._vision is None or self.checkpoint.image_processor is None:
             raise UnsupportedModel(f"{self.checkpoint.name} does not see {part.media}s; use a vision-language model")
-        return tokens
+        return family
 
-    def _images(self, chunk: Chunk, part: MediaPart) -> list[tuple[str, int, Grid, None]]:
-        """An image, or the frames of a video as images: (key, tokens, grid, None) each. One count a media."""
-        keys = [self._key(part, "image", index if part.media == "video" else None) for index in range(part.shape[0])]
+    def _images(self, chunk: Chunk, part: MediaPart, family: Family) -> list[_Item]:
+        """An image, or the frames of a video as images. One count a media."""
+        frames = part.media == "video"
+        keys = [self._key(part, "image", index if frames else None) for index in range(part.shape[0])]
         missing = [i for i, key in enumerate(keys) if self.embeddings.get(key) is None]
         fresh: dict[str, tuple[int, Grid]] = {}
         if missing:
             from PIL import Image
 
-            frames = self._pixels(chunk, part)
+            checkpoint, shown = self.checkpoint, self._pixels(chunk, part)
             for at in range(0, len(missing), _FRAMES_AT_ONCE):
                 batch = missing[at : at + _FRAMES_AT_ONCE]
-                made = self._processed(
-                    self.checkpoint.image_processor, part, images=[Image.fromarray(frames[i]) for i in batch]
+                pictures = [Image.fromarray(shown[i]) for i in batch]
+                pixels, grids = self._processed(
+                    part,
+                    lambda p=pictures: process_images(family, checkpoint.config, checkpoint.image_processor, p, frames),
                 )
-                fresh |= self._run(made["pixel_values"], made["image_grid_thw"], [keys[i] for i in batch])
+                fresh |= self._run(pixels, grids, [keys[i] for i in batch])
             self._counters.vision_encodes += 1
-        return [(key, *(fresh.get(key) or self._known(key)), None) for key in keys]
+        return [(key, *(fresh.get(key) or self._known(key)), None, "") for key in keys]
 
-    def _video(self, chunk: Chunk, part: MediaPart) -> list[tuple[str, int, Grid, float]]:
-        """A video as native tokens. An odd number of frames is filled up by repeating the last."""
+    def _video(self, chunk: Chunk, part: MediaPart, family: Family) -> list[_Item]:
+        """A video as native tokens: one item, or one each temporal group where the family stamps them."""
         processor = self.checkpoint.video_processor
         patch = int(processor.temporal_patch_size)
         fps = part.fps or 2.0
-        key = self._key(part, "video", fps)
+        marks = stamps(part.shape[0], fps, patch) if family.stamps else [""]
+        keys = [self._key(part, "video", [fps, i] if family.stamps else fps) for i in range(len(marks))]
         fresh: dict[str, tuple[int, Grid]] = {}
-        if self.embeddings.get(key) is None:
-            import numpy as np
-            import torch
-
+        if any(self.embeddings.get(key) is None for key in keys):
             frames = self._pixels(chunk, part)
-            short = -len(frames) % patch
-            filled = np.concatenate([frames, np.repeat(frames[-1:], short, axis=0)]) if short else frames
-            video = torch.from_numpy(np.ascontiguousarray(filled)).permute(0, 3, 1, 2)
-            made = self._processed(processor, part, videos=[video], do_sample_frames=False)
-            fresh = self._run(made["pixel_values_videos"], made["video_grid_thw"], [key])
+            pixels, grids = self._processed(part, lambda: process_video(processor, frames))
+            fresh = self._run(pixels, grids, keys)
             self._counters.vision_encodes += 1
-        return [(key, *(fresh.get(key) or self._known(key)), patch / fps)]
+        seconds = None if family.stamps else patch / fps
+        return [
+            (key, *(fresh.get(key) or self._known(key)), seconds, mark) for key, mark in zip(keys, marks, strict=True)
+        ]
 
-    def _processed(self, processor: Any, part: MediaPart, **inputs: Any) -> Any:
+    def _processed(self, part: MediaPart, process: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
         try:
-            return processor(return_tensors="pt", **inputs)
+            return process()
         except ValueError as error:  # an aspect ratio beyond the processor's limits, for example
             raise BadMedia(f"the model's processor refused a {part.media} of {part.shape}: {error}") from error
 
     def _run(self, pixels: Any, grids: Any, keys: list[str]) -> dict[str, tuple[int, Grid]]:
-        """One run of the vision tower over ``keys``; stores each part, returns (tokens, grid) by key."""
+        """One run of the vision tower over ``keys``; stores each part, returns (tokens, grid) by key.
+
+        More keys than grids: each temporal step of the one grid has a key of its own.
+        """
         assert self._vision is not None
-        merge = int(self.checkpoint.image_processor.merge_size) ** 2
+        merge = self.checkpoint.patches_per_token
         embeddings = self._vision(pixels, grids)
         sizes = [(int(t), int(h), int(w)) for t, h, w in grids.tolist()]
+        if len(sizes) != len(keys):
+            ((steps, high, wide),) = sizes
+            sizes = [(1, high, wide)] * steps
         rows = [t * h * w // merge for t, h, w in sizes]
         if int(embeddings.shape[0]) != sum(rows):
             raise UnsupportedModel(f"the vision tower must give {sum(rows)} embeddings, got {int(embeddings.shape[0])}")
@@ -315,7 +324,7 @@ class Encoder:
             raise ChunkUnavailable(f"the vision embeddings {key} left the store while the chunk was encoded; try again")
         return int(found[0].shape[0]), found[1]
 
-    def _key(self, part: MediaPart, form: str, detail: float | int | None) -> str:
+    def _key(self, part: MediaPart, form: str, detail: float | int | list[float] | None) -> str:
         return "embed/" + digest("embed", self._identity, part.content, list(part.shape), form, detail)
 
     def _pixels(self, chunk: Chunk, part: MediaPart) -> np.ndarray:

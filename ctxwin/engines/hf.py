@@ -17,7 +17,7 @@ from ctxwin.engines import hf_model
 from ctxwin.engines.base import Encoded, EngineCounters, EngineSpec, Generation, MediaSpan, Piece, Sampling
 from ctxwin.engines.checkpoint import open_checkpoint
 from ctxwin.engines.encoding import Encoder, EncodingEngine
-from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.errors import EngineFailed
 from ctxwin.kv import SpanKV
 from ctxwin.store.spans import SpanRepository
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from ctxwin.store.base import Store
 
-VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -74,9 +73,6 @@ class HFEngine(EncodingEngine):
         from ctxwin.store import open_store
 
         checkpoint = open_checkpoint(model)
-        kind = str(checkpoint.config.model_type)
-        if checkpoint.media is not None and kind not in VISION_MODELS:
-            raise UnsupportedModel(f"a vision model must be one of {', '.join(VISION_MODELS)}, got {kind!r}")
         name = hf_model.dtype_name(dtype, checkpoint.config)
         identity = checkpoint.identity(name, "transformers")
         kv = kv_spec_from_config(checkpoint.config, identity, name, "hf")
@@ -98,7 +94,7 @@ class HFEngine(EncodingEngine):
         self._lock = threading.RLock()
         vision = self._see if checkpoint.media is not None else None
         self.encoder = Encoder(checkpoint, identity, self.repo, vision, self._positions, self.counters)
-        _log.info("transformers engine: %s (%s) on %s, %s", model, kind, self._device, name)
+        _log.info("transformers engine: %s (%s) on %s, %s", model, checkpoint.config.model_type, self._device, name)
 
     def prefill(self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "") -> SpanKV:
         """See `Engine.prefill`. ``salt`` has no effect: this engine has no prefix cache."""
@@ -283,7 +279,6 @@ class HFEngine(EncodingEngine):
         Raises:
             ChunkUnavailable: vision embeddings left the store. EngineFailed: they are another model's.
         """
-        import torch
 
         ids = [i for encoded in encodeds for i in encoded.token_ids]
         words = self._words(ids)
@@ -385,9 +380,10 @@ class HFEngine(EncodingEngine):
         import torch
 
         with self._lock, torch.no_grad():
-            seen = self._opened().get_image_features(
-                pixels.to(self._device, self._dtype), grids.to(self._device), return_dict=True
-            )
+            family = self._checkpoint.family
+            assert family is not None
+            sizes = {} if family.tiles else {"image_grid_thw": grids.to(self._device)}
+            seen = self._opened().get_image_features(pixels.to(self._device, self._dtype), **sizes, return_dict=True)
             deep = getattr(seen, "deepstack_features", None) or ()
             # The model's own order, which is vLLM's too: the bottom first, then layer by layer.
             return torch.cat([torch.cat(list(part)) for part in (seen.pooler_output, *deep)], dim=-1)

@@ -48,7 +48,9 @@ def load(checkpoint: Checkpoint, device: str, dtype: str) -> tuple[torch.device,
 
 
 def positions(model: Any, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
-    """The model's own position rule (``get_rope_index``): int64 ``[3, T]``, and where a text token behind would stand.
+    """The model's own position rule: int64 ``[3, T]``, and where a text token behind would stand.
+
+    ``get_rope_index`` where the model has one (M-RoPE); else every token is one step, pictures' too.
 
     The latter is learned by placing one text token more: behind a video, transformers goes on from the height and width
     of its grid, not from its last moment.
@@ -57,19 +59,21 @@ def positions(model: Any, token_ids: Sequence[int], media: Sequence[MediaSpan]) 
     import torch
 
     count = len(token_ids)
-    if not media:
+    rule = getattr(model.base_model, "get_rope_index", None)
+    if not media or rule is None:
         return np.tile(np.arange(count, dtype=np.int64), (3, 1)), count
     kinds = torch.zeros(1, count + 1, dtype=torch.int64)
     for m in media:
         kinds[0, m.offset : m.offset + m.tokens] = 1 if m.modality == "image" else 2
     images = [m.grid_thw for m in media if m.modality == "image"]
     videos = [m for m in media if m.modality == "video"]
-    placed, _ = model.model.get_rope_index(
+    seconds = [m.seconds_per_grid for m in videos]
+    placed, _ = rule(
         torch.tensor([[*token_ids, 0]]),
         mm_token_type_ids=kinds,
         image_grid_thw=torch.tensor(images) if images else None,
         video_grid_thw=torch.tensor([m.grid_thw for m in videos]) if videos else None,
-        second_per_grid_ts=torch.tensor([m.seconds_per_grid for m in videos]) if videos else None,
+        second_per_grid_ts=torch.tensor(seconds) if videos and None not in seconds else None,
     )
     places = placed[:, 0].numpy().astype(np.int64)
     return np.ascontiguousarray(places[:, :-1]), int(places[0, -1])
@@ -92,12 +96,14 @@ def inputs(words: torch.Tensor, seen: Sequence[tuple[int, torch.Tensor]], deep: 
     Raises:
         ValueError: stored embeddings of another width.
     """
+    import torch
+
     tokens, hidden = int(words.shape[0]), int(words.shape[1])
     added = words.new_zeros(deep, tokens, hidden) if deep else None
     for offset, stored in seen:
         if stored.ndim != 2 or int(stored.shape[1]) != hidden * (1 + deep):
             raise ValueError(f"stored vision embeddings must be [tokens, {hidden * (1 + deep)}], got {[*stored.shape]}")
-        parts = stored.to(words).split(hidden, dim=1)
+        parts = torch.split(stored.to(words), hidden, dim=1)
         end = offset + int(stored.shape[0])
         words[offset:end] = parts[0]
         if added is not None:

@@ -55,17 +55,18 @@ class Template:
 
     Args:
         render: renders messages; None where the tokenizer has no chat template.
-        image: the text one picture stands for (``<|vision_start|><|image_pad|><|vision_end|>``); None without vision.
+        image: texts of the tokens that open, stand for and close a picture (``<|vision_start|>``, ``<|image_pad|>``,
+            ``<|vision_end|>``); None without vision.
 
     Raises:
         UnsupportedModel: the template cannot be cut into an opening and a closing at all.
     """
 
-    def __init__(self, render: Render | None, image: str | None = None) -> None:
+    def __init__(self, render: Render | None, image: tuple[str, str, str] | None = None) -> None:
         self._render = render
         self._image = image
         self._turns: Callable[[str], tuple[str, str]] = cache(self._read_turns)
-        self._pictures: Callable[[], None] = cache(self._check_pictures)
+        self._picture: Callable[[], str] = cache(self._read_picture)
         self._tools: Callable[[], ToolTurn] = cache(self._read_tool_turn)
         if render is None:
             self._opening, self._closing = "", "\n"
@@ -99,9 +100,18 @@ class Template:
         """What stands after a query: the end of the user turn and the opening of the assistant's."""
         return self._closing
 
-    def check_pictures(self) -> None:
-        """Raises UnsupportedModel where the template numbers pictures or drops them; O(1) after the first call."""
-        self._pictures()
+    def picture(self) -> tuple[str, str]:
+        """What stands before and after the placeholders of one picture: the opening and closing tokens, and text.
+
+        Where the template writes the placeholder without the opening token, the model's processor adds both tokens
+        right around it (InternVL). Raises UnsupportedModel where the template numbers pictures or drops them; O(1)
+        after the first call.
+        """
+        if self._image is None:
+            raise UnsupportedModel("the model does not see pictures")
+        start, pad, end = self._image
+        before, _, after = self._picture().partition(pad)
+        return (before, after) if start in before else (before + start, end + after)
 
     def turns(self, role: str) -> tuple[str, str]:
         """What stands around a message of ``role``: the open user turn is closed before it and a new one opened behind.
@@ -274,25 +284,26 @@ class Template:
             raise UnsupportedModel("the chat template closes a later user turn differently from the first")
         return once[1], once[2]
 
-    def _check_pictures(self) -> None:
+    def _read_picture(self) -> str:
+        """What the template writes for a picture, wherever it stands."""
+        assert self._image is not None
         if self._render is None:
-            return
-        if self._image is None:
-            raise UnsupportedModel("the model does not see pictures")
+            return "".join(self._image)
         content = [IMAGE, {"type": "text", "text": _ONE}, IMAGE, {"type": "text", "text": _LAST}]
         cut = self._cut([{"role": "user", "content": content}], _ONE, _LAST)
-        if cut is None:
+        if cut is None or cut[1].count(self._image[1]) != 1:
             raise UnsupportedModel("the chat template does not take pictures between texts")
-        if cut[0] != self._opening + self._image or cut[1] != self._image or cut[2] != self._closing:
+        if cut[0] != self._opening + cut[1] or cut[2] != self._closing:
             raise UnsupportedModel(
-                "the chat template numbers its pictures or adds text around them: "
-                f"{_near(self._image, cut[1])}; a picture must read the same wherever it stands"
+                "the chat template numbers its pictures or writes them differently depending on their place: "
+                f"{_near(cut[0].removeprefix(self._opening), cut[1])}; a picture must read the same wherever it stands"
             )
+        return cut[1]
 
     def _shown(self, block: dict[str, Any]) -> str:
         if block["type"] == "text":
             return str(block["text"])
-        return self._image or ""
+        return self._picture() if self._image is not None else ""
 
 
 def _user(text: str) -> dict[str, Any]:

@@ -19,21 +19,23 @@ CHATML = (
 _CORPUS = ("system user assistant what color is the shape of a frame camera number now red blue circle square " * 8,)
 
 
-def build_tokenizer(chat_template: str | None = CHATML) -> Any:
+def build_tokenizer(chat_template: str | None = CHATML, **extra: str) -> Any:
+    """A tokenizer whose ``extra`` special tokens have names, as InternVL's processor wants them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
+    special = [*SPECIAL, *extra.values()]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=list(SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )  # fmt: skip
     tokenizer.train_from_iterator(_CORPUS, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-        additional_special_tokens=list(SPECIAL), chat_template=chat_template,
+        additional_special_tokens=special, extra_special_tokens=extra, chat_template=chat_template,
     )  # fmt: skip
 
 
@@ -72,43 +74,145 @@ def write_text_model(folder: Path, chat_template: str | None = CHATML) -> Path:
 
 
 def write_vision_model(folder: Path, kind: str = "qwen2_5_vl") -> Path:
-    """A random Qwen2.5-VL (or Qwen2-VL): 28 px a token, 84x84 pictures become 9 tokens."""
+    """A random Qwen2-VL, Qwen2.5-VL or Qwen3-VL: 28 px a token, 84x84 pictures become 9 tokens."""
     import torch
     import transformers
 
     tokenizer = build_tokenizer()
     torch.manual_seed(0)
-    ids = tokenizer.convert_tokens_to_ids
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    vision: dict[str, Any] = dict(depth=2, hidden_size=32, num_heads=2, patch_size=14)
+    text = _text_fields(len(tokenizer))
     if kind == "qwen2_5_vl":
-        vision = dict(
-            depth=2, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=14, out_hidden_size=64,
-            fullatt_block_indexes=[1], window_size=112, tokens_per_second=4, initializer_range=0.15,
+        vision |= dict(
+            intermediate_size=48, out_hidden_size=64, fullatt_block_indexes=[1], window_size=112, tokens_per_second=4,
+            initializer_range=0.15,
         )  # fmt: skip
-        names = ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLProcessor")
+        name = "Qwen2_5_VL"
+    elif kind == "qwen3_vl":
+        vision |= dict(
+            intermediate_size=48, out_hidden_size=64, num_position_embeddings=36, deepstack_visual_indexes=[0, 1],
+            initializer_range=0.15,
+        )  # fmt: skip
+        rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+        text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
+        name = "Qwen3VL"
     else:
-        vision = dict(depth=2, embed_dim=32, hidden_size=64, num_heads=2, mlp_ratio=2, patch_size=14)
-        names = ("Qwen2VLConfig", "Qwen2VLForConditionalGeneration", "Qwen2VLProcessor")
-    config = getattr(transformers, names[0])(
-        text_config={**_text_fields(len(tokenizer)), "rope_parameters": rope}, vision_config=vision,
-        image_token_id=ids("<|image_pad|>"), video_token_id=ids("<|video_pad|>"),
-        vision_start_token_id=ids("<|vision_start|>"), vision_end_token_id=ids("<|vision_end|>"),
-        tie_word_embeddings=True,
+        vision |= dict(embed_dim=32, hidden_size=64, mlp_ratio=2)
+        name = "Qwen2VL"
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text | {"rope_parameters": rope}, vision_config=vision, tie_word_embeddings=True,
+        **_media_ids(tokenizer),
     )  # fmt: skip
-    model = getattr(transformers, names[1])(config)
-    _randomise(model)
-    model.save_pretrained(folder)
+    _save(getattr(transformers, f"{name}ForConditionalGeneration")(config), folder)
     size = {"shortest_edge": 28 * 28, "longest_edge": 84 * 84}
-    processor = getattr(transformers, names[2])(
+    videos = "Qwen3VLVideoProcessor" if kind == "qwen3_vl" else "Qwen2VLVideoProcessor"
+    # Qwen3-VL's processor counts the pixels of all frames together.
+    video_size = size | {"longest_edge": 84 * 84 * 8} if kind == "qwen3_vl" else size
+    processor = getattr(transformers, f"{name}Processor")(
         image_processor=transformers.Qwen2VLImageProcessor(size=size, patch_size=14, merge_size=2),
-        video_processor=transformers.Qwen2VLVideoProcessor(
-            size=size, patch_size=14, merge_size=2, do_sample_frames=False, cap_pixels_per_frame=False
+        video_processor=getattr(transformers, videos)(
+            size=video_size, patch_size=14, merge_size=2, do_sample_frames=False, cap_pixels_per_frame=False
         ),
         tokenizer=tokenizer,
         chat_template=CHATML,
     )
     processor.save_pretrained(folder)
     return folder
+
+
+def write_internvl(folder: Path) -> Path:
+    """A random InternVL: tiles of 56 px make 4 tokens each; 84x84 pictures have 4 tiles and a thumbnail."""
+    import torch
+    import transformers
+
+    template = CHATML.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n")
+    tokenizer = build_tokenizer(
+        template, start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>",
+        video_token="<video>",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    vision = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=[56, 56],
+        patch_size=[14, 14], initializer_range=0.15,
+    )  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    config = transformers.InternVLConfig(
+        text_config={**_text_fields(len(tokenizer)), "model_type": "qwen2", "rope_parameters": rope},
+        vision_config=vision, image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"), image_seq_length=4,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    _save(transformers.InternVLForConditionalGeneration(config), folder)
+    processor = transformers.InternVLProcessor(
+        image_processor=transformers.GotOcr2ImageProcessor(size={"height": 56, "width": 56}, max_patches=4),
+        video_processor=transformers.InternVLVideoProcessor(size={"height": 56, "width": 56}),
+        tokenizer=tokenizer, image_seq_length=4, chat_template=template,
+    )  # fmt: skip
+    processor.save_pretrained(folder)
+    return folder
+
+
+def _mla_fields(vocab: int) -> dict[str, Any]:
+    return dict(
+        vocab_size=vocab, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, kv_lora_rank=24, q_lora_rank=None, qk_rope_head_dim=8, qk_nope_head_dim=16,
+        v_head_dim=16, first_k_dense_replace=2, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
+        moe_intermediate_size=32, n_group=1, topk_group=1, max_position_embeddings=1024, initializer_range=0.15,
+        bos_token_id=0, eos_token_id=2, pad_token_id=0, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+
+
+def write_mla_model(folder: Path, kind: str = "DeepseekV2") -> Path:
+    """A random DeepSeek-V2 or -V3 with latent attention; the last of three layers is a mixture of experts."""
+    import torch
+    import transformers
+
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**_mla_fields(len(tokenizer)))
+    _save(getattr(transformers, f"{kind}ForCausalLM")(config), folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_kimi(folder: Path, decoder: str = "deepseek_v3") -> Path:
+    """A random Kimi K2.5: a vision tower over a decoder with latent attention; 84x84 pictures become 9 tokens."""
+    import torch
+    import transformers
+
+    written = "<|vision_start|>image<|vision_pad|><|image_pad|><|vision_end|>"
+    template = CHATML.replace("<|vision_start|><|image_pad|><|vision_end|>", written)
+    tokenizer = build_tokenizer(template, image_token="<|image_pad|>", video_token="<|video_pad|>")
+    torch.manual_seed(0)
+    vision = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, pos_emb_height=6,
+        pos_emb_width=6, patch_size=14,
+    )  # fmt: skip
+    config = transformers.Kimi_K25Config(
+        text_config={**_mla_fields(len(tokenizer)), "model_type": decoder}, vision_config=vision,
+        projection_hidden_size=32, tie_word_embeddings=False, **_media_ids(tokenizer),
+    )  # fmt: skip
+    _save(transformers.Kimi_K25ForConditionalGeneration(config), folder)
+    size = {"max_height": 512, "max_width": 512}
+    processor = transformers.Kimi_K25Processor(
+        image_processor=transformers.Kimi_K25ImageProcessor(size=size, max_patches=36),
+        video_processor=transformers.Kimi_K25VideoProcessor(size=size), tokenizer=tokenizer, chat_template=template,
+    )  # fmt: skip
+    processor.save_pretrained(folder)
+    return folder
+
+
+def _media_ids(tokenizer: Any) -> dict[str, int]:
+    ids = tokenizer.convert_tokens_to_ids
+    return dict(
+        image_token_id=ids("<|image_pad|>"), video_token_id=ids("<|video_pad|>"),
+        vision_start_token_id=ids("<|vision_start|>"), vision_end_token_id=ids("<|vision_end|>"),
+    )  # fmt: skip
+
+
+def _save(model: Any, folder: Path) -> None:
+    _randomise(model)
+    model.save_pretrained(folder)
 
 
 def edit_config(folder: Path, **fields: Any) -> None:

@@ -15,7 +15,7 @@ from ctxwin.errors import UnsupportedModel
 from engines.models import CHATML
 from engines.tool_models import HERMES, TOOL_ROLE
 
-IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+IMAGE = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 STRIPS_THINKING = CHATML.replace(
     "{{ m.content }}",
     "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1].lstrip() }}"
@@ -42,7 +42,7 @@ MERGES_SYSTEM = (
 TRIMS = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
 
 
-def template(source: str | None, image: str | None = IMAGE) -> Template:
+def template(source: str | None, image: tuple[str, str, str] | None = IMAGE) -> Template:
     if source is None:
         return Template(None, image)
 
@@ -69,7 +69,7 @@ def test_chatml() -> None:
     assert made.turns("assistant") == ("<|im_end|>\n<|im_start|>assistant\n", reopened)
     assert made.turns("tool") == ("<|im_end|>\n<|im_start|>tool\n", reopened)
     assert made.exchange("q", "a") == reopened
-    made.check_pictures()
+    assert made.picture() == ("<|vision_start|>", "<|vision_end|>")
     made.check_message("user", [{"type": "text", "text": "see "}, {"type": "image"}])
 
 
@@ -122,13 +122,32 @@ def test_numbered_pictures() -> None:
     made = template(NUMBERS_PICTURES)
     assert made.turns("assistant")
     with pytest.raises(UnsupportedModel, match="numbers its pictures"):
-        made.check_pictures()
+        made.picture()
+
+
+@pytest.mark.parametrize(
+    ("written", "around"),
+    [
+        ("<|image_pad|>\n", ("<|vision_start|>", "<|vision_end|>\n")),  # as InternVL: the processor adds the tokens
+        ("<|vision_start|>image<|image_pad|><|vision_end|>", ("<|vision_start|>image", "<|vision_end|>")),  # as Kimi
+        ("Picture: <|vision_start|><|image_pad|><|vision_end|>", ("Picture: <|vision_start|>", "<|vision_end|>")),
+    ],
+)
+def test_text_that_always_stands_around_a_picture(written: str, around: tuple[str, str]) -> None:
+    made = template(CHATML.replace("<|vision_start|><|image_pad|><|vision_end|>", written))
+    assert made.picture() == around
+    made.check_message("user", [{"type": "text", "text": "see "}, {"type": "image"}])
+
+
+def test_a_text_model_has_no_pictures() -> None:
+    with pytest.raises(UnsupportedModel, match="does not see"):
+        template(CHATML, None).picture()
 
 
 def test_a_text_template_does_not_take_pictures() -> None:
     made = template("{% for m in messages %}<u>{{ m.content + '' }}</u>{% endfor %}")
     with pytest.raises(UnsupportedModel, match="pictures"):
-        made.check_pictures()
+        made.picture()
 
 
 def test_stripped_thinking() -> None:

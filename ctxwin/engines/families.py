@@ -1,0 +1,113 @@
+"""Vision families: what their processors make of pixels, where that cannot be read off a model's files.
+
+A *grid* (t, h, w) counts patches before merging. Qwen's and Kimi's processors give it with the pixels; InternVL's cut a
+picture into square tiles of a fixed size, which count as the first axis here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ctxwin.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+Grid = tuple[int, int, int]
+"""Patches before merging: (t, h, w)."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of vision models.
+
+    Attributes:
+        video: a video has tokens of its own; without, its frames are pictures.
+        stamps: every temporal group of a video is its time as text, then tokens with a grid of their own (Qwen3-VL).
+        tiles: a picture is cut into tiles and a thumbnail, and the tower takes no grid (InternVL).
+    """
+
+    video: bool = False
+    stamps: bool = False
+    tiles: bool = False
+
+
+FAMILIES = {
+    "qwen2_vl": Family(video=True),
+    "qwen2_5_vl": Family(video=True),
+    "qwen3_vl": Family(video=True, stamps=True),
+    "internvl": Family(tiles=True),
+    "kimi_k25": Family(),
+}
+"""By ``model_type``. Pictures of other families may attend both ways, depend on each other, or bring other inputs."""
+
+
+def family_of(config: Any) -> Family:
+    """The family of a vision model; UnsupportedModel for one that is not known."""
+    kind = str(config.model_type)
+    if kind not in FAMILIES:
+        raise UnsupportedModel(f"a vision model must be one of {', '.join(FAMILIES)}, got {kind!r}")
+    return FAMILIES[kind]
+
+
+def patches_per_token(config: Any, image_processor: Any) -> int:
+    """How many patches of the grid become one token."""
+    ratio = getattr(config, "downsample_ratio", None)
+    side = int(image_processor.merge_size) if ratio is None else round(1 / ratio)
+    return side * side
+
+
+def process_images(
+    family: Family, config: Any, processor: Any, pictures: Sequence[Any], frames: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pixels of all pictures as the tower takes them, and their grids ``[n, 3]``.
+
+    Args:
+        family: of ``config``.
+        config: the model's.
+        processor: its image processor.
+        pictures: PIL images.
+        frames: whether they are the frames of a video, which InternVL takes as one tile each.
+    """
+    import torch
+
+    if not family.tiles:
+        made = processor(images=list(pictures), return_tensors="pt")
+        return made["pixel_values"], made["image_grid_thw"]
+    # InternVL's own processor asks its image processor for tiles whatever that one's settings say.
+    made = processor(images=list(pictures), crop_to_patches=not frames, return_tensors="pt")
+    pixels = made["pixel_values"]
+    high, wide = config.vision_config.patch_size
+    tiles = [int(n) for n in made["num_patches"]]
+    grids = [(n, int(pixels.shape[-2]) // high, int(pixels.shape[-1]) // wide) for n in tiles]
+    return pixels, torch.tensor(grids, dtype=torch.int64)
+
+
+def process_video(processor: Any, frames: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pixels of a video ``[F, H, W, 3]`` as the tower takes them, and its grid ``[1, 3]``.
+
+    A number of frames that the temporal patch does not divide is filled up by repeating the last.
+    """
+    import numpy as np
+    import torch
+
+    short = -len(frames) % int(processor.temporal_patch_size)
+    filled = np.concatenate([frames, np.repeat(frames[-1:], short, axis=0)]) if short else frames
+    video = torch.from_numpy(np.ascontiguousarray(filled)).permute(0, 3, 1, 2)
+    made = processor(videos=[video], do_sample_frames=False, return_tensors="pt")
+    return made["pixel_values_videos"], made["video_grid_thw"]
+
+
+def stamps(count: int, fps: float, patch: int) -> list[str]:
+    """What stands in front of the temporal groups of a video: the mean time of a group's first and last frame.
+
+    Args:
+        count: frames sampled, the first at 0 s.
+        fps: frames a second.
+        patch: frames a group; the last group is filled up by repeating the last frame.
+    """
+    times = [min(i, count - 1) / fps for i in range(count + -count % patch)]
+    return [f"<{(times[i] + times[i + patch - 1]) / 2:.1f} seconds>" for i in range(0, len(times), patch)]
