@@ -18,38 +18,34 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="How close reuse stays to a full re-prefill.")
 
-ALL_ARMS = (
-    "reprefill,blind,patched:1,patched:2,patched:4,patched:8,first_k:4,orbit:8,transfer:8,survivor,removal:8,"
-    "stale:8@0,stale:8@0.5,stale:8@1,recall:8@0,recall:8@0.5,recall:8@1"
-)
+ALL_ARMS = "reprefill,blind,patched:1,patched:2,patched:4,patched:8,first_k:4,orbit:8,transfer:8"
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Model = Annotated[str, typer.Option(help="'tiny' (bundled) or a local folder or Hub name of a Qwen2(.5)-VL model.")]
+Model = Annotated[str, typer.Option(help="'tiny' (bundled), or a local folder or Hub name.")]
 Threads = Annotated[int, typer.Option(help="CPU threads; 0 leaves the default.", min=0)]
 
 
 @app.command()
 def run(
-    suite: Annotated[str, typer.Argument(help="The suite: 'tiny', the generated world of the bundled model.")] = "tiny",
+    tasks: Annotated[str, typer.Argument(help="Comma-separated tasks or suites; `ctxwin eval ls` lists them.")] = "tiny",
     arms: Annotated[str, typer.Option(help="Comma-separated; `ctxwin eval ls` lists them.")] = ALL_ARMS,
-    n: Annotated[int, typer.Option(help="Items a task.")] = 300,
-    seed: Annotated[int, typer.Option(help="Seed of the items.")] = 0,
-    tasks: Annotated[str, typer.Option(help="Comma-separated; arms that need another setting bring its tasks along.")]
-        = "single_hop,multi_hop,graded,order",
-    frames: Annotated[str, typer.Option(help="Numbers of frames, as 2-6 or 2,4.")] = "2-6",
-    decoded: Annotated[bool, typer.Option(help="Pass the frames through an mp4 file first.")] = False,
+    n: Annotated[int, typer.Option(help="Items a task; 0: all of a data set.", min=0)] = 300,
+    seed: Annotated[int, typer.Option(help="Seed of generated items.")] = 0,
+    frames: Annotated[str, typer.Option(help="Numbers of frames of generated items, as 2-6 or 2,4.")] = "2-6",
+    decoded: Annotated[bool, typer.Option(help="Pass generated frames through an mp4 file first.")] = False,
     model: Model = "tiny",
     header: Annotated[str, typer.Option(help="System prompt of every context.")] = "You watch a camera.",
     layout: Annotated[str, typer.Option(help="Patch factors: joint, per_layer or shared.")] = "joint",
     layers: Annotated[str, typer.Option(help="Patched layers: all or deep.")] = "all",
     weight: Annotated[str, typer.Option(help="How truncation is measured: none, balanced or output.")] = "none",
     patch_dtype: Annotated[str, typer.Option(help="Stored factors: bfloat16, float16 or float32.")] = "bfloat16",
+    timed: Annotated[int, typer.Option(help="Time the first so many items of a task, each alone.", min=0)] = 0,
     dtype: Annotated[str, typer.Option(help="The model's arithmetic: float32 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
     output: Annotated[Path | None, typer.Option(help="Folder of the run; one that exists is continued.")] = None,
     threads: Threads = 0,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Run arms over generated items, score them against an exact re-prefill, print the table.
+    """Run arms over the items of tasks, score them against an exact re-prefill, print the table.
 
     A run that was interrupted is continued by the same command: what is in the folder is not computed again.
     """
@@ -57,25 +53,23 @@ def run(
         from ctxwin.evals.arms import parse_arms
         from ctxwin.evals.run import Runner, Settings, plan_jobs
         from ctxwin.evals.score import scores
+        from ctxwin.evals.tasks import TaskOptions, expand, open_task
+        from ctxwin.evals.tasks.tiny import TinyOptions
 
-        if suite != "tiny":
-            raise ValueError(f"the suite must be tiny, got {suite!r}")
-        if n < 1:
-            raise ValueError(f"n must be >= 1, got {n}")
+        options = TaskOptions(TinyOptions(seed, _frames(frames), decoded))
+        opened = [open_task(name, options) for name in expand(tasks)]
+        if not n and any(task.endless for task in opened):
+            raise ValueError("n must be >= 1 for generated tasks, got 0")
         chosen = parse_arms(arms)
-        named = [t.strip() for t in tasks.split(",") if t.strip()]
-        if not named:
-            raise ValueError(f"tasks must name at least one task, got {tasks!r}; `ctxwin eval ls` lists them")
-        jobs = plan_jobs(chosen, named)
-        settings = Settings(
-            seed, _frames(frames), decoded, header, layout, layers, weight, patch_dtype,  # type: ignore[arg-type]
-        )  # fmt: skip
+        jobs = plan_jobs(chosen, opened)
+        settings = Settings(header, layout, layers, weight, patch_dtype, timed=timed)  # type: ignore[arg-type]
         engine = _open(model, dtype, device, threads)
-        folder = output or _default_folder(settings.config(engine))
-        runner = Runner(engine, settings, folder)
-        with _progress("samples", n * sum(len(job.arms) for job in jobs)) as advance:
-            runner.run(jobs, n, advance)
-        result = scores(runner.samples, [arm.name for arm in chosen], n)
+        folder = output or _default_folder(settings.config(engine) | {t.name: t.config() for t in opened})
+        runner = Runner(engine, settings, folder, opened)
+        total = sum(len(job.arms) * (n or len(job.task.items())) for job in jobs)
+        with _progress("samples", total) as advance:
+            runner.run(jobs, n or None, advance)
+        result = scores(runner.samples, [arm.name for arm in chosen], n or None)
         result |= {"n": n, "output": str(folder), "vision_encodes": engine.counters.vision_encodes}
         (folder / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         _show(result, as_json)
@@ -157,21 +151,23 @@ def drift(
 @app.command("ls")
 def list_(as_json: Json = False) -> None:
     """List the tasks and the arms."""
-    from ctxwin.evals import arms as module
-    from ctxwin.evals.tasks import TASKS
+    from ctxwin.evals.arms import ARM_FORMS, ARMS
+    from ctxwin.evals.tasks import SUITES, open_task, task_names
 
-    kinds: dict[str, type[module.Arm]] = {
-        **module._PLAIN, **module._RANKED, "first_k": module.FirstK, **module._TURNED
-    }  # fmt: skip
+    opened = [open_task(name) for name in task_names()]
     tasks: dict[str, dict[str, Any]] = {
-        t.name: {"about": t.about, "setting": t.setting, "least_frames": t.least} for t in TASKS.values()
+        t.name: {"about": t.about, "setting": t.setting, "control": t.control} for t in opened
     }
     arms: dict[str, dict[str, Any]] = {
-        name: {"about": (kind.__doc__ or "").splitlines()[0], "source": kind.source, "settings": list(kind.settings)}
-        for name, kind in kinds.items()
-    }
+        kind.form: {
+            "about": (kind.__doc__ or "").splitlines()[0], "source": kind.source, "settings": list(kind.settings)
+        }
+        for kind in ARMS.values()
+    }  # fmt: skip
     if as_json:
-        _print_json({"tasks": tasks, "arms": arms, "forms": module.ARM_FORMS})
+        _print_json(
+            {"tasks": tasks, "suites": {k: list(v) for k, v in SUITES.items()}, "arms": arms, "forms": ARM_FORMS}
+        )
         return
     from rich.table import Table
 
@@ -184,7 +180,8 @@ def list_(as_json: Json = False) -> None:
         for name, entry in entries.items():
             made.add_row(name, *(", ".join(v) if isinstance(v, list) else str(v) for v in entry.values()))
         _console().print(made)
-    _console().print(module.ARM_FORMS)
+    _console().print("suites: " + "; ".join(f"{name} = {', '.join(of)}" for name, of in SUITES.items()))
+    _console().print(ARM_FORMS)
 
 
 def _open(model: str, dtype: str, device: str, threads: int) -> HFEngine:
@@ -208,7 +205,7 @@ def _default_folder(config: dict[str, Any]) -> Path:
     """One folder a configuration, so that the same command continues its run and no other."""
     from ctxwin.identity import digest
 
-    return Path("eval-output") / f"{config['suite']}-{digest('run', config)[:12]}"
+    return Path("eval-output") / digest("run", config)[:12]
 
 
 def _frames(text: str) -> tuple[int, ...]:

@@ -17,8 +17,9 @@ import numpy as np
 from ctxwin.answer import Answer
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Piece
-from ctxwin.evals.metrics import kl_divergence, wilson
-from ctxwin.evals.tasks import SPACE
+from ctxwin.evals.metrics import kl_divergence
+from ctxwin.evals.stats import wilson
+from ctxwin.evals.tasks.tiny import SPACE
 from ctxwin.fidelity import Fidelity
 from ctxwin.tiny.world import Frame, Kind, Question, answer, make_stream, questions_for, render
 from ctxwin.window import Window

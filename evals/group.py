@@ -1,110 +1,214 @@
-"""Items of one shape with everything the arms share: embeddings, exact spans, canonicals, deficits, patches.
+"""Items of one shape with everything the arms share: tokens, exact spans, canonicals, deficits, patches.
 
 Every forward is run once for the whole group, when the first arm asks for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from ctxwin.engines.base import Encoded
+from ctxwin.evals.decoder import Decoder, Memory, Tokens, concatenated
+from ctxwin.evals.items import Item
 from ctxwin.evals.patching import Patcher
-from ctxwin.evals.reader import Picture, Reader
-from ctxwin.evals.tasks import Case
 from ctxwin.kv import KVSpec, SpanKV
 from ctxwin.operator import Deficit, Patch, apply_patch, deficit, relocate
 
-Pictures = Callable[[Case], Sequence[Picture]]
+AT_ONCE = 32
+"""Contexts that share a forward, at most."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a chunk stands in a row of chunks.
+
+    Attributes:
+        slot: index of its first token among the row's tokens, the header's not counted.
+        start: position of its origin.
+        tokens: number of its tokens.
+    """
+
+    slot: int
+    start: int
+    tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.slot + self.tokens
 
 
 class Group:
-    """A batch of cases of one shape.
+    """A batch of items whose chunks have the same sizes and positions.
 
     Args:
-        reader: the model.
-        cases: all of one `Case.shape`.
+        decoder: the model.
+        items: all of one shape; see `Item.shape`.
         patcher: how deficits are compressed.
-        pictures: renders the frames of a case.
+        header: system prompt of items that have none of their own.
 
-    ``b`` below is the index of a case, ``place`` the position of a chunk among the placed ones.
+    Attributes:
+        chunks: encoded chunks by item and index.
+
+    ``b`` below is the index of an item, ``place`` the position of a chunk among the placed ones, ``frame`` the index of a
+    chunk among all of an item's chunks.
     """
 
-    def __init__(self, reader: Reader, cases: Sequence[Case], patcher: Patcher, pictures: Pictures) -> None:
-        if len({c.shape for c in cases}) != 1:
-            raise ValueError(f"cases of a group must have one shape, got {sorted({c.shape for c in cases})}")
-        self.reader = reader
-        self.cases = tuple(cases)
+    def __init__(self, decoder: Decoder, items: Sequence[Item], patcher: Patcher, header: str) -> None:
+        self.decoder = decoder
+        self.items = tuple(items)
         self.patcher = patcher
-        self._pictures = pictures
+        prompts = {header if item.header is None else item.header for item in items}
+        if len(prompts) != 1:
+            raise ValueError(f"items of a group must have one header, got {sorted(prompts)}")
+        self.header, self.header_span = decoder.header(prompts.pop())
+        encode = decoder.engine.encode
+        self.chunks: list[list[Encoded]] = [[encode(chunk) for chunk in item.load()] for item in self.items]
+        self._kinds: list[tuple[int, int, bytes]] = [_kind(encoded) for encoded in self.chunks[0]]
+        if any([_kind(e) for e in row] != self._kinds for row in self.chunks):
+            raise ValueError("items of a group must have chunks of the same sizes and positions")
+        self._tokens: dict[int, Tokens] = {}
         self._deficits: dict[tuple[int, int, str], Deficit] = {}
         self._patches: dict[object, Patch] = {}
         self._orders: dict[tuple[int, tuple[int, ...]], SpanKV] = {}
 
     def __len__(self) -> int:
-        return len(self.cases)
+        return len(self.items)
 
     @property
     def spec(self) -> KVSpec:
-        return self.reader.spec
+        return self.decoder.spec
+
+    def rewind(self) -> None:
+        """Forgets what an engine would not have stored: KV in place. Canonicals, patches and vision embeddings stay.
+
+        What an arm does after this is what it would do at the time of an ask.
+        """
+        for name in ("exact", "blind", "kept"):
+            self.__dict__.pop(name, None)
+
+    # Layout
+
+    def layout(self, order: Sequence[int]) -> list[Place]:
+        """Where chunks stand that are placed in this order behind the header."""
+        places, slot, start = [], 0, self.header.advance
+        for frame in order:
+            tokens, advance, _ = self._kinds[frame]
+            places.append(Place(slot, start, tokens))
+            slot, start = slot + tokens, start + advance
+        return places
 
     @cached_property
-    def embeds(self) -> torch.Tensor:
-        """``[B, frames, T, hidden]``: every frame of every case, seen once."""
-        seen = self.reader.see([p for case in self.cases for p in self._pictures(case)])
-        return seen.view(len(self), -1, *seen.shape[1:])
+    def places(self) -> list[Place]:
+        """Of the placed chunks."""
+        found = [self.layout(item.placed) for item in self.items]
+        if any(row != found[0] for row in found):
+            raise ValueError("items of a group must have placed chunks of the same sizes and positions")
+        return found[0]
+
+    @cached_property
+    def begin(self) -> int:
+        """Position of the question."""
+        return self.header.advance + sum(self._kinds[frame][1] for frame in self.items[0].placed)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of the placed chunks."""
+        return self.places[-1].end
+
+    @cached_property
+    def pictured(self) -> Tensor:
+        """bool ``[B, context tokens]``: which placed tokens are picture or video embeddings."""
+        seen = torch.zeros(len(self), self.context_tokens, dtype=torch.bool)
+        for b, item in enumerate(self.items):
+            for place, frame in zip(self.places, item.placed, strict=True):
+                for media in self.chunks[b][frame].media:
+                    seen[b, place.slot + media.offset : place.slot + media.offset + media.tokens] = True
+        return seen
+
+    def tokens(self, frame: int) -> Tokens:
+        """Chunk ``frame`` of every item, at its own origin."""
+        if frame not in self._tokens:
+            self._tokens[frame] = self.decoder.tokens([row[frame] for row in self.chunks])
+        return self._tokens[frame]
+
+    def row(self, orders: Sequence[Sequence[int]], items: Sequence[int] | None = None) -> Tokens:
+        """Chunks in place, in an order an item; the orders have one layout."""
+        batch = list(range(len(self))) if items is None else list(items)
+        parts = []
+        for i, place in enumerate(self.layout(orders[0])):
+            some = [self.tokens(order[i]).of([b]) for b, order in zip(batch, orders, strict=True)]
+            parts.append(_stacked(some).moved(place.start))
+        return concatenated(parts)
+
+    @cached_property
+    def context(self) -> Tokens:
+        """The placed chunks in place."""
+        return self.row([item.placed for item in self.items])
+
+    def position_rows(self, frame: int) -> Tensor:
+        """int64 ``[3, T]``: positions of a chunk relative to its origin."""
+        return torch.from_numpy(np.array(self.chunks[0][frame].positions))
+
+    # Exact
+
+    def behind_header(self, count: int) -> Memory:
+        """The header's KV, ``count`` times."""
+        return self.decoder.memory([[self.header_span]] * count)
+
+    def prefilled(self, orders: Sequence[Sequence[int]], items: Sequence[int] | None = None) -> list[list[SpanKV]]:
+        """Chunks prefilled in order behind the header: their spans, by item, exact in place. One forward."""
+        lead = self.header_span.tokens
+        memory, _ = self.decoder.append(self.row(orders, items), self.behind_header(len(orders)))
+        return [
+            [
+                memory.span(b, lead + p.slot, lead + p.end, self.position_rows(f), p.start)
+                for f, p in zip(order, self.layout(order), strict=True)
+            ]
+            for b, order in enumerate(orders)
+        ]
 
     @cached_property
     def exact(self) -> list[list[SpanKV]]:
-        """Re-prefill of what is placed: spans by case and place, rotated in place. One forward."""
-        return self.reader.run(self.picked([c.placed for c in self.cases]))
+        """Re-prefill of what is placed: spans by item and place, rotated in place. One forward."""
+        return self.prefilled([item.placed for item in self.items])
 
     @cached_property
     def earlier(self) -> list[list[SpanKV]]:
         """Spans as they were conditioned before the edit (slide, recall), rotated where they were then. One forward."""
-        return self.reader.run(self.picked([c.before for c in self.cases]))
+        return self.prefilled([item.before for item in self.items])
+
+    def behind(self, wanted: Sequence[tuple[int, tuple[int, ...]]]) -> list[SpanKV]:
+        """The last chunk of each wanted order, conditioned on the others in that order.
+
+        Args:
+            wanted: (item, frames in order). Orders of one layout share a forward; each is computed once.
+        """
+        missing: dict[object, list[tuple[int, tuple[int, ...]]]] = {}
+        for w in dict.fromkeys(wanted):
+            if w not in self._orders:
+                missing.setdefault(tuple(self._kinds[frame] for frame in w[1]), []).append(w)
+        for same in missing.values():
+            for at in range(0, len(same), AT_ONCE):
+                part = same[at : at + AT_ONCE]
+                made = self.prefilled([order for _, order in part], [b for b, _ in part])
+                for w, row in zip(part, made, strict=True):
+                    self._orders[w] = row[-1]
+        return [self._orders[w] for w in wanted]
+
+    # Stored
 
     @cached_property
     def canonical(self) -> list[list[SpanKV]]:
-        """Canonicals of the placed chunks, formed behind the header alone, in the canonical frame. One forward."""
-        count, places = len(self), len(self.cases[0].placed)
-        flat = self.picked([c.placed for c in self.cases]).flatten(0, 1)
-        alone = [row[0] for row in self.reader.run(flat[:, None])]
-        spans = [relocate(span, self.spec, 0) for span in alone]
-        return [spans[b * places : (b + 1) * places] for b in range(count)]
-
-    @cached_property
-    def blind(self) -> list[list[SpanKV]]:
-        """Canonicals rotated into place."""
-        return [
-            [relocate(span, self.spec, self.reader.start(i)) for i, span in enumerate(row)] for row in self.canonical
-        ]
-
-    @cached_property
-    def kept(self) -> list[list[SpanKV]]:
-        """Placed chunks with the KV they had before the edit, rotated into place: survivors."""
-        rows = []
-        for case, spans in zip(self.cases, self.earlier, strict=True):
-            by_frame = dict(zip(case.before, spans, strict=True))
-            rows.append([relocate(by_frame[f], self.spec, self.reader.start(i)) for i, f in enumerate(case.placed)])
-        return rows
-
-    def behind(self, wanted: Sequence[tuple[int, tuple[int, ...]]]) -> list[SpanKV]:
-        """The last frame of each wanted order, conditioned on the others in that order.
-
-        Args:
-            wanted: (case, frames in order). Orders of one length share a forward; each is computed once.
-        """
-        missing = [w for w in dict.fromkeys(wanted) if w not in self._orders]
-        for length in sorted({len(order) for _, order in missing}):
-            some = [w for w in missing if len(w[1]) == length]
-            for at in range(0, len(some), 32):
-                part = some[at : at + 32]
-                embeds = torch.stack([self.embeds[b, list(order)] for b, order in part])
-                for w, row in zip(part, self.reader.run(embeds), strict=True):
-                    self._orders[w] = row[-1]
-        return [self._orders[w] for w in wanted]
+        """Canonicals of the placed chunks, formed behind the header alone, in the canonical frame."""
+        wanted = [(b, (frame,)) for b, item in enumerate(self.items) for frame in item.placed]
+        spans = iter([relocate(span, self.spec, 0) for span in self.behind(wanted)])
+        return [[next(spans) for _ in item.placed] for item in self.items]
 
     def deficit(self, b: int, place: int, *, against: str = "canonical") -> Deficit:
         """What the exact span has over the canonical, or over the survivor (``against="kept"``)."""
@@ -116,25 +220,84 @@ class Group:
 
     def patch(self, b: int, place: int, rank: int | None) -> Patch:
         """The patch on the canonical, formed behind exactly what is in front of it."""
-        return self.patcher.patch(self.deficit(b, place), rank, self._patches, ("canonical", b, place))
+        key = ("canonical", b, place)
+        return self.patcher.patch(lambda: self.deficit(b, place), rank, self._patches, key)
 
     def removal(self, b: int, place: int, rank: int | None) -> Patch:
         """The patch on the survivor that takes out what left the window."""
-        lost = self.deficit(b, place, against="kept")
-        return self.patcher.patch(lost, rank, self._patches, ("kept", b, place))
+        key = ("kept", b, place)
+        return self.patcher.patch(lambda: self.deficit(b, place, against="kept"), rank, self._patches, key)
 
     def compressed(self, lost: Deficit, rank: int | None, key: object) -> Patch:
         """The patch of a deficit of an arm's own; ``key`` tells it from others of this group."""
-        return self.patcher.patch(lost, rank, self._patches, key)
+        return self.patcher.patch(lambda: lost, rank, self._patches, key)
+
+    # Served
+
+    @cached_property
+    def blind(self) -> list[list[SpanKV]]:
+        """Canonicals rotated into place."""
+        return [
+            [relocate(span, self.spec, p.start) for span, p in zip(row, self.places, strict=True)]
+            for row in self.canonical
+        ]
+
+    @cached_property
+    def kept(self) -> list[list[SpanKV]]:
+        """Placed chunks with the KV they had before the edit, rotated into place: survivors."""
+        rows = []
+        for item, spans in zip(self.items, self.earlier, strict=True):
+            held = dict(zip(item.before, spans, strict=True))
+            rows.append([relocate(held[f], self.spec, p.start) for f, p in zip(item.placed, self.places, strict=True)])
+        return rows
 
     def patched(self, base: SpanKV, patch: Patch, place: int) -> SpanKV:
         """``base`` reconditioned and rotated to ``place``."""
-        return apply_patch(base, patch, self.spec, self.reader.start(place))
+        return apply_patch(base, patch, self.spec, self.places[place].start)
 
-    def kv_bytes(self, chunks: int = 1) -> int:
-        """Bytes of the KV of ``chunks`` chunks in bf16."""
-        return chunks * self.spec.span_bytes(self.reader.frame.tokens)
+    def memory(self, rows: Sequence[Sequence[SpanKV]]) -> Memory:
+        """The header and a row of placed spans an item."""
+        return self.decoder.memory([[self.header_span, *row] for row in rows])
 
-    def picked(self, frames: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Embeddings ``[B, n, T, hidden]`` of the named frames of each case."""
-        return torch.stack([self.embeds[b, list(row)] for b, row in enumerate(frames)])
+    def recomputed(self, rows: Sequence[Sequence[SpanKV]], at: Tensor) -> list[list[SpanKV]]:
+        """``rows`` with some placed tokens computed in context: one forward over these tokens only.
+
+        Every one of them sees all slots in front of it, recomputed or not, layer by layer: selective attention in a single
+        step (MPIC, section 4.1), the strongest form of recomputing tokens.
+
+        Args:
+            rows: spans by item and place, in place.
+            at: int64 ``[B, n]`` (or ``[n]`` for all), indices among the placed tokens, ascending.
+        """
+        at = at if at.ndim == 2 else at[None].expand(len(self), -1)
+        memory = self.memory(rows)
+        if at.shape[1]:
+            self.decoder.run(self.context.pick(at), memory, at + self.header_span.tokens)
+        return self.spans(memory)
+
+    def spans(self, memory: Memory) -> list[list[SpanKV]]:
+        """The placed chunks of a memory of header and placed slots, by item and place."""
+        lead = self.header_span.tokens
+        return [
+            [
+                memory.span(b, lead + p.slot, lead + p.end, self.position_rows(f), p.start)
+                for f, p in zip(item.placed, self.places, strict=True)
+            ]
+            for b, item in enumerate(self.items)
+        ]
+
+    def kv_bytes(self, places: Iterable[int] | None = None) -> int:
+        """Bytes of the KV of some placed chunks (all by default) in bf16."""
+        some = range(len(self.places)) if places is None else places
+        return sum(self.spec.span_bytes(self.places[i].tokens) for i in some)
+
+
+def _kind(encoded: Encoded) -> tuple[int, int, bytes]:
+    """(tokens, advance, positions): chunks of one kind can stand in for one another in a batch."""
+    return encoded.tokens, encoded.advance, np.ascontiguousarray(encoded.positions).tobytes()
+
+
+def _stacked(parts: Sequence[Tokens]) -> Tokens:
+    """Batches of one put into one batch."""
+    deep = None if parts[0].deep is None else torch.cat([p.deep for p in parts if p.deep is not None], 1)
+    return Tokens(torch.cat([p.embeds for p in parts]), torch.cat([p.positions for p in parts], 1), deep)

@@ -98,6 +98,7 @@ class Task(ABC):
         about: half a line.
         setting: what happens before the question; decides which arms apply and what their base is.
         control: negative controls: items whose answer blind reuse should not change.
+        endless: items are generated, as many as asked for.
         version: rises when items or scores change.
     """
 
@@ -105,6 +106,7 @@ class Task(ABC):
     about: str
     setting: Setting = "window"
     control: bool = False
+    endless: ClassVar[bool] = False
     version: ClassVar[int] = 1
 
     @abstractmethod

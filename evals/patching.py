@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from ctxwin.kv import KVSpec, SpanKV
-from ctxwin.operator import Deficit, Patch, SharedBasis, Weight, compress, project
+from ctxwin.operator import Deficit, Patch, SharedBasis, Weight, compress, fit_basis, project
 from ctxwin.operator.patch import Layers, Layout
 
 Weighting = Literal["none", "balanced", "output"]
+BASIS_RANK = 96
 
 
 @dataclass
@@ -35,15 +41,15 @@ class Patcher:
     basis: SharedBasis | None = None
     _bases: dict[int, SharedBasis] = field(default_factory=dict)
 
-    def patch(self, lost: Deficit, rank: int | None, held: dict[object, Patch], key: object) -> Patch:
-        """The patch of ``lost`` at ``rank`` (None: full). ``held`` is the caller's cache for this item."""
+    def patch(self, lost: Callable[[], Deficit], rank: int | None, held: dict[object, Patch], key: object) -> Patch:
+        """The patch of a deficit at ``rank`` (None: full). ``held`` is the caller's cache; ``lost`` is called on a miss."""
         if self.layout == "shared":
-            return self._projected(lost, rank)
+            return self._projected(lost(), rank)
         known = held.get(key)
         if known is not None and rank is not None and rank <= known.rank:
             return _cut(known, rank)
         made = compress(
-            lost, self.spec, rank=rank, layers=self.layers, layout=self.layout, dtype=self.dtype, weight=self.weight
+            lost(), self.spec, rank=rank, layers=self.layers, layout=self.layout, dtype=self.dtype, weight=self.weight
         )
         if not made.dense and made.right is not None:
             held[key] = made
@@ -80,7 +86,23 @@ def _cut(patch: Patch, rank: int) -> Patch:
     )
 
 
-def make_weight(kind: Weighting, model: Any, spec: KVSpec, sample: SpanKV) -> Weight | None:
+def load_basis(folder: Path, patcher: Patcher, fit: Callable[[], Iterable[Deficit]]) -> SharedBasis:
+    """The shared basis of a run: fitted once, then kept in its folder."""
+    path = folder / "basis.safetensors"
+    if path.exists():
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
+            return SharedBasis.from_tensors(tensors, json.loads(file.metadata()["basis"]))
+    basis = fit_basis(
+        fit(), patcher.spec, BASIS_RANK, layers=patcher.layers, weight=patcher.weight, dtype=patcher.dtype
+    )
+    temporary = path.with_suffix(".tmp")
+    save_file(basis.tensors(), temporary, metadata={"basis": json.dumps(basis.describe())})
+    temporary.replace(path)
+    return basis
+
+
+def make_weight(kind: Weighting, text_model: Any, spec: KVSpec, sample: SpanKV) -> Weight:
     """The weight of a run.
 
     ``balanced`` counts keys and values alike in every layer. ``output`` measures values by what the output projection
@@ -88,16 +110,14 @@ def make_weight(kind: Weighting, model: Any, spec: KVSpec, sample: SpanKV) -> We
 
     Raises ValueError for another kind, or for ``output`` on latent attention.
     """
-    if kind == "none":
-        return None
     if kind == "balanced":
         return Weight.balanced(sample)
     if kind != "output":
-        raise ValueError(f"weight must be none, balanced or output, got {kind!r}")
+        raise ValueError(f"weight must be balanced or output, got {kind!r}")
     if spec.family == "mla":
         raise ValueError("weight 'output' needs per-head values, got a model with latent attention")
     factors = []
-    for layer in _text_model(model).layers:
+    for layer in text_model.layers:
         projection = layer.self_attn.o_proj.weight.detach().cpu().double()
         # Columns of W_O belong to query heads; those of one group read the same values.
         by_group = projection.view(projection.shape[0], spec.heads, -1, spec.v_dim).permute(1, 2, 0, 3)
@@ -110,8 +130,3 @@ def make_weight(kind: Weighting, model: Any, spec: KVSpec, sample: SpanKV) -> We
     size = values.pow(2).mean(dim=(1, 2, 3)).sqrt() / sample.k.float().pow(2).mean(dim=(1, 2, 3)).sqrt()
     k = size[:, None, None].expand(spec.layers, spec.heads, spec.k_dim)
     return Weight(k=k.contiguous(), v=v)
-
-
-def _text_model(model: Any) -> Any:
-    inner = getattr(model, "model", model)
-    return getattr(inner, "language_model", inner)

@@ -1,32 +1,36 @@
-"""Generating: cases through arms into samples. Resumable; what is there already is not computed again."""
+"""Generating: items through arms into samples. Resumable; what is there already is not computed again."""
 
 from __future__ import annotations
 
 import json
-import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ctxwin.evals.arms import BASES, REFERENCE, Arm
+from ctxwin.evals.arms import BASES, REFERENCE, Arm, Served
+from ctxwin.evals.decoder import Decoder
+from ctxwin.evals.generation import continue_, forced_logits
 from ctxwin.evals.group import Group
+from ctxwin.evals.items import Item, Task
 from ctxwin.evals.metrics import kl_divergence
-from ctxwin.evals.patching import Patcher, Weighting, make_weight
-from ctxwin.evals.reader import Picture, Reader
+from ctxwin.evals.patching import Patcher, Weighting, load_basis, make_weight
 from ctxwin.evals.samples import FORMAT, Row, Samples, open_samples
-from ctxwin.evals.tasks import TASKS, Case, EvalTask, fit_cases
-from ctxwin.operator import SharedBasis, fit_basis
+from ctxwin.evals.tasks.tiny import TinyOptions, as_item, fit_cases
+from ctxwin.kv import SpanKV
+from ctxwin.operator import Deficit
 from ctxwin.operator.patch import Layout
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf import HFEngine
 
 BATCH = 16
-BASIS_RANK = 96
+BLOCK = 5 * BATCH
+"""Items share forwards within blocks of this many indices, so that a batch depends on no other item and no earlier run."""
 PATCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -35,28 +39,21 @@ class Settings:
     """Everything a sample depends on beside its task, its arm and its index.
 
     Attributes:
-        seed: of the items.
-        frames: numbers of frames, cycled through by index.
-        decoded: frames pass through an mp4 file first.
+        header: system prompt of items that have none of their own.
         layout, layers, weight, dtype: of the patches (see `form_patch`).
         basis_items: contexts a shared basis is fitted on (layout ``shared`` only).
+        timed: the first so many items of a task are timed, each on its own; a time is no part of what a run compares.
     """
 
-    seed: int = 0
-    frames: tuple[int, ...] = (2, 3, 4, 5, 6)
-    decoded: bool = False
     header: str = "You watch a camera."
     layout: Layout = "joint"
     layers: str = "all"
     weight: Weighting = "none"
     dtype: str = "bfloat16"
     basis_items: int = 64
+    timed: int = 0
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ValueError(f"seed must be >= 0, got {self.seed}")
-        if not self.frames or any(not 2 <= f <= 6 for f in self.frames):
-            raise ValueError(f"frames must be numbers from 2 to 6, got {list(self.frames)}")
         for name, value, known in (
             ("layout", self.layout, ("joint", "per_layer", "shared")),
             ("layers", self.layers, ("all", "deep")),
@@ -65,41 +62,55 @@ class Settings:
         ):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        if self.timed < 0:
+            raise ValueError(f"timed must be >= 0, got {self.timed}")
 
     def config(self, engine: HFEngine) -> dict[str, Any]:
         """What goes into ``config.json``: a run can be continued only under the same."""
         plain = json.loads(json.dumps(asdict(self)))
+        del plain["timed"]
         if self.layout != "shared":
             del plain["basis_items"]
-        return {"format": FORMAT, "suite": "tiny", "model": engine.spec.identity, "kv": engine.spec.kv.dtype, **plain}
+        return {"format": FORMAT, "model": engine.spec.identity, "kv": engine.spec.kv.dtype, **plain}
 
 
 @dataclass(frozen=True)
 class Job:
-    """One task under one turnover, and the arms that run on it."""
+    """One task, and the arms that run on it."""
 
-    task: EvalTask
-    turnover: float
+    task: Task
     arms: tuple[Arm, ...]
 
 
-def plan_jobs(arms: Sequence[Arm], tasks: Sequence[str]) -> list[Job]:
-    """Which arms run on which tasks.
+def plan_jobs(arms: Sequence[Arm], tasks: Sequence[Task]) -> list[Job]:
+    """Which arms run on which tasks: those whose setting it is. Raises ValueError for an arm that fits none of them."""
+    jobs = []
+    for task in tasks:
+        fitting = []
+        for arm in arms:
+            base = BASES[task.setting]
+            if arm.name == base.name:
+                fitting.append(base)  # doing nothing means something else in every setting
+            elif task.setting in arm.settings:
+                fitting.append(arm)
+        if fitting:
+            jobs.append(Job(task, tuple(fitting)))
+    used = {arm.name for job in jobs for arm in job.arms}
+    idle = [arm for arm in arms if arm.name not in used]
+    if idle:
+        what = "; ".join(f"{arm.name} needs a task of setting {' or '.join(arm.settings)}" for arm in idle)
+        raise ValueError(f"every arm must fit one of the tasks, got {what} (`ctxwin eval ls` lists the tasks)")
+    return jobs
 
-    ``tasks`` are chosen names. An arm that fits none of them (``survivor`` needs a slide, ``recall:M@T`` a recall)
-    brings the tasks of its own setting along. Raises ValueError for an unknown task.
-    """
-    unknown = [t for t in tasks if t not in TASKS]
-    if unknown:
-        raise ValueError(f"tasks must be among {', '.join(TASKS)}; got {', '.join(unknown)}")
-    jobs: dict[tuple[str, float], list[Arm]] = {}
-    for arm in arms:
-        fitting = [TASKS[t] for t in tasks if TASKS[t].setting in arm.settings]
-        for task in fitting or [t for t in TASKS.values() if t.setting in arm.settings]:
-            jobs.setdefault((task.name, arm.turnover), []).append(arm)
-    order = list(TASKS)
-    ranked = sorted(jobs.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))
-    return [Job(TASKS[name], turnover, tuple(found)) for (name, turnover), found in ranked]
+
+@dataclass
+class _Read:
+    """What an arm says on one item: the next token's distribution, an answer, and re-prefill's answer under it."""
+
+    logits: np.ndarray
+    answer: str
+    token_ids: list[int] = field(default_factory=list)
+    forced: np.ndarray | None = None
 
 
 class Runner:
@@ -109,159 +120,208 @@ class Runner:
         engine: the transformers engine.
         settings: of the run.
         folder: where ``config.json``, ``samples.jsonl`` and a shared basis go.
+        tasks: of the run; their configuration is part of the run's.
     """
 
-    def __init__(self, engine: HFEngine, settings: Settings, folder: Path) -> None:
+    def __init__(self, engine: HFEngine, settings: Settings, folder: Path, tasks: Sequence[Task]) -> None:
         self.settings = settings
-        self.samples: Samples = open_samples(folder, settings.config(engine))
-        first = TASKS["single_hop"].case(settings.seed, 0, (2,))
-        self.reader = Reader(engine, settings.header, _rendered(first)[0])
-        self._pictures = _decoded if settings.decoded else _rendered
-        sample = self.reader.run(self.reader.see(_rendered(first))[None])[0][0]
-        spec = self.reader.spec
+        config = settings.config(engine) | {"tasks": {task.name: task.config() for task in tasks}}
+        self.samples: Samples = open_samples(folder, config)
+        self.decoder = Decoder(engine)
         self.patcher = Patcher(
-            spec,
+            self.decoder.spec,
             settings.layout,
-            "deep" if settings.layers == "deep" else "all",
+            settings.layers,  # type: ignore[arg-type]
             PATCH_DTYPES[settings.dtype],
-            make_weight(settings.weight, engine._model, spec, sample),
         )
+        if (settings.weight != "none" or settings.layout == "shared") and not engine.spec.vision:
+            raise ValueError("weights and shared bases are fitted on pictures: the model must see, got a text model")
+        if settings.weight != "none":
+            self.patcher.weight = make_weight(settings.weight, engine.text_model, self.decoder.spec, self._sample())
         if settings.layout == "shared":
-            self.patcher.basis = self._basis()
+            self.patcher.basis = load_basis(folder, self.patcher, self._fit)
 
-    def run(self, jobs: Sequence[Job], n: int, progress: Callable[[int], None] = lambda done: None) -> None:
-        """Computes the samples that are missing among the first ``n`` items of every job.
+    def run(self, jobs: Sequence[Job], n: int | None, progress: Callable[[int], None] = lambda done: None) -> None:
+        """Computes the samples that are missing among the first ``n`` items of every job (None: all of a data set).
 
         ``progress`` is called with the number of samples that each step finished. Interrupting loses at most the batch
         in work.
         """
-        if n < 1:
+        if n is not None and n < 1:
             raise ValueError(f"n must be >= 1, got {n}")
         for job in jobs:
-            for cases in _batches(job, n, self.settings):
+            for items in batches(job.task, n):
+                wanted = [item for item in items if n is None or item.index < n]
                 task = job.task.name
-                self._check_items(job, cases)
-                wanted = [a for a in job.arms if not all(self.samples.has(task, a.name, c.index) for c in cases)]
-                if wanted:
-                    self.samples.add(self._rows(job, cases, wanted))
-                progress(len(cases) * len(job.arms))
+                self._check_items(job, wanted)
+                if any(not self.samples.has(task, arm.name, item.index) for item in wanted for arm in job.arms):
+                    indices = {item.index for item in wanted}
+                    self.samples.add(row for row in self._rows(job, items) if row["index"] in indices)
+                progress(len(wanted) * len(job.arms))
 
-    def _check_items(self, job: Job, cases: Sequence[Case]) -> None:
-        """Raises ValueError where a sample on disk is of another item than the generator gives today."""
-        for case in cases:
+    def _check_items(self, job: Job, items: Sequence[Item]) -> None:
+        """Raises ValueError where a sample on disk is of another item than the task gives today."""
+        for item in items:
             for arm in job.arms:
-                row = self.samples.rows.get((case.task, arm.name, case.index))
-                if row is not None and row["case"] != case.digest:
+                row = self.samples.rows.get((item.task, arm.name, item.index))
+                if row is not None and row["case"] != item.digest:
                     raise ValueError(
-                        f"samples of {self.samples.folder} must be of today's items, got another item {case.index} of "
-                        f"{case.task!r}; choose another --output"
+                        f"samples of {self.samples.folder} must be of today's items, got another item {item.index} of "
+                        f"{item.task!r}; choose another --output"
                     )
 
-    def _rows(self, job: Job, cases: Sequence[Case], arms: Sequence[Arm]) -> Iterator[Row]:
-        group = Group(self.reader, cases, self.patcher, self._pictures)
-        read: dict[Arm, list[np.ndarray | None]] = {}
-        rows: list[Row] = []
+    def _rows(self, job: Job, items: Sequence[Item]) -> Iterator[Row]:
+        """Every arm of the job on one batch: all of them, so that what they share is computed alike in every run."""
+        group = self._group(items)
+        limit = self.decoder.engine.spec.max_tokens
+        longest = max(self.decoder.query(item.query).tokens + item.max_tokens for item in items)
+        total = group.header.tokens + group.context_tokens + longest
+        if total > limit:
+            reason = f"the prompt of {total} tokens is longer than the model's {limit}"
+            for arm in job.arms:
+                yield from (self._row(item, arm, group) | {"unscored": reason} for item in items)
+            return
         base = BASES[job.task.setting]
-        # The largest ranks first: smaller ones are cut from their decomposition.
-        for arm in (REFERENCE, base, *sorted(arms, key=_rank_last)):
-            served = arm.serve(group)
-            if arm not in read:
-                read[arm] = self._logits(group, [s.spans if s else None for s in served])
-            if arm is REFERENCE or arm is base:
-                continue
-            for b, (case, one) in enumerate(zip(cases, served, strict=True)):
-                row: Row = {
-                    "task": job.task.name, "arm": arm.name, "index": case.index, "turnover": job.turnover,
-                    "frames": len(case.placed), "case": case.digest, "question": case.question, "truth": case.truth,
-                }  # fmt: skip
-                logits, reference, before = read[arm][b], read[REFERENCE][b], read[base][b]
-                if one is None or logits is None or reference is None or before is None:
-                    rows.append({**row, "unscored": "fewer than two chunks stand in front of the asked one"})
+        heard: dict[Arm, tuple[list[Served | None], list[_Read | None]]] = {}
+        for arm in (REFERENCE, base, *sorted(job.arms, key=_rank_last)):
+            if arm not in heard:
+                served = arm.serve(group)
+                exact = heard[REFERENCE][1] if heard else None
+                heard[arm] = served, self._ask(group, served, exact)
+        for arm in job.arms:
+            for b, item in enumerate(items):
+                one, said = (made[b] for made in heard[arm])
+                row = self._row(item, arm, group)
+                if one is None or said is None:
+                    yield row | {"unscored": "the arm has no meaning for this item"}
                     continue
-                rows.append(
-                    {
-                        **row,
-                        "answer": self._word(logits),
-                        "reference": self._word(reference),
-                        "base": self._word(before),
-                        "kl": kl_divergence(reference, logits),
-                        "base_kl": kl_divergence(reference, before),
-                        "stored": one.stored,
-                        "over": one.over,
-                        **one.extra,
-                    }
-                )
-        return iter(rows)
+                reference, before = heard[REFERENCE][1][b], heard[base][1][b]
+                assert reference is not None and before is not None
+                yield row | self._figures(one, said, reference, before) | self._time(arm, item)
 
-    def _logits(self, group: Group, rows: Sequence[Any]) -> list[np.ndarray | None]:
-        some = [b for b, row in enumerate(rows) if row is not None]
-        out: list[np.ndarray | None] = [None] * len(rows)
-        if some:
-            logits = self.reader.read([rows[b] for b in some], [group.cases[b].question for b in some])
-            for b, row in zip(some, logits, strict=True):
-                out[b] = row.numpy()
+    def _row(self, item: Item, arm: Arm, group: Group) -> Row:
+        return {
+            "task": item.task, "arm": arm.name, "index": item.index, "doc_id": item.doc_id, "cluster": item.cluster,
+            "case": item.digest, "frames": len(item.placed),
+            "tokens": group.header.tokens + group.context_tokens + self.decoder.query(item.query).tokens,
+            "media": int(sum(len(group.chunks[0][f].media) for f in group.items[0].placed)),
+            "question": item.query, "target": item.target, "meta": dict(item.meta),
+        }  # fmt: skip
+
+    def _figures(self, one: Served, said: _Read, reference: _Read, before: _Read) -> Row:
+        made: Row = {
+            "answer": said.answer, "reference": reference.answer, "base": before.answer,
+            "kl": kl_divergence(reference.logits, said.logits), "base_kl": kl_divergence(reference.logits, before.logits),
+            "stored": one.stored, "over": one.over, "computed": one.computed, "forwards": one.forwards,
+            "encodes": one.encodes, **one.extra,
+        }  # fmt: skip
+        if reference.forced is not None and said.forced is not None and before.forced is not None:
+            made["forced_kl"] = _mean_kl(reference.forced, said.forced)
+            made["base_forced_kl"] = _mean_kl(reference.forced, before.forced)
+        return made
+
+    def _ask(
+        self, group: Group, served: Sequence[Served | None], reference: Sequence[_Read | None] | None
+    ) -> list[_Read | None]:
+        """Asks each item's question behind what is served for it."""
+        some = [b for b, one in enumerate(served) if one is not None]
+        out: list[_Read | None] = [None] * len(served)
+        if all(group.items[b].max_tokens == 1 for b in some):
+            for b, logits in zip(some, self._next(group, served, some), strict=True):
+                out[b] = _Read(logits, self._text([int(logits.argmax())]))
+            return out
+        for b in some:
+            item, one = group.items[b], served[b]
+            assert one is not None
+            memory = group.memory([one.spans])
+            query = self.decoder.query(item.query)
+            made = continue_(self.decoder, memory, query, group.begin, max_tokens=item.max_tokens, policy=one.policy)
+            said = _Read(made.logits[0].numpy(), self._text(made.token_ids), made.token_ids)
+            first = None if reference is None else reference[b]
+            answer = said.token_ids if first is None else first.token_ids
+            if len(answer) > 1:
+                said.forced = forced_logits(self.decoder, memory, query, group.begin, answer, one.policy).numpy()
+            out[b] = said
         return out
 
-    def _word(self, logits: np.ndarray) -> str:
-        return self.reader.engine.decode([int(logits.argmax())]).strip()
+    def _next(self, group: Group, served: Sequence[Served | None], some: Sequence[int]) -> list[np.ndarray]:
+        """Next-token logits; items whose rows have the same number of slots share a forward."""
+        found: dict[int, np.ndarray] = {}
+        spans = {b: one.spans for b in some if (one := served[b]) is not None}
+        for slots in sorted({sum(s.tokens for s in row) for row in spans.values()}):
+            same = [b for b, row in spans.items() if sum(s.tokens for s in row) == slots]
+            memory = group.memory([spans[b] for b in same])
+            logits = self.decoder.read(memory, [group.items[b].query for b in same], group.begin)
+            found |= {b: row.numpy() for b, row in zip(same, logits, strict=True)}
+        return [found[b] for b in some]
 
-    def _basis(self) -> SharedBasis:
-        """The shared basis of this run: fitted once on contexts of their own seeds, then kept in the folder."""
-        from safetensors import safe_open
-        from safetensors.torch import save_file
+    def _time(self, arm: Arm, item: Item) -> Row:
+        """Seconds to the first token of one item alone: serving from what is stored, then the question.
 
-        path = self.samples.folder / "basis.safetensors"
-        if path.exists():
-            with safe_open(path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
-                return SharedBasis.from_tensors(tensors, json.loads(file.metadata()["basis"]))
-        cases = fit_cases(self.settings.seed, self.settings.basis_items, self.settings.frames)
-        deficits = (
-            group.deficit(b, place)
-            for group in (Group(self.reader, part, self.patcher, self._pictures) for part in _by_shape(cases))
-            for b in range(len(group))
-            for place in range(1, len(group.cases[b].placed))
-        )
-        basis = fit_basis(
-            deficits, self.reader.spec, BASIS_RANK, layers=self.patcher.layers, weight=self.patcher.weight,
-            dtype=self.patcher.dtype,
-        )  # fmt: skip
-        temporary = path.with_suffix(".tmp")
-        save_file(basis.tensors(), temporary, metadata={"basis": json.dumps(basis.describe())})
-        temporary.replace(path)
-        return basis
+        Canonicals, patches and vision embeddings are there already, as they are from the second use on.
+        """
+        if item.index >= self.settings.timed:
+            return {}
+        group = self._group([item])
+        group.context.embeds.sum()  # embeddings are held by everybody
+        arm.serve(group)
+        group.rewind()
+        begun = time.perf_counter()
+        served = arm.serve(group)[0]
+        assert served is not None
+        self.decoder.read(group.memory([served.spans]), [item.query], group.begin)
+        return {"time": {"ttft_s": time.perf_counter() - begun}}
+
+    def _group(self, items: Sequence[Item]) -> Group:
+        return Group(self.decoder, items, self.patcher, self.settings.header)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return self.decoder.engine.decode(token_ids).strip()
+
+    def _sample(self) -> SpanKV:
+        """KV of some chunk, for weights that depend on the size of keys and values."""
+        return self._group([as_item(fit_cases(0, 1, (2,))[0], "tiny/fit")]).exact[0][0]
+
+    def _fit(self) -> Iterator[Deficit]:
+        """Deficits of contexts of their own seeds."""
+        cases = fit_cases(0, self.settings.basis_items, TinyOptions().frames)
+        for part in _by_shape([as_item(case, f"tiny/{case.task}") for case in cases]):
+            group = self._group(part)
+            for b in range(len(group)):
+                yield from (group.deficit(b, place) for place in range(1, len(group.places)))
 
 
-def _rank_last(arm: Arm) -> int:
-    return -1_000_000 if arm.rank is None else -arm.rank
+def batches(task: Task, n: int | None) -> Iterator[list[Item]]:
+    """Items in batches that depend on their indices alone.
+
+    Where items share shapes, whole blocks are made, the last one too, of which some items may lie behind ``n``.
+    """
+    if n is None:
+        found: Sequence[Item] = task.items()
+    elif task.endless:
+        found = task.items(-(-n // BLOCK) * BLOCK)
+    else:
+        found = task.items(n)
+    for at in range(0, len(found), BLOCK):
+        for part in _by_shape(found[at : at + BLOCK]):
+            if n is None or any(item.index < n for item in part):
+                yield part
 
 
-def _batches(job: Job, n: int, settings: Settings) -> Iterator[list[Case]]:
-    cases = [job.task.case(settings.seed, i, settings.frames, job.turnover) for i in range(n)]
-    yield from _by_shape(cases)
-
-
-def _by_shape(cases: Sequence[Case]) -> Iterator[list[Case]]:
-    """Batches of one shape, each in order of the index, so that a resumed run makes the same ones."""
-    shapes: dict[tuple[int, int, int], list[Case]] = {}
-    for case in cases:
-        shapes.setdefault(case.shape, []).append(case)
+def _by_shape(items: Sequence[Item]) -> Iterator[list[Item]]:
+    shapes: dict[Any, list[Item]] = {}
+    for item in items:
+        key = ("alone", item.index) if item.shape is None else item.shape
+        shapes.setdefault(key, []).append(item)
     for same in shapes.values():
         for at in range(0, len(same), BATCH):
             yield same[at : at + BATCH]
 
 
-def _rendered(case: Case) -> list[Picture]:
-    from ctxwin.tiny.world import render
+def _rank_last(arm: Arm) -> int:
+    """The largest ranks first: smaller ones are cut from their decomposition."""
+    return -1_000_000 if arm.rank is None else -arm.rank
 
-    return [render(frame) for frame in case.frames]
 
-
-def _decoded(case: Case) -> list[Picture]:
-    """The frames as they come back from an mp4 file."""
-    from ctxwin.tiny.clip import read_frames, write_clip
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "clip.mp4"
-        write_clip(path, case.frames, fps=4, seconds_per_frame=1.0)
-        return read_frames(path, every_s=1.0)
+def _mean_kl(reference: np.ndarray, other: np.ndarray) -> float:
+    return float(np.mean([kl_divergence(p, q) for p, q in zip(reference, other, strict=True)]))

@@ -1,4 +1,4 @@
-"""What is asked: contexts of frames in a setting (a window, a slide, a recall), one question each.
+"""Generated tasks: contexts of frames in a setting (a window, a slide, a recall), one question each.
 
 Items are drawn from `ctxwin.tiny.world` with held-out seeds: an item's generator is seeded by
 ``(SPACE, seed, task, variant, index)``, the trainer's by ``(seed, stage, step)``, and `SPACE` is a constant that no
@@ -8,21 +8,36 @@ many are drawn.
 
 from __future__ import annotations
 
+import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from ctxwin.chunk import Chunk
+from ctxwin.evals.items import Item, Scored, Setting, Task
 from ctxwin.identity import digest
-from ctxwin.tiny.world import Frame, Question, Role, Task, answer, antecedents, make_item, questions_for, sample_frames
+from ctxwin.tiny.world import (
+    Frame,
+    Question,
+    Role,
+    answer,
+    antecedents,
+    make_item,
+    questions_for,
+    render,
+    sample_frames,
+)
+from ctxwin.tiny.world import Task as WorldTask
 
 SPACE = 0x63747877
 """First word of every evaluation seed ("ctxw"); the fit split of a shared basis has `FIT_SPACE`."""
 FIT_SPACE = 0x66697473
 
-Setting = Literal["window", "slide", "recall"]
 _DRAWS = 400
 
 
@@ -65,7 +80,7 @@ Draw = Callable[[np.random.Generator, int, float], "tuple[Sequence[Frame], Seque
 
 
 @dataclass(frozen=True)
-class EvalTask:
+class Generated:
     """A kind of item.
 
     Attributes:
@@ -99,7 +114,7 @@ class EvalTask:
         return Case(self.name, index, tuple(drawn), tuple(before), tuple(placed), asked, question.text, truth)
 
 
-def _world(task: Task) -> Draw:
+def _world(task: WorldTask) -> Draw:
     def draw(
         rng: np.random.Generator, frames: int, turnover: float
     ) -> tuple[Sequence[Frame], Sequence[int], Sequence[int], Question]:
@@ -164,18 +179,20 @@ def _roles(rng: np.random.Generator, count: int) -> list[Role]:
     return ["legend" if rng.random() < 0.5 else "scene" for _ in range(count)]
 
 
-TASKS: dict[str, EvalTask] = {
+TASKS: dict[str, Generated] = {
     t.name: t
     for t in (
-        EvalTask("single_hop", "answered by one frame alone", "window", 2, _world("single_hop")),
-        EvalTask("multi_hop", "needs the one earlier legend that decides it", "window", 2, _world("multi_hop")),
-        EvalTask("graded", "as multi_hop, with a tint that leaves two colours open", "window", 2, _world("graded")),
-        EvalTask("order", "earlier legends disagree: their order decides", "window", 3, _world("order")),
-        EvalTask("slide_distractor", "the leading frame leaves; it has no part in it", "slide", 3, _slide(False)),
-        EvalTask("slide_needed", "the leading frame leaves; it was the deciding legend", "slide", 2, _slide(True)),
-        EvalTask("recall", "a scene comes back behind frames of which a share was replaced", "recall", 3, _recall),
+        Generated("single_hop", "answered by one frame alone", "window", 2, _world("single_hop")),
+        Generated("multi_hop", "needs the one earlier legend that decides it", "window", 2, _world("multi_hop")),
+        Generated("graded", "as multi_hop, with a tint that leaves two colours open", "window", 2, _world("graded")),
+        Generated("order", "earlier legends disagree: their order decides", "window", 3, _world("order")),
+        Generated("slide_distractor", "the leading frame leaves; it has no part in it", "slide", 3, _slide(False)),
+        Generated("slide_needed", "the leading frame leaves; it was the deciding legend", "slide", 2, _slide(True)),
+        Generated("recall", "a scene comes back behind frames of which a share was replaced", "recall", 3, _recall),
     )
 }
+CONTROLS = ("single_hop", "slide_distractor")
+"""One frame alone answers these, or what leaves has no part in it: reuse should not change the answer."""
 WORLD_TASKS = ("single_hop", "multi_hop", "graded", "order")
 
 
@@ -183,3 +200,109 @@ def fit_cases(seed: int, count: int, frames: Sequence[int]) -> list[Case]:
     """Contexts that a shared basis is fitted on; from a seed space of their own."""
     fitting = [TASKS[name] for name in ("multi_hop", "order", "graded") if TASKS[name].least <= max(frames)]
     return [fitting[i % len(fitting)].case(seed, i, frames, space=FIT_SPACE) for i in range(count)]
+
+
+@dataclass(frozen=True)
+class TinyOptions:
+    """What generated items depend on beside their task and index.
+
+    Attributes:
+        seed: of the items.
+        frames: numbers of frames, cycled through by index.
+        decoded: frames pass through an mp4 file first.
+    """
+
+    seed: int = 0
+    frames: tuple[int, ...] = (2, 3, 4, 5, 6)
+    decoded: bool = False
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"seed must be >= 0, got {self.seed}")
+        if not self.frames or any(not 2 <= f <= 6 for f in self.frames):
+            raise ValueError(f"frames must be numbers from 2 to 6, got {list(self.frames)}")
+
+
+class TinyTask(Task):
+    """A kind of generated item, ``tiny/NAME``; ``tiny/recall@T`` at turnover T.
+
+    Raises ValueError for an unknown name, or one without a turnover that needs one.
+    """
+
+    endless = True
+
+    def __init__(self, name: str, options: TinyOptions | None = None) -> None:
+        kind, at, share = name.removeprefix("tiny/").partition("@")
+        if kind not in TASKS:
+            raise ValueError(f"a generated task must be one of {', '.join(f'tiny/{t}' for t in TASKS)}; got {name!r}")
+        self.kind = TASKS[kind]
+        self.turnover = _turnover(name, share) if at else 0.0
+        if bool(at) != (self.kind.setting == "recall"):
+            raise ValueError(f"a turnover (tiny/recall@0.5) belongs to recalls and to them alone, got {name!r}")
+        self.options = TinyOptions() if options is None else options
+        self.name = f"tiny/{kind}@{self.turnover:g}" if at else f"tiny/{kind}"
+        self.about = self.kind.about
+        self.setting = self.kind.setting
+        self.control = kind in CONTROLS
+
+    def items(self, n: int | None = None) -> list[Item]:
+        if n is None:
+            raise ValueError(f"n must be given for {self.name}: there is no end of generated items")
+        return [self.item(i) for i in range(n)]
+
+    def item(self, index: int) -> Item:
+        """The item at ``index``."""
+        case = self.kind.case(self.options.seed, index, self.options.frames, self.turnover)
+        return as_item(case, self.name, self.options.decoded)
+
+    def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
+        """The next word must be the generator's."""
+        return Scored(float(answer == target), answer)
+
+    def config(self) -> dict[str, Any]:
+        options = self.options
+        return super().config() | {"seed": options.seed, "frames": list(options.frames), "decoded": options.decoded}
+
+
+def as_item(case: Case, name: str, decoded: bool = False) -> Item:
+    """A generated case as an item; its frames are drawn when they are asked for."""
+    return Item(
+        task=name,
+        index=case.index,
+        load=partial(_decoded if decoded else _rendered, case.frames),
+        count=len(case.frames),
+        placed=case.placed,
+        query=case.question,
+        target=case.truth,
+        doc_id=str(case.index),
+        cluster=str(case.index),
+        digest=case.digest,
+        before=case.before,
+        asked=case.asked,
+        shape=case.shape,
+        meta={"frames": len(case.placed)},
+    )
+
+
+def _turnover(name: str, text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ValueError(f"a turnover must be 0..1, got {name!r}")
+    return share
+
+
+def _rendered(frames: Sequence[Frame]) -> list[Chunk]:
+    return [Chunk.image(render(frame), keep_source=False) for frame in frames]
+
+
+def _decoded(frames: Sequence[Frame]) -> list[Chunk]:
+    """The frames as they come back from an mp4 file."""
+    from ctxwin.tiny.clip import read_frames, write_clip
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "clip.mp4"
+        write_clip(path, frames, fps=4, seconds_per_frame=1.0)
+        return [Chunk.image(picture, keep_source=False) for picture in read_frames(path, every_s=1.0)]

@@ -1,0 +1,57 @@
+"""The arms: every way to serve placed chunks that is measured, one small class each with its source."""
+
+from __future__ import annotations
+
+from ctxwin.evals.arms.base import Arm, Served
+from ctxwin.evals.arms.reuse import (
+    Blind,
+    Orbit,
+    Patched,
+    Recalled,
+    Removal,
+    Reprefill,
+    Stale,
+    Survivor,
+    Transfer,
+    Update,
+)
+from ctxwin.evals.arms.tokens import FirstK
+from ctxwin.evals.items import Setting
+
+ARMS: dict[str, type[Arm]] = {
+    kind.form.partition(":")[0]: kind
+    for kind in (
+        Reprefill, Blind, Patched, Orbit, Transfer, Survivor, Removal, Stale, Update, FirstK,
+    )
+}  # fmt: skip
+ARM_FORMS = ", ".join(kind.form for kind in ARMS.values()) + (
+    " (M: a rank >= 0, or full; K: tokens >= 0, or all; R, B, F: a share 0..1)"
+)
+
+REFERENCE: Arm = Reprefill("reprefill")
+BASES: dict[Setting, Arm] = {"window": Blind("blind"), "slide": Survivor("survivor"), "recall": Recalled("blind")}
+"""What doing nothing would serve: the base of eta and of flips."""
+
+
+def parse_arm(text: str) -> Arm:
+    """The arm a name stands for; ValueError, naming the forms, for anything else."""
+    name = text.strip()
+    head, _, argument = name.partition(":")
+    arm = ARMS[head].parse(name, argument) if head in ARMS else None
+    if arm is None:
+        raise ValueError(f"an arm must be one of {ARM_FORMS}; got {text!r}")
+    return arm
+
+
+def parse_arms(text: str) -> list[Arm]:
+    """A comma-separated list of arms, in order; ValueError where it is empty or names one twice."""
+    arms = [parse_arm(part) for part in text.split(",") if part.strip()]
+    if not arms:
+        raise ValueError(f"arms must name at least one of {ARM_FORMS}; got {text!r}")
+    twice = sorted({a.name for a in arms if sum(b.name == a.name for b in arms) > 1})
+    if twice:
+        raise ValueError(f"arms must be named once each, got {', '.join(twice)} again")
+    return arms
+
+
+__all__ = ["ARMS", "ARM_FORMS", "BASES", "REFERENCE", "Arm", "Served", "parse_arm", "parse_arms"]

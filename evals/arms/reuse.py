@@ -1,0 +1,248 @@
+"""Reuse without computing anything when the question comes: blind, patched, orbit, survivors, recall."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice, permutations
+from math import factorial
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from ctxwin.evals.arms.base import PlainArm, RankedArm, Served
+from ctxwin.evals.items import Item, Setting
+from ctxwin.kv import SpanKV
+from ctxwin.operator import Deficit, OrbitMean, Patch, deficit
+
+if TYPE_CHECKING:
+    from ctxwin.evals.group import Group
+
+ORBIT_ORDERS = 6
+
+
+@dataclass(frozen=True)
+class Reprefill(PlainArm):
+    """One exact forward over everything placed: the reference of all figures."""
+
+    form: ClassVar[str] = "reprefill"
+    source: ClassVar[str] = "exact forward"
+    settings: ClassVar[tuple[Setting, ...]] = ("window", "slide", "recall")
+
+    def serve(self, group: Group) -> list[Served | None]:
+        tokens = group.context_tokens
+        return [Served(row, 0, group.kv_bytes(), tokens, 1) for row in group.exact]
+
+
+@dataclass(frozen=True)
+class Blind(PlainArm):
+    """Every chunk's canonical, rotated into place: position-independent reuse without repair."""
+
+    form: ClassVar[str] = "blind"
+    source: ClassVar[str] = "Kamera, section 2 (blind reuse)"
+    settings: ClassVar[tuple[Setting, ...]] = ("window", "slide")
+
+    def serve(self, group: Group) -> list[Served | None]:
+        return [Served(row, 0, group.kv_bytes()) for row in group.blind]
+
+
+@dataclass(frozen=True)
+class Patched(RankedArm):
+    """Every chunk but the first, which is exact as it is: canonical + patch formed behind exactly its antecedents."""
+
+    form: ClassVar[str] = "patched:M"
+    source: ClassVar[str] = "Kamera, section 3, eq. 1"
+    settings: ClassVar[tuple[Setting, ...]] = ("window",)
+
+    def serve(self, group: Group) -> list[Served | None]:
+        return [_patched_row(group, b, self.size, {}) for b in range(len(group))]
+
+
+@dataclass(frozen=True)
+class Orbit(RankedArm):
+    """As `Patched`, but the asked chunk has one patch averaged over other orders of its antecedents.
+
+    Up to six orders are averaged; the one it is served in is held out. Items with fewer than two antecedents in front
+    have no other order and are unscored.
+    """
+
+    form: ClassVar[str] = "orbit:M"
+    source: ClassVar[str] = "Kamera, section 5, 'Reorder' (orbit)"
+    settings: ClassVar[tuple[Setting, ...]] = ("window",)
+    orders: ClassVar[int] = ORBIT_ORDERS
+
+    def serve(self, group: Group) -> list[Served | None]:
+        asked = [asked_about(item) for item in group.items]
+        plans = [
+            other_orders(item.placed[:place], self.orders, item.index)
+            for item, place in zip(group.items, asked, strict=True)
+        ]
+        wanted = [(b, (*order, group.items[b].placed[asked[b]])) for b, plan in enumerate(plans) for order in plan]
+        met = iter(group.behind(wanted))
+        served: list[Served | None] = []
+        for b, plan in enumerate(plans):
+            spans = list(islice(met, len(plan)))
+            if not spans:
+                served.append(None)
+                continue
+            place = asked[b]
+            orbit = OrbitMean(group.spec)
+            for span in spans:
+                orbit.add(span, group.canonical[b][place])
+            patch = group.compressed(orbit.mean, self.size, (type(self).__name__, b))
+            moved = _distance(orbit.mean, group.deficit(b, place))
+            served.append(_patched_row(group, b, self.size, {place: patch}, orders=len(plan), moved=moved))
+        return served
+
+
+@dataclass(frozen=True)
+class Transfer(Orbit):
+    """As `Orbit`, with the patch of a single other order."""
+
+    form: ClassVar[str] = "transfer:M"
+    source: ClassVar[str] = "Kamera, section 5, 'Reorder' (transfer)"
+    orders: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class Survivor(PlainArm):
+    """After a slide: what stays keeps its conditioned KV and is rotated. Nothing is stored beside it."""
+
+    form: ClassVar[str] = "survivor"
+    source: ClassVar[str] = "Kamera, section 5, 'Sliding-window survival'"
+    settings: ClassVar[tuple[Setting, ...]] = ("slide",)
+
+    def serve(self, group: Group) -> list[Served | None]:
+        return [Served(row, 0, group.kv_bytes()) for row in group.kept]
+
+
+@dataclass(frozen=True)
+class Removal(RankedArm):
+    """After a slide: survivors with a patch each that takes out what they absorbed from what left."""
+
+    form: ClassVar[str] = "removal:M"
+    source: ClassVar[str] = "Kamera, section 5, 'Sliding-window survival' (removal patch)"
+    settings: ClassVar[tuple[Setting, ...]] = ("slide",)
+
+    def serve(self, group: Group) -> list[Served | None]:
+        served: list[Served | None] = []
+        for b, row in enumerate(group.kept):
+            patches = [group.removal(b, i, self.size) for i in range(len(row))]
+            spans = [group.patched(s, p, i) for i, (s, p) in enumerate(zip(row, patches, strict=True))]
+            served.append(Served(spans, sum(p.nbytes for p in patches), group.kv_bytes()))
+        return served
+
+
+@dataclass(frozen=True)
+class _Rehydrated(RankedArm):
+    """The chunk that was recalled is canonical + patch; what stands in front is exact, as resident chunks are."""
+
+    settings: ClassVar[tuple[Setting, ...]] = ("recall",)
+
+    @abstractmethod
+    def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
+        """The chunk in place, and the bytes kept for it."""
+
+    def serve(self, group: Group) -> list[Served | None]:
+        served: list[Served | None] = []
+        for b, item in enumerate(group.items):
+            place = came_back(item)
+            spans = list(group.exact[b])
+            spans[place], stored = self.patched(group, b, place)
+            served.append(Served(spans, stored, group.kv_bytes([place])))
+        return served
+
+
+@dataclass(frozen=True)
+class Stale(_Rehydrated):
+    """A recalled chunk with the patch it had when it was evicted."""
+
+    form: ClassVar[str] = "stale:M"
+    source: ClassVar[str] = "Kamera, section 5, 'Recall' (stale replay); appendix D"
+
+    def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
+        patch = stale_patch(group, b, place, self.size)
+        return group.patched(group.canonical[b][place], patch, place), patch.nbytes
+
+
+@dataclass(frozen=True)
+class Update(_Rehydrated):
+    """A recalled chunk with a patch formed behind what is in front of it now."""
+
+    form: ClassVar[str] = "update:M"
+    source: ClassVar[str] = "Kamera, section 5, 'Recall' (fresh patch); appendix D ('The cheapest correct refresh')"
+
+    def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
+        patch = group.patch(b, place, self.size)
+        return group.patched(group.canonical[b][place], patch, place), patch.nbytes
+
+
+@dataclass(frozen=True)
+class Recalled(PlainArm):
+    """The base of a recall: the chunk's canonical behind exact chunks. Asked for as ``blind``."""
+
+    form: ClassVar[str] = "blind"
+    source: ClassVar[str] = "Kamera, section 5, 'Recall' (blind)"
+    settings: ClassVar[tuple[Setting, ...]] = ("recall",)
+
+    def serve(self, group: Group) -> list[Served | None]:
+        rows = [list(row) for row in group.exact]
+        for b, item in enumerate(group.items):
+            rows[b][came_back(item)] = group.blind[b][came_back(item)]
+        return [Served(row, 0, group.kv_bytes([came_back(group.items[b])])) for b, row in enumerate(rows)]
+
+
+def asked_about(item: Item) -> int:
+    """The place of the chunk that holds the answer; the last one where the item does not say."""
+    return len(item.placed) - 1 if item.asked is None else item.asked
+
+
+def came_back(item: Item) -> int:
+    """The place of the chunk that was recalled."""
+    if item.asked is None:
+        raise ValueError(
+            f"a recalled item must say which chunk came back, got none for item {item.index} of {item.task!r}"
+        )
+    return item.asked
+
+
+def stale_patch(group: Group, b: int, place: int, rank: int | None) -> Patch:
+    """The patch of the chunk at ``place`` as it was formed before the edit."""
+    item = group.items[b]
+    then = group.earlier[b][item.before.index(item.placed[place])]
+    lost = deficit(then, group.canonical[b][place], group.spec)
+    return group.compressed(lost, rank, ("stale", b, place))
+
+
+def other_orders(frames: Sequence[int], count: int, seed: int) -> list[tuple[int, ...]]:
+    """Up to ``count`` orders of ``frames`` other than the given one; all of them where there are no more."""
+    identity, n = tuple(frames), len(frames)
+    if n < 2:
+        return []
+    if factorial(n) - 1 <= count:
+        return [p for p in permutations(identity) if p != identity]
+    rng = np.random.default_rng((0x6F72, n, seed))
+    chosen: dict[tuple[int, ...], None] = {}
+    while len(chosen) < count:
+        order = tuple(identity[int(i)] for i in rng.permutation(n))
+        if order != identity:
+            chosen[order] = None
+    return list(chosen)
+
+
+def _patched_row(group: Group, b: int, rank: int | None, instead: dict[int, Patch], **extra: float) -> Served:
+    """The first chunk as it is, the others patched; ``instead`` replaces patches by place."""
+    row, spans, stored = group.blind[b], [group.blind[b][0]], 0
+    for i in range(1, len(row)):
+        patch = instead[i] if i in instead else group.patch(b, i, rank)
+        spans.append(group.patched(group.canonical[b][i], patch, i))
+        stored += patch.nbytes
+    return Served(spans, stored, group.kv_bytes(range(1, len(row))), extra=extra)
+
+
+def _distance(mean: Deficit, own: Deficit) -> float:
+    """How far the orbit's mean is from the deficit of the order it is served in, relative to the latter."""
+    apart = float(((mean.k - own.k).double().pow(2).sum() + (mean.v - own.v).double().pow(2).sum()).sqrt())
+    size = float(own.energy.sum()) ** 0.5
+    return apart / size if size else 0.0

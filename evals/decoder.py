@@ -1,0 +1,297 @@
+"""The decoder of an opened transformers engine, run in batches, layer by layer, over any set of tokens.
+
+The engine answers one request at a time, from whole spans. Evaluation needs more: batches of items, tokens recomputed in
+the middle of a context (`at`), layers skipped or run alone, and what attention looked at. All of it is one primitive,
+`Decoder.run`, over a `Memory` of KV slots in prompt order; the tests hold it against the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ctxwin.engines.base import Encoded
+from ctxwin.kv import KVSpec, SpanKV
+
+if TYPE_CHECKING:
+    from ctxwin.engines.hf import HFEngine
+
+Watch = Callable[[int, Tensor], None]
+"""Called with a layer and its attention weights ``[B, heads, T, S]`` (rows: the tokens run; columns: slots)."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A batch of tokens to run: what goes into the first layer, and where they stand.
+
+    Attributes:
+        embeds: ``[B, T, hidden]``, pictures included.
+        positions: int64 ``[3, B, T]``, absolute.
+        deep: ``[D, B, T, hidden]``, added behind the first D layers (deepstack); None where the model has none.
+    """
+
+    embeds: Tensor
+    positions: Tensor
+    deep: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return int(self.embeds.shape[1])
+
+    def moved(self, shift: int) -> Tokens:
+        """The same tokens, ``shift`` positions later."""
+        return Tokens(self.embeds, self.positions + shift, self.deep)
+
+    def of(self, items: Sequence[int]) -> Tokens:
+        """The same tokens of some items of the batch."""
+        some = list(items)
+        deep = None if self.deep is None else self.deep[:, some]
+        return Tokens(self.embeds[some], self.positions[:, some], deep)
+
+    def pick(self, at: Tensor) -> Tokens:
+        """Tokens ``at`` (int64 ``[B, n]``) of each item."""
+        width = at[..., None].expand(-1, -1, self.embeds.shape[-1])
+        deep = None
+        if self.deep is not None:
+            deep = self.deep.gather(2, width[None].expand(len(self.deep), -1, -1, -1))
+        positions = self.positions.gather(2, at[None].expand(3, -1, -1))
+        return Tokens(self.embeds.gather(1, width), positions, deep)
+
+
+def concatenated(parts: Sequence[Tokens]) -> Tokens:
+    """Tokens of one batch, one part behind the other."""
+    deep = None if parts[0].deep is None else torch.cat([p.deep for p in parts if p.deep is not None], 2)
+    return Tokens(torch.cat([p.embeds for p in parts], 1), torch.cat([p.positions for p in parts], 2), deep)
+
+
+@dataclass
+class Memory:
+    """KV of a batch, a slot a token in prompt order; `Decoder.run` writes into it.
+
+    Attributes:
+        k, v: rope and content channel ``[L, B, H, S, D]``, keys rotated in place.
+    """
+
+    k: Tensor
+    v: Tensor
+
+    @property
+    def slots(self) -> int:
+        return int(self.k.shape[3])
+
+    @property
+    def items(self) -> int:
+        return int(self.k.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    def grown(self, slots: int) -> Memory:
+        """A copy with ``slots`` empty slots (zeros) behind."""
+        return Memory(*(torch.cat([x, x.new_zeros(*x.shape[:3], slots, x.shape[4])], 3) for x in (self.k, self.v)))
+
+    def kept(self, slots: Tensor) -> Memory:
+        """Only these slots: int64 ``[n]``, or ``[L, B, n]`` where they differ by layer and item."""
+        if slots.ndim == 1:
+            return Memory(self.k[:, :, :, slots].contiguous(), self.v[:, :, :, slots].contiguous())
+        index = slots[:, :, None, :, None]
+        heads = self.k.shape[2]
+        return Memory(*(x.gather(3, index.expand(-1, -1, heads, -1, x.shape[4])) for x in (self.k, self.v)))
+
+    def span(self, item: int, begin: int, end: int, positions: Tensor, start: int) -> SpanKV:
+        """Slots ``[begin, end)`` of one item as a span in the frame ``start``, a copy on the CPU.
+
+        ``positions`` are int64 ``[3, T]``, relative to the span's origin.
+        """
+        k, v = (x[:, item, :, begin:end].transpose(1, 2).contiguous().to("cpu") for x in (self.k, self.v))
+        return SpanKV(k=k, v=v, positions=positions, start=start)
+
+
+def memory_of(rows: Sequence[Sequence[SpanKV]]) -> Memory:
+    """The memory of a batch in which every item is a sequence of spans that stand where they were rotated to."""
+    k, v = (
+        torch.stack([torch.cat([getattr(span, name) for span in row], 1) for row in rows], 1).transpose(2, 3)
+        for name in ("k", "v")
+    )
+    return Memory(k.contiguous(), v.contiguous())
+
+
+class _Slots:
+    """What a decoder layer takes for its cache: writes the new KV to its slots, gives back all of them."""
+
+    def __init__(self, memory: Memory, at: Tensor, latent: bool) -> None:
+        self._memory = memory
+        self._at = at[:, None, :, None]
+        self._latent = latent  # transformers caches MLA's latent as "keys" and its rope keys as "values"
+
+    def update(self, first: Tensor, second: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        k, v = (second, first) if self._latent else (first, second)
+        for new, held in ((k, self._memory.k[layer_idx]), (v, self._memory.v[layer_idx])):
+            held.scatter_(2, self._at.expand(-1, new.shape[1], -1, new.shape[3]), new.to(held.dtype))
+        k, v = self._memory.k[layer_idx].to(k.dtype), self._memory.v[layer_idx].to(v.dtype)
+        return (v, k) if self._latent else (k, v)
+
+
+class Decoder:
+    """An opened transformers engine, read in batches.
+
+    Args:
+        engine: the engine; its weights are used as they are.
+
+    Attributes:
+        spec: layout of the KV.
+        layers: number of decoder layers.
+    """
+
+    def __init__(self, engine: HFEngine) -> None:
+        self.engine = engine
+        self.spec: KVSpec = engine.spec.kv
+        self.layers = self.spec.layers
+        self._text: Any = engine.text_model
+        self._head: Any = engine.lm_head
+        self._device = next(self._text.parameters()).device
+        self._headers: dict[str, tuple[Encoded, SpanKV]] = {}
+        self._queries: dict[str, Encoded] = {}
+
+    def header(self, text: str) -> tuple[Encoded, SpanKV]:
+        """A system prompt's tokens and its KV at position 0."""
+        if text not in self._headers:
+            encoded = self.engine.encode_header(text)
+            self._headers[text] = encoded, self.engine.prefill([], encoded, 0)
+        return self._headers[text]
+
+    def query(self, text: str) -> Encoded:
+        """A question's tokens and the closing of the turn."""
+        if text not in self._queries:
+            if len(self._queries) > 4096:
+                self._queries.clear()
+            self._queries[text] = self.engine.encode_query(text)
+        return self._queries[text]
+
+    @torch.inference_mode()
+    def tokens(self, rows: Sequence[Encoded], start: int = 0) -> Tokens:
+        """One encoded piece an item, all of the same number of tokens and the same positions, at ``start``."""
+        made = [self.engine.inputs([row]) for row in rows]
+        positions = torch.from_numpy(np.array(rows[0].positions)).to(self._device) + start
+        deep = [m.deep for m in made if m.deep is not None]
+        return Tokens(
+            torch.stack([m.embeds for m in made]),
+            positions[:, None].expand(3, len(rows), -1),
+            torch.stack(deep, 1) if deep else None,
+        )
+
+    def memory(self, rows: Sequence[Sequence[SpanKV]]) -> Memory:
+        """`memory_of`, on the model's device."""
+        made = memory_of(rows)
+        return Memory(made.k.to(self._device), made.v.to(self._device))
+
+    @torch.inference_mode()
+    def run(
+        self,
+        tokens: Tokens,
+        memory: Memory,
+        at: Tensor,
+        *,
+        mask: Tensor | None = None,
+        layers: range | None = None,
+        hidden: Tensor | None = None,
+        watch: Watch | None = None,
+    ) -> Tensor:
+        """Runs tokens through decoder layers; their KV is written into ``memory``.
+
+        Args:
+            tokens: B items of T tokens.
+            memory: of B items and S slots; changed in place.
+            at: int64 ``[B, T]`` (or ``[T]`` for all), the slot of each token.
+            mask: bool ``[B, T, S]`` (or ``[T, S]``), what each token sees; its own slot and all before by default.
+            layers: which ones; all by default.
+            hidden: ``[B, T, hidden]`` in front of the first of these layers; the embeddings by default.
+            watch: sees the attention weights of each layer (eager attention, T x S numbers a head).
+
+        Returns:
+            ``[B, T, hidden]`` behind the last of these layers, not normalised.
+        """
+        batch, count = int(tokens.embeds.shape[0]), tokens.count
+        at = at.to(self._device)
+        at = at if at.ndim == 2 else at[None].expand(batch, -1)
+        if mask is None:
+            mask = torch.arange(memory.slots, device=self._device) <= at[..., None]
+        mask = mask.to(self._device)
+        mask = mask if mask.ndim == 3 else mask[None].expand(batch, -1, -1)
+        x = tokens.embeds if hidden is None else hidden
+        additive = torch.zeros(mask.shape, dtype=x.dtype, device=self._device)
+        additive = additive.masked_fill_(~mask, torch.finfo(x.dtype).min)[:, None]
+        positions = tokens.positions if self.spec.rope.sections else tokens.positions[0]
+        angles = self._text.rotary_emb(x, positions)
+        cache = _Slots(memory, at, self.spec.family == "mla")
+        with self._watching(watch) as weights:
+            for index in layers if layers is not None else range(self.layers):
+                made = self._text.layers[index](
+                    x,
+                    attention_mask=additive,
+                    position_embeddings=angles,
+                    position_ids=tokens.positions[0],
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+                x = made[0] if isinstance(made, tuple) else made
+                if tokens.deep is not None and index < len(tokens.deep):
+                    x = x + tokens.deep[index]
+                if watch is not None:
+                    watch(index, weights.pop())
+        assert x.shape[1] == count
+        return x
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits, float32 ``[B, T, vocab]`` on the CPU, of hidden states behind the last layer."""
+        out: Tensor = self._head(self._text.norm(hidden)).to("cpu", torch.float32)
+        return out
+
+    def append(self, tokens: Tokens, memory: Memory, watch: Watch | None = None) -> tuple[Memory, Tensor]:
+        """Runs tokens behind everything in ``memory``: a grown copy of it, and the hidden states ``[B, T, hidden]``."""
+        grown = memory.grown(tokens.count)
+        return grown, self.run(tokens, grown, torch.arange(memory.slots, grown.slots), watch=watch)
+
+    def read(self, memory: Memory, queries: Sequence[str], begin: int) -> Tensor:
+        """Next-token logits ``[B, vocab]`` behind one question an item, asked at position ``begin``."""
+        encoded = [self.query(text) for text in queries]
+        out: list[Tensor | None] = [None] * len(encoded)
+        for length in sorted({e.tokens for e in encoded}):
+            some = [b for b, e in enumerate(encoded) if e.tokens == length]
+            asked = self.tokens([encoded[b] for b in some], begin)
+            part = Memory(memory.k[:, some], memory.v[:, some])
+            _, hidden = self.append(asked, part)
+            for b, row in zip(some, self.logits(hidden[:, -1:])[:, 0], strict=True):
+                out[b] = row
+        return torch.stack([row for row in out if row is not None])
+
+    @contextmanager
+    def _watching(self, watch: Watch | None) -> Iterator[list[Tensor]]:
+        """Attention weights of each layer as it is run; eager attention while it lasts, since others give none."""
+        found: list[Tensor] = []
+        if watch is None:
+            yield found
+            return
+        configs = {id(layer.self_attn.config): layer.self_attn.config for layer in self._text.layers}
+        before = {key: config._attn_implementation for key, config in configs.items()}
+        hooks = [
+            layer.self_attn.register_forward_hook(lambda module, args, output: found.append(output[1]))
+            for layer in self._text.layers
+        ]
+        try:
+            for config in configs.values():
+                config._attn_implementation = "eager"
+            yield found
+        finally:
+            for key, config in configs.items():
+                config._attn_implementation = before[key]
+            for hook in hooks:
+                hook.remove()
