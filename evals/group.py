@@ -218,10 +218,10 @@ class Group:
             self._deficits[key] = deficit(self.exact[b][place], base[b][place], self.spec)
         return self._deficits[key]
 
-    def patch(self, b: int, place: int, rank: int | None) -> Patch:
-        """The patch on the canonical, formed behind exactly what is in front of it."""
-        key = ("canonical", b, place)
-        return self.patcher.patch(lambda: self.deficit(b, place), rank, self._patches, key)
+    def patch(self, b: int, place: int, rank: int | None, variant: str = "") -> Patch:
+        """The patch on the canonical, formed behind exactly what is in front of it; ``variant`` as in `Patcher`."""
+        key = ("canonical", b, place, variant)
+        return self.patcher.variant(variant).patch(lambda: self.deficit(b, place), rank, self._patches, key)
 
     def removal(self, b: int, place: int, rank: int | None) -> Patch:
         """The patch on the survivor that takes out what left the window."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import safe_open
@@ -31,6 +31,7 @@ class Patcher:
         layout: ``joint``, ``per_layer`` or ``shared`` (needs ``basis``).
         weight: how truncation errors are measured; None for the plain norm.
         basis: directions for ``shared``, of at least the largest rank that will be asked for.
+        build: makes the patchers of other ways to compress, see `variant`; None where there are none.
     """
 
     spec: KVSpec
@@ -39,7 +40,22 @@ class Patcher:
     dtype: torch.dtype = torch.bfloat16
     weight: Weight | None = None
     basis: SharedBasis | None = None
+    build: Callable[[str], Patcher] | None = None
     _bases: dict[int, SharedBasis] = field(default_factory=dict)
+    _variants: dict[str, Patcher] = field(default_factory=dict)
+
+    def variant(self, name: str) -> Patcher:
+        """The patcher of another way to compress, as `parse_variant` reads it; this one for "".
+
+        Cost: on first use, fitting a basis or a weight where the way needs one. Raises ValueError where it cannot.
+        """
+        if not name:
+            return self
+        if name not in self._variants:
+            if self.build is None:
+                raise ValueError(f"this run has one way to compress, got {name!r}")
+            self._variants[name] = self.build(name)
+        return self._variants[name]
 
     def patch(self, lost: Callable[[], Deficit], rank: int | None, held: dict[object, Patch], key: object) -> Patch:
         """The patch of a deficit at ``rank`` (None: full). ``held`` is the caller's cache; ``lost`` is called on a miss."""
@@ -86,9 +102,29 @@ def _cut(patch: Patch, rank: int) -> Patch:
     )
 
 
-def load_basis(folder: Path, patcher: Patcher, fit: Callable[[], Iterable[Deficit]]) -> SharedBasis:
-    """The shared basis of a run: fitted once, then kept in its folder."""
-    path = folder / "basis.safetensors"
+def parse_variant(name: str) -> tuple[Layout, Layers, Weighting] | None:
+    """(layout, layers, weight) of words joined by ``+``, e.g. ``shared+deep``; None for anything else.
+
+    Words: ``joint`` (the default), ``per_layer`` or ``shared``; ``deep``; ``balanced`` or ``output``. One of each kind.
+    """
+    layout: Layout | None = None
+    layers: Layers | None = None
+    weight: Weighting | None = None
+    for word in name.split("+"):
+        if word in get_args(Layout) and layout is None:
+            layout = word  # type: ignore[assignment]
+        elif word == "deep" and layers is None:
+            layers = "deep"
+        elif word in ("balanced", "output") and weight is None:
+            weight = word  # type: ignore[assignment]
+        else:
+            return None
+    return layout or "joint", layers or "all", weight or "none"
+
+
+def load_basis(folder: Path, patcher: Patcher, fit: Callable[[], Iterable[Deficit]], name: str = "") -> SharedBasis:
+    """The shared basis of a run (and of its variant ``name``): fitted once, then kept in its folder."""
+    path = folder / ("-".join(["basis", *name.split("+")]) + ".safetensors" if name else "basis.safetensors")
     if path.exists():
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict

@@ -18,12 +18,12 @@ from ctxwin.evals.generation import continue_, forced_logits
 from ctxwin.evals.group import Group
 from ctxwin.evals.items import Item, Task
 from ctxwin.evals.metrics import kl_divergence
-from ctxwin.evals.patching import Patcher, Weighting, load_basis, make_weight
+from ctxwin.evals.patching import Patcher, Weighting, load_basis, make_weight, parse_variant
 from ctxwin.evals.samples import FORMAT, Row, Samples, open_samples
 from ctxwin.evals.tasks.tiny import TinyOptions, as_item, fit_cases
 from ctxwin.kv import SpanKV
 from ctxwin.operator import Deficit
-from ctxwin.operator.patch import Layout
+from ctxwin.operator.patch import Layers, Layout
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf import HFEngine
@@ -47,7 +47,7 @@ class Settings:
 
     header: str = "You watch a camera."
     layout: Layout = "joint"
-    layers: str = "all"
+    layers: Layers = "all"
     weight: Weighting = "none"
     dtype: str = "bfloat16"
     basis_items: int = 64
@@ -128,18 +128,8 @@ class Runner:
         config = settings.config(engine) | {"tasks": {task.name: task.config() for task in tasks}}
         self.samples: Samples = open_samples(folder, config)
         self.decoder = Decoder(engine)
-        self.patcher = Patcher(
-            self.decoder.spec,
-            settings.layout,
-            settings.layers,  # type: ignore[arg-type]
-            PATCH_DTYPES[settings.dtype],
-        )
-        if (settings.weight != "none" or settings.layout == "shared") and not engine.spec.vision:
-            raise ValueError("weights and shared bases are fitted on pictures: the model must see, got a text model")
-        if settings.weight != "none":
-            self.patcher.weight = make_weight(settings.weight, engine.text_model, self.decoder.spec, self._sample())
-        if settings.layout == "shared":
-            self.patcher.basis = load_basis(folder, self.patcher, self._fit)
+        self.patcher = self._patcher(settings.layout, settings.layers, settings.weight)
+        self.patcher.build = self._variant
 
     def run(self, jobs: Sequence[Job], n: int | None, progress: Callable[[int], None] = lambda done: None) -> None:
         """Computes the samples that are missing among the first ``n`` items of every job (None: all of a data set).
@@ -190,7 +180,7 @@ class Runner:
                 heard[arm] = served, self._ask(group, served, exact)
         for arm in job.arms:
             for b, item in enumerate(items):
-                one, said = (made[b] for made in heard[arm])
+                one, said = heard[arm][0][b], heard[arm][1][b]
                 row = self._row(item, arm, group)
                 if one is None or said is None:
                     yield row | {"unscored": "the arm has no meaning for this item"}
@@ -272,21 +262,38 @@ class Runner:
         self.decoder.read(group.memory([served.spans]), [item.query], group.begin)
         return {"time": {"ttft_s": time.perf_counter() - begun}}
 
-    def _group(self, items: Sequence[Item]) -> Group:
-        return Group(self.decoder, items, self.patcher, self.settings.header)
+    def _group(self, items: Sequence[Item], patcher: Patcher | None = None) -> Group:
+        return Group(self.decoder, items, self.patcher if patcher is None else patcher, self.settings.header)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return self.decoder.engine.decode(token_ids).strip()
 
+    def _patcher(self, layout: Layout, layers: Layers, weight: Weighting, name: str = "") -> Patcher:
+        engine = self.decoder.engine
+        if (weight != "none" or layout == "shared") and not engine.spec.vision:
+            raise ValueError("weights and shared bases are fitted on pictures: the model must see, got a text model")
+        made = Patcher(self.decoder.spec, layout, layers, PATCH_DTYPES[self.settings.dtype])
+        if weight != "none":
+            made.weight = make_weight(weight, engine.text_model, self.decoder.spec, self._sample())
+        if layout == "shared":
+            made.basis = load_basis(self.samples.folder, made, self._fit, name)
+        return made
+
+    def _variant(self, name: str) -> Patcher:
+        parsed = parse_variant(name)
+        assert parsed is not None  # arms check their spelling
+        return self._patcher(*parsed, name)
+
     def _sample(self) -> SpanKV:
         """KV of some chunk, for weights that depend on the size of keys and values."""
-        return self._group([as_item(fit_cases(0, 1, (2,))[0], "tiny/fit")]).exact[0][0]
+        item = as_item(fit_cases(0, 1, (2,))[0], "tiny/fit")
+        return self._group([item], Patcher(self.decoder.spec)).exact[0][0]
 
     def _fit(self) -> Iterator[Deficit]:
         """Deficits of contexts of their own seeds."""
         cases = fit_cases(0, self.settings.basis_items, TinyOptions().frames)
         for part in _by_shape([as_item(case, f"tiny/{case.task}") for case in cases]):
-            group = self._group(part)
+            group = self._group(part, Patcher(self.decoder.spec))
             for b in range(len(group)):
                 yield from (group.deficit(b, place) for place in range(1, len(group.places)))
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, permutations
 from math import factorial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 
 from ctxwin.evals.arms.base import PlainArm, RankedArm, Served
 from ctxwin.evals.items import Item, Setting
+from ctxwin.evals.patching import parse_variant
 from ctxwin.kv import SpanKV
 from ctxwin.operator import Deficit, OrbitMean, Patch, deficit
 
@@ -49,14 +50,27 @@ class Blind(PlainArm):
 
 @dataclass(frozen=True)
 class Patched(RankedArm):
-    """Every chunk but the first, which is exact as it is: canonical + patch formed behind exactly its antecedents."""
+    """Every chunk but the first, which is exact as it is: canonical + patch formed behind exactly its antecedents.
+
+    ``variant`` is another way to compress than the run's: ``patched:8@deep``, ``patched:8@shared+output``.
+    """
+
+    variant: str = ""
 
     form: ClassVar[str] = "patched:M"
-    source: ClassVar[str] = "Kamera, section 3, eq. 1"
+    source: ClassVar[str] = "Kamera, section 3, eq. 1; layouts: appendix C.2, C.3"
     settings: ClassVar[tuple[Setting, ...]] = ("window",)
 
+    @classmethod
+    def parse(cls, name: str, argument: str) -> Self | None:
+        size, at, variant = argument.partition("@")
+        plain = super().parse(name, size)
+        if plain is None or (at and parse_variant(variant) is None):
+            return None
+        return replace(plain, variant=variant)
+
     def serve(self, group: Group) -> list[Served | None]:
-        return [_patched_row(group, b, self.size, {}) for b in range(len(group))]
+        return [_patched_row(group, b, self.size, {}, self.variant) for b in range(len(group))]
 
 
 @dataclass(frozen=True)
@@ -231,11 +245,13 @@ def other_orders(frames: Sequence[int], count: int, seed: int) -> list[tuple[int
     return list(chosen)
 
 
-def _patched_row(group: Group, b: int, rank: int | None, instead: dict[int, Patch], **extra: float) -> Served:
+def _patched_row(
+    group: Group, b: int, rank: int | None, instead: dict[int, Patch], variant: str = "", **extra: float
+) -> Served:
     """The first chunk as it is, the others patched; ``instead`` replaces patches by place."""
     row, spans, stored = group.blind[b], [group.blind[b][0]], 0
     for i in range(1, len(row)):
-        patch = instead[i] if i in instead else group.patch(b, i, rank)
+        patch = instead[i] if i in instead else group.patch(b, i, rank, variant)
         spans.append(group.patched(group.canonical[b][i], patch, i))
         stored += patch.nbytes
     return Served(spans, stored, group.kv_bytes(range(1, len(row))), extra=extra)
