@@ -39,6 +39,7 @@ FAMILIES = {
     "qwen2_vl": Family(video=True),
     "qwen2_5_vl": Family(video=True),
     "qwen3_vl": Family(video=True, stamps=True),
+    "qwen3_vl_moe": Family(video=True, stamps=True),
     "internvl": Family(tiles=True),
     "kimi_k25": Family(),
 }

@@ -74,7 +74,7 @@ def write_text_model(folder: Path, chat_template: str | None = CHATML) -> Path:
 
 
 def write_vision_model(folder: Path, kind: str = "qwen2_5_vl") -> Path:
-    """A random Qwen2-VL, Qwen2.5-VL or Qwen3-VL: 28 px a token, 84x84 pictures become 9 tokens."""
+    """A random Qwen2-VL, Qwen2.5-VL or Qwen3-VL (dense or MoE): 28 px a token, 84x84 pictures become 9 tokens."""
     import torch
     import transformers
 
@@ -89,7 +89,7 @@ def write_vision_model(folder: Path, kind: str = "qwen2_5_vl") -> Path:
             initializer_range=0.15,
         )  # fmt: skip
         name = "Qwen2_5_VL"
-    elif kind == "qwen3_vl":
+    elif kind.startswith("qwen3_vl"):
         vision |= dict(
             intermediate_size=48, out_hidden_size=64, num_position_embeddings=36, deepstack_visual_indexes=[0, 1],
             initializer_range=0.15,
@@ -97,6 +97,9 @@ def write_vision_model(folder: Path, kind: str = "qwen2_5_vl") -> Path:
         rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
         text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
         name = "Qwen3VL"
+        if kind == "qwen3_vl_moe":
+            text |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+            name = "Qwen3VLMoe"
     else:
         vision |= dict(embed_dim=32, hidden_size=64, mlp_ratio=2)
         name = "Qwen2VL"
@@ -106,12 +109,12 @@ def write_vision_model(folder: Path, kind: str = "qwen2_5_vl") -> Path:
     )  # fmt: skip
     _save(getattr(transformers, f"{name}ForConditionalGeneration")(config), folder)
     size = {"shortest_edge": 28 * 28, "longest_edge": 84 * 84}
-    videos = "Qwen3VLVideoProcessor" if kind == "qwen3_vl" else "Qwen2VLVideoProcessor"
+    newest = kind.startswith("qwen3_vl")
     # Qwen3-VL's processor counts the pixels of all frames together.
-    video_size = size | {"longest_edge": 84 * 84 * 8} if kind == "qwen3_vl" else size
-    processor = getattr(transformers, f"{name}Processor")(
+    video_size = size | {"longest_edge": 84 * 84 * 8} if newest else size
+    processor = getattr(transformers, "Qwen3VLProcessor" if newest else f"{name}Processor")(
         image_processor=transformers.Qwen2VLImageProcessor(size=size, patch_size=14, merge_size=2),
-        video_processor=getattr(transformers, videos)(
+        video_processor=getattr(transformers, "Qwen3VLVideoProcessor" if newest else "Qwen2VLVideoProcessor")(
             size=video_size, patch_size=14, merge_size=2, do_sample_frames=False, cap_pixels_per_frame=False
         ),
         tokenizer=tokenizer,
@@ -189,7 +192,8 @@ def write_kimi(folder: Path, decoder: str = "deepseek_v3") -> Path:
         pos_emb_width=6, patch_size=14,
     )  # fmt: skip
     config = transformers.Kimi_K25Config(
-        text_config={**_mla_fields(len(tokenizer)), "model_type": decoder}, vision_config=vision,
+        # With compressed queries, as Kimi's own: transformers 5.19 saves a decoder's q_proj as if it were the tower's.
+        text_config={**_mla_fields(len(tokenizer)), "q_lora_rank": 16, "model_type": decoder}, vision_config=vision,
         projection_hidden_size=32, tie_word_embeddings=False, **_media_ids(tokenizer),
     )  # fmt: skip
     _save(transformers.Kimi_K25ForConditionalGeneration(config), folder)

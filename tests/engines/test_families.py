@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
-from ctxwin.engines.base import Engine
+from ctxwin.chunk import Chunk
+from ctxwin.engines.base import Encoded, Engine
 from ctxwin.engines.hf import HFEngine
-from ctxwin.store import Store
-from engines.conformance import EngineConformance
-from engines.models import write_internvl, write_kimi, write_mla_model, write_vision_model
+from ctxwin.engines.open import open_engine
+from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.store import Store, open_store
+from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture
+from engines.models import edit_config, write_internvl, write_kimi, write_mla_model, write_vision_model
+from engines.oracle import assert_answers, real_answer
+
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "qwen3_vl": lambda folder: write_vision_model(folder, "qwen3_vl"),
+    "qwen3_vl_moe": lambda folder: write_vision_model(folder, "qwen3_vl_moe"),
+    "internvl": write_internvl,
+    "kimi": write_kimi,
+    "kimi_over_v2": lambda folder: write_kimi(folder, "deepseek_v2"),
+    "deepseek_v2": write_mla_model,
+    "deepseek_v3": lambda folder: write_mla_model(folder, "DeepseekV3"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a family's random model, written once."""
+    base, made = tmp_path_factory.mktemp("families"), dict[str, Path]()
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = WRITERS[name](base / name)
+        return made[name]
+
+    return folder
 
 
 class OnTransformers(EngineConformance):
@@ -24,8 +56,8 @@ class TestQwen3VL(OnTransformers):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return write_vision_model(tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl")
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("qwen3_vl")
 
 
 class TestInternVL(OnTransformers):
@@ -35,8 +67,8 @@ class TestInternVL(OnTransformers):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return write_internvl(tmp_path_factory.mktemp("internvl"))
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("internvl")
 
 
 class TestDeepseekV2(OnTransformers):
@@ -46,8 +78,8 @@ class TestDeepseekV2(OnTransformers):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return write_mla_model(tmp_path_factory.mktemp("deepseek_v2"))
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("deepseek_v2")
 
 
 class TestKimi(OnTransformers):
@@ -55,5 +87,164 @@ class TestKimi(OnTransformers):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return write_kimi(tmp_path_factory.mktemp("kimi"))
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("kimi")
+
+
+def opened(folder: Path, store: Store | None = None) -> HFEngine:
+    return HFEngine(folder, dtype="float32", store=store)
+
+
+def shown(engine: HFEngine) -> list[Encoded]:
+    """Header, two pictures of different sizes."""
+    images = [Chunk.image(picture(1)), Chunk.image(picture(2, 56))]
+    return [engine.encode_header(HEADER), *(engine.encode(i) for i in images)]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe", "internvl", "kimi", "kimi_over_v2"])
+def test_pictures_against_the_real_model_path(name: str, folders: Callable[[str], Path]) -> None:
+    """The processor's own ids for the whole prompt, and the model's own answer from pixels."""
+    from transformers import AutoProcessor
+
+    folder = folders(name)
+    engine = opened(folder)
+    messages = [
+        {"role": "system", "content": HEADER},
+        {"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": QUERY}]},
+    ]
+    processor = AutoProcessor.from_pretrained(folder)
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    images = [Image.fromarray(p) for p in (picture(1), picture(2, 56))]
+    inputs = processor(text=[text], images=images, return_tensors="pt")
+    encoded = shown(engine)
+    ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
+    assert ids == inputs["input_ids"][0].tolist()
+    media = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
+    assert_answers(engine, encoded, real_answer(folder, ids, **media))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_text_against_the_real_model_path(name: str, folders: Callable[[str], Path]) -> None:
+    engine = opened(folders(name))
+    assert engine.spec.kv.family == "mla"
+    encoded = [engine.encode_header(HEADER), *(engine.encode(Chunk.text(f"frame {i} is red\n")) for i in range(3))]
+    ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
+    assert_answers(engine, encoded, real_answer(folders(name), ids))
+
+
+@pytest.mark.parametrize("frames", [3, 4])
+def test_a_stamped_video_against_the_real_model_path(frames: int, folders: Callable[[str], Path]) -> None:
+    """Transformers 5.12 and later leave the template's own pair of vision tokens around all groups, against the code
+    the model was published with and against vLLM (vllm-project/vllm#46817); the groups themselves agree."""
+    from transformers import AutoProcessor
+    from transformers.video_utils import VideoMetadata
+
+    folder = folders("qwen3_vl")
+    engine = opened(folder)
+    clip = [picture(i) for i in range(frames)]
+    made = engine.encode(Chunk.video(clip, fps=1.5))
+    assert [(m.modality, m.grid_thw, m.tokens) for m in made.media] == [("video", (1, 6, 6), 9)] * 2
+    assert engine.counters.vision_encodes == 1
+    processor = AutoProcessor.from_pretrained(folder)
+    inputs = processor(
+        text=["<|vision_start|><|video_pad|><|vision_end|>"],
+        videos=[torch.from_numpy(np.stack(clip)).permute(0, 3, 1, 2)], do_sample_frames=False,
+        video_metadata=[VideoMetadata(total_num_frames=frames, fps=1.5, frames_indices=list(range(frames)))],
+        return_tensors="pt",
+    )  # fmt: skip
+    whole = processor.tokenizer.decode(inputs["input_ids"][0])
+    assert whole.count("seconds>") == 2
+    bare = whole.removeprefix("<|vision_start|>").removesuffix("<|vision_end|>")
+    assert processor.tokenizer.decode(made.token_ids) == (bare if bare.startswith("<0.") else whole)
+
+    encoded = [engine.encode_header(HEADER), made]
+    ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
+    kinds = torch.tensor([[2 if i == engine._checkpoint.media.video else 0 for i in ids]])
+    want = real_answer(
+        folder, ids, pixel_values_videos=inputs["pixel_values_videos"], video_grid_thw=inputs["video_grid_thw"],
+        mm_token_type_ids=kinds,
+    )  # fmt: skip
+    assert_answers(engine, encoded, want)
+
+
+def test_a_stamped_video_survives_a_restart(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    chunk = Chunk.video([picture(i) for i in range(5)], fps=2.0)
+    with opened(folders("qwen3_vl"), open_store(f"disk:{tmp_path / 'kv'}")) as first:
+        made = first.encode(chunk)
+        first.store.close()
+    with opened(folders("qwen3_vl"), open_store(f"disk:{tmp_path / 'kv'}")) as second:
+        again = second.encode(chunk.light())
+        assert (again.token_ids, again.media, again.advance) == (made.token_ids, made.media, made.advance)
+        assert second.counters.vision_encodes == 0 and len(again.media) == 3
+        second.store.close()
+
+
+def test_deepstack_features_are_stored_and_count(folders: Callable[[str], Path]) -> None:
+    engine = opened(folders("qwen3_vl"))
+    encoded = shown(engine)
+    media = encoded[1].media[0]
+    assert engine.embed(media.key).shape == (9, 64 * 3)
+    fed = engine.inputs(encoded)
+    assert fed.deep is not None and fed.deep.shape == (2, sum(e.tokens for e in encoded), 64)
+    seen = fed.deep.abs().sum((0, 2)) > 0
+    ids = [i for e in encoded for i in e.token_ids]
+    pad = encoded[1].token_ids[media.offset]
+    assert seen.tolist() == [i == pad for i in ids]
+    want = engine.logits(laid(encoded), engine.encode_query(QUERY))
+    for stored in [m for e in encoded for m in e.media]:
+        rows = engine.embed(stored.key).clone()
+        rows[:, 64:] = 0
+        engine.encoder.embeddings.put(stored.key, rows, stored.grid_thw)
+    assert float((engine.logits(laid(encoded), engine.encode_query(QUERY)) - want).abs().max()) > 1e-2
+    engine.encoder.embeddings.put(media.key, engine.embed(media.key)[:, :64], media.grid_thw)
+    with pytest.raises(EngineFailed, match=r"\[tokens, 192\]"):
+        engine.inputs(encoded)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "internvl", "kimi", "deepseek_v2"])
+def test_the_decoder_runs_layer_by_layer(name: str, folders: Callable[[str], Path]) -> None:
+    """What `HFEngine.inputs`, `text_model` and `lm_head` are for."""
+    engine = opened(folders(name))
+    query = engine.encode_query(QUERY)
+    encoded = shown(engine) if engine.spec.vision else [engine.encode_header(HEADER)]
+    fed = engine.inputs([*encoded, query])
+    pieces = laid([*encoded, query])
+    at = torch.from_numpy(np.concatenate([p.encoded.positions + p.start for p in pieces], axis=1))
+    text, hidden = engine.text_model, fed.embeds[None]
+    mask = torch.ones(hidden.shape[1], hidden.shape[1], dtype=torch.bool).tril()[None, None]
+    with torch.no_grad():
+        turned = text.rotary_emb(hidden, at[:, None] if engine.spec.kv.rope.sections else at[:1])
+        for i, layer in enumerate(text.layers):
+            hidden = layer(hidden, attention_mask=mask, position_embeddings=turned)
+            if fed.deep is not None and i < len(fed.deep):
+                hidden = hidden + fed.deep[i]
+        got = engine.lm_head(text.norm(hidden))[0, -1]
+    torch.testing.assert_close(got, engine.logits(laid(encoded), query), rtol=0, atol=1e-4)
+
+
+def test_frames_of_a_video_are_one_tile_each(folders: Callable[[str], Path]) -> None:
+    """As InternVL's own video processor has them; a picture of the same size has four tiles and a thumbnail."""
+    engine = opened(folders("internvl"))
+    clip = [picture(1), picture(2)]
+    made = engine.encode(Chunk.video(clip, fps=2.0))
+    assert [(m.modality, m.grid_thw, m.tokens) for m in made.media] == [("image", (1, 4, 4), 4)] * 2
+    assert engine.encode(Chunk.image(clip[0])).media[0].grid_thw == (5, 4, 4)
+    assert engine.counters.vision_encodes == 2
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "internvl", "kimi"])
+def test_a_family_whose_decoder_cannot_move_is_refused(
+    name: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(folders(name), tmp_path / "model")
+    edit_config(tmp_path / "model", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    with pytest.raises(UnsupportedModel, match="dynamic NTK"):
+        open_engine(f"hf:{tmp_path / 'model'}")
+
+
+def test_other_vision_models_are_refused_by_name(tmp_path: Path) -> None:
+    from transformers import LlavaOnevisionConfig
+
+    LlavaOnevisionConfig().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"must be one of .*internvl.*, got 'llava_onevision'"):
+        open_engine(f"hf:{tmp_path}")

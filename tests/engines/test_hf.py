@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +10,15 @@ import torch
 from PIL import Image
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Engine, Piece, Sampling
+from ctxwin.engines.base import Engine, Piece, Sampling
 from ctxwin.engines.checkpoint import open_checkpoint
 from ctxwin.engines.hf import HFEngine
 from ctxwin.engines.open import open_engine
 from ctxwin.errors import EngineFailed, UnsupportedModel
-from ctxwin.operator import relocate
 from ctxwin.store import Store
 from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture
 from engines.models import edit_config, write_text_model, write_vision_model
+from engines.oracle import assert_answers, real_answer
 
 
 class TestVision(EngineConformance):
@@ -44,29 +43,6 @@ class TestText(EngineConformance):
     @classmethod
     def make_engine(cls, model_dir: Path, store: Store) -> Engine:
         return HFEngine(model_dir, dtype="float32", store=store)
-
-
-def real_answer(folder: Path, ids: list[int], **media: Any) -> tuple[list[int], torch.Tensor]:
-    """Ids and first-token log-probabilities of transformers' own generate on the whole prompt."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    loader = AutoModelForImageTextToText if media else AutoModelForCausalLM
-    model = loader.from_pretrained(folder, dtype=torch.float32)
-    prompt = torch.tensor([ids])
-    out = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False, output_logits=True,
-        return_dict_in_generate=True, **media,
-    )  # fmt: skip
-    new = [i for i in out.sequences[0, len(ids) :].tolist() if i != 2]
-    return new, out.logits[0][0].log_softmax(-1)
-
-
-def assert_answers(engine: HFEngine, encoded: list[Encoded], want: tuple[list[int], torch.Tensor]) -> None:
-    query = engine.encode_query(QUERY)
-    got = engine.generate(laid(encoded), query, Sampling(max_tokens=6, logprobs=-1))
-    assert got.token_ids == want[0]
-    logprobs = torch.tensor([got.logprobs[i] for i in range(len(want[1]))])
-    assert float((logprobs - want[1]).abs().max()) <= 1e-5
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen2_vl"])
@@ -161,38 +137,6 @@ def test_teacher_forcing_agrees_with_decoding(text_dir: Path) -> None:
     torch.testing.assert_close(engine.logits(laid(encoded), query).log_softmax(-1), first, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="answer_ids"):
         engine.teacher_forced(laid(encoded), query, [])
-
-
-@pytest.mark.parametrize("kind", ["DeepseekV2", "DeepseekV3"])
-def test_latent_attention(kind: str, tmp_path: Path) -> None:
-    """MLA: a canonical moved is what is computed there, and loaded KV answers as computed KV does."""
-    import transformers
-
-    from engines.models import build_tokenizer
-
-    tokenizer = build_tokenizer()
-    fields = dict(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, kv_lora_rank=24, q_lora_rank=None, qk_rope_head_dim=8, qk_nope_head_dim=16,
-        v_head_dim=16, first_k_dense_replace=2, max_position_embeddings=512, initializer_range=0.15, eos_token_id=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**fields)
-    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    engine = HFEngine(tmp_path, dtype="float32")
-    assert engine.spec.kv.family == "mla"
-    encoded = [engine.encode_header(HEADER), engine.encode(Chunk.text("the circle is red now"))]
-    stored = engine.prefill([], encoded[1], 7)
-    moved = relocate(stored, engine.spec.kv, 100)
-    there = engine.prefill([], encoded[1], 100)
-    assert float((moved.k - there.k).abs().max() / there.k.abs().max()) <= 2e-6
-    query = engine.encode_query(QUERY)
-    whole = engine.generate(laid(encoded, capture=True), query, Sampling(max_tokens=4, logprobs=-1))
-    pieces = [Piece(p.encoded, p.start, whole.captured[i]) for i, p in enumerate(laid(encoded))]
-    got = engine.generate(pieces, query, Sampling(max_tokens=4, logprobs=-1))
-    assert got.token_ids == whole.token_ids
-    assert max(abs(got.logprobs[i] - whole.logprobs[i]) for i in whole.logprobs) <= 1e-5
 
 
 def test_bfloat16(vision_dir: Path) -> None:

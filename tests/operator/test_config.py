@@ -162,6 +162,16 @@ def test_multimodal_configs_give_their_decoders():
     assert (spec.rope.sections, spec.rope.mrope_interleaved, spec.k_dim) == ((24, 20, 20), True, 128)
 
 
+def test_families_over_another_decoder():
+    one_axis = tf.InternVLConfig(text_config=dict(**SMALL, num_key_value_heads=2, model_type="qwen2"))
+    spec = kv_spec_from_config(one_axis, "id", "bfloat16")
+    assert (spec.family, spec.heads, spec.rope.sections) == ("gqa", 2, None)
+    latent = dict(**SMALL, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10)
+    for kind, pairing in (("deepseek_v3", "half"), ("deepseek_v2", "interleaved")):
+        spec = kv_spec_from_config(tf.Kimi_K25Config(text_config=latent | {"model_type": kind}), "id", "bfloat16")
+        assert (spec.family, spec.heads, spec.k_dim, spec.v_dim, spec.rope.pairing) == ("mla", 1, 8, 24, pairing)
+
+
 def test_legacy_mrope_type():
     loose = SimpleNamespace(
         model_type="qwen2_vl_text", hidden_size=512, num_attention_heads=4, num_hidden_layers=2, rope_theta=1e6,

@@ -1,0 +1,35 @@
+"""Transformers' own path from a whole prompt to an answer: an oracle that shares no code with the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ctxwin.engines.base import Encoded, Sampling
+from ctxwin.engines.hf import HFEngine
+from engines.conformance import QUERY, laid
+
+
+def real_answer(folder: Path, ids: list[int], **media: Any) -> tuple[list[int], torch.Tensor]:
+    """Ids and first-token log-probabilities of transformers' own generate on the whole prompt."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    loader = AutoModelForImageTextToText if media else AutoModelForCausalLM
+    model = loader.from_pretrained(folder, dtype=torch.float32)
+    prompt = torch.tensor([ids])
+    out = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False, output_logits=True,
+        return_dict_in_generate=True, **media,
+    )  # fmt: skip
+    new = [i for i in out.sequences[0, len(ids) :].tolist() if i != 2]
+    return new, out.logits[0][0].log_softmax(-1)
+
+
+def assert_answers(engine: HFEngine, encoded: list[Encoded], want: tuple[list[int], torch.Tensor]) -> None:
+    query = engine.encode_query(QUERY)
+    got = engine.generate(laid(encoded), query, Sampling(max_tokens=6, logprobs=-1))
+    assert got.token_ids == want[0]
+    logprobs = torch.tensor([got.logprobs[i] for i in range(len(want[1]))])
+    assert float((logprobs - want[1]).abs().max()) <= 1e-5
