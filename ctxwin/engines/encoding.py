@@ -268,8 +268,7 @@ class Encoder:
                 batch = missing[at : at + _FRAMES_AT_ONCE]
                 pictures = [Image.fromarray(shown[i]) for i in batch]
                 pixels, grids = self._processed(
-                    part,
-                    lambda p=pictures: process_images(family, checkpoint.config, checkpoint.image_processor, p, frames),
+                    part, process_images, family, checkpoint.config, checkpoint.image_processor, pictures, frames
                 )
                 fresh |= self._run(pixels, grids, [keys[i] for i in batch])
             self._counters.vision_encodes += 1
@@ -285,7 +284,7 @@ class Encoder:
         fresh: dict[str, tuple[int, Grid]] = {}
         if any(self.embeddings.get(key) is None for key in keys):
             frames = self._pixels(chunk, part)
-            pixels, grids = self._processed(part, lambda: process_video(processor, frames))
+            pixels, grids = self._processed(part, process_video, processor, frames)
             fresh = self._run(pixels, grids, keys)
             self._counters.vision_encodes += 1
         seconds = None if family.stamps else patch / fps
@@ -293,9 +292,9 @@ class Encoder:
             (key, *(fresh.get(key) or self._known(key)), seconds, mark) for key, mark in zip(keys, marks, strict=True)
         ]
 
-    def _processed(self, part: MediaPart, process: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    def _processed(self, part: MediaPart, process: Callable[..., tuple[Any, Any]], *inputs: Any) -> tuple[Any, Any]:
         try:
-            return process()
+            return process(*inputs)
         except ValueError as error:  # an aspect ratio beyond the processor's limits, for example
             raise BadMedia(f"the model's processor refused a {part.media} of {part.shape}: {error}") from error
 

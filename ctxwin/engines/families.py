@@ -44,11 +44,19 @@ FAMILIES = {
     "kimi_k25": Family(),
 }
 """By ``model_type``. Pictures of other families may attend both ways, depend on each other, or bring other inputs."""
+REFUSED = {
+    "llava_onevision": "it cuts a picture into tiles only where the prompt has no other, so a picture is no chunk",
+    "gemma3": "tokens of a picture see those behind them, and most layers have a sliding window",
+    "paligemma": "everything in front of the answer attends both ways",
+}
+"""Why some known ones cannot be served."""
 
 
 def family_of(config: Any) -> Family:
-    """The family of a vision model; UnsupportedModel for one that is not known."""
+    """The family of a vision model; UnsupportedModel for one that is not known, or known not to fit."""
     kind = str(config.model_type)
+    if kind in REFUSED:
+        raise UnsupportedModel(f"the vision model {kind!r} cannot be served: {REFUSED[kind]}")
     if kind not in FAMILIES:
         raise UnsupportedModel(f"a vision model must be one of {', '.join(FAMILIES)}, got {kind!r}")
     return FAMILIES[kind]

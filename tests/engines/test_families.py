@@ -243,8 +243,12 @@ def test_a_family_whose_decoder_cannot_move_is_refused(
 
 
 def test_other_vision_models_are_refused_by_name(tmp_path: Path) -> None:
-    from transformers import LlavaOnevisionConfig
+    """Before weights are read: there are none."""
+    from transformers import LlavaConfig, LlavaOnevisionConfig
 
-    LlavaOnevisionConfig().save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match=r"must be one of .*internvl.*, got 'llava_onevision'"):
-        open_engine(f"hf:{tmp_path}")
+    LlavaConfig().save_pretrained(tmp_path / "unknown")
+    with pytest.raises(UnsupportedModel, match=r"must be one of .*internvl.*, got 'llava'"):
+        open_engine(f"hf:{tmp_path / 'unknown'}")
+    LlavaOnevisionConfig().save_pretrained(tmp_path / "known")
+    with pytest.raises(UnsupportedModel, match="only where the prompt has no other"):
+        open_engine(f"hf:{tmp_path / 'known'}")
