@@ -31,6 +31,7 @@ class Patcher:
         layout: ``joint``, ``per_layer`` or ``shared`` (needs ``basis``).
         weight: how truncation errors are measured; None for the plain norm.
         basis: directions for ``shared``, of at least the largest rank that will be asked for.
+        floor: patches are decomposed at this rank at least, so that a sweep is cut from one decomposition in any order.
         build: makes the patchers of other ways to compress, see `variant`; None where there are none.
     """
 
@@ -40,6 +41,7 @@ class Patcher:
     dtype: torch.dtype = torch.bfloat16
     weight: Weight | None = None
     basis: SharedBasis | None = None
+    floor: int = 0
     build: Callable[[str], Patcher] | None = None
     _bases: dict[int, SharedBasis] = field(default_factory=dict)
     _variants: dict[str, Patcher] = field(default_factory=dict)
@@ -55,6 +57,7 @@ class Patcher:
             if self.build is None:
                 raise ValueError(f"this run has one way to compress, got {name!r}")
             self._variants[name] = self.build(name)
+        self._variants[name].floor = self.floor
         return self._variants[name]
 
     def patch(self, lost: Callable[[], Deficit], rank: int | None, held: dict[object, Patch], key: object) -> Patch:
@@ -64,12 +67,21 @@ class Patcher:
         known = held.get(key)
         if known is not None and rank is not None and rank <= known.rank:
             return _cut(known, rank)
-        made = compress(
-            lost(), self.spec, rank=rank, layers=self.layers, layout=self.layout, dtype=self.dtype, weight=self.weight
-        )
+        deficit = lost()
+        if rank is not None and rank < self.floor:
+            whole = self._compressed(deficit, self.floor)
+            if not whole.dense and whole.right is not None:
+                held[key] = whole
+                return _cut(whole, rank) if rank < whole.rank else whole
+        made = self._compressed(deficit, rank)
         if not made.dense and made.right is not None:
             held[key] = made
         return made
+
+    def _compressed(self, lost: Deficit, rank: int | None) -> Patch:
+        return compress(
+            lost, self.spec, rank=rank, layers=self.layers, layout=self.layout, dtype=self.dtype, weight=self.weight
+        )
 
     def _projected(self, lost: Deficit, rank: int | None) -> Patch:
         if self.basis is None:

@@ -140,13 +140,18 @@ class Runner:
         if n is not None and n < 1:
             raise ValueError(f"n must be >= 1, got {n}")
         for job in jobs:
+            # A sweep is cut from its largest rank: of the job, not of the arms that happen to be missing.
+            self.patcher.floor = max((arm.rank or 0 for arm in job.arms), default=0)
             for items in batches(job.task, n):
-                wanted = [item for item in items if n is None or item.index < n]
-                task = job.task.name
-                self._check_items(job, wanted)
-                if any(not self.samples.has(task, arm.name, item.index) for item in wanted for arm in job.arms):
-                    indices = {item.index for item in wanted}
-                    self.samples.add(row for row in self._rows(job, items) if row["index"] in indices)
+                wanted = {item.index for item in items if n is None or item.index < n}
+                self._check_items(job, items)
+                missing = [
+                    arm
+                    for arm in job.arms
+                    if any(not self.samples.has(job.task.name, arm.name, index) for index in wanted)
+                ]
+                if missing:
+                    self.samples.add(row for row in self._rows(job.task, items, missing) if row["index"] in wanted)
                 progress(len(wanted) * len(job.arms))
 
     def _check_items(self, job: Job, items: Sequence[Item]) -> None:
@@ -160,25 +165,25 @@ class Runner:
                         f"{item.task!r}; choose another --output"
                     )
 
-    def _rows(self, job: Job, items: Sequence[Item]) -> Iterator[Row]:
-        """Every arm of the job on one batch: all of them, so that what they share is computed alike in every run."""
+    def _rows(self, task: Task, items: Sequence[Item], arms: Sequence[Arm]) -> Iterator[Row]:
+        """Samples of one batch."""
         group = self._group(items)
         limit = self.decoder.engine.spec.max_tokens
         longest = max(self.decoder.query(item.query).tokens + item.max_tokens for item in items)
         total = group.header.tokens + group.context_tokens + longest
         if total > limit:
             reason = f"the prompt of {total} tokens is longer than the model's {limit}"
-            for arm in job.arms:
+            for arm in arms:
                 yield from (self._row(item, arm, group) | {"unscored": reason} for item in items)
             return
-        base = BASES[job.task.setting]
+        base = BASES[task.setting]
         heard: dict[Arm, tuple[list[Served | None], list[_Read | None]]] = {}
-        for arm in (REFERENCE, base, *sorted(job.arms, key=_rank_last)):
+        for arm in (REFERENCE, base, *arms):
             if arm not in heard:
                 served = arm.serve(group)
                 exact = heard[REFERENCE][1] if heard else None
                 heard[arm] = served, self._ask(group, served, exact)
-        for arm in job.arms:
+        for arm in arms:
             for b, item in enumerate(items):
                 one, said = heard[arm][0][b], heard[arm][1][b]
                 row = self._row(item, arm, group)
@@ -323,11 +328,6 @@ def _by_shape(items: Sequence[Item]) -> Iterator[list[Item]]:
     for same in shapes.values():
         for at in range(0, len(same), BATCH):
             yield same[at : at + BATCH]
-
-
-def _rank_last(arm: Arm) -> int:
-    """The largest ranks first: smaller ones are cut from their decomposition."""
-    return -1_000_000 if arm.rank is None else -arm.rank
 
 
 def _mean_kl(reference: np.ndarray, other: np.ndarray) -> float:

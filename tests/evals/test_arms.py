@@ -4,20 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxwin.evals.arms import (
-    Blind,
-    FirstK,
-    Orbit,
-    Patched,
-    Recall,
-    Stale,
-    Transfer,
-    other_orders,
-    parse_arm,
-    parse_arms,
-)
+from ctxwin.evals.arms import ARM_FORMS, ARMS, BASES, parse_arm, parse_arms
+from ctxwin.evals.arms.reuse import Blind, Orbit, Patched, Stale, Transfer, Update, other_orders
+from ctxwin.evals.arms.tokens import FirstK
 from ctxwin.evals.run import plan_jobs
-from ctxwin.evals.tasks import WORLD_TASKS
+from ctxwin.evals.tasks import expand, open_task
 
 
 def test_every_form_parses() -> None:
@@ -26,29 +17,38 @@ def test_every_form_parses() -> None:
     assert parse_arm("patched:full").rank is None
     assert parse_arm("first_k:0") == FirstK("first_k:0", 0)
     assert parse_arm("first_k:all") == FirstK("first_k:all", None)
-    assert parse_arm("recall:8@0.25") == Recall("", 8, 0.25)
-    assert parse_arm("stale:full@.5") == Stale("", None, 0.5)
+    assert parse_arm("update:8") == Update("", 8)
+    assert parse_arm("stale:full") == Stale("", None)
+    assert parse_arm("patched:8@deep") == Patched("", 8, "deep") != Patched("", 8)
+    assert parse_arm("patched:8@shared+deep+output").name == "patched:8@shared+deep+output"
     assert parse_arm("transfer:4") == Transfer("", 4) != Orbit("", 4)
     assert [a.name for a in parse_arms("reprefill,removal:3, survivor,")] == ["reprefill", "removal:3", "survivor"]
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 500), st.integers(0, 10_000))
-def test_any_rank_and_turnover(rank: int, turn: int) -> None:
-    arm = parse_arm(f"recall:{rank}@{turn / 10_000}")
-    assert (arm.rank, arm.turnover) == (rank, turn / 10_000)
+@given(st.integers(0, 500))
+def test_any_rank(rank: int) -> None:
+    assert parse_arm(f"update:{rank}").rank == rank
+
+
+def test_every_arm_says_what_it_is() -> None:
+    for head, kind in ARMS.items():
+        assert kind.form.partition(":")[0] == head
+        assert kind.form in ARM_FORMS
+        assert kind.source and kind.settings and (kind.__doc__ or "").strip()
 
 
 @pytest.mark.parametrize(
     "text",
-    ["patched", "patched:", "patched:-1", "patched:x", "patched:1.5", "blind:3", "first_k:full", "first_k", "recall:8",
-     "recall:8@", "recall:8@1.1", "stale:8@-0.5", "removal:all", "orbit:8@0.5", "kamera", "patched:8 8"],
+    ["patched", "patched:", "patched:-1", "patched:x", "patched:1.5", "blind:3", "blind:", "first_k:full", "first_k",
+     "stale:8@0.5", "removal:all", "orbit:8@0.5", "kamera", "patched:8 8", "patched:8@", "patched:8@deeper",
+     "patched:8@joint+shared", "patched:8@deep+deep"],
 )  # fmt: skip
 def test_a_bad_arm_is_named_with_the_forms(text: str) -> None:
     with pytest.raises(ValueError, match="an arm must be one of") as caught:
         parse_arm(text)
     assert repr(text) in str(caught.value)
-    assert "stale:M@T" in str(caught.value)
+    assert "stale:M" in str(caught.value)
 
 
 def test_lists_must_hold_each_arm_once() -> None:
@@ -58,20 +58,29 @@ def test_lists_must_hold_each_arm_once() -> None:
         parse_arms("patched:4,blind,patched:4")
 
 
-def test_arms_bring_the_tasks_of_their_setting() -> None:
-    jobs = plan_jobs(parse_arms("blind,survivor,stale:8@0.5,recall:8@0.5,recall:8@1"), WORLD_TASKS)
-    found = {(job.task.name, job.turnover): [a.name for a in job.arms] for job in jobs}
+def test_arms_run_on_the_tasks_of_their_setting() -> None:
+    tasks = [open_task(name) for name in (*expand("tiny"), "tiny/slide_needed", "tiny/recall@0.5", "tiny/recall@1")]
+    jobs = plan_jobs(parse_arms("blind,patched:4,survivor,stale:8,update:8"), tasks)
+    found = {job.task.name: [a.name for a in job.arms] for job in jobs}
     assert found == {
-        **{(task, 0.0): ["blind"] for task in WORLD_TASKS},
-        ("slide_distractor", 0.0): ["survivor"],
-        ("slide_needed", 0.0): ["survivor"],
-        ("recall", 0.5): ["stale:8@0.5", "recall:8@0.5"],
-        ("recall", 1.0): ["recall:8@1"],
+        **{name: ["blind", "patched:4"] for name in expand("tiny")},
+        "tiny/slide_needed": ["blind", "survivor"],
+        "tiny/recall@0.5": ["blind", "stale:8", "update:8"],
+        "tiny/recall@1": ["blind", "stale:8", "update:8"],
     }
-    only = plan_jobs(parse_arms("blind,survivor"), ["slide_needed"])
-    assert [(j.task.name, [a.name for a in j.arms]) for j in only] == [("slide_needed", ["blind", "survivor"])]
-    with pytest.raises(ValueError, match="tasks must be among single_hop"):
-        plan_jobs(parse_arms("blind"), ["multihop"])
+    assert jobs[-1].arms[0] == BASES["recall"]
+    with pytest.raises(ValueError, match="stale:8 needs a task of setting recall"):
+        plan_jobs(parse_arms("blind,stale:8"), tasks[:1])
+
+
+def test_unknown_tasks_are_named_with_the_known() -> None:
+    for bad in ("tiny/multihop", "tiny/recall", "tiny/order@0.5", "tiny/recall@2", "tiny/recall@x", "other"):
+        with pytest.raises(ValueError, match=r"must be|belongs to"):
+            open_task(bad)
+    with pytest.raises(ValueError, match="at least one"):
+        expand(" ,")
+    assert expand("tiny/order,tiny")[0] == "tiny/order"
+    assert len(set(expand("tiny/order,tiny"))) == 4
 
 
 def test_orders_leave_out_the_one_that_is_served() -> None:

@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Piece
-from ctxwin.evals import arms as arms_module
-from ctxwin.evals.arms import Served, parse_arm
+from ctxwin.evals.arms import BASES, Served, parse_arm, reuse
+from ctxwin.evals.decoder import Decoder
 from ctxwin.evals.group import Group
 from ctxwin.evals.metrics import kl_divergence
 from ctxwin.evals.patching import Patcher, make_weight
-from ctxwin.evals.reader import Reader
-from ctxwin.evals.run import _rendered
-from ctxwin.evals.tasks import TASKS
+from ctxwin.evals.tasks.tiny import TASKS, as_item
 from ctxwin.operator import compress, fit_basis, relocate
 
 if TYPE_CHECKING:
@@ -27,18 +24,19 @@ HEADER = "You watch a camera."
 
 
 @pytest.fixture(scope="module")
-def reader(engine: HFEngine) -> Reader:
-    return Reader(engine, HEADER, _rendered(TASKS["multi_hop"].case(0, 0, (2,)))[0])
+def decoder(engine: HFEngine) -> Decoder:
+    return Decoder(engine)
 
 
-def group_of(reader: Reader, task: str, frames: int = 4, count: int = 3, turnover: float = 0.0) -> Group:
-    cases = [TASKS[task].case(0, i, (frames,), turnover) for i in range(count)]
-    return Group(reader, cases, Patcher(reader.spec, dtype=torch.float32), _rendered)
+def group_of(decoder: Decoder, task: str, frames: int = 4, count: int = 3, turnover: float = 0.0) -> Group:
+    items = [as_item(TASKS[task].case(0, i, (frames,), turnover), f"tiny/{task}") for i in range(count)]
+    return Group(decoder, items, Patcher(decoder.spec, dtype=torch.float32), HEADER)
 
 
 def logits(group: Group, served: Sequence[Served | None]) -> torch.Tensor:
     assert all(served)
-    return group.reader.read([s.spans for s in served if s], [c.question for c in group.cases])
+    memory = group.memory([s.spans for s in served if s])
+    return group.decoder.read(memory, [item.query for item in group.items], group.begin)
 
 
 def worst_kl(group: Group, arm: str, reference: str | torch.Tensor = "reprefill") -> float:
@@ -47,18 +45,18 @@ def worst_kl(group: Group, arm: str, reference: str | torch.Tensor = "reprefill"
     return max(kl_divergence(p.numpy(), q.numpy()) for p, q in zip(want, have, strict=True))
 
 
-def test_batches_equal_the_engine(engine: HFEngine, reader: Reader) -> None:
-    group = group_of(reader, "multi_hop")
+def test_batches_equal_the_engine(engine: HFEngine, decoder: Decoder) -> None:
+    group = group_of(decoder, "multi_hop")
     read = logits(group, parse_arm("reprefill").serve(group))
     blind = logits(group, parse_arm("blind").serve(group))
     header = engine.encode_header(HEADER)
-    for b, case in enumerate(group.cases):
-        encoded = [engine.encode(Chunk.image(p)) for p in _rendered(case)]
+    for b, item in enumerate(group.items):
+        encoded = [engine.encode(chunk) for chunk in item.load()]
         layout, start = [Piece(header, 0)], header.advance
         for one in encoded:
             layout.append(Piece(one, start))
             start += one.advance
-        query = engine.encode_query(case.question)
+        query = engine.encode_query(item.query)
         torch.testing.assert_close(read[b], engine.logits(layout, query), atol=1e-5, rtol=1e-5)
         alone = [engine.prefill([Piece(header, 0)], one, header.advance) for one in encoded]
         moved = [layout[0], *(Piece(p.encoded, p.start, span=s) for p, s in zip(layout[1:], alone, strict=True))]
@@ -68,49 +66,90 @@ def test_batches_equal_the_engine(engine: HFEngine, reader: Reader) -> None:
         torch.testing.assert_close(group.exact[b][-1].v, last.v, atol=1e-5, rtol=1e-5)
 
 
-def test_a_batch_of_one_equals_the_batch(reader: Reader) -> None:
-    whole = group_of(reader, "multi_hop")
-    for b, case in enumerate(whole.cases):
-        single = Group(reader, [case], whole.patcher, _rendered)
+def test_a_batch_of_one_equals_the_batch(decoder: Decoder) -> None:
+    whole = group_of(decoder, "multi_hop")
+    for b, item in enumerate(whole.items):
+        single = Group(decoder, [item], whole.patcher, HEADER)
         torch.testing.assert_close(single.exact[0][-1].k, whole.exact[b][-1].k, atol=1e-5, rtol=1e-5)
 
 
-def test_full_rank_is_exact_and_no_rank_is_blind(reader: Reader) -> None:
-    group = group_of(reader, "multi_hop")
+def test_full_rank_is_exact_and_no_rank_is_blind(decoder: Decoder) -> None:
+    group = group_of(decoder, "multi_hop")
     assert worst_kl(group, "blind") > 1e-4  # there is something to restore
     assert worst_kl(group, "patched:full") < 1e-6
     assert worst_kl(group, "patched:0", "blind") < 1e-12
     assert worst_kl(group, "patched:2") < worst_kl(group, "patched:1") < worst_kl(group, "blind") * 1.5
 
 
-def test_first_k_of_everything_is_exact_and_of_nothing_is_blind(reader: Reader) -> None:
-    group = group_of(reader, "multi_hop", frames=5)
+def test_first_k_of_everything_is_exact_and_of_nothing_is_blind(decoder: Decoder) -> None:
+    group = group_of(decoder, "multi_hop", frames=5)
     assert worst_kl(group, "first_k:all") < 1e-6
     assert worst_kl(group, "first_k:10000") < 1e-6
     assert worst_kl(group, "first_k:0", "blind") == 0.0
     assert worst_kl(group, "first_k:3") > 1e-6
 
 
-def test_first_k_computes_heads_behind_what_is_served(engine: HFEngine, reader: Reader) -> None:
-    """The one masked forward equals computing head after head behind the cache as it then is."""
-    group, k = group_of(reader, "multi_hop", frames=3, count=1), 4
+def test_what_is_recomputed_stands_behind_what_is_served(engine: HFEngine, decoder: Decoder) -> None:
+    """The one pass over scattered tokens equals computing head after head behind the cache as it then is."""
+    group, k = group_of(decoder, "multi_hop", frames=3, count=1), 4
     served = parse_arm(f"first_k:{k}").serve(group)[0]
     assert served is not None
-    past = [reader.header, group.blind[0][0]]
+    past = [group.header_span, group.blind[0][0]]
     for i in (1, 2):
-        embeds = group.embeds[:, i, :k]
-        block = arms_module.stack([past])
-        made, _ = reader.forward(embeds, reader.positions[:, :k] + reader.start(i), block)
-        head = made.cut(0, 0, k, reader.positions[:, :k], reader.start(i))
+        place = group.places[i]
+        memory, _ = decoder.append(
+            group.context.pick(torch.arange(place.slot, place.slot + k)[None]), decoder.memory([past])
+        )
+        head = memory.span(0, memory.slots - k, memory.slots, group.position_rows(i)[:, :k], place.start)
         torch.testing.assert_close(served.spans[i].k[:, :k], head.k, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(served.spans[i].v[:, :k], head.v, atol=1e-5, rtol=1e-5)
-        past += [head, group.blind[0][i].slice(k, reader.frame.tokens)]
+        past += [head, group.blind[0][i].slice(k, place.tokens)]
 
 
-def test_an_orbit_over_its_own_order_alone_is_the_exact_patch(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = group_of(reader, "order", frames=5)
+def test_layers_one_by_one_equal_all_at_once(decoder: Decoder) -> None:
+    group = group_of(decoder, "multi_hop", frames=2)
+    whole, hidden = decoder.append(group.context, group.behind_header(3))
+    memory, at = group.behind_header(3).grown(group.context.count), torch.arange(group.context.count)
+    at, x = at + group.header_span.tokens, None
+    for layer in range(decoder.layers):
+        x = decoder.run(group.context, memory, at, layers=range(layer, layer + 1), hidden=x)
+    torch.testing.assert_close(x, hidden)
+    torch.testing.assert_close(memory.k, whole.k)
+
+
+def test_what_attention_looked_at_is_a_distribution_over_slots(decoder: Decoder) -> None:
+    group = group_of(decoder, "multi_hop", frames=2)
+    seen: list[torch.Tensor] = []
+    watched, hidden = decoder.append(group.context, group.behind_header(3), lambda layer, w: seen.append(w))
+    plain, unwatched = decoder.append(group.context, group.behind_header(3))
+    torch.testing.assert_close(hidden, unwatched, atol=1e-5, rtol=1e-5)
+    assert len(seen) == decoder.layers
+    assert seen[0].shape == (3, 4, group.context.count, watched.slots)
+    torch.testing.assert_close(seen[1].sum(-1), torch.ones(3, 4, group.context.count))
+    assert not seen[0][..., 0, group.header_span.tokens + 1 :].any()  # nothing behind itself
+    assert plain.slots == watched.slots
+
+
+def test_a_mask_hides_what_it_should(decoder: Decoder) -> None:
+    """Under a mask that hides chunk A from chunk B, B is what it is without A at its own place (Kamera, section 2)."""
+    group = group_of(decoder, "multi_hop", frames=2)
+    lead, (a, b) = group.header_span.tokens, group.places
+    memory = group.behind_header(3).grown(group.context.count)
+    slots = torch.arange(memory.slots)
+    mask = slots <= (torch.arange(group.context.count) + lead)[:, None]
+    mask[b.slot : b.end, lead + a.slot : lead + a.end] = False
+    decoder.run(group.context, memory, torch.arange(lead, memory.slots), mask=mask)
+    alone, _ = decoder.append(group.tokens(1).moved(b.start), group.behind_header(3))
+    torch.testing.assert_close(memory.k[:, :, :, lead + b.slot :], alone.k[:, :, :, lead:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(memory.v[:, :, :, lead + b.slot :], alone.v[:, :, :, lead:], atol=1e-5, rtol=1e-5)
+
+
+def test_an_orbit_over_its_own_order_alone_is_the_exact_patch(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = group_of(decoder, "order", frames=5)
     other = logits(group, parse_arm("orbit:full").serve(group))
-    monkeypatch.setattr(arms_module, "other_orders", lambda frames, count, seed: [tuple(frames)])
+    monkeypatch.setattr(reuse, "other_orders", lambda frames, count, seed: [tuple(frames)])
     assert worst_kl(group, "orbit:full") < 1e-6
     assert max(kl_divergence(a.numpy(), b.numpy()) for a, b in zip(other, group_read(group), strict=True)) > 1e-6
 
@@ -119,76 +158,79 @@ def group_read(group: Group) -> torch.Tensor:
     return logits(group, parse_arm("reprefill").serve(group))
 
 
-def test_an_orbit_needs_two_antecedents(reader: Reader) -> None:
-    group = group_of(reader, "multi_hop", frames=2)
+def test_an_orbit_needs_two_antecedents(decoder: Decoder) -> None:
+    group = group_of(decoder, "multi_hop", frames=2)
     assert parse_arm("orbit:4").serve(group) == [None] * 3
-    group = group_of(reader, "order", frames=3)
+    group = group_of(decoder, "order", frames=3)
     served = parse_arm("orbit:4").serve(group)
     assert all(s and s.extra["orders"] == 1 and s.extra["moved"] > 0 for s in served)
 
 
-def test_removal_at_full_rank_is_the_reprefill_of_what_stayed(reader: Reader) -> None:
-    group = group_of(reader, "slide_needed")
+def test_removal_at_full_rank_is_the_reprefill_of_what_stayed(decoder: Decoder) -> None:
+    group = group_of(decoder, "slide_needed")
     assert worst_kl(group, "survivor") > 1e-5
     assert worst_kl(group, "removal:full") < 1e-6
     assert worst_kl(group, "removal:0", "survivor") < 1e-12
 
 
-def test_survivors_keep_values_bit_for_bit(reader: Reader) -> None:
-    group = group_of(reader, "slide_distractor")
+def test_survivors_keep_values_bit_for_bit(decoder: Decoder) -> None:
+    group = group_of(decoder, "slide_distractor")
     for kept, earlier in zip(group.kept, group.earlier, strict=True):
         assert all(torch.equal(a.v, b.v) for a, b in zip(kept, earlier[1:], strict=True))
 
 
-def test_stale_and_fresh_agree_without_turnover_and_part_with_it(reader: Reader) -> None:
-    same, other = group_of(reader, "recall"), group_of(reader, "recall", turnover=1.0)
+def test_stale_and_fresh_agree_without_turnover_and_part_with_it(decoder: Decoder) -> None:
+    same, other = group_of(decoder, "recall"), group_of(decoder, "recall", turnover=1.0)
     reference = group_read(same)
-    assert worst_kl(same, "stale:full@0", reference) < 1e-6
-    assert worst_kl(same, "recall:full@0", reference) < 1e-6
+    assert worst_kl(same, "stale:full", reference) < 1e-6
+    assert worst_kl(same, "update:full", reference) < 1e-6
     reference = group_read(other)
-    assert worst_kl(other, "recall:full@1", reference) < 1e-6
-    assert worst_kl(other, "stale:full@1", reference) > 1e-5
+    assert worst_kl(other, "update:full", reference) < 1e-6
+    assert worst_kl(other, "stale:full", reference) > 1e-5
+    base = BASES["recall"].serve(other)
+    assert all(torch.equal(s.spans[-1].v, c[-1].v) for s, c in zip(base, other.canonical, strict=True) if s)
 
 
-def test_bytes_are_those_of_the_patches(reader: Reader) -> None:
-    group = group_of(reader, "multi_hop")
+def test_bytes_are_those_of_the_patches(decoder: Decoder) -> None:
+    group = group_of(decoder, "multi_hop")
     served = parse_arm("patched:3").serve(group)[0]
     assert served is not None
     layers = len(group.patch(0, 1, 3).layers)
-    tokens, width = reader.frame.tokens, reader.spec.width // reader.spec.layers
+    tokens, width = group.places[1].tokens, decoder.spec.width // decoder.spec.layers
     assert served.stored == 3 * 3 * (tokens + layers * width) * 4  # three chunks, rank 3, float32
-    assert served.over == 3 * tokens * reader.spec.width * 2
+    assert served.over == 3 * tokens * decoder.spec.width * 2
 
 
-def test_a_sweep_cuts_what_direct_compression_gives(reader: Reader) -> None:
-    group = group_of(reader, "multi_hop", count=1)
-    weight = make_weight("output", reader.engine._model, reader.spec, group.exact[0][1])
+def test_a_sweep_cuts_what_direct_compression_gives(decoder: Decoder) -> None:
+    group = group_of(decoder, "multi_hop", count=1)
+    weight = make_weight("output", decoder.engine.text_model, decoder.spec, group.exact[0][1])
     for layout in ("joint", "per_layer"):
-        patcher = Patcher(reader.spec, layout, weight=weight)  # type: ignore[arg-type]
+        patcher = Patcher(decoder.spec, layout, weight=weight)  # type: ignore[arg-type]
         held: dict[object, object] = {}
         lost = group.deficit(0, 2)
-        patcher.patch(lost, 5, held, "x")  # type: ignore[arg-type]
-        cut = patcher.patch(lost, 2, held, "x")  # type: ignore[arg-type]
-        direct = compress(lost, reader.spec, rank=2, layout=layout, weight=weight)  # type: ignore[arg-type]
+        patcher.floor = 5
+        cut = patcher.patch(lambda lost=lost: lost, 2, held, "x")  # type: ignore[misc, arg-type]
+        assert patcher.patch(lambda: pytest.fail("decomposed twice"), 5, held, "x").rank == 5  # type: ignore[arg-type]
+        direct = compress(lost, decoder.spec, rank=2, layout=layout, weight=weight)  # type: ignore[arg-type]
         assert cut.nbytes == direct.nbytes
         for layer in cut.layers:
             for a, b in zip(cut.delta(layer) or (), direct.delta(layer) or (), strict=True):
                 torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
 
 
-def test_a_shared_basis_of_full_rank_restores_everything(reader: Reader) -> None:
-    group = group_of(reader, "multi_hop", count=1)
-    basis = fit_basis([group.deficit(0, place) for place in (1, 2, 3)], reader.spec, 10_000, dtype=torch.float32)
-    group.patcher = Patcher(reader.spec, "shared", dtype=torch.float32, basis=basis)
+def test_a_shared_basis_of_full_rank_restores_everything(decoder: Decoder) -> None:
+    group = group_of(decoder, "multi_hop", count=1)
+    basis = fit_basis([group.deficit(0, place) for place in (1, 2, 3)], decoder.spec, 10_000, dtype=torch.float32)
+    group.patcher = Patcher(decoder.spec, "shared", dtype=torch.float32, basis=basis)
     assert worst_kl(group, "patched:full") < 1e-6
     assert worst_kl(group, "patched:0", "blind") < 1e-12
     assert group.patcher.basis_bytes(1) == basis.nbytes // basis.rank
 
 
-def test_canonicals_do_not_depend_on_where_they_stand(reader: Reader) -> None:
-    group = group_of(reader, "multi_hop", count=1)
+def test_canonicals_do_not_depend_on_where_they_stand(decoder: Decoder) -> None:
+    group = group_of(decoder, "multi_hop", count=1)
     for i, (moved, canonical) in enumerate(zip(group.blind[0], group.canonical[0], strict=True)):
-        assert moved.start == reader.start(i)
+        assert moved.start == group.places[i].start
         assert torch.equal(moved.v, canonical.v)
-        back = relocate(moved, reader.spec, 0)
+        back = relocate(moved, decoder.spec, 0)
         torch.testing.assert_close(back.k, canonical.k, atol=1e-5, rtol=1e-5)
