@@ -1,22 +1,30 @@
 """The samples of a run on disk: ``config.json`` and an append-only ``samples.jsonl``, one line per (task, arm, item).
 
 A line is written whole or not at all as far as a reader is concerned: a last line without its newline, left by a killed
-run, is cut off when the file is opened again. Lines are never rewritten.
+run, is cut off when the file is opened again. Lines are never rewritten. One process writes a folder at a time; the lock
+is the kernel's (`fcntl.lockf`) and ends with its process, however that ends.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any, Self
 
 Row = dict[str, Any]
 Key = tuple[str, str, int]
 
-FORMAT = 1
+FORMAT = 2
+"""Rises when samples of an older version cannot be scored by this one."""
+_CREATED = "created"
+"""When the run was started; in ``config.json``, but no part of what must agree."""
 
 
 def key_of(row: Row) -> Key:
@@ -24,66 +32,166 @@ def key_of(row: Row) -> Key:
     return row["task"], row["arm"], row["index"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Samples:
     """A folder of samples of one configuration.
 
-    Use `open_samples` to make or continue one, `read_samples` to look at one.
+    Use `open_samples` to make or continue one, `read_samples` to look at one. A context manager; what is closed or was
+    only read takes no more samples.
     """
 
     folder: Path
     config: dict[str, Any]
+    created: str = ""
     rows: dict[Key, Row] = field(default_factory=dict)
+    _lock: IO[str] | None = field(default=None, repr=False)
 
     @property
     def path(self) -> Path:
         return self.folder / "samples.jsonl"
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Appends samples that are not there yet, and makes them durable. Cost: one write and one sync."""
+        """Appends samples that are not there yet, and makes them durable. Cost: one write and one sync.
+
+        Raises ValueError for a figure that is not finite, and where this folder is not open for writing (any more).
+        """
+        if self._lock is None:
+            raise ValueError(f"{self.folder} must be open for writing, got one that was closed, read, or opened anew")
         fresh = {key_of(row): row for row in rows if key_of(row) not in self.rows}
         if not fresh:
             return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in fresh.values()))
-            file.flush()
-            os.fsync(file.fileno())
+        lines = "".join(_line(row) for row in fresh.values()).encode()
+        new = not self.path.exists()
+        with self.path.open("ab") as file:
+            whole = file.tell()
+            try:
+                file.write(lines)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(whole)  # a full disk must not leave half a line in front of the next one
+                raise
+        if new:
+            _sync_folder(self.folder)
         self.rows |= fresh
 
     def has(self, task: str, arm: str, index: int) -> bool:
         return (task, arm, index) in self.rows
 
+    def close(self) -> None:
+        """Lets another process write here; does nothing the second time."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_WRITERS: weakref.WeakValueDictionary[Path, Samples] = weakref.WeakValueDictionary()
+"""Folders that this process writes. The kernel's lock is the process's, so within one this must be kept by hand."""
+
 
 def open_samples(folder: Path, config: dict[str, Any]) -> Samples:
     """Starts a folder, or continues one of the same configuration.
 
-    Raises ValueError where the folder holds samples of another configuration, naming what differs.
+    Opened a second time by one process, the folder belongs to the newer object and the older one takes no more samples.
+
+    Raises ValueError where the folder holds samples of another configuration, naming what differs, where it is damaged,
+    and where another process is writing it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "config.json"
-    if path.exists():
-        held = _config(folder)
-        differs = [k for k in sorted({*held, *config}) if held.get(k) != config.get(k)]
-        if differs:
-            what = "; ".join(f"{k} {held.get(k)!r} there, {config.get(k)!r} now" for k in differs)
-            raise ValueError(f"{folder} must hold samples of this configuration, got {what}; choose another --output")
-        samples = Samples(folder, held)
-        _cut_torn_line(samples.path)
-        samples.rows = {key_of(row): row for row in _lines(samples.path)}
-        return samples
-    if (folder / "samples.jsonl").exists():
-        raise ValueError(f"{folder} must hold a config.json beside its samples, got none; choose another --output")
-    temporary = folder / "config.json.tmp"
-    temporary.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
-    return Samples(folder, config)
+    older = _WRITERS.get(folder.resolve())
+    held = None if older is None else older._lock
+    lock = held or _take(folder)
+    try:
+        samples = _opened(folder, config)
+    except BaseException:
+        if lock is not held:
+            lock.close()
+        raise
+    if older is not None:
+        older._lock = None
+    samples._lock = lock
+    _WRITERS[folder.resolve()] = samples
+    return samples
 
 
 def read_samples(folder: Path) -> Samples:
-    """Reads a folder without changing it. Raises ValueError where it holds no run, or a damaged one."""
-    samples = Samples(folder, _config(folder))
-    samples.rows = {key_of(row): row for row in _lines(samples.path)}
+    """Reads a folder without changing it, also while a run is going on.
+
+    Raises ValueError where it holds no run, or a damaged one.
+    """
+    held = _config(folder)
+    samples = Samples(folder, held, held.pop(_CREATED, ""))
+    samples.rows = _rows(samples.path)
     return samples
+
+
+def _opened(folder: Path, config: dict[str, Any]) -> Samples:
+    path = folder / "config.json"
+    if path.exists():
+        held = _config(folder)
+        created = held.pop(_CREATED, "")
+        differs = list(_differences(held, json.loads(json.dumps(config))))
+        if differs:
+            raise ValueError(
+                f"{folder} must hold samples of this configuration, got {'; '.join(differs)}; choose another --output"
+            )
+        samples = Samples(folder, held, created)
+        _cut_torn_line(samples.path)
+        samples.rows = _rows(samples.path)
+        return samples
+    if (folder / "samples.jsonl").exists():
+        raise ValueError(f"{folder} must hold a config.json beside its samples, got none; choose another --output")
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    temporary = folder / "config.json.tmp"
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(json.dumps({**config, _CREATED: created}, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    _sync_folder(folder)
+    return Samples(folder, config, created)
+
+
+def _take(folder: Path) -> IO[str]:
+    """The lock of a folder; ValueError where another process has it."""
+    lock = (folder / "lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        owner = lock.read().strip()
+        lock.close()
+        raise ValueError(
+            f"{folder} must be written by one process at a time, got one that is being written"
+            f"{f' by process {owner}' if owner else ''}; wait for it or choose another --output"
+        ) from None
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return lock
+
+
+def _differences(held: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """What differs between two configurations, nested ones by their inner names."""
+    for key in sorted({*held, *wanted}):
+        there, now = held.get(key), wanted.get(key)
+        if there == now:
+            continue
+        if isinstance(there, dict) and isinstance(now, dict):
+            yield from _differences(there, now, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key} {there!r} there, {now!r} now"
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -95,27 +203,62 @@ def _config(folder: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} must be JSON, got {error}") from error
     if config.get("format") != FORMAT:
-        raise ValueError(f"{path} must be of format {FORMAT}, got {config.get('format')!r}")
+        raise ValueError(
+            f"{path} must be of format {FORMAT}, got {config.get('format')!r}; run it again into another folder"
+        )
     return config
 
 
-def _lines(path: Path) -> Iterator[Row]:
+def _line(row: Row) -> str:
+    try:
+        return json.dumps(row, allow_nan=False) + "\n"
+    except ValueError as error:
+        raise ValueError(f"a sample must hold finite figures, got {key_of(row)}: {error}") from error
+
+
+def _rows(path: Path) -> dict[Key, Row]:
+    """The whole lines of a file; ValueError where one is no sample, or stands there twice."""
+    rows: dict[Key, Row] = {}
+    for number, row in _lines(path):
+        key = key_of(row)
+        if key in rows:
+            raise ValueError(f"{path} must hold each sample once, got {key} again in line {number}")
+        rows[key] = row
+    return rows
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Row]]:
     if not path.exists():
         return
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
-            return  # torn by a kill; its sample counts as missing
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} must hold one JSON object a line, got line {number}: {error}") from error
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return  # torn by a kill; its sample counts as missing
+            try:
+                row = json.loads(line)
+                key_of(row)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path} must hold one sample a line as JSON, got line {number}: {error}") from error
+            yield number, row
 
 
 def _cut_torn_line(path: Path) -> None:
     if not path.exists():
         return
-    raw = path.read_bytes()
-    whole = raw.rfind(b"\n") + 1
-    if whole != len(raw):
-        with path.open("r+b") as file:
+    with path.open("r+b") as file:
+        whole = 0
+        for line in file:
+            if line.endswith(b"\n"):
+                whole += len(line)
+        if whole != file.seek(0, os.SEEK_END):
             file.truncate(whole)
+            os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a new name in a folder durable."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

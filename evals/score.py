@@ -1,85 +1,288 @@
-"""Scoring: from samples to the table of figures, without a model."""
+"""Scoring: from samples to figures, without a model. Unscored is not wrong, and no data is an error."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from ctxwin.evals.compare import Setting, best_patched, matched, paired
+from ctxwin.evals.groups import by_frames, by_layer, grid
+from ctxwin.evals.items import Scored, Task
 from ctxwin.evals.metrics import Outcome, cell
 from ctxwin.evals.samples import Row, Samples
-from ctxwin.evals.tasks import TASKS
+
+TaskOf = Callable[[str], Task]
+
+KNOWN = {
+    *("task", "arm", "index", "doc_id", "cluster", "case", "frames", "tokens", "media", "question", "target", "meta"),
+    *("answer", "reference", "base", "kl", "base_kl", "forced_kl", "base_forced_kl", "stored", "over", "computed"),
+    *("forwards", "encodes", "time", "by_layer", "unscored"),
+}
+"""Fields of a sample with a meaning of their own; any further number is a figure of its arm."""
+_MEANS = ("tokens", "computed", "forwards", "encodes")
 
 
-def outcome(row: Row) -> Outcome:
-    """The scored part of a sample; ValueError for an unscored one."""
-    if "unscored" in row:
-        raise ValueError(f"sample {row['index']} of {row['task']!r} is unscored: {row['unscored']}")
-    return Outcome(**{f.name: row[f.name] for f in fields(Outcome)})
-
-
-def table(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, Any]]]:
-    """``{arm: {task: figures}}``; see `metrics.cell`. Unscored samples are counted apart, never as wrong.
-
-    Each cell also has ``by_frames``: accuracy by number of placed frames, and the means of the extra figures that an
-    arm left on its samples. Raises ValueError where there is nothing scored at all.
-    """
-    found: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        found[row["arm"], row["task"]].append(row)
-    arms: dict[str, dict[str, dict[str, Any]]] = {}
-    order = list(TASKS)
-    for (arm, task), samples in sorted(found.items(), key=lambda item: order.index(item[0][1])):
-        scored = [row for row in sorted(samples, key=lambda row: row["index"]) if "unscored" not in row]
-        if not scored:
-            continue
-        figures: dict[str, Any] = cell([outcome(row) for row in scored])
-        figures["unscored"] = len(samples) - len(scored)
-        figures["by_frames"] = _by_frames(scored)
-        for name in ("moved", "recomputed", "orders"):
-            values = [row[name] for row in scored if name in row]
-            if values:
-                figures[name] = sum(values) / len(values)
-        arms.setdefault(arm, {})[task] = figures
-    if not arms:
-        raise ValueError("a run must have at least one scored sample, got none")
-    return arms
-
-
-def scores(samples: Samples, names: Sequence[str] | None = None, n: int | None = None) -> dict[str, Any]:
-    """The result of a run: its configuration, ``basis_bytes``, and the table.
+class Scorer:
+    """Scores samples by their task's rule, each text of an item once.
 
     Args:
-        samples: of the run.
-        names: arms to take, in order; all by default.
-        n: take the first ``n`` items of every task; all by default.
+        task_of: from a name to its task; `ctxwin.evals.tasks.open_task` by default.
+    """
 
-    Raises:
-        ValueError: an arm without samples, or no samples at all.
+    def __init__(self, task_of: TaskOf | None = None) -> None:
+        self._task_of = task_of
+        self._tasks: dict[str, Task] = {}
+        self._scored: dict[tuple[str, int, str], Scored] = {}
+
+    def task(self, name: str) -> Task:
+        """The task of a name, opened once."""
+        if name not in self._tasks:
+            if self._task_of is None:
+                from ctxwin.evals.tasks import open_task
+
+                self._task_of = open_task
+            self._tasks[name] = self._task_of(name)
+        return self._tasks[name]
+
+    def scored(self, row: Row, field: str = "answer") -> Scored:
+        """A sample's ``answer``, ``reference`` or ``base`` under its task's rule."""
+        key = row["task"], row["index"], row[field]
+        if key not in self._scored:
+            self._scored[key] = self.task(row["task"]).score(row[field], row["target"], row["meta"])
+        return self._scored[key]
+
+    def outcome(self, row: Row) -> Outcome:
+        """The scored part of a sample.
+
+        Raises ValueError for a sample that its arm could not serve, or that names no cluster.
+        """
+        if "unscored" in row:
+            raise ValueError(f"sample {row['index']} of {row['task']!r} is unscored: {row['unscored']}")
+        if not row.get("cluster"):
+            raise ValueError(
+                f"sample {row['index']} of {row['task']!r} must name its cluster, got {row.get('cluster')!r}"
+            )
+        return Outcome(
+            answer=self.scored(row),
+            reference=self.scored(row, "reference"),
+            base=self.scored(row, "base"),
+            cluster=row["cluster"],
+            kl=row["kl"],
+            base_kl=row["base_kl"],
+            forced_kl=row.get("forced_kl"),
+            base_forced_kl=row.get("base_forced_kl"),
+            stored=row["stored"],
+            over=row["over"],
+            recomputed=_recomputed(row),
+        )
+
+    def official(self, rows: Sequence[Row]) -> dict[str, float]:
+        """The data set's own aggregates over samples of one arm on one task."""
+        made = []
+        for row in rows:
+            scored = self.scored(row)
+            made.append(
+                {"score": scored.score, "prediction": scored.prediction, **scored.metrics}
+                | {key: row[key] for key in ("target", "meta", "doc_id", "answer", "question", "index")}
+            )
+        return dict(self.task(rows[0]["task"]).official(made))
+
+
+class Table:
+    """Samples by task and arm with their outcomes; what all figures are made from.
+
+    Args:
+        rows: samples, any order.
+        scorer: of their answers.
+
+    Raises ValueError where there is nothing scored at all.
+    """
+
+    def __init__(self, rows: Iterable[Row], scorer: Scorer) -> None:
+        self.scorer = scorer
+        self.rows: dict[str, dict[str, list[Row]]] = {}
+        self.unserved: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        for row in sorted(rows, key=lambda row: row["index"]):
+            arms = self.rows.setdefault(row["task"], {})
+            kept = arms.setdefault(row["arm"], [])
+            if "unscored" in row:
+                self.unserved[row["task"], row["arm"]][row["unscored"]] += 1
+            else:
+                kept.append(row)
+        self.outcomes = {
+            (task, arm): {row["index"]: scorer.outcome(row) for row in some}
+            for task, arms in self.rows.items()
+            for arm, some in arms.items()
+            if some
+        }
+        if not self.outcomes:
+            raise ValueError("a run must have at least one scored sample, got none")
+
+    def arms(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """``{arm: {task: figures}}``: see `metrics.cell`, and `_more` for what comes on top."""
+        made: dict[str, dict[str, dict[str, Any]]] = {}
+        for (task, arm), outcomes in self.outcomes.items():
+            rows = self.rows[task][arm]
+            made.setdefault(arm, {})[task] = cell(list(outcomes.values())) | self._more(task, arm, rows)
+        return made
+
+    def _more(self, task: str, arm: str, rows: Sequence[Row]) -> dict[str, Any]:
+        """Items that could not be served, costs, groups of items, the arm's own figures, official aggregates."""
+        scores = [self.scorer.scored(row).score for row in rows]
+        unserved = self.unserved.get((task, arm), {})
+        figures: dict[str, Any] = {"unscored": sum(unserved.values()), "by_frames": by_frames(rows, scores)}
+        if unserved:
+            figures["unscored_why"] = dict(unserved)
+        for name in _MEANS:
+            if values := [row[name] for row in rows if name in row]:
+                figures[name] = math.fsum(values) / len(values)
+        figures["spent_share"] = self._spent(task, arm)
+        figures |= _own(rows)
+        seconds = [row["time"]["ttft_s"] for row in rows if "ttft_s" in row.get("time", {})]
+        if seconds:
+            figures["ttft_s"] = {"median": float(np.median(seconds)), "n": len(seconds)}
+        for name, found in (("by_layer", by_layer(rows)), ("grid", grid(rows, scores))):
+            if found:
+                figures[name] = found
+        if official := self.scorer.official(rows):
+            figures["official"] = official
+        return figures
+
+    def _spent(self, task: str, arm: str) -> float | None:
+        """Bytes that the arm stores or computes anew over the KV bytes that patches of this task are applied to.
+
+        So that patches and token arms stand on one axis; where nothing is patched, over the arm's own chunks.
+        """
+        mine = self.outcomes[task, arm]
+        patched = next((o for (t, a), o in self.outcomes.items() if t == task and a.startswith("patched:")), mine)
+        shared = [i for i in mine if i in patched]
+        over = sum(patched[i].over for i in shared)
+        return math.fsum(mine[i].stored + mine[i].recomputed * mine[i].over for i in shared) / over if over else None
+
+    def against(self, chosen: str | None, made: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+        """``{task: {"against": arm, "arms": {arm: `paired` figures}}}``.
+
+        ``chosen`` on every task that has it, by default each task's `best_patched`; tasks without are left out.
+        """
+        found: dict[str, Any] = {}
+        for task in self.rows:
+            cells = {arm: tasks[task] for arm, tasks in made.items() if task in tasks}
+            other = chosen or best_patched(cells)
+            if other not in cells:
+                continue
+            theirs = self.outcomes[task, other]
+            pairs = {arm: paired(self.outcomes[task, arm], theirs) for arm in cells if arm != other}
+            found[task] = {"against": other, "arms": {arm: pair for arm, pair in pairs.items() if pair}}
+        return found
+
+    def matched(self, made: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+        """Every patch against every token arm at its bytes, by task; see `compare.matched`."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for task in self.rows:
+            families: dict[str, list[Setting]] = defaultdict(list)
+            for arm, tasks in made.items():
+                figures = tasks.get(task, {})
+                if figures.get("recomputed_share") and arm != "reprefill":
+                    setting = Setting(arm, figures["spent_share"] or 0.0, self.outcomes[task, arm])
+                    families[arm.partition(":")[0]].append(setting)
+            for arm, tasks in made.items():
+                share = tasks.get(task, {}).get("bytes_share")
+                if not arm.startswith("patched:") or not share:
+                    continue
+                for family, settings in families.items():
+                    if pair := matched(self.outcomes[task, arm], share, settings):
+                        found.setdefault(task, []).append({"patch": arm, "share": share, "family": family, **pair})
+        return found
+
+
+def table(rows: Iterable[Row], task_of: TaskOf | None = None) -> dict[str, dict[str, dict[str, Any]]]:
+    """``{arm: {task: figures}}``; see `Table.arms`."""
+    return Table(rows, Scorer(task_of)).arms()
+
+
+def select(samples: Samples, names: Sequence[str] | None = None, n: int | None = None) -> list[Row]:
+    """Samples of some arms (all by default) and the first ``n`` items of every task (all by default).
+
+    Raises ValueError for an arm without samples, or no samples at all.
     """
     rows = [row for row in samples.rows.values() if n is None or row["index"] < n]
     held = {row["arm"] for row in rows}
     missing = [name for name in names or () if name not in held]
     if missing:
         raise ValueError(f"the run must hold samples of {', '.join(missing)}, got none")
-    made = table(row for row in rows if names is None or row["arm"] in names)
+    if not rows:
+        raise ValueError(f"the run must hold samples, got none in {str(samples.folder)!r}; run it first")
+    return [row for row in rows if names is None or row["arm"] in names]
+
+
+def scores(
+    samples: Samples,
+    names: Sequence[str] | None = None,
+    n: int | None = None,
+    *,
+    against: str | None = None,
+    task_of: TaskOf | None = None,
+) -> dict[str, Any]:
+    """The result of a run.
+
+    Args:
+        samples: of the run.
+        names: arms to take, in order; all by default.
+        n: take the first ``n`` items of every task; all by default.
+        against: the arm that the others are paired with; each task's best patch by default.
+        task_of: from a name to its task; `ctxwin.evals.tasks.open_task` by default.
+
+    Returns:
+        ``suite``, ``config``, ``basis_bytes``, ``tasks`` (what each is), ``arms`` (``{arm: {task: figures}}``), ``paired``
+        and ``matched`` by task.
+
+    Raises:
+        ValueError: an arm without samples, or nothing scored at all.
+    """
+    rows = select(samples, names, n)
+    held = {row["arm"] for row in rows}
+    if against is not None and against not in held:
+        raise ValueError(f"the run must hold samples of {against} to compare with, got {', '.join(sorted(held))}")
+    found = Table(rows, Scorer(task_of))
+    made = found.arms()
     order = names if names is not None else list(dict.fromkeys(row["arm"] for row in rows))
+    ordered = {name: made.get(name, {}) for name in order}  # empty: nothing of it could be scored
     basis = samples.folder / "basis.safetensors"
     config = {k: v for k, v in samples.config.items() if k != "format"}
+    tasks = {name: found.scorer.task(name) for name in found.rows}
     return {
-        "suite": samples.config.get("suite", "tiny"),
+        "suite": ", ".join(dict.fromkeys(name.partition("/")[0] for name in tasks)),
         "config": config,
+        "created": samples.created,
         "basis_bytes": basis.stat().st_size if basis.exists() else 0,
-        "arms": {name: made.get(name, {}) for name in order},  # empty: nothing of it could be scored
+        "tasks": {
+            name: {"about": task.about, "setting": task.setting, "control": task.control, "version": task.version}
+            for name, task in tasks.items()
+        },
+        "arms": ordered,
+        "paired": found.against(against, ordered),
+        "matched": found.matched(ordered),
     }
 
 
-def _by_frames(rows: Sequence[Row]) -> dict[str, dict[str, float | int]]:
-    found: dict[int, list[Row]] = defaultdict(list)
+def _own(rows: Sequence[Row]) -> dict[str, float]:
+    """Means of the figures that an arm left on its samples, each over the samples that have it."""
+    found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        found[row["frames"]].append(row)
-    return {
-        str(frames): {"n": len(some), "accuracy": sum(r["answer"] == r["truth"] for r in some) / len(some)}
-        for frames, some in sorted(found.items())
-    }
+        for name, value in row.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if number and name not in KNOWN:
+                found[name].append(float(value))
+    return {name: math.fsum(values) / len(values) for name, values in found.items()}
+
+
+def _recomputed(row: Row) -> float:
+    """Share of the placed tokens that were computed when it was asked, as the arm says or from the prompt's length."""
+    if "recomputed" in row:
+        return float(row["recomputed"])
+    computed = row.get("computed", 0)
+    return min(1.0, computed / row["tokens"]) if computed and row.get("tokens") else 0.0

@@ -1,26 +1,39 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats as scipy_stats
 
+from ctxwin.evals.items import Scored
 from ctxwin.evals.metrics import (
     Outcome,
+    agreement,
     cell,
     eta,
+    eta_interval,
     flip_recover,
     harm_rate,
     kl_divergence,
-    paired_difference,
-    wilson,
 )
+from ctxwin.evals.stats import wilson
 
 
-def made(answer: str, reference: str, base: str, truth: str = "red", kl: float = 0.0, base_kl: float = 1.0) -> Outcome:
-    return Outcome(answer, reference, base, truth, kl, base_kl, stored=10, over=100)
+def scored(answer: str, truth: str = "red") -> Scored:
+    return Scored(None if answer == "?" else float(answer == truth), answer)
+
+
+def made(answer: str, reference: str, base: str, kl: float = 0.0, base_kl: float = 1.0, cluster: str = "") -> Outcome:
+    made.count += 1  # type: ignore[attr-defined]
+    answers = (scored(a) for a in (answer, reference, base))
+    return Outcome(*answers, cluster or f"c{made.count}", kl, base_kl, stored=10, over=100)  # type: ignore[attr-defined]
+
+
+made.count = 0  # type: ignore[attr-defined]
 
 
 def test_kl_of_two_known_distributions() -> None:
@@ -44,19 +57,6 @@ def test_kl_refuses_other_shapes() -> None:
         kl_divergence([], [])
 
 
-def test_wilson_against_published_values() -> None:
-    # Newcombe (1998), table I, method 3: 81 of 263, 15 of 148, 0 of 20, 1 of 29.
-    for right, n, low, high in (
-        (81, 263, 0.2553, 0.3662),
-        (15, 148, 0.0624, 0.1605),
-        (0, 20, 0.0, 0.1611),
-        (1, 29, 0.0061, 0.1718),
-    ):
-        assert wilson(right, n) == pytest.approx((low, high), abs=5e-5)
-    with pytest.raises(ValueError, match="n must be >= 1"):
-        wilson(0, 0)
-
-
 def test_eta_by_hand_and_its_floor() -> None:
     assert eta([0.1, 0.3], [1.0, 3.0]) == pytest.approx(0.9)
     assert eta([4.0], [2.0]) == pytest.approx(-1.0)
@@ -66,7 +66,17 @@ def test_eta_by_hand_and_its_floor() -> None:
         eta([], [])
 
 
-def test_flips_and_harm_by_hand() -> None:
+def test_eta_has_an_interval_where_it_is_a_figure() -> None:
+    clusters = [f"c{i}" for i in range(6)]
+    kls, base_kls = [0.1, 0.2, 0.1, 0.9, 0.1, 0.2], [1.0, 2.0, 3.0, 1.0, 2.0, 1.0]
+    low, high = eta_interval(kls, base_kls, clusters) or (0.0, 0.0)
+    assert low < 0.84 < high <= 1.0
+    assert eta([0.1 * b for b in base_kls], base_kls) == pytest.approx(0.9)
+    assert eta_interval([0.1 * b for b in base_kls], base_kls, clusters) == pytest.approx([0.9, 0.9])
+    assert eta_interval([0.0] * 6, [0.0] * 6, clusters) is None
+
+
+def test_flips_harm_and_agreement_by_hand() -> None:
     outcomes = [
         made("red", "red", "blue"),  # a flip, restored
         made("blue", "red", "blue"),  # a flip, not restored: harm
@@ -76,24 +86,71 @@ def test_flips_and_harm_by_hand() -> None:
     ]
     assert flip_recover(outcomes) == (pytest.approx(1 / 3), 3)
     assert harm_rate(outcomes) == pytest.approx(2 / 5)
+    assert agreement(outcomes) == pytest.approx(2 / 5)
     assert flip_recover(outcomes[-1:]) == (None, 0)
 
 
-def test_paired_difference_by_hand() -> None:
-    outcomes = [made("red", "red", "red"), made("blue", "red", "red"), made("red", "blue", "red"), made("x", "y", "z")]
-    mean, low, high = paired_difference(outcomes)
-    half = 1.959963984540054 * math.sqrt((1 + 1) / 3) / 2
-    assert (mean, low, high) == pytest.approx((0.0, -half, half))
+def test_an_unscored_answer_is_neither_right_nor_wrong() -> None:
+    outcomes = [made("red", "red", "red"), made("?", "red", "red"), made("red", "?", "red"), made("?", "?", "?")]
+    figures = cell(outcomes)
+    assert (figures["n"], figures["unparsed"], figures["accuracy"]) == (4, 2, 1.0)
+    assert (figures["harm_rate"], figures["delta"], figures["reference_accuracy"]) == (0.0, 0.0, 1.0)
+    assert figures["agreement"] == 0.5  # the reading of an answer can agree without a score
+    none = cell(outcomes[-1:])
+    assert (none["accuracy"], none["ci95"], none["harm_rate"], none["delta"]) == (None, None, None, None)
+    assert none["kl"] == 0.0
+
+
+def test_partial_credit_counts_as_far_as_it_goes() -> None:
+    half = Scored(0.5, "1, 2")
+    outcomes = [replace(made("red", "red", "blue"), answer=half), made("red", "red", "blue")]
+    figures = cell(outcomes)
+    assert figures["accuracy"] == 0.75
+    assert figures["delta"] == -0.25
+    assert figures["harm_rate"] == 0.5
 
 
 def test_cell_holds_every_figure() -> None:
     figures = cell([made("red", "red", "blue", kl=0.1), made("blue", "red", "red", kl=0.3)])
-    assert figures["n"] == 2
+    assert figures["n"] == figures["clusters"] == 2
     assert figures["accuracy"] == 0.5
+    assert figures["ci95"] == pytest.approx(list(wilson(1, 2)))
     assert figures["kl"] == pytest.approx(0.2)
+    assert figures["kl_ci95"] == pytest.approx([0.1, 0.3])
     assert figures["kl_p99"] == pytest.approx(0.298)
     assert figures["eta"] == pytest.approx(0.8)
     assert figures["bytes_share"] == pytest.approx(0.1)
     assert figures["delta"] == pytest.approx(-0.5)
+    assert figures["harm_ci95"] == pytest.approx(list(wilson(1, 2)))
+    assert figures["flip_ci95"] == pytest.approx(list(wilson(1, 1)))
+    assert "forced_kl" not in figures
     with pytest.raises(ValueError, match="at least one sample"):
         cell([])
+
+
+def test_the_difference_to_reprefill_is_paired() -> None:
+    outcomes = [made("red", "red", "red"), made("blue", "red", "red"), made("red", "blue", "red"), made("x", "y", "z")]
+    figures = cell(outcomes)
+    want = scipy_stats.ttest_1samp([0, -1, 1, 0], 0.0).confidence_interval(0.95)
+    assert figures["delta"] == 0.0
+    assert figures["delta_ci95"] == pytest.approx([want.low, want.high])
+    assert cell(outcomes[:1])["delta_ci95"] is None
+
+
+def test_clusters_widen_what_they_should() -> None:
+    apart = [made("red" if i < 30 else "blue", "red", "blue", kl=0.1 * (i >= 30)) for i in range(60)]
+    together = [replace(o, cluster=f"v{i // 10}") for i, o in enumerate(apart)]
+    one, other = cell(apart), cell(together)
+    assert other["clusters"] == 6
+    for name in ("ci95", "kl_ci95", "eta_ci95", "delta_ci95", "harm_ci95", "agreement_ci95"):
+        assert other[name][1] - other[name][0] > 1.5 * (one[name][1] - one[name][0]), name
+    with pytest.raises(ValueError, match="must name its cluster"):
+        cell([replace(apart[0], cluster="")])
+
+
+def test_kl_of_whole_answers_where_any_is_longer_than_a_word() -> None:
+    long = replace(made("red", "red", "blue", kl=0.9, base_kl=2.0), forced_kl=0.3, base_forced_kl=1.0)
+    figures = cell([long, made("red", "red", "blue", kl=0.1, base_kl=3.0)])
+    assert figures["kl"] == pytest.approx(0.5)
+    assert figures["forced_kl"] == pytest.approx(0.2)
+    assert figures["forced_eta"] == pytest.approx(0.9)

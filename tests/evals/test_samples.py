@@ -1,80 +1,166 @@
 from __future__ import annotations
 
+import gc
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ctxwin.evals.samples import FORMAT, open_samples, read_samples
-from ctxwin.evals.score import scores, table
-
-CONFIG = {"format": FORMAT, "suite": "tiny", "seed": 0}
-
-
-def row(arm: str, index: int, answer: str = "red", task: str = "multi_hop") -> dict[str, object]:
-    return {
-        "task": task, "arm": arm, "index": index, "frames": 2 + index % 2, "answer": answer, "reference": "red",
-        "base": "blue", "truth": "red", "kl": 0.5 if answer != "red" else 0.0, "base_kl": 2.0, "stored": 1, "over": 10,
-    }  # fmt: skip
+from eval_rows import CONFIG, row
 
 
 def test_rows_are_appended_once_and_read_back(tmp_path: Path) -> None:
-    samples = open_samples(tmp_path / "run", CONFIG)
-    samples.add([row("blind", 0), row("blind", 1)])
-    samples.add([row("blind", 1, "blue"), row("blind", 2)])
+    with open_samples(tmp_path / "run", CONFIG) as samples:
+        samples.add([row("blind", 0), row("blind", 1)])
+        samples.add([row("blind", 1, "blue"), row("blind", 2)])
     lines = samples.path.read_text().splitlines()
     assert [json.loads(x)["index"] for x in lines] == [0, 1, 2]
-    again = open_samples(tmp_path / "run", CONFIG)
-    assert again.rows == samples.rows == read_samples(tmp_path / "run").rows
-    assert again.rows["multi_hop", "blind", 1]["answer"] == "red"
+    with open_samples(tmp_path / "run", CONFIG) as again:
+        assert again.rows == samples.rows == read_samples(tmp_path / "run").rows
+        assert again.created == samples.created == read_samples(tmp_path / "run").created != ""
+    assert again.rows["made/words", "blind", 1]["answer"] == "red"
+    assert again.has("made/words", "blind", 2) and not again.has("made/words", "blind", 3)
 
 
 def test_a_torn_last_line_is_a_missing_sample(tmp_path: Path) -> None:
-    samples = open_samples(tmp_path, CONFIG)
-    samples.add([row("blind", i) for i in range(3)])
+    with open_samples(tmp_path, CONFIG) as samples:
+        samples.add([row("blind", i) for i in range(3)])
     whole = samples.path.read_bytes()
     for keep in (0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 1, len(whole)):
         samples.path.write_bytes(whole[:keep])
         count = whole[:keep].count(b"\n")
         assert len(read_samples(tmp_path).rows) == count
-        reopened = open_samples(tmp_path, CONFIG)
-        reopened.add([row("blind", i) for i in range(3)])
+        with open_samples(tmp_path, CONFIG) as reopened:
+            reopened.add([row("blind", i) for i in range(3)])
         assert samples.path.read_bytes() == whole
 
 
-def test_another_configuration_is_refused(tmp_path: Path) -> None:
-    open_samples(tmp_path, CONFIG)
-    with pytest.raises(ValueError, match=r"seed 0 there, 1 now; choose another --output"):
-        open_samples(tmp_path, {**CONFIG, "seed": 1})
+def test_another_configuration_is_refused_by_what_differs(tmp_path: Path) -> None:
+    open_samples(tmp_path, CONFIG).close()
+    changed = {**CONFIG, "kv": "bfloat16", "tasks": {"made/words": {"seed": 1}, "made/other": {}}}
+    with pytest.raises(ValueError, match="choose another --output") as raised:
+        open_samples(tmp_path, changed)
+    assert "kv 'float32' there, 'bfloat16' now" in str(raised.value)
+    assert "tasks.made/words.seed 0 there, 1 now" in str(raised.value)
+    assert "tasks.made/other None there, {} now" in str(raised.value)
+    assert "made/model" not in str(raised.value)
+    open_samples(tmp_path, {**CONFIG}).close()
     with pytest.raises(ValueError, match=r"must hold config\.json"):
         read_samples(tmp_path / "nothing")
 
 
-def test_damage_in_the_middle_is_an_error_not_a_loss(tmp_path: Path) -> None:
-    samples = open_samples(tmp_path, CONFIG)
-    samples.add([row("blind", i) for i in range(3)])
-    lines = samples.path.read_text().splitlines(keepends=True)
-    samples.path.write_text(lines[0] + "{broken\n" + lines[2])
-    with pytest.raises(ValueError, match="line 2"):
+def test_tuples_in_a_configuration_are_the_lists_they_become(tmp_path: Path) -> None:
+    open_samples(tmp_path, {**CONFIG, "frames": (2, 3)}).close()
+    open_samples(tmp_path, {**CONFIG, "frames": (2, 3)}).close()
+
+
+def test_samples_of_another_format_are_refused(tmp_path: Path) -> None:
+    open_samples(tmp_path, {**CONFIG, "format": 1}).close()
+    with pytest.raises(ValueError, match=f"must be of format {FORMAT}, got 1; run it again into another folder"):
         open_samples(tmp_path, CONFIG)
 
 
-def test_scores_by_hand(tmp_path: Path) -> None:
-    samples = open_samples(tmp_path, CONFIG)
-    samples.add([row("patched:8", 0), row("patched:8", 1), row("patched:8", 2, "pink"), row("patched:8", 3)])
-    samples.add([{"task": "multi_hop", "arm": "patched:8", "index": 4, "frames": 2, "unscored": "no other order"}])
-    made = scores(samples)["arms"]["patched:8"]["multi_hop"]
-    assert (made["n"], made["unscored"], made["accuracy"]) == (4, 1, 0.75)
-    assert made["eta"] == pytest.approx(1 - 0.5 / 8)
-    assert made["flip_recover"] == 0.75
-    assert made["harm_rate"] == 0.25
-    assert made["bytes_share"] == pytest.approx(0.1)
-    assert made["by_frames"] == {"2": {"n": 2, "accuracy": 0.5}, "3": {"n": 2, "accuracy": 1.0}}
-    assert scores(samples, n=2)["arms"]["patched:8"]["multi_hop"]["accuracy"] == 1.0
-    with pytest.raises(ValueError, match="samples of blind"):
-        scores(samples, ["blind"])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("{broken", "line 2"), ('{"task": "x"}', "line 2"), ("[]", "line 2"), (None, r"'blind', 0\) again in line 4")],
+)
+def test_damage_in_the_middle_is_an_error_not_a_loss(tmp_path: Path, line: str | None, message: str) -> None:
+    with open_samples(tmp_path, CONFIG) as samples:
+        samples.add([row("blind", i) for i in range(3)])
+    lines = samples.path.read_text().splitlines()
+    samples.path.write_text("\n".join([*lines, lines[0]] if line is None else [lines[0], line, lines[2]]) + "\n")
+    for opened in (read_samples, lambda folder: open_samples(folder, CONFIG)):
+        with pytest.raises(ValueError, match=message):
+            opened(tmp_path)
 
 
-def test_nothing_scored_is_an_error() -> None:
-    with pytest.raises(ValueError, match="at least one scored sample"):
-        table([])
+def test_a_figure_that_is_no_number_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    with open_samples(tmp_path, CONFIG) as samples:
+        samples.add([row("blind", 0)])
+        before = samples.path.read_bytes()
+        with pytest.raises(ValueError, match=r"finite figures, got .*'blind', 1"):
+            samples.add([row("blind", 1, kl=float("nan"))])
+        assert samples.path.read_bytes() == before
+        assert not samples.has("made/words", "blind", 1)
+
+
+def test_a_full_disk_leaves_no_half_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_samples(tmp_path, CONFIG) as samples:
+        samples.add([row("blind", 0)])
+        before = samples.path.read_bytes()
+
+        def full(number: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+            patched.setattr(os, "fsync", full)
+            samples.add([row("blind", 1)])
+        assert samples.path.read_bytes() == before
+        samples.add([row("blind", 1)])
+    assert len(read_samples(tmp_path).rows) == 2
+
+
+def test_within_a_process_the_newer_one_writes(tmp_path: Path) -> None:
+    older = open_samples(tmp_path, CONFIG)
+    with pytest.raises(ValueError, match="there, 'other' now"):
+        open_samples(tmp_path, {**CONFIG, "model": "other"})
+    older.add([row("blind", 0)])  # what was refused took nothing away
+    newer = open_samples(tmp_path, CONFIG)
+    with pytest.raises(ValueError, match="opened anew"):
+        older.add([row("blind", 1)])
+    newer.add([row("blind", 1)])
+    newer.close()
+    with pytest.raises(ValueError, match="must be open for writing"):
+        newer.add([row("blind", 2)])
+    with pytest.raises(ValueError, match="must be open for writing"):
+        read_samples(tmp_path).add([row("blind", 2)])
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from ctxwin.evals.samples import open_samples
+from eval_rows import CONFIG, row
+try:
+    samples = open_samples(Path(sys.argv[1]), CONFIG)
+except ValueError as error:
+    sys.exit(str(error))
+samples.add([row("blind", 7)])
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def writer(folder: Path, **options: Any) -> subprocess.Popen[str]:
+    paths = os.pathsep.join(p for p in sys.path if p)
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+
+
+def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    mine = open_samples(tmp_path, CONFIG)
+    refused = writer(tmp_path)
+    assert f"got one that is being written by process {os.getpid()};" in refused.communicate()[1]
+    assert refused.returncode == 1
+    assert not mine.path.exists()
+    del mine
+    gc.collect()  # one that was forgotten holds nothing either
+    theirs = writer(tmp_path)
+    try:
+        assert theirs.stdout is not None
+        assert theirs.stdout.readline() == "ready\n", theirs.stderr.read() if theirs.stderr else ""
+        with pytest.raises(ValueError, match=f"being written by process {theirs.pid}"):
+            open_samples(tmp_path, CONFIG)
+        assert len(read_samples(tmp_path).rows) == 1  # looking is allowed
+    finally:
+        theirs.kill()
+        theirs.communicate()
+    with open_samples(tmp_path, CONFIG) as samples:
+        assert samples.has("made/words", "blind", 7)
