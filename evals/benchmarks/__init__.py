@@ -1,0 +1,34 @@
+"""MM-NIAH, Video-MME and MileBench: their data, prompts and scores, and small data sets in their layouts to try them on.
+
+The data sets are not part of this project. `benchmark` opens one from a local folder or from the Hugging Face hub;
+``python -m ctxwin.evals.benchmarks.generate`` writes small ones of generated content in the same layouts.
+"""
+
+from __future__ import annotations
+
+from ctxwin.evals.benchmarks import milebench, mm_niah, video_mme
+from ctxwin.evals.benchmarks.base import DataTask, Missing
+from ctxwin.evals.benchmarks.frames import FRAME_RULES
+from ctxwin.evals.benchmarks.options import DataOptions
+
+BENCHMARKS: dict[str, str] = {
+    **mm_niah.TASKS,
+    video_mme.NAME: "multiple-choice questions about videos",
+    **milebench.TASKS,
+}
+"""What each benchmark asks, by name."""
+
+
+def benchmark(name: str, options: DataOptions | None = None) -> DataTask:
+    """The benchmark of a name; reads no data. Raises ValueError, naming the benchmarks, for an unknown one."""
+    options = DataOptions() if options is None else options
+    if name in mm_niah.TASKS:
+        return mm_niah.MMNiah(name, options)
+    if name == video_mme.NAME:
+        return video_mme.VideoMME(options)
+    if name in milebench.TASKS:
+        return milebench.MileBench(name, options)
+    raise ValueError(f"a benchmark must be one of {', '.join(BENCHMARKS)}; got {name!r}")
+
+
+__all__ = ["BENCHMARKS", "FRAME_RULES", "DataOptions", "DataTask", "Missing", "benchmark"]

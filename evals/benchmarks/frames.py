@@ -1,0 +1,201 @@
+"""Frames of a video by the rules that other evaluations use, and pictures within a pixel budget.
+
+Rules disagree on which frames of a video a model sees, and results cannot be compared across them; a sample therefore
+records the rule and the indices. Files are read from front to back: the frame count in a container's header can be wrong,
+and seeking lands on other frames than counting does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ctxwin.errors import BadMedia
+from ctxwin.media import as_rgb
+
+Pixels = NDArray[np.uint8]
+_LEAST_SHARE = 0.9
+"""A file that yields less than this share of the frames its header promises is taken for cut short."""
+
+
+def _vlmevalkit(total: int, n: int) -> list[int]:
+    return [int(i * (total / (n + 1))) for i in range(1, n + 1)]
+
+
+def _linspace(total: int, n: int) -> list[int]:
+    return [int(i) for i in np.linspace(0, total - 1, n).round()]
+
+
+def _lmms_eval(total: int, n: int) -> list[int]:
+    return [int(i) for i in np.linspace(0, total - 1, n, dtype=int)]
+
+
+def _qwen_vl_utils(total: int, n: int) -> list[int]:
+    import torch
+
+    even = frames_taken("qwen-vl-utils", n)
+    if even > total:
+        raise BadMedia(
+            f"rule qwen-vl-utils needs a video of at least {even} frames, got {total}; ask for fewer frames or choose "
+            "another frame rule"
+        )
+    # float32, as there: halves can round the other way in float64.
+    return [int(i) for i in torch.linspace(0, total - 1, even).round().long()]
+
+
+def _hf_qwen2_vl(total: int, n: int) -> list[int]:
+    import torch
+
+    # The step is not exact in binary, so that the range can have one element too many.
+    return [int(i) for i in torch.arange(0, total, total / n).int()[:n]]
+
+
+FRAME_RULES: dict[str, Callable[[int, int], list[int]]] = {
+    "vlmevalkit": _vlmevalkit,
+    "qwen-vl-utils": _qwen_vl_utils,
+    "linspace": _linspace,
+    "hf-qwen2-vl": _hf_qwen2_vl,
+    "lmms-eval": _lmms_eval,
+}
+"""Indices of ``n`` of ``total`` frames. A video with fewer frames than asked for repeats some, except under qwen-vl-utils.
+
+``vlmevalkit``: ``int(i * total / (n + 1))`` for i = 1..n, never the first nor the last. ``qwen-vl-utils``:
+``linspace(0, total - 1, n).round()``, n made even. ``linspace``: the same for any n (transformers' Qwen3-VL).
+``hf-qwen2-vl``: ``arange(0, total, total / n).int()`` (transformers' Qwen2-VL and Qwen2.5-VL). ``lmms-eval``: linspace cut
+to integers instead of rounded.
+"""
+
+
+def frames_taken(rule: str, n: int) -> int:
+    """How many frames a rule takes where ``n`` are asked for; known without the video."""
+    return max(2, round(n / 2) * 2) if rule == "qwen-vl-utils" else n
+
+
+def frame_indices(rule: str, total: int, n: int) -> list[int]:
+    """Ascending indices in ``[0, total)``; raises ValueError for an unknown rule, BadMedia where the video is too short."""
+    if rule not in FRAME_RULES:
+        raise ValueError(f"a frame rule must be one of {', '.join(FRAME_RULES)}; got {rule!r}")
+    if total < 1 or n < 1:
+        raise ValueError(f"total and n must be >= 1, got {total} and {n}")
+    return FRAME_RULES[rule](total, n)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Frames taken from a video.
+
+    Attributes:
+        pixels: uint8 RGB ``[F, H, W, 3]``.
+        indices: which frames, repeats included.
+        times: seconds of each.
+        rate: frames per second of the file.
+        total: frames that could be decoded.
+        declared: frames that the file's header promises.
+    """
+
+    pixels: Pixels
+    indices: tuple[int, ...]
+    times: tuple[float, ...]
+    rate: float
+    total: int
+    declared: int
+
+    @property
+    def fps(self) -> float:
+        """Sampled frames per second."""
+        return len(self.indices) * self.rate / self.total
+
+
+def sample_frames(path: Path, rule: str, n: int, max_pixels: int | None = None) -> Sampled:
+    """Decodes the frames a rule takes.
+
+    Raises BadMedia where the file cannot be decoded, is cut short, or has too few frames for the rule. Cost: the file is
+    decoded twice the first time (to count, then to read up to the last index), once from then on; F frames are held.
+    """
+    stat = path.stat() if path.is_file() else None
+    if stat is None:
+        raise BadMedia(f"a video must be a readable file, got {str(path)!r}")
+    total, declared, rate = _counted(str(path), stat.st_size, stat.st_mtime_ns)
+    indices = frame_indices(rule, total, n)
+    wanted = set(indices)
+    found: dict[int, Pixels] = {}
+    with _Capture(path) as capture:
+        for at in range(max(wanted) + 1):
+            if not capture.grab():
+                raise BadMedia(f"{str(path)!r} must decode the same way twice, got {at} of {total} frames this time")
+            if at in wanted:
+                found[at] = fit(capture.frame(), max_pixels)
+    pixels = np.stack([found[i] for i in indices])
+    return Sampled(pixels, tuple(indices), tuple(i / rate for i in indices), rate, total, declared)
+
+
+def fit(pixels: Pixels, max_pixels: int | None) -> Pixels:
+    """``[H, W, 3]`` scaled down (bicubic, antialiased) to at most ``max_pixels``; as it is where it fits."""
+    height, width = pixels.shape[:2]
+    if max_pixels is None or height * width <= max_pixels:
+        return pixels
+    from PIL import Image
+
+    scale = (max_pixels / (height * width)) ** 0.5
+    size = (max(1, int(width * scale)), max(1, int(height * scale)))
+    return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
+
+
+def load_picture(path: Path, max_pixels: int | None) -> Path | Pixels:
+    """What `Chunk.image` takes: the path itself, or pixels where they had to be scaled. Raises BadMedia."""
+    if max_pixels is None:
+        return path
+    pixels: Pixels = as_rgb(path)
+    smaller = fit(pixels, max_pixels)
+    return path if smaller is pixels else smaller
+
+
+class _Capture:
+    """An opened video, released on leaving."""
+
+    def __init__(self, path: Path) -> None:
+        import cv2
+
+        self._path = path
+        self._capture: Any = cv2.VideoCapture(str(path))
+        self.rate = float(self._capture.get(cv2.CAP_PROP_FPS)) if self._capture.isOpened() else 0.0
+        self.declared = int(self._capture.get(cv2.CAP_PROP_FRAME_COUNT)) if self._capture.isOpened() else 0
+        if not self.rate > 0:
+            self._capture.release()
+            raise BadMedia(f"a video must be decodable by OpenCV, got {str(path)!r}; re-encode it, e.g. as mp4v")
+
+    def __enter__(self) -> _Capture:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._capture.release()
+
+    def grab(self) -> bool:
+        return bool(self._capture.grab())
+
+    def frame(self) -> Pixels:
+        ok, bgr = self._capture.retrieve()
+        if not ok:
+            raise BadMedia(f"{str(self._path)!r} must be decodable, got a frame that is not")
+        return np.ascontiguousarray(bgr[..., ::-1], dtype=np.uint8)
+
+
+@lru_cache(maxsize=4096)
+def _counted(path: str, size: int, mtime_ns: int) -> tuple[int, int, float]:
+    """(frames that come back, frames declared, frames per second); size and time stand for the content."""
+    with _Capture(Path(path)) as capture:
+        total = 0
+        while capture.grab():
+            total += 1
+        if total == 0 or total < _LEAST_SHARE * capture.declared:
+            raise BadMedia(
+                f"{path!r} must hold the frames its header promises, got {total} of {capture.declared}: the file is cut "
+                "short; fetch or encode it again"
+            )
+        return total, capture.declared, capture.rate
