@@ -23,7 +23,13 @@ if TYPE_CHECKING:
     from ctxwin.engines.hf import HFEngine
 
 Watch = Callable[[int, Tensor], None]
-"""Called with a layer and its attention weights ``[B, heads, T, S]`` (rows: the tokens run; columns: slots)."""
+"""Called with a layer and its attention weights ``[B, heads, T, S]`` (rows: the tokens run; columns: slots).
+
+Long inputs come in blocks of rows: what is summed over rows must be added up."""
+
+
+AT_ONCE = 1024
+"""Tokens of one block of a long input."""
 
 
 @dataclass(frozen=True)
@@ -206,14 +212,17 @@ class Decoder:
     ) -> Tensor:
         """Runs tokens through decoder layers; their KV is written into ``memory``.
 
+        Long inputs run in blocks of `AT_ONCE` tokens, one behind the other, so that masks stay small.
+
         Args:
             tokens: B items of T tokens.
             memory: of B items and S slots; changed in place.
-            at: int64 ``[B, T]`` (or ``[T]`` for all), the slot of each token.
-            mask: bool ``[B, T, S]`` (or ``[T, S]``), what each token sees; its own slot and all before by default.
+            at: int64 ``[B, T]`` (or ``[T]`` for all), the slot of each token, ascending.
+            mask: bool ``[B, T, S]`` (or ``[T, S]``), what each token sees, nothing behind itself; its own slot and all before
+                by default.
             layers: which ones; all by default.
             hidden: ``[B, T, hidden]`` in front of the first of these layers; the embeddings by default.
-            watch: sees the attention weights of each layer (eager attention, T x S numbers a head).
+            watch: sees the attention weights of each layer (eager attention, T x S numbers a head), block by block.
 
         Returns:
             ``[B, T, hidden]`` behind the last of these layers, not normalised.
@@ -221,18 +230,35 @@ class Decoder:
         batch, count = int(tokens.embeds.shape[0]), tokens.count
         at = at.to(self._device)
         at = at if at.ndim == 2 else at[None].expand(batch, -1)
+        if mask is not None:
+            mask = mask if mask.ndim == 3 else mask[None].expand(batch, -1, -1)
+        chosen = layers if layers is not None else range(self.layers)
+        out = []
+        for begin in range(0, count, AT_ONCE):
+            part = slice(begin, begin + AT_ONCE)
+            block = Tokens(
+                tokens.embeds[:, part] if hidden is None else hidden[:, part],
+                tokens.positions[:, :, part],
+                None if tokens.deep is None else tokens.deep[:, :, part],
+            )
+            seen = None if mask is None else mask[:, part]
+            out.append(self._block(block, memory, at[:, part], seen, chosen, watch))
+        return torch.cat(out, 1) if len(out) > 1 else out[0]
+
+    def _block(
+        self, tokens: Tokens, memory: Memory, at: Tensor, mask: Tensor | None, layers: range, watch: Watch | None
+    ) -> Tensor:
+        """`run` over tokens that fit at once; ``tokens.embeds`` stand in front of the first layer."""
         if mask is None:
             mask = torch.arange(memory.slots, device=self._device) <= at[..., None]
-        mask = mask.to(self._device)
-        mask = mask if mask.ndim == 3 else mask[None].expand(batch, -1, -1)
-        x = tokens.embeds if hidden is None else hidden
+        x = tokens.embeds
         additive = torch.zeros(mask.shape, dtype=x.dtype, device=self._device)
-        additive = additive.masked_fill_(~mask, torch.finfo(x.dtype).min)[:, None]
+        additive = additive.masked_fill_(~mask.to(self._device), torch.finfo(x.dtype).min)[:, None]
         positions = tokens.positions if self.spec.rope.sections else tokens.positions[0]
         angles = self._text.rotary_emb(x, positions)
         cache = _Slots(memory, at, self.spec.family == "mla")
         with self._watching(watch) as weights:
-            for index in layers if layers is not None else range(self.layers):
+            for index in layers:
                 made = self._text.layers[index](
                     x,
                     attention_mask=additive,
@@ -246,7 +272,6 @@ class Decoder:
                     x = x + tokens.deep[index]
                 if watch is not None:
                     watch(index, weights.pop())
-        assert x.shape[1] == count
         return x
 
     @torch.inference_mode()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ctxwin.engines.base import Piece
+from ctxwin.evals import decoder as decoder_module
 from ctxwin.evals.arms import BASES, Served, parse_arm, reuse
 from ctxwin.evals.decoder import Decoder
 from ctxwin.evals.group import Group
@@ -115,6 +116,19 @@ def test_layers_one_by_one_equal_all_at_once(decoder: Decoder) -> None:
         x = decoder.run(group.context, memory, at, layers=range(layer, layer + 1), hidden=x)
     torch.testing.assert_close(x, hidden)
     torch.testing.assert_close(memory.k, whole.k)
+
+
+def test_blocks_equal_the_whole(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = group_of(decoder, "multi_hop")
+    whole, hidden = decoder.append(group.context, group.behind_header(3))
+    at = torch.tensor([2, 3, 9, 14, 30, 31])
+    rows = group.recomputed(group.blind, at)
+    monkeypatch.setattr(decoder_module, "AT_ONCE", 4)
+    blocks, states = decoder.append(group.context, group.behind_header(3))
+    torch.testing.assert_close(states, hidden, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(blocks.v, whole.v, atol=1e-5, rtol=1e-5)
+    for row, again in zip(rows, group.recomputed(group.blind, at), strict=True):
+        torch.testing.assert_close(row[-1].k, again[-1].k, atol=1e-5, rtol=1e-5)
 
 
 def test_what_attention_looked_at_is_a_distribution_over_slots(decoder: Decoder) -> None:
