@@ -228,6 +228,8 @@ class Decoder:
             ``[B, T, hidden]`` behind the last of these layers, not normalised.
         """
         batch, count = int(tokens.embeds.shape[0]), tokens.count
+        if not count:
+            return tokens.embeds if hidden is None else hidden
         at = at.to(self._device)
         at = at if at.ndim == 2 else at[None].expand(batch, -1)
         if mask is not None:
