@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ctxwin.cli import demo, store, view
+from ctxwin.cli import demo, doctor, store, view
 from ctxwin.errors import CtxwinError, EngineFailed, WindowBusy
 
 BAD_INPUT, FAILED = 2, 1
@@ -47,6 +47,7 @@ app = typer.Typer(
 app.add_typer(store.app, name="store")
 app.command("demo")(demo.demo)
 app.command("view")(view.view)
+app.command("doctor")(doctor.doctor)
 
 
 @app.callback()

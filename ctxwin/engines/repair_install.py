@@ -14,11 +14,15 @@ LINE = (
 )
 
 
+def path() -> Path:
+    """Where this environment has the file, if it does."""
+    return Path(sysconfig.get_path("purelib")) / "ctxwin-repair.pth"
+
+
 def write() -> Path:
     """Writes ``ctxwin-repair.pth`` into this environment's site-packages; returns its path. Idempotent."""
-    path = Path(sysconfig.get_path("purelib")) / "ctxwin-repair.pth"
-    path.write_text(LINE)
-    return path
+    path().write_text(LINE)
+    return path()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,46 @@
+"""``ctxwin doctor``: what is installed, what is broken, and how to mend it."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "broken": "[red]broken[/]"}
+
+
+def doctor(
+    fix: Annotated[bool, typer.Option("--fix", help="Mend what can be mended without installing anything.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Look at this environment: libraries, vLLM build, compiler, shared memory; exit code 1 where something is broken."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ctxwin.doctor import diagnose
+    from ctxwin.doctor import fix as mend
+
+    errors = Console(stderr=True)
+    with errors.status("looking") as status:
+        found = diagnose(lambda finding: status.update(f"looked at {finding.name}"))
+    done = list(mend(found)) if fix else []
+    if done:
+        found = diagnose()
+    broken = [finding for finding in found if finding.status == "broken"]
+    if as_json:
+        typer.echo(
+            json.dumps({"findings": [f.as_json() for f in found], "fixed": done, "healthy": not broken}, indent=1)
+        )
+    else:
+        table = Table(box=None, show_header=False, pad_edge=False)
+        for finding in found:
+            remedy = f"\n[bold]-> {escape(finding.remedy)}[/]" if finding.remedy else ""
+            table.add_row(finding.name, MARKS[finding.status], escape(finding.what) + remedy)
+        Console().print(table)
+        for line in done:
+            typer.echo(line)
+        typer.echo(f"{len(broken)} broken" if broken else "nothing is broken")
+    if broken:
+        raise typer.Exit(1)

