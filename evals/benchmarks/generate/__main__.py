@@ -1,0 +1,92 @@
+"""``python -m ctxwin.evals.benchmarks.generate {mm-niah,video-mme,milebench} --out DIR --n N --seed S``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Small data sets in the layouts of the benchmarks.")
+T = TypeVar("T", int, float)
+
+Out = Annotated[Path, typer.Option(help="Data folder; an existing one gets the files added or replaced.")]
+Seed = Annotated[int, typer.Option(help="Of everything drawn.", min=0)]
+Size = Annotated[int, typer.Option(help="Side of pictures and frames in pixels.")]
+
+
+@app.command("mm-niah")
+def mm_niah(
+    out: Out,
+    n: Annotated[int, typer.Option(help="Rows a task.")] = 12,
+    seed: Seed = 0,
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of the documents, comma-separated; cycled through.")
+    ] = "200,1200,4000",
+    split: Annotated[str, typer.Option(help="val or test.")] = "val",
+    image_size: Size = 224,
+) -> None:
+    """Six tasks: documents with needles in text or pictures."""
+    from ctxwin.evals.benchmarks.generate import write_mm_niah
+
+    with _errors():
+        rows = write_mm_niah(out, n, seed, split, _numbers(lengths, int), image_size)
+        _say(out, sum(len(r) for r in rows.values()))
+
+
+@app.command("video-mme")
+def video_mme(
+    out: Out,
+    n: Annotated[int, typer.Option(help="Questions; three a video.")] = 12,
+    seed: Seed = 0,
+    seconds: Annotated[str, typer.Option(help="Length of short, medium and long videos.")] = "4,6,8",
+    image_size: Size = 224,
+) -> None:
+    """Videos of moving shapes, with subtitles and multiple-choice questions."""
+    from ctxwin.evals.benchmarks.generate import write_video_mme
+
+    with _errors():
+        _say(out, len(write_video_mme(out, n, seed, _numbers(seconds, float), image_size)))
+
+
+@app.command("milebench")
+def milebench(
+    out: Out,
+    n: Annotated[int, typer.Option(help="Samples a set.")] = 12,
+    seed: Seed = 0,
+    steps: Annotated[int, typer.Option(help="Events shown in a sample.")] = 4,
+    image_size: Size = 224,
+) -> None:
+    """Four temporal sets: rows of frames with multiple-choice questions."""
+    from ctxwin.evals.benchmarks.generate import write_milebench
+
+    with _errors():
+        made = write_milebench(out, n, seed, steps, image_size)
+        _say(out, sum(len(part["data"]) for part in made.values()))
+
+
+def _numbers(text: str, kind: Callable[[str], T]) -> list[T]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"a list must be numbers separated by commas, got {text!r}") from None
+
+
+def _say(out: Path, items: int) -> None:
+    typer.echo(f"{items} items in {out}")
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m ctxwin.evals.benchmarks.generate")
