@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ctxwin.engines.base import MediaSpan
+from ctxwin.engines.hf_model import deep_layers
 from ctxwin.errors import EngineFailed, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ class Inputs:
             grids: int64 ``[items, 3]``, the patch grid (t, h, w) of each.
 
         Returns:
-            Embeddings ``[tokens, hidden]`` of all items in order, on the CPU, in the model's dtype.
+            Embeddings ``[tokens, hidden * (1 + D)]`` of all items in order, on the CPU, in the model's dtype; D as in
+            `ctxwin.engines.hf_model.Inputs`.
         """
         import torch
 
@@ -126,6 +128,7 @@ class Inputs:
 
     def _feature(self, span: MediaSpan, embeddings: torch.Tensor | None) -> Any:
         """One media item as vLLM describes it; without embeddings it is good for positions and covered media only."""
+        import torch
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
         if embeddings is not None:
@@ -137,17 +140,21 @@ class Inputs:
             if shape not in self._blank:  # a handful of shapes in a stream of frames, and a millisecond each
                 self._blank[shape] = self._item(span, self._zeros(span.tokens))
             item = self._blank[shape]
+        place = PlaceholderRange(offset=span.offset, length=span.tokens)
+        if span.modality == "video" and span.seconds_per_grid is None:
+            # Qwen3-VL looks for each temporal group's opening token within the item, which embeds to itself.
+            embedded = torch.ones(span.tokens + 1, dtype=torch.bool)
+            embedded[0] = False
+            place = PlaceholderRange(offset=span.offset - 1, length=span.tokens + 1, is_embed=embedded)
         return MultiModalFeatureSpec(
-            data=item,
-            modality=span.modality,
-            identifier=span.key.rpartition("/")[2],
-            mm_position=PlaceholderRange(offset=span.offset, length=span.tokens),
+            data=item, modality=span.modality, identifier=span.key.rpartition("/")[2], mm_position=place
         )
 
     def _zeros(self, tokens: int) -> torch.Tensor:
         import torch
 
-        return torch.zeros(1).expand(tokens, self._config.get_inputs_embeds_size())
+        width = self._config.get_inputs_embeds_size() * (1 + deep_layers(self._config.hf_config))
+        return torch.zeros(1).expand(tokens, width)
 
     def _item(self, span: MediaSpan, embeddings: torch.Tensor) -> Any:
         import torch

@@ -32,10 +32,6 @@ class PagedKV:
     """
 
     def __init__(self, layers: Mapping[str, Any], kv: KVSpec, block_size: int) -> None:
-        if kv.family == "mla":
-            raise UnsupportedModel(
-                "the model has latent attention (MLA); only GQA and MHA caches can be written: open it as hf:MODEL"
-            )
         self._kv = kv
         self._layers = _ordered(layers)
         self.block_size = block_size
@@ -171,7 +167,10 @@ class PagedKV:
 
 
 def _update(layer: Any, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
+    if hasattr(layer, "kv_lora_rank"):  # latent attention: c_KV is our content channel, k_pe the rope channel
+        layer.impl.do_kv_cache_update(v[:, 0], k, cache, slots, layer.kv_cache_dtype, layer._k_scale)
+    else:
+        layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
 
 
 def _ordered(layers: Mapping[str, Any]) -> list[Any]:

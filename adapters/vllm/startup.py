@@ -63,11 +63,15 @@ def start(model: str, exchange: Exchange, options: dict[str, Any]) -> Any:
         config = AutoConfig.from_pretrained(model)
 
         if current_platform.is_cpu():
-            arguments.setdefault("block_size", 32)  # the smallest for CPU kernels: less to load behind a prefix hit
+            if exchange.kv.family == "mla":
+                _correct_rotation(arguments)  # the size of its blocks is the platform's choice
+            else:
+                arguments.setdefault("block_size", 32)  # the smallest for CPU kernels: less to load behind a prefix hit
             arguments.setdefault("enforce_eager", True)  # compiling costs more than a CPU window wins back
             if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
                 longest = arguments.get("max_model_len") or config.get_text_config().max_position_embeddings
-                whole = exchange.kv.span_bytes(longest + 2 * arguments["block_size"], _itemsize(exchange.kv.dtype))
+                room = longest + 2 * arguments.get("block_size", 128)
+                whole = exchange.kv.span_bytes(room, _itemsize(exchange.kv.dtype))
                 arguments.setdefault("kv_cache_memory_bytes", max(CPU_KV_BYTES, whole))
         _import_model_classes(config)
         try:
@@ -130,6 +134,23 @@ def _arguments(exchange: Exchange, options: dict[str, Any]) -> dict[str, Any]:
         "kv_connector_extra_config": {PARAM: exchange.name},
     }
     return {**defaults, **options, **_FIXED, "kv_transfer_config": connector}
+
+
+def _correct_rotation(arguments: dict[str, Any]) -> None:
+    """Has rotary embedding done by torch: vLLM 0.32's CPU kernel gets the strided view wrong that MLA hands to it."""
+    given = arguments.get("compilation_config")
+    if given is None or isinstance(given, dict):
+        ops = list((given or {}).get("custom_ops", ()))
+        if "+rotary_embedding" in ops:
+            raise ValueError(
+                "custom_ops must not switch on rotary_embedding for a model with latent attention on a CPU"
+            )
+        arguments["compilation_config"] = {**(given or {}), "custom_ops": [*ops, "-rotary_embedding"]}
+    else:
+        raise ValueError(
+            "compilation_config must be a dict for a model with latent attention on a CPU, got "
+            f"{type(given).__name__}; ctxwin adds to it"
+        )
 
 
 def _hide_unloadable(name: str) -> None:

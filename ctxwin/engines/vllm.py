@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ctxwin.adapters.vllm.requests import Outcome
     from ctxwin.store.base import Store
 
-VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
+VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _QUERY = "query"
 _DTYPES = ("bfloat16", "float16", "float32")
 _log = logging.getLogger("ctxwin.engines")
@@ -66,7 +66,7 @@ class _Ask:
 
 
 class VLLMEngine(EncodingEngine):
-    """vLLM in this process: Qwen2-VL, Qwen2.5-VL and text models with rotary GQA or MHA attention.
+    """vLLM in this process: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and text models with rotary GQA, MHA or latent attention.
 
     Args:
         model: local folder or Hub name.
@@ -90,14 +90,12 @@ class VLLMEngine(EncodingEngine):
         checkpoint = open_checkpoint(model)
         kind = str(checkpoint.config.model_type)
         if checkpoint.media is not None and kind not in VISION_MODELS:
-            raise UnsupportedModel(f"a vision model must be one of {', '.join(VISION_MODELS)}, got {kind!r}")
+            raise UnsupportedModel(
+                f"a vision model on vLLM must be one of {', '.join(VISION_MODELS)}, got {kind!r}; open it as hf:MODEL"
+            )
         dtype = _dtype(options.pop("dtype", "auto"), checkpoint.config)
         identity = checkpoint.identity(dtype, "vllm")
         kv = kv_spec_from_config(checkpoint.config, identity, dtype, "vllm")
-        if kv.family == "mla":
-            raise UnsupportedModel(
-                "the model has latent attention (MLA): ctxwin does not write its compressed pairs into vLLM's cache yet"
-            )
         try:
             from ctxwin.adapters.vllm import registry, startup
             from ctxwin.adapters.vllm.inputs import Inputs

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
@@ -94,8 +96,8 @@ def write_vision_model(folder: Path, kind: str = "qwen2_5_vl") -> Path:
             intermediate_size=48, out_hidden_size=64, num_position_embeddings=36, deepstack_visual_indexes=[0, 1],
             initializer_range=0.15,
         )  # fmt: skip
-        rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
         text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
+        rope |= {"mrope_section": [text["head_dim"] // n for n in (4, 8, 8)], "mrope_interleaved": True}
         name = "Qwen3VL"
         if kind == "qwen3_vl_moe":
             text |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
@@ -165,14 +167,14 @@ def _mla_fields(vocab: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def write_mla_model(folder: Path, kind: str = "DeepseekV2") -> Path:
+def write_mla_model(folder: Path, kind: str = "DeepseekV2", **fields: Any) -> Path:
     """A random DeepSeek-V2 or -V3 with latent attention; the last of three layers is a mixture of experts."""
     import torch
     import transformers
 
     tokenizer = build_tokenizer()
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**_mla_fields(len(tokenizer)))
+    config = getattr(transformers, f"{kind}Config")(**(_mla_fields(len(tokenizer)) | fields))
     _save(getattr(transformers, f"{kind}ForCausalLM")(config), folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -217,6 +219,20 @@ def _media_ids(tokenizer: Any) -> dict[str, int]:
 def _save(model: Any, folder: Path) -> None:
     _randomise(model)
     model.save_pretrained(folder)
+
+
+def wide(write: Callable[[Path], Path], folder: Path, **fields: Any) -> Path:
+    """One of the models above with heads of 32, the smallest that vLLM's CPU attention takes."""
+    text_fields = _text_fields
+
+    def two_heads(vocab: int) -> dict[str, Any]:
+        return {**text_fields(vocab), "num_attention_heads": 2, "num_key_value_heads": 1}
+
+    with mock.patch(f"{__name__}._text_fields", two_heads):
+        write(folder)
+    if fields:
+        edit_config(folder, **fields)
+    return folder
 
 
 def edit_config(folder: Path, **fields: Any) -> None:

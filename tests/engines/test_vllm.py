@@ -8,7 +8,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,29 +36,15 @@ ALL = Sampling(max_tokens=4, logprobs=-1)
 CLOSE = 1e-4
 
 
-def wide(write: Callable[[Path], Path], folder: Path, **fields: Any) -> Path:
-    """One of the random models of the engine tests, with heads of 32, the smallest that vLLM's CPU attention takes."""
-    text_fields = models._text_fields
-
-    def two_heads(vocab: int) -> dict[str, Any]:
-        return {**text_fields(vocab), "num_attention_heads": 2, "num_key_value_heads": 1}
-
-    with mock.patch.object(models, "_text_fields", two_heads):
-        write(folder)
-    if fields:
-        models.edit_config(folder, **fields)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
-    return wide(models.write_vision_model, tmp_path_factory.mktemp("vllm") / "vision", rope_parameters=rope)
+    return models.wide(models.write_vision_model, tmp_path_factory.mktemp("vllm") / "vision", rope_parameters=rope)
 
 
 @pytest.fixture(scope="module")
 def wide_text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return wide(models.write_text_model, tmp_path_factory.mktemp("vllm") / "text")
+    return models.wide(models.write_text_model, tmp_path_factory.mktemp("vllm") / "text")
 
 
 @pytest.fixture(scope="module")

