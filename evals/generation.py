@@ -17,22 +17,129 @@ from ctxwin.evals.decoder import Decoder, Memory, concatenated
 if TYPE_CHECKING:
     from ctxwin.evals.decoder import Watch
 
+ROOM = 64
+"""Slots that are made at once while an answer grows."""
 
-class Policy(ABC):
-    """Drops KV while an answer is generated. One instance serves one answer of one item."""
+
+class Held:
+    """KV that grows while an answer is generated, and that policies thin out.
+
+    Args:
+        memory: what is there at first; copied.
+
+    Attributes:
+        slots: KV held now, by layer and item.
+        peak_slots: most that were held at once.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._room = memory.grown(ROOM)
+        self.slots = memory.slots
+        self.peak_slots = memory.slots
+
+    @property
+    def memory(self) -> Memory:
+        """The slots held; shares memory with this object."""
+        return Memory(self._room.k[:, :, :, : self.slots], self._room.v[:, :, :, : self.slots])
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot of all layers and items."""
+        return self._room.nbytes // self._room.slots
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak_slots * self.slot_bytes
+
+    def grow(self, slots: int) -> Memory:
+        """Makes empty slots behind; all slots with them."""
+        if self.slots + slots > self._room.slots:
+            self._room = self.memory.grown(slots + ROOM)
+        self.slots += slots
+        self.peak_slots = max(self.peak_slots, self.slots)
+        return self.memory
+
+    def drop(self, slot: int) -> None:
+        """Takes one slot out of every layer and item; what is behind it moves up, in place."""
+        for x in (self._room.k, self._room.v):
+            x[:, :, :, slot : self.slots - 1] = x[:, :, :, slot + 1 : self.slots].clone()
+        self.slots -= 1
+
+    def replace(self, memory: Memory) -> None:
+        """Holds this instead; copied."""
+        self._room, self.slots = memory.grown(ROOM), memory.slots
+
+
+class Keeper(ABC):
+    """What a policy has seen of one answer, and drops."""
 
     @property
     def watch(self) -> Watch | None:
-        """Sees the attention weights of every pass; None does without."""
+        """Sees the attention weights of the coming pass; None does without."""
         return None
 
     @abstractmethod
-    def prompted(self, memory: Memory) -> Memory:
-        """What is kept of header, placed chunks and question, before the first token is chosen."""
+    def prompted(self, held: Held) -> None:
+        """Header, placed chunks and question are held; the first token comes from that pass and is not affected."""
 
     @abstractmethod
-    def stepped(self, memory: Memory) -> Memory:
-        """What is kept after the KV of one generated token came in behind."""
+    def stepped(self, held: Held) -> None:
+        """The KV of one more token came in behind."""
+
+
+class Policy(ABC):
+    """Drops KV while an answer is generated. Itself it has no state and serves any number of answers."""
+
+    @abstractmethod
+    def start(self) -> Keeper:
+        """For one answer, of one item or of a batch that the policy was made for."""
+
+
+class Reading:
+    """A batch of items of one shape that is asked and answered, a pass at a time.
+
+    Args:
+        decoder: the model.
+        memory: header and placed chunks.
+        policy: drops KV on the way.
+
+    Attributes:
+        held: the KV, question and answer so far included.
+        at: position of the next token.
+    """
+
+    def __init__(self, decoder: Decoder, memory: Memory, policy: Policy | None = None) -> None:
+        self.decoder = decoder
+        self.held = Held(memory)
+        self.at = 0
+        self._keeper = None if policy is None else policy.start()
+        self._last = torch.empty(0)
+
+    def ask(self, queries: Sequence[Encoded], begin: int) -> None:
+        """One pass over a question an item, all of one length, at position ``begin``."""
+        self._pass(queries, begin)
+        self.at = begin + queries[0].advance
+        if self._keeper is not None:
+            self._keeper.prompted(self.held)
+
+    def feed(self, tokens: Sequence[int]) -> None:
+        """One pass over one more token an item."""
+        self._pass([_word(token) for token in tokens], self.at)
+        self.at += 1
+        if self._keeper is not None:
+            self._keeper.stepped(self.held)
+
+    def logits(self) -> Tensor:
+        """What the next token is chosen from, float32 ``[B, vocab]``, on the CPU."""
+        return self.decoder.logits(self._last)[:, 0]
+
+    def _pass(self, rows: Sequence[Encoded], start: int) -> None:
+        tokens = self.decoder.tokens(rows, start)
+        before = self.held.slots
+        memory = self.held.grow(tokens.count)
+        watch = None if self._keeper is None else self._keeper.watch
+        with torch.inference_mode():
+            self._last = self.decoder.run(tokens, memory, torch.arange(before, self.held.slots), watch=watch)[:, -1:]
 
 
 @dataclass
@@ -74,26 +181,19 @@ def continue_(
     Cost: one pass over the question and one a token.
     """
     ends = decoder.engine._checkpoint.eos
-    watch = None if policy is None else policy.watch
     made = Continuation()
-    held, hidden = decoder.append(decoder.tokens([query], begin), memory, watch)
-    made.peak_bytes = held.nbytes
-    if policy is not None:
-        held = policy.prompted(held)
-    at = begin + query.advance
+    reading = Reading(decoder, memory, policy)
+    reading.ask([query], begin)
     count = max_tokens if forced is None else len(forced)
     for step in range(count):
-        made.logits.append(decoder.logits(hidden[:, -1:])[0, 0])
+        made.logits.append(reading.logits()[0])
         token = int(made.logits[-1].argmax()) if forced is None else int(forced[step])
         if forced is None and token in ends:
-            return made
-        made.token_ids.append(token)
-        if step + 1 == count:
             break
-        held, hidden = decoder.append(decoder.tokens([_word(token)], at + step), held, watch)
-        made.peak_bytes = max(made.peak_bytes, held.nbytes)
-        if policy is not None:
-            held = policy.stepped(held)
+        made.token_ids.append(token)
+        if step + 1 < count:
+            reading.feed([token])
+    made.peak_bytes = reading.held.peak_bytes
     return made
 
 

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from ctxwin.evals.arms.base import Arm, Served
-from ctxwin.evals.arms.reuse import (
-    Blind,
-    Orbit,
-    Patched,
-    Recalled,
-    Removal,
-    Reprefill,
-    Stale,
-    Survivor,
-    Transfer,
-    Update,
-)
-from ctxwin.evals.arms.tokens import FirstK
+from ctxwin.evals.arms.compress import ElasticCache, HeavyHitters, MostRecent
+from ctxwin.evals.arms.layers import Cacheblend
+from ctxwin.evals.arms.recall import Recalled, Refresh, Stale, Update
+from ctxwin.evals.arms.reuse import Blind, Orbit, Patched, Removal, Reprefill, Survivor, Toggled, Transfer
+from ctxwin.evals.arms.tokens import CacheblendOracle, Epic, FirstK, FullReuse, Mpic, Quest
 from ctxwin.evals.items import Setting
 
 ARMS: dict[str, type[Arm]] = {
     kind.form.partition(":")[0]: kind
     for kind in (
-        Reprefill, Blind, Patched, Orbit, Transfer, Survivor, Removal, Stale, Update, FirstK,
+        Reprefill, Blind, Patched, Orbit, Transfer, Survivor, Removal, Stale, Update, Refresh, Toggled, FirstK,
+        Epic, Mpic, FullReuse, Cacheblend, CacheblendOracle, Quest,
+        ElasticCache, HeavyHitters, MostRecent,
     )
 }  # fmt: skip
 ARM_FORMS = ", ".join(kind.form for kind in ARMS.values()) + (

@@ -1,0 +1,132 @@
+"""Arms that hold fewer KV than tokens: Elastic Cache's merging, and eviction by attention (H2O) or by age (local).
+
+By default the placed chunks' exact KV is thinned out before the question comes, which is what a window would hold, and
+changes the first token. ``@prompt`` is the paper's moment: header, chunks and question are encoded exactly, then thinned
+out together, and only the rest of the answer is affected. Slots differ by layer, and the KV served stands at no
+positions of its own: it cannot be moved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ctxwin.evals.arms.base import Served, SharedArm
+from ctxwin.evals.decoder import Memory, concatenated
+from ctxwin.evals.elastic.merging import Attended
+from ctxwin.evals.elastic.policies import H2O, Budgeted, Elastic, Local, Window
+from ctxwin.evals.items import Setting
+
+if TYPE_CHECKING:
+    from ctxwin.evals.group import Group
+
+WEIGHTS_AT_ONCE = 1 << 26
+"""Attention weights of a layer that are looked at together."""
+
+_ATTENTION: WeakKeyDictionary[Group, Tensor] = WeakKeyDictionary()
+"""See `attention_of`; looked at once for all arms."""
+_HELD: WeakKeyDictionary[Group, dict[_Compressed, list[Served | None]]] = WeakKeyDictionary()
+"""Chunks thinned out before the question came: they are stored like that, an ask finds them there."""
+
+
+@dataclass(frozen=True)
+class _Compressed(SharedArm):
+    moment: Literal["window", "prompt"] = "window"
+
+    settings: ClassVar[tuple[Setting, ...]] = ("window",)
+    policy: ClassVar[type[Budgeted]]
+
+    @classmethod
+    def parse(cls, name: str, argument: str) -> Self | None:
+        share, at, moment = argument.partition("@")
+        plain = super().parse(name, share)
+        if plain is None or not at:
+            return plain
+        return replace(plain, moment="prompt") if moment == "prompt" else None
+
+    def serve(self, group: Group) -> list[Served | None]:
+        if self.moment == "prompt":
+            return self._behind(group)
+        held = _HELD.setdefault(group, {})
+        if self not in held:
+            held[self] = self._in_front(group)
+        return held[self]
+
+    def _behind(self, group: Group) -> list[Served | None]:
+        """Exact chunks, and a policy that thins them out behind the question."""
+        seen, tokens = attention_of(group), group.context_tokens
+        return [
+            Served(row, computed=tokens, forwards=1, policy=self.policy(self.share, seen[:, b : b + 1]))
+            for b, row in enumerate(group.exact)
+        ]
+
+    def _in_front(self, group: Group) -> list[Served | None]:
+        """Chunks that are thinned out already; the header is left as it is."""
+        seen, lead = attention_of(group), group.header_span.tokens
+        window = Window(lead, group.context_tokens)
+        whole = group.decoder.memory(group.exact)
+        attended = Attended(seen[:, :, lead:])
+        kept = self.policy(self.share, seen, window).compress(whole, attended)
+        held = torch.cat([seen[:, :, :lead], attended.sums], 2)
+        nowhere = torch.zeros(3, kept.slots, dtype=torch.int64)
+        extra = {"kv_share": kept.slots / whole.slots}
+        return [
+            Served(
+                [kept.span(b, 0, kept.slots, nowhere, 0)],
+                policy=self.policy(self.share, held[:, b : b + 1], window),
+                extra=extra,
+            )
+            for b in range(len(group))
+        ]
+
+
+@dataclass(frozen=True)
+class ElasticCache(_Compressed):
+    """The chunks' KV merged around the most attended tokens, layer by layer; first and last token are among them."""
+
+    form: ClassVar[str] = "elastic:B"
+    source: ClassVar[str] = "Elastic Cache, sections 3.2-3.3, eq. 1-3, algorithm 1"
+    policy: ClassVar[type[Budgeted]] = Elastic
+
+
+@dataclass(frozen=True)
+class HeavyHitters(_Compressed):
+    """Only the KV of the most attended tokens is kept, layer by layer; the least attended go while generating, too."""
+
+    form: ClassVar[str] = "h2o:B"
+    source: ClassVar[str] = "Elastic Cache, section 4.1 (H2O, Frequency Cache)"
+    policy: ClassVar[type[Budgeted]] = H2O
+
+
+@dataclass(frozen=True)
+class MostRecent(_Compressed):
+    """Only the KV of the last tokens is kept; the oldest go while generating, too. No first tokens are kept as sinks."""
+
+    form: ClassVar[str] = "local:B"
+    source: ClassVar[str] = "Elastic Cache, section 4.1 (Local Cache)"
+    policy: ClassVar[type[Budgeted]] = Local
+
+
+def attention_of(group: Group) -> Tensor:
+    """Attention that header and placed chunks give each other, by slot: float32 ``[L, B, header + context]``.
+
+    Summed over all queries, averaged over heads (section 3.3). One eager pass a group, in blocks of rows; who serves this way
+    adds it up in the pass that conditions the chunks.
+    """
+    if group not in _ATTENTION:
+        decoder, batch = group.decoder, len(group)
+        tokens = concatenated([decoder.tokens([group.header] * batch), group.context])
+        empty = group.behind_header(batch)
+        memory = Memory(empty.k[:, :, :, :0], empty.v[:, :, :, :0]).grown(tokens.count)
+        seen = Attended(torch.zeros(decoder.layers, batch, tokens.count, device=memory.k.device))
+        heads = int(decoder.engine.text_model.config.num_attention_heads)
+        rows = max(1, WEIGHTS_AT_ONCE // (batch * heads * tokens.count))
+        for begin in range(0, tokens.count, rows):
+            at = torch.arange(begin, min(begin + rows, tokens.count), device=memory.k.device)
+            decoder.run(tokens.pick(at[None].expand(batch, -1)), memory, at, watch=seen.watch)
+        _ATTENTION[group] = seen.sums
+    return _ATTENTION[group]
