@@ -95,20 +95,16 @@ def score(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    folders: Annotated[list[Path], typer.Argument(help="Folders of runs, shown side by side.")],
+    against: Annotated[str, typer.Option(help="The arm that others are paired with; the best patch by default.")] = "",
+    output: Annotated[Path | None, typer.Option(help="Folder of the report; the first run's by default.")] = None,
 ) -> None:
-    """Write report.md and, where ranks were swept, sweep.png into the folder of a run."""
+    """Write report.html (one file that needs nothing else), report.md and figures of one run or several."""
     with _errors():
-        from ctxwin.evals.report import markdown, plot_sweep
-        from ctxwin.evals.samples import read_samples
-        from ctxwin.evals.score import scores
+        from ctxwin.evals.report import write_report
 
-        result = scores(read_samples(folder))
-        text = markdown(result)
-        if plot_sweep(result, folder / "sweep.png"):
-            text += "\n![Accuracy and eta over patch bytes](sweep.png)\n"
-        (folder / "report.md").write_text(text, encoding="utf-8")
-        _console().print(f"wrote {folder / 'report.md'}")
+        path = write_report(folders, output, against=against or None)
+        _console().print(f"wrote {path}", soft_wrap=True)
 
 
 @app.command()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ctxwin.evals.metrics import ETA_FLOOR, Outcome
-from ctxwin.evals.stats import bootstrap_mean, bootstrap_ratio, mcnemar
+from ctxwin.evals.stats import bootstrap_mean, bootstrap_ratio, difference_interval, mcnemar
 
 Outcomes = Mapping[int, Outcome]
 """Scored samples of one arm on one task, by the index of their item."""
@@ -65,7 +65,7 @@ def _accuracy(pairs: Sequence[tuple[Outcome, Outcome]]) -> dict[str, Any]:
     differences, clusters = [a - b for a, b, _ in known], [c for _, _, c in known]
     made = {
         "accuracy": math.fsum(differences) / len(differences),
-        "accuracy_ci95": _listed(bootstrap_mean(differences, clusters)),
+        "accuracy_ci95": _listed(difference_interval(differences, clusters, drawn=True)),
     }
     if any(score not in (0, 1) for a, b, _ in known for score in (a, b)):
         return {**made, **none}
@@ -158,7 +158,9 @@ def matched(patch: Outcomes, share: float, settings: Sequence[Setting]) -> dict[
         "shares": [low_share, upper.share if upper else None],
         "interpolated": 0.0 < weight < 1.0,
         "accuracy": math.fsum(g for g, _ in gaps) / len(gaps) if gaps else None,
-        "accuracy_ci95": _listed(bootstrap_mean([g for g, _ in gaps], [c for _, c in gaps])) if gaps else None,
+        "accuracy_ci95": _listed(difference_interval([g for g, _ in gaps], [c for _, c in gaps], drawn=True))
+        if gaps
+        else None,
         **_eta([patch[i].kl for i in shared], kls, [patch[i].base_kl for i in shared], clusters),
         "above": _above(patch, upper),
     }

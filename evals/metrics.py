@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ctxwin.evals.items import Scored
-from ctxwin.evals.stats import bootstrap_mean, bootstrap_ratio, mean_interval, share_interval
+from ctxwin.evals.stats import bootstrap_mean, bootstrap_ratio, difference_interval, share_interval
 
 ETA_FLOOR = 0.01
 """Mean KL of the base in nats below which eta would divide noise by noise, and is None."""
@@ -182,7 +182,7 @@ def _delta(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     differences, clusters = [d for d, _ in both], [c for _, c in both]
     return {
         "delta": math.fsum(differences) / len(differences),
-        "delta_ci95": _listed(mean_interval(differences, clusters)),
+        "delta_ci95": _listed(difference_interval(differences, clusters)),
     }
 
 

@@ -26,7 +26,7 @@ from ctxwin.evals.stats import standard_error
 
 PLAIN = "none"
 """lm-eval's name of unfiltered answers: here re-prefill's."""
-HIGHER = {"acc": True, "agreement": True, "eta": True, "kl": False, "harm": False, "bytes_share": False}
+HIGHER = {"acc": True, "agreement": True, "eta": True, "kl": False, "harm": False, "spent_share": False}
 
 
 def lm_eval_result(found: Table, samples: Samples, n: int | None = None) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _figures(task: str, found: Table, made: Mapping[str, Mapping[str, Mapping[st
         _put(figures, count, "kl", arm, [(o.kl, o.cluster) for o in outcomes])
         _put(figures, count, "agreement", arm, [(agreed(o), o.cluster) for o in outcomes])
         _put(figures, count, "harm", arm, [(harmed(o), o.cluster) for o in outcomes])
-        for name in ("eta", "bytes_share"):
+        for name in ("eta", "spent_share"):
             if (value := made[arm][task][name]) is not None:
                 figures[f"{name},{arm}"] = value
     return figures | {"sample_len": len(reference), "sample_count": count}

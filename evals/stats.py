@@ -61,6 +61,22 @@ def mean_interval(values: ArrayLike, clusters: Sequence[str]) -> Interval | None
     return mean - half, mean + half
 
 
+def difference_interval(differences: ArrayLike, clusters: Sequence[str], *, drawn: bool = False) -> Interval | None:
+    """Interval of the mean difference of two scores of the same items, each within 0..1.
+
+    `mean_interval`, or `bootstrap_mean` where ``drawn``, cut to -1..1. Where all differences are alike both would be of no
+    width however few the items; there Wilson's bound on another difference that was not met is put on either side.
+    """
+    x, _ = _checked(differences, clusters)
+    found = bootstrap_mean(x, clusters) if drawn else mean_interval(x, clusters)
+    if found is None:
+        return None
+    if (x == x[0]).all():
+        unseen = share_interval(np.zeros(len(x)), clusters)[1]
+        found = x[0] - unseen, x[0] + unseen
+    return max(-1.0, float(found[0])), min(1.0, float(found[1]))
+
+
 def share_interval(scores: ArrayLike, clusters: Sequence[str]) -> Interval:
     """Interval of a mean of scores within 0..1.
 

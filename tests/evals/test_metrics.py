@@ -129,12 +129,12 @@ def test_cell_holds_every_figure() -> None:
 
 
 def test_the_difference_to_reprefill_is_paired() -> None:
-    outcomes = [made("red", "red", "red"), made("blue", "red", "red"), made("red", "blue", "red"), made("x", "y", "z")]
-    figures = cell(outcomes)
-    want = scipy_stats.ttest_1samp([0, -1, 1, 0], 0.0).confidence_interval(0.95)
-    assert figures["delta"] == 0.0
+    answers = [("red", "red"), ("blue", "red"), ("red", "blue"), ("x", "y"), ("blue", "red")] * 4
+    figures = cell([made(answer, reference, "red") for answer, reference in answers])
+    want = scipy_stats.ttest_1samp([0, -1, 1, 0, -1] * 4, 0.0).confidence_interval(0.95)
+    assert figures["delta"] == pytest.approx(-0.2)
     assert figures["delta_ci95"] == pytest.approx([want.low, want.high])
-    assert cell(outcomes[:1])["delta_ci95"] is None
+    assert cell([made("red", "red", "red")])["delta_ci95"] is None
 
 
 def test_clusters_widen_what_they_should() -> None:

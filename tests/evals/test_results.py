@@ -54,7 +54,7 @@ def test_figures_are_the_scored_ones(folder: Path) -> None:
         assert made[f"kl,{arm}"] == pytest.approx(cell["kl"])
         assert made[f"eta,{arm}"] == pytest.approx(cell["eta"])
         assert made[f"agreement,{arm}"] == pytest.approx(cell["agreement"])
-    assert made["bytes_share,patched:4"] == pytest.approx(0.04)
+    assert made["spent_share,patched:4"] == pytest.approx(0.04)
     assert "acc,orbit:2" not in made  # its only answer could not be scored
     assert made["kl,orbit:2"] == 0.5 and made["kl_stderr,orbit:2"] == "N/A"
     assert made["sample_count"] == {f"acc,{arm}": 20 for arm in ("none", *own) if arm not in ("reprefill", "orbit:2")}

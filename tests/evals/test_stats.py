@@ -12,6 +12,7 @@ from ctxwin.evals import stats
 from ctxwin.evals.stats import (
     bootstrap_mean,
     bootstrap_ratio,
+    difference_interval,
     mcnemar,
     mean_interval,
     share_interval,
@@ -85,6 +86,18 @@ def test_alike_items_of_few_clusters_are_not_sure() -> None:
     half = [1.0] * 45 + [0.0] * 45
     low, high = share_interval(half, [f"c{i // 5}" for i in range(90)])
     assert high - low > 2 * (wilson(45, 90)[1] - wilson(45, 90)[0])
+
+
+def test_differences_that_are_all_alike_are_not_sure_either() -> None:
+    for drawn in (False, True):
+        assert difference_interval([0.0] * 20, alone(20), drawn=drawn) == pytest.approx((-0.1611, 0.1611), abs=5e-5)
+        assert difference_interval([-1.0] * 20, alone(20), drawn=drawn) == pytest.approx((-1.0, -0.8389), abs=5e-5)
+        assert difference_interval([0.0] * 20, ["one"] * 20, drawn=drawn) is None
+    low, high = difference_interval([-1.0] * 19 + [0.0], alone(20)) or (0.0, 0.0)
+    assert low == -1.0 < -0.95 < high < -0.8  # t alone would pass -1
+    mixed = [1.0, 0.0, 0.0, -1.0, 0.0]
+    assert difference_interval(mixed, alone(5)) == mean_interval(mixed, alone(5))
+    assert difference_interval(mixed, alone(5), drawn=True) == bootstrap_mean(mixed, alone(5))
 
 
 @pytest.mark.parametrize("clusters", [["a", ""], ["a"]])

@@ -1,0 +1,13 @@
+"""Reports of scored runs: tables for a terminal and in markdown, figures, and one self-contained HTML page.
+
+Everything is made from what `ctxwin.evals.score.scores` returns, so a report holds no figure of its own.
+"""
+
+from __future__ import annotations
+
+from ctxwin.evals.report.page import page
+from ctxwin.evals.report.runs import Run, read_runs
+from ctxwin.evals.report.text import markdown, rich_tables
+from ctxwin.evals.report.write import write_report
+
+__all__ = ["Run", "markdown", "page", "read_runs", "rich_tables", "write_report"]

@@ -1,0 +1,92 @@
+"""Runs that stand side by side in a report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ctxwin.evals.samples import read_samples
+from ctxwin.evals.score import TaskOf, scores
+
+
+@dataclass(frozen=True)
+class Run:
+    """A scored run.
+
+    Attributes:
+        label: what tells it from the other runs of a report.
+        folder: where its samples are.
+        result: see `ctxwin.evals.score.scores`.
+    """
+
+    label: str
+    folder: Path
+    result: Mapping[str, Any]
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names of its tasks, those that anything could be scored of."""
+        return [name for name in self.result["tasks"] if self.arms(name)]
+
+    def arms(self, task: str) -> dict[str, Mapping[str, Any]]:
+        """Figures of a task by arm, without arms that served nothing."""
+        return {arm: made[task] for arm, made in self.result["arms"].items() if task in made}
+
+
+def read_runs(folders: Sequence[Path], against: str | None = None, task_of: TaskOf | None = None) -> list[Run]:
+    """Scores the samples of some folders; no model is opened.
+
+    Args:
+        folders: of runs, at least one.
+        against: the arm that others are paired with; each task's best patch by default.
+        task_of: from a name to its task; `ctxwin.evals.tasks.open_task` by default.
+
+    Raises ValueError for no folder, one folder twice, or one without a run.
+    """
+    if not folders:
+        raise ValueError("a report must be of at least one run, got none")
+    paths = [folder.resolve() for folder in folders]
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"folders must be named once each, got {', '.join(map(str, folders))}")
+    results = [scores(read_samples(folder), against=against, task_of=task_of) for folder in folders]
+    names = [str(result["config"].get("name") or path.name) for result, path in zip(results, paths, strict=True)]
+    return [
+        # Where names are not enough, the folder's name and then its whole path tell runs apart.
+        Run(label, path, result)
+        for label, path, result in zip(_distinct(names, paths), paths, results, strict=True)
+    ]
+
+
+def tasks_of(runs: Sequence[Run]) -> dict[str, Mapping[str, Any]]:
+    """What the tasks of all runs are, by name, in order of appearance."""
+    return {name: run.result["tasks"][name] for run in runs for name in run.tasks}
+
+
+def configuration(run: Run) -> dict[str, str]:
+    """A run's configuration with nested names joined by dots, as text."""
+    flat = {
+        "samples": str(run.folder),
+        "started": run.result["created"] or "unknown",
+        **dict(_flat(run.result["config"])),
+    }
+    if run.result["basis_bytes"]:
+        flat["shared basis"] = f"{run.result['basis_bytes']:,} bytes, once for the model; not in the bytes columns"
+    return flat
+
+
+def _distinct(names: Sequence[str], paths: Sequence[Path]) -> list[str]:
+    count = Counter(names)
+    longer = [name if count[name] == 1 else f"{name} ({path.name})" for name, path in zip(names, paths, strict=True)]
+    count = Counter(longer)
+    return [name if count[name] == 1 else str(path) for name, path in zip(longer, paths, strict=True)]
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)
