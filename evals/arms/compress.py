@@ -58,28 +58,17 @@ class _Compressed(SharedArm):
 
     def _behind(self, group: Group) -> list[Served | None]:
         """Exact chunks, and a policy that thins them out behind the question."""
-        seen, tokens = attention_of(group), group.context_tokens
-        return [
-            Served(row, computed=tokens, forwards=1, policy=self.policy(self.share, seen[:, b : b + 1]))
-            for b, row in enumerate(group.exact)
-        ]
+        policy = self.policy(self.share, attention_of(group))
+        tokens = group.context_tokens
+        return [Served(row, computed=tokens, forwards=1, policy=policy.of([b])) for b, row in enumerate(group.exact)]
 
     def _in_front(self, group: Group) -> list[Served | None]:
         """Chunks that are thinned out already; the header is left as it is."""
-        seen, lead = attention_of(group), group.header_span.tokens
-        window = Window(lead, group.context_tokens)
-        whole = group.decoder.memory(group.exact)
-        attended = Attended(seen[:, :, lead:])
-        kept = self.policy(self.share, seen, window).compress(whole, attended)
-        held = torch.cat([seen[:, :, :lead], attended.sums], 2)
+        kept, policy = thinned(self.policy, self.share, group)
         nowhere = torch.zeros(3, kept.slots, dtype=torch.int64)
-        extra = {"kv_share": kept.slots / whole.slots}
+        extra = {"kv_share": kept.slots / group.context_tokens}
         return [
-            Served(
-                [kept.span(b, 0, kept.slots, nowhere, 0)],
-                policy=self.policy(self.share, held[:, b : b + 1], window),
-                extra=extra,
-            )
+            Served([kept.span(b, 0, kept.slots, nowhere, 0)], policy=policy.of([b]), extra=extra)
             for b in range(len(group))
         ]
 
@@ -109,6 +98,15 @@ class MostRecent(_Compressed):
     form: ClassVar[str] = "local:B"
     source: ClassVar[str] = "Elastic Cache, section 4.1 (Local Cache)"
     policy: ClassVar[type[Budgeted]] = Local
+
+
+def thinned(kind: type[Budgeted], share: float, group: Group) -> tuple[Memory, Budgeted]:
+    """The placed chunks' exact KV thinned out before a question comes, and what goes on behind it; for the whole group."""
+    seen, lead = attention_of(group), group.header_span.tokens
+    window = Window(lead, group.context_tokens)
+    attended = Attended(seen[:, :, lead:])
+    kept = kind(share, seen, window).compress(group.decoder.memory(group.exact), attended)
+    return kept, kind(share, torch.cat([seen[:, :, :lead], attended.sums], 2), window)
 
 
 def attention_of(group: Group) -> Tensor:

@@ -8,7 +8,9 @@ only what is generated is still managed: every generated token may add ``share``
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -47,6 +49,10 @@ class Budgeted(Policy):
     share: float
     seen: Tensor
     window: Window | None = None
+
+    def of(self, items: Sequence[int]) -> Self:
+        """For some items of the batch."""
+        return replace(self, seen=self.seen[:, list(items)])
 
     @abstractmethod
     def compress(self, memory: Memory, attended: Attended) -> Memory:
