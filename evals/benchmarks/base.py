@@ -6,6 +6,7 @@ import json
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -85,7 +86,8 @@ class DataTask(Task):
     def _present(self, skipped: list[str]) -> Iterator[Item]:
         for found in self.read(self.root):
             if isinstance(found, Item):
-                yield found
+                # The official prompts have no system turn of their own.
+                yield replace(found, header="") if found.header is None else found
             elif self.options.skip_missing:
                 skipped.append(found[0])
             else:
