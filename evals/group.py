@@ -17,6 +17,7 @@ from ctxwin.engines.base import Encoded
 from ctxwin.evals.decoder import Decoder, Memory, Tokens, concatenated
 from ctxwin.evals.items import Item
 from ctxwin.evals.patching import Patcher
+from ctxwin.evals.streaming import streamed
 from ctxwin.kv import KVSpec, SpanKV
 from ctxwin.operator import Deficit, Patch, apply_patch, deficit, relocate
 
@@ -245,6 +246,8 @@ class Group:
     @cached_property
     def kept(self) -> list[list[SpanKV]]:
         """Placed chunks with the KV they had before the edit, rotated into place: survivors."""
+        if (size := self.items[0].meta.get("window")) is not None:  # of a stream through a window of that size
+            return streamed(self, int(size))
         rows = []
         for item, spans in zip(self.items, self.earlier, strict=True):
             held = dict(zip(item.before, spans, strict=True))

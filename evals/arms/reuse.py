@@ -1,8 +1,7 @@
-"""Reuse without computing anything when the question comes: blind, patched, orbit, survivors, recall."""
+"""Reuse without computing anything when the question comes: blind, patched, toggled, orbit, survivors."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, permutations
@@ -14,8 +13,7 @@ import numpy as np
 from ctxwin.evals.arms.base import PlainArm, RankedArm, Served
 from ctxwin.evals.items import Item, Setting
 from ctxwin.evals.patching import parse_variant
-from ctxwin.kv import SpanKV
-from ctxwin.operator import Deficit, OrbitMean, Patch, deficit
+from ctxwin.operator import Deficit, OrbitMean, Patch
 
 if TYPE_CHECKING:
     from ctxwin.evals.group import Group
@@ -74,24 +72,55 @@ class Patched(RankedArm):
 
 
 @dataclass(frozen=True)
+class Toggled(PlainArm):
+    """Everything exact but the asked chunk, which is toggled to its context-clean view: its canonical, a copy.
+
+    What it still answers right needed no context (the disposability test); see `ctxwin.evals.toggles` for windows.
+    """
+
+    form: ClassVar[str] = "toggled"
+    source: ClassVar[str] = "Kamera, appendix E"
+    settings: ClassVar[tuple[Setting, ...]] = ("window",)
+
+    def serve(self, group: Group) -> list[Served | None]:
+        served: list[Served | None] = []
+        for b, item in enumerate(group.items):
+            place = asked_about(item)
+            row = [*group.exact[b][:place], group.blind[b][place], *group.exact[b][place + 1 :]]
+            served.append(Served(row, 0, group.kv_bytes([place])))
+        return served
+
+
+@dataclass(frozen=True)
 class Orbit(RankedArm):
     """As `Patched`, but the asked chunk has one patch averaged over other orders of its antecedents.
 
-    Up to six orders are averaged; the one it is served in is held out. Items with fewer than two antecedents in front
-    have no other order and are unscored.
+    Six orders are averaged, or ``N`` of ``orbit:M@N``, all where there are no more; the one it is served in is held out.
+    Items with fewer than two antecedents in front have no other order and are unscored. ``moved`` of a sample is the norm
+    of (averaged deficit - own deficit) over the own one's.
     """
 
-    form: ClassVar[str] = "orbit:M"
+    orders: int = ORBIT_ORDERS
+
+    form: ClassVar[str] = "orbit:M@N"
     source: ClassVar[str] = "Kamera, section 5, 'Reorder' (orbit)"
     settings: ClassVar[tuple[Setting, ...]] = ("window",)
-    orders: ClassVar[int] = ORBIT_ORDERS
+
+    @classmethod
+    def parse(cls, name: str, argument: str) -> Self | None:
+        size, at, count = argument.partition("@")
+        plain = super().parse(name, size)
+        if plain is None or not at:
+            return plain
+        return replace(plain, orders=int(count)) if count.isdecimal() and int(count) > 0 else None
+
+    def averaged(self, item: Item, place: int) -> list[tuple[int, ...]]:
+        """Orders of what is in front whose deficits are averaged."""
+        return other_orders(item.placed[:place], self.orders, item.index)
 
     def serve(self, group: Group) -> list[Served | None]:
         asked = [asked_about(item) for item in group.items]
-        plans = [
-            other_orders(item.placed[:place], self.orders, item.index)
-            for item, place in zip(group.items, asked, strict=True)
-        ]
+        plans = [self.averaged(item, place) for item, place in zip(group.items, asked, strict=True)]
         wanted = [(b, (*order, group.items[b].placed[asked[b]])) for b, plan in enumerate(plans) for order in plan]
         met = iter(group.behind(wanted))
         served: list[Served | None] = []
@@ -104,19 +133,39 @@ class Orbit(RankedArm):
             orbit = OrbitMean(group.spec)
             for span in spans:
                 orbit.add(span, group.canonical[b][place])
-            patch = group.compressed(orbit.mean, self.size, (type(self).__name__, b))
-            moved = _distance(orbit.mean, group.deficit(b, place))
-            served.append(_patched_row(group, b, self.size, {place: patch}, orders=len(plan), moved=moved))
+            patch = group.compressed(orbit.mean, self.size, (type(self).__name__, self.orders, b))
+            figures = {"orders": float(len(plan)), "moved": self.moved(orbit.mean, group.deficit(b, place))}
+            served.append(_patched_row(group, b, self.size, {place: patch}, extra=figures))
         return served
+
+    def moved(self, mean: Deficit, own: Deficit) -> float:
+        return _distance(mean, own, own)
 
 
 @dataclass(frozen=True)
 class Transfer(Orbit):
-    """As `Orbit`, with the patch of a single other order."""
+    """As `Orbit`, with the patch of a single other order: the one the item says it was stored in, else any.
+
+    ``moved`` of a sample is the norm of (own deficit - stored deficit) over the stored one's.
+    """
+
+    orders: int = 1
 
     form: ClassVar[str] = "transfer:M"
     source: ClassVar[str] = "Kamera, section 5, 'Reorder' (transfer)"
-    orders: ClassVar[int] = 1
+
+    @classmethod
+    def parse(cls, name: str, argument: str) -> Self | None:
+        return None if "@" in argument else super().parse(name, argument)
+
+    def averaged(self, item: Item, place: int) -> list[tuple[int, ...]]:
+        front = item.placed[:place]
+        if item.before[-1:] == (item.placed[place],) and sorted(item.before[:-1]) == sorted(front):
+            return [item.before[:-1]]
+        return super().averaged(item, place)
+
+    def moved(self, mean: Deficit, own: Deficit) -> float:
+        return _distance(own, mean, mean)
 
 
 @dataclass(frozen=True)
@@ -148,85 +197,9 @@ class Removal(RankedArm):
         return served
 
 
-@dataclass(frozen=True)
-class _Rehydrated(RankedArm):
-    """The chunk that was recalled is canonical + patch; what stands in front is exact, as resident chunks are."""
-
-    settings: ClassVar[tuple[Setting, ...]] = ("recall",)
-
-    @abstractmethod
-    def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
-        """The chunk in place, and the bytes kept for it."""
-
-    def serve(self, group: Group) -> list[Served | None]:
-        served: list[Served | None] = []
-        for b, item in enumerate(group.items):
-            place = came_back(item)
-            spans = list(group.exact[b])
-            spans[place], stored = self.patched(group, b, place)
-            served.append(Served(spans, stored, group.kv_bytes([place])))
-        return served
-
-
-@dataclass(frozen=True)
-class Stale(_Rehydrated):
-    """A recalled chunk with the patch it had when it was evicted."""
-
-    form: ClassVar[str] = "stale:M"
-    source: ClassVar[str] = "Kamera, section 5, 'Recall' (stale replay); appendix D"
-
-    def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
-        patch = stale_patch(group, b, place, self.size)
-        return group.patched(group.canonical[b][place], patch, place), patch.nbytes
-
-
-@dataclass(frozen=True)
-class Update(_Rehydrated):
-    """A recalled chunk with a patch formed behind what is in front of it now."""
-
-    form: ClassVar[str] = "update:M"
-    source: ClassVar[str] = "Kamera, section 5, 'Recall' (fresh patch); appendix D ('The cheapest correct refresh')"
-
-    def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
-        patch = group.patch(b, place, self.size)
-        return group.patched(group.canonical[b][place], patch, place), patch.nbytes
-
-
-@dataclass(frozen=True)
-class Recalled(PlainArm):
-    """The base of a recall: the chunk's canonical behind exact chunks. Asked for as ``blind``."""
-
-    form: ClassVar[str] = "blind"
-    source: ClassVar[str] = "Kamera, section 5, 'Recall' (blind)"
-    settings: ClassVar[tuple[Setting, ...]] = ("recall",)
-
-    def serve(self, group: Group) -> list[Served | None]:
-        rows = [list(row) for row in group.exact]
-        for b, item in enumerate(group.items):
-            rows[b][came_back(item)] = group.blind[b][came_back(item)]
-        return [Served(row, 0, group.kv_bytes([came_back(group.items[b])])) for b, row in enumerate(rows)]
-
-
 def asked_about(item: Item) -> int:
     """The place of the chunk that holds the answer; the last one where the item does not say."""
     return len(item.placed) - 1 if item.asked is None else item.asked
-
-
-def came_back(item: Item) -> int:
-    """The place of the chunk that was recalled."""
-    if item.asked is None:
-        raise ValueError(
-            f"a recalled item must say which chunk came back, got none for item {item.index} of {item.task!r}"
-        )
-    return item.asked
-
-
-def stale_patch(group: Group, b: int, place: int, rank: int | None) -> Patch:
-    """The patch of the chunk at ``place`` as it was formed before the edit."""
-    item = group.items[b]
-    then = group.earlier[b][item.before.index(item.placed[place])]
-    lost = deficit(then, group.canonical[b][place], group.spec)
-    return group.compressed(lost, rank, ("stale", b, place))
 
 
 def other_orders(frames: Sequence[int], count: int, seed: int) -> list[tuple[int, ...]]:
@@ -246,7 +219,12 @@ def other_orders(frames: Sequence[int], count: int, seed: int) -> list[tuple[int
 
 
 def _patched_row(
-    group: Group, b: int, rank: int | None, instead: dict[int, Patch], variant: str = "", **extra: float
+    group: Group,
+    b: int,
+    rank: int | None,
+    instead: dict[int, Patch],
+    variant: str = "",
+    extra: dict[str, float] | None = None,
 ) -> Served:
     """The first chunk as it is, the others patched; ``instead`` replaces patches by place."""
     row, spans, stored = group.blind[b], [group.blind[b][0]], 0
@@ -254,11 +232,11 @@ def _patched_row(
         patch = instead[i] if i in instead else group.patch(b, i, rank, variant)
         spans.append(group.patched(group.canonical[b][i], patch, i))
         stored += patch.nbytes
-    return Served(spans, stored, group.kv_bytes(range(1, len(row))), extra=extra)
+    return Served(spans, stored, group.kv_bytes(range(1, len(row))), extra=extra or {})
 
 
-def _distance(mean: Deficit, own: Deficit) -> float:
-    """How far the orbit's mean is from the deficit of the order it is served in, relative to the latter."""
-    apart = float(((mean.k - own.k).double().pow(2).sum() + (mean.v - own.v).double().pow(2).sum()).sqrt())
-    size = float(own.energy.sum()) ** 0.5
+def _distance(one: Deficit, other: Deficit, scale: Deficit) -> float:
+    """Norm of the difference of two deficits over that of a third (Kamera, section 5, "Reorder")."""
+    apart = float(((one.k - other.k).double().pow(2).sum() + (one.v - other.v).double().pow(2).sum()).sqrt())
+    size = float(scale.energy.sum()) ** 0.5
     return apart / size if size else 0.0

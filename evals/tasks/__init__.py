@@ -4,13 +4,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ctxwin.evals.benchmarks.options import DataOptions
 from ctxwin.evals.items import Task
-from ctxwin.evals.tasks.tiny import TASKS, WORLD_TASKS, TinyOptions, TinyTask
+from ctxwin.evals.tasks.tiny import FIT_SPACE, SPACE, TASKS, TURNOVERS, WORLD_TASKS, TinyOptions, TinyTask, fit_cases
 
-TURNOVERS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+_SLIDES = ("slide_distractor", "slide_needed", "slide_repeated")
+_DIVERGENT = ("reorder", "duplicate", "replace-one", "replace-all")
+
+
+def _tiny(*kinds: str) -> tuple[str, ...]:
+    """Generated tasks, each at every amount that it lists."""
+    names: list[str] = []
+    for kind in kinds:
+        amount = TASKS[kind].amount
+        names += [f"tiny/{kind}@{a:g}" for a in amount.listed] if amount else [f"tiny/{kind}"]
+    return tuple(names)
+
+
 SUITES: dict[str, tuple[str, ...]] = {
-    "tiny": tuple(f"tiny/{name}" for name in WORLD_TASKS),
-}
+    "tiny": _tiny(*WORLD_TASKS),
+    "tiny-slide": _tiny(*_SLIDES, "history"),
+    "tiny-recall": _tiny("recall"),
+    "tiny-reorder": _tiny("reorder"),
+    "tiny-drift": _tiny(*(f"divergent-{kind}" for kind in _DIVERGENT), "excess", "superset", "changed"),
+    "tiny-all": _tiny(*TASKS),
+    "mm-niah": tuple(
+        f"mm-niah/{kind}-{medium}" for kind in ("retrieval", "counting", "reasoning") for medium in ("text", "image")
+    ),
+    "milebench": tuple(
+        f"milebench/{name}" for name in ("ActionSequence", "ActionPrediction", "ObjectShuffle", "StateChange")
+    ),
+}  # fmt: skip
 """Names that stand for several tasks."""
 
 
@@ -20,33 +44,55 @@ class TaskOptions:
 
     Attributes:
         tiny: of generated items.
+        data: of benchmarks.
     """
 
     tiny: TinyOptions = field(default_factory=TinyOptions)
+    data: DataOptions = field(default_factory=DataOptions)
 
 
 def open_task(name: str, options: TaskOptions | None = None) -> Task:
-    """The task of a name; reads no data. Raises ValueError, naming the tasks, for an unknown one."""
+    """The task of a name; reads no data. Raises ValueError, naming the tasks, for an unknown one.
+
+    ``PROTOCOL:TASK`` is a protocol of `ctxwin.evals.tasks.protocols` on another task's items.
+    """
+    from ctxwin.evals.benchmarks import BENCHMARKS, benchmark
+    from ctxwin.evals.tasks.protocols import ProtocolTask
+
     options = TaskOptions() if options is None else options
+    protocol, colon, base = name.partition(":")
+    if colon:
+        return ProtocolTask(protocol, open_task(base, options), options.tiny.seed)
     if name.startswith("tiny/"):
         return TinyTask(name, options.tiny)
+    if name in BENCHMARKS:
+        return benchmark(name, options.data)
     raise ValueError(f"a task must be one of {', '.join(task_names())}; got {name!r}")
 
 
 def task_names() -> list[str]:
-    """Every task, recalls at each of `TURNOVERS`."""
-    names = []
-    for name, kind in TASKS.items():
-        names += [f"tiny/{name}@{t:g}" for t in TURNOVERS] if kind.setting == "recall" else [f"tiny/{name}"]
-    return names
+    """Every task, at each amount it lists; protocols on other tasks' items are not listed (see `open_task`)."""
+    from ctxwin.evals.benchmarks import BENCHMARKS
+
+    return [*_tiny(*TASKS), *BENCHMARKS]
 
 
 def expand(text: str) -> list[str]:
-    """A comma-separated list of tasks and suites as names, in order, each once; ValueError where it is empty."""
+    """A comma-separated list of tasks and suites as names, in order, each once; ValueError where it is empty.
+
+    ``PROTOCOL:SUITE`` stands for the protocol on each task of the suite.
+    """
     found: dict[str, None] = {}
     for part in (p.strip() for p in text.split(",")):
+        protocol, colon, base = part.rpartition(":")
         if part:
-            found |= dict.fromkeys(SUITES.get(part, (part,)))
+            found |= dict.fromkeys(protocol + colon + name for name in SUITES.get(base, (base,)))
     if not found:
         raise ValueError(f"tasks must name at least one of {', '.join([*SUITES, *task_names()])}; got {text!r}")
     return list(found)
+
+
+__all__ = [
+    "FIT_SPACE", "SPACE", "SUITES", "TASKS", "TURNOVERS", "TaskOptions", "TinyOptions", "TinyTask", "expand", "fit_cases",
+    "open_task", "task_names",
+]  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,25 +20,26 @@ import numpy as np
 
 from ctxwin.chunk import Chunk
 from ctxwin.evals.items import Item, Scored, Setting, Task
-from ctxwin.identity import digest
-from ctxwin.tiny.world import (
-    Frame,
-    Question,
-    Role,
-    answer,
-    antecedents,
-    make_item,
-    questions_for,
-    render,
-    sample_frames,
+from ctxwin.evals.tasks.drawn import (
+    TRAINED_FRAMES,
+    Draw,
+    changed,
+    excess,
+    history,
+    orders_of,
+    recall,
+    reorder,
+    slide,
+    slide_repeated,
+    world,
 )
-from ctxwin.tiny.world import Task as WorldTask
+from ctxwin.evals.tasks.edits import duplicated, preceded, reordered, replaced, scattered
+from ctxwin.identity import digest
+from ctxwin.tiny.world import Frame, answer, render
 
 SPACE = 0x63747877
 """First word of every evaluation seed ("ctxw"); the fit split of a shared basis has `FIT_SPACE`."""
 FIT_SPACE = 0x66697473
-
-_DRAWS = 400
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Case:
         placed: what is placed when the question is asked.
         asked: position in ``placed`` of the frame that holds the answer.
         question, truth: the text, and the generator's answer over the placed frames.
+        context: items of one context are not independent.
+        meta: further figures.
     """
 
     task: str
@@ -63,6 +66,8 @@ class Case:
     asked: int
     question: str
     truth: str
+    context: int = 0
+    meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -76,7 +81,29 @@ class Case:
         return digest("case", drawn, list(self.before), list(self.placed), self.question, self.truth)
 
 
-Draw = Callable[[np.random.Generator, int, float], "tuple[Sequence[Frame], Sequence[int], Sequence[int], Question]"]
+@dataclass(frozen=True)
+class Amount:
+    """What a task's name says behind ``@``.
+
+    Attributes:
+        listed: those that `ctxwin.evals.tasks.task_names` lists.
+        share: any share 0..1 is taken; else only ``listed``.
+    """
+
+    what: str
+    listed: tuple[float, ...]
+    share: bool = False
+
+    def parse(self, name: str, text: str) -> float:
+        """The amount; ValueError naming the task where it is none."""
+        try:
+            amount = float(text)
+        except ValueError:
+            amount = -1.0
+        if not (0 <= amount <= 1 if self.share else amount in self.listed):
+            known = "0..1" if self.share else ", ".join(f"{x:g}" for x in self.listed)
+            raise ValueError(f"{self.what} must be {known}, got {name!r}")
+        return amount
 
 
 @dataclass(frozen=True)
@@ -86,7 +113,9 @@ class Generated:
     Attributes:
         setting: what happens before the question; decides which arms apply and what their base is.
         least: fewest frames; smaller numbers are left out for it.
-        draw: makes (frames, before, placed, question) from a generator, a number of frames and the turnover.
+        draw: makes a context from a generator, a number of frames, the amount and the turn.
+        amount: what its name takes behind ``@``; None for nothing.
+        turns: how many items in a row are of one context.
     """
 
     name: str
@@ -94,8 +123,10 @@ class Generated:
     setting: Setting
     least: int
     draw: Draw
+    amount: Amount | None = None
+    turns: Callable[[float], int] = lambda amount: 1
 
-    def case(self, seed: int, index: int, frames: Sequence[int], turnover: float = 0.0, space: int = SPACE) -> Case:
+    def case(self, seed: int, index: int, frames: Sequence[int], amount: float = 0.0, space: int = SPACE) -> Case:
         """The item at ``index``; its number of frames cycles through ``frames``.
 
         Raises ValueError where no number of frames is enough for this task.
@@ -103,95 +134,61 @@ class Generated:
         counts = [f for f in frames if f >= self.least]
         if not counts:
             raise ValueError(f"frames must include {self.least} or more for task {self.name!r}, got {list(frames)}")
-        variant = round(turnover * 10_000)
-        rng = np.random.default_rng((space, seed, zlib.crc32(self.name.encode()), variant, index))
-        drawn, before, placed, question = self.draw(rng, counts[index % len(counts)], turnover)
+        context, turn = divmod(index, self.turns(amount))
+        rng = np.random.default_rng((space, seed, zlib.crc32(self.name.encode()), round(amount * 10_000), context))
+        drawn, before, placed, question, meta = self.draw(rng, counts[context % len(counts)], amount, turn)
         sequence = [drawn[i] for i in placed]
         truth = answer(sequence, question.text)
         if truth is None:
             raise ValueError(f"item {index} of {self.name!r} has no answer over the placed frames")
         asked = next(i for i, frame in enumerate(sequence) if question.mark in frame.marks)
-        return Case(self.name, index, tuple(drawn), tuple(before), tuple(placed), asked, question.text, truth)
+        if before:
+            # The same answer before and after: the change has no part in it, the item is a control.
+            meta = meta | {"control": answer([drawn[i] for i in before], question.text) == truth}
+        return Case(
+            self.name, index, tuple(drawn), tuple(before), tuple(placed), asked, question.text, truth, context, meta
+        )
 
 
-def _world(task: WorldTask) -> Draw:
-    def draw(
-        rng: np.random.Generator, frames: int, turnover: float
-    ) -> tuple[Sequence[Frame], Sequence[int], Sequence[int], Question]:
-        item = make_item(rng, task, frames)
-        return item.frames, (), range(frames), item.questions[0]
-
-    return draw
-
-
-def _slide(needed: bool) -> Draw:
-    """The leading frame leaves a window; it was the legend that decides what is asked, or has no part in it."""
-
-    def draw(
-        rng: np.random.Generator, frames: int, turnover: float
-    ) -> tuple[Sequence[Frame], Sequence[int], Sequence[int], Question]:
-        for _ in range(_DRAWS):
-            first: Role = "legend" if needed or rng.random() < 0.5 else "scene"
-            roles: list[Role] = [first, *_roles(rng, frames - 1)]
-            drawn = sample_frames(rng, roles)
-            pool = [
-                q
-                for q in questions_for(drawn, 1000, rng, ("multi_hop",))
-                if q.frame > 0 and (q.antecedents == (0,) if needed else 0 not in q.antecedents)
-            ]
-            # Where older legends agree with the deciding one, the answer would not need the one that leaves.
-            pool = [q for q in pool if (answer(drawn[1:], q.text) != q.answer) == needed]
-            if pool:
-                return drawn, range(frames), range(1, frames), pool[int(rng.integers(len(pool)))]
-        raise ValueError(f"no sliding window of {frames} frames in {_DRAWS} draws")
-
-    return draw
-
-
-def _recall(
-    rng: np.random.Generator, frames: int, turnover: float
-) -> tuple[Sequence[Frame], Sequence[int], Sequence[int], Question]:
-    """A scene behind ``frames - 1`` others is evicted; ``turnover`` of those are replaced; it is recalled behind them.
-
-    The asked thing is grey and decided by a legend in front both times, by a new one where the old one is gone. A
-    replacement carries the marks of the frame it replaces, so that marks stay unique.
-    """
-    front = frames - 1
-    replaced = int(np.floor(turnover * front + 0.5))
-    for _ in range(_DRAWS):
-        roles: list[Role] = [*_roles(rng, front), "scene"]
-        drawn = sample_frames(rng, roles, conflict=1.0)
-        out = sorted(int(i) for i in rng.permutation(front)[:replaced])
-        fresh = sample_frames(rng, _roles(rng, replaced), marks=[drawn[i].marks for i in out], conflict=1.0)
-        placed = [*range(front), front]
-        for position, new in zip(out, range(front + 1, front + 1 + replaced), strict=True):
-            placed[position] = new
-        pool = [*drawn, *fresh]
-        now = [pool[i] for i in placed]
-        candidates = [q for q in questions_for(drawn, 1000, rng, ("multi_hop",)) if q.frame == front]
-        kept = [q for q in candidates if len(antecedents(now, q.mark)) == 1]
-        if kept:
-            return pool, range(frames), placed, kept[int(rng.integers(len(kept)))]
-    raise ValueError(f"no recall behind {front} frames at turnover {turnover} in {_DRAWS} draws")
-
-
-def _roles(rng: np.random.Generator, count: int) -> list[Role]:
-    return ["legend" if rng.random() < 0.5 else "scene" for _ in range(count)]
-
+TURNOVERS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+_TURNOVER = Amount("a turnover (tiny/recall@0.5)", TURNOVERS, share=True)
+_SLIDES = Amount("a number of slides (tiny/history@8)", (1, 4, 16))
+_MORE = Amount("a number of frames (tiny/excess@2)", (0, 1, 2, 3))
+_PREDECESSORS = Amount("a number of predecessors (tiny/reorder@3)", (3, 4, 6))
 
 TASKS: dict[str, Generated] = {
     t.name: t
     for t in (
-        Generated("single_hop", "answered by one frame alone", "window", 2, _world("single_hop")),
-        Generated("multi_hop", "needs the one earlier legend that decides it", "window", 2, _world("multi_hop")),
-        Generated("graded", "as multi_hop, with a tint that leaves two colours open", "window", 2, _world("graded")),
-        Generated("order", "earlier legends disagree: their order decides", "window", 3, _world("order")),
-        Generated("slide_distractor", "the leading frame leaves; it has no part in it", "slide", 3, _slide(False)),
-        Generated("slide_needed", "the leading frame leaves; it was the deciding legend", "slide", 2, _slide(True)),
-        Generated("recall", "a scene comes back behind frames of which a share was replaced", "recall", 3, _recall),
+        Generated("single_hop", "answered by one frame alone", "window", 2, world("single_hop")),
+        Generated("multi_hop", "needs the one earlier legend that decides it", "window", 2, world("multi_hop")),
+        Generated("graded", "as multi_hop, with a tint that leaves two colours open", "window", 2, world("graded")),
+        Generated("order", "earlier legends disagree: their order decides", "window", 3, world("order")),
+        Generated("slide_distractor", "the leading frame leaves; it has no part in it", "slide", 3, slide(False)),
+        Generated("slide_needed", "the leading frame leaves; it was the deciding legend", "slide", 2, slide(True)),
+        Generated("slide_repeated", "the deciding legend leaves; a later frame repeats it", "slide", 3, slide_repeated),
+        Generated("history", "a window after slides of a stream; survivors met what was placed then", "slide", 3, history,
+                  _SLIDES),
+        Generated("recall", "a scene comes back behind frames of which a share was replaced", "recall", 3, recall,
+                  _TURNOVER),
+        Generated("reorder", "so many predecessors in another order than the patch was formed in", "window", 2, reorder,
+                  _PREDECESSORS, orders_of),
+        Generated("divergent-reorder", "antecedents in another order than at forming", "recall", 3,
+                  changed(lambda _: reordered)),
+        Generated("divergent-duplicate", "an antecedent dropped, its neighbour there twice", "recall", 3,
+                  changed(lambda _: duplicated)),
+        Generated("divergent-replace-one", "an antecedent replaced by a frame of another clip", "recall", 3,
+                  changed(lambda _: replaced(1))),
+        Generated("divergent-replace-all", "all antecedents replaced by frames of another clip", "recall", 3,
+                  changed(lambda _: replaced(TRAINED_FRAMES))),
+        Generated("changed", "so many antecedents replaced by frames of another clip", "recall", 4, changed(replaced),
+                  _MORE),
+        Generated("excess", "two antecedents, so many irrelevant frames in front of them", "recall", 2,
+                  excess(preceded), _MORE),
+        Generated("superset", "two antecedents, so many irrelevant frames behind and between", "recall", 2,
+                  excess(scattered), _MORE),
     )
-}
-CONTROLS = ("single_hop", "slide_distractor")
+}  # fmt: skip
+CONTROLS = ("single_hop", "slide_distractor", "slide_repeated")
 """One frame alone answers these, or what leaves has no part in it: reuse should not change the answer."""
 WORLD_TASKS = ("single_hop", "multi_hop", "graded", "order")
 
@@ -224,23 +221,28 @@ class TinyOptions:
 
 
 class TinyTask(Task):
-    """A kind of generated item, ``tiny/NAME``; ``tiny/recall@T`` at turnover T.
+    """A kind of generated item, ``tiny/NAME`` or ``tiny/NAME@AMOUNT`` (`TASKS`).
 
-    Raises ValueError for an unknown name, or one without a turnover that needs one.
+    Raises ValueError for an unknown name, or one without an amount that needs one.
     """
 
     endless = True
 
     def __init__(self, name: str, options: TinyOptions | None = None) -> None:
-        kind, at, share = name.removeprefix("tiny/").partition("@")
+        kind, at, text = name.removeprefix("tiny/").partition("@")
         if kind not in TASKS:
             raise ValueError(f"a generated task must be one of {', '.join(f'tiny/{t}' for t in TASKS)}; got {name!r}")
         self.kind = TASKS[kind]
-        self.turnover = _turnover(name, share) if at else 0.0
-        if bool(at) != (self.kind.setting == "recall"):
-            raise ValueError(f"a turnover (tiny/recall@0.5) belongs to recalls and to them alone, got {name!r}")
+        if bool(at) != (self.kind.amount is not None):
+            needs = (
+                f"{self.kind.amount.what} must be given"
+                if self.kind.amount
+                else f"tiny/{kind} must be named without an amount"
+            )
+            raise ValueError(f"{needs}, got {name!r}")
+        self.amount = self.kind.amount.parse(name, text) if self.kind.amount else 0.0
         self.options = TinyOptions() if options is None else options
-        self.name = f"tiny/{kind}@{self.turnover:g}" if at else f"tiny/{kind}"
+        self.name = f"tiny/{kind}@{self.amount:g}" if at else f"tiny/{kind}"
         self.about = self.kind.about
         self.setting = self.kind.setting
         self.control = kind in CONTROLS
@@ -252,7 +254,7 @@ class TinyTask(Task):
 
     def item(self, index: int) -> Item:
         """The item at ``index``."""
-        case = self.kind.case(self.options.seed, index, self.options.frames, self.turnover)
+        case = self.kind.case(self.options.seed, index, self.options.frames, self.amount)
         return as_item(case, self.name, self.options.decoded)
 
     def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
@@ -275,23 +277,13 @@ def as_item(case: Case, name: str, decoded: bool = False) -> Item:
         query=case.question,
         target=case.truth,
         doc_id=str(case.index),
-        cluster=str(case.index),
+        cluster=str(case.context),
         digest=case.digest,
         before=case.before,
         asked=case.asked,
         shape=case.shape,
-        meta={"frames": len(case.placed)},
+        meta={"frames": len(case.placed), **case.meta},
     )
-
-
-def _turnover(name: str, text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise ValueError(f"a turnover must be 0..1, got {name!r}")
-    return share
 
 
 def _rendered(frames: Sequence[Frame]) -> list[Chunk]:

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxwin.evals.arms import ARM_FORMS, ARMS, BASES, parse_arm, parse_arms
-from ctxwin.evals.arms.reuse import Blind, Orbit, Patched, Stale, Transfer, Update, other_orders
+from ctxwin.evals.arms.recall import Stale, Update
+from ctxwin.evals.arms.reuse import Blind, Orbit, Patched, Transfer, other_orders
 from ctxwin.evals.arms.tokens import FirstK
 from ctxwin.evals.run import plan_jobs
 from ctxwin.evals.tasks import expand, open_task

@@ -1,33 +1,45 @@
 from __future__ import annotations
 
+from math import factorial
+
 import numpy as np
 import pytest
 
-from ctxwin.evals.tasks import FIT_SPACE, SPACE, TASKS, fit_cases
+from ctxwin.evals.tasks import FIT_SPACE, SPACE, SUITES, TASKS, TURNOVERS, TaskOptions, expand, open_task, task_names
+from ctxwin.evals.tasks.tiny import TinyOptions, TinyTask, fit_cases
 from ctxwin.tiny.world import answer, antecedents, classify
 
 FRAMES = (2, 3, 4, 5, 6)
+AMOUNTS = {name: task.amount.listed[-1] if task.amount else 0.0 for name, task in TASKS.items()}
+FIXED = ("reorder", "excess", "superset")
+"""Their number of frames follows from the amount."""
+KEPT = {"multi_hop": "2e6a7ef80b0d", "order": "72eeb5d3e88e", "slide_needed": "2c4d08aa45c0", "recall": "2d46d1bdc202"}
+"""Digests of items as they were drawn before tasks had amounts."""
 
 
 @pytest.mark.parametrize("name", list(TASKS))
 def test_an_item_depends_on_its_index_alone(name: str) -> None:
-    task = TASKS[name]
-    first = [task.case(3, i, FRAMES, 0.5) for i in range(6)]
-    again = [task.case(3, i, FRAMES, 0.5) for i in reversed(range(6))][::-1]
+    task, amount = TASKS[name], AMOUNTS[name]
+    first = [task.case(3, i, FRAMES, amount) for i in range(6)]
+    again = [task.case(3, i, FRAMES, amount) for i in reversed(range(6))][::-1]
     assert [c.digest for c in first] == [c.digest for c in again]
-    assert len({c.digest for c in first} | {task.case(4, i, FRAMES, 0.5).digest for i in range(6)}) == 12
-    assert len({len(c.placed) for c in first}) >= 4
+    assert len({c.digest for c in first} | {task.case(4, i, FRAMES, amount).digest for i in range(6)}) == 12
+    assert len({len(c.placed) for c in first}) >= (1 if name in FIXED else 3)
 
 
 @pytest.mark.parametrize("name", list(TASKS))
 def test_the_truth_is_the_answer_over_what_is_placed(name: str) -> None:
     for i in range(10):
-        case = TASKS[name].case(0, i, FRAMES, 1.0)
+        case = TASKS[name].case(0, i, FRAMES, AMOUNTS[name])
         placed = [case.frames[f] for f in case.placed]
         mark = int(case.question[-3:-1])
         assert case.truth == answer(placed, case.question)
         assert mark in placed[case.asked].marks
         assert sum(mark in f.marks for f in placed) == 1
+        if case.before:
+            was = answer([case.frames[f] for f in case.before], case.question)
+            assert case.meta["control"] == (was == case.truth)
+            assert {*case.before, *case.placed} == set(range(len(case.frames)))
 
 
 def test_a_slide_takes_the_leading_frame_and_what_depends_on_it() -> None:
@@ -41,6 +53,15 @@ def test_a_slide_takes_the_leading_frame_and_what_depends_on_it() -> None:
             assert (front == (0,)) if needed else (front and 0 not in front)
             assert (answer(case.frames, case.question) != case.truth) == needed
             assert not needed or case.truth == "grey"
+
+
+def test_a_repeated_legend_leaves_and_the_answer_stays() -> None:
+    for i in range(12):
+        case = TASKS["slide_repeated"].case(1, i, FRAMES)
+        copies = [f for f in case.placed if case.frames[f] == case.frames[0]]
+        assert copies and case.placed == case.before[1:] and case.meta["control"]
+        others = [case.frames[f] for f in case.placed if f not in copies]
+        assert answer(others, case.question) != case.truth == answer(case.frames, case.question)
 
 
 @pytest.mark.parametrize("turnover", [0.0, 0.25, 0.5, 1.0])
@@ -57,6 +78,57 @@ def test_a_recall_replaces_the_share_in_front(turnover: float) -> None:
         assert classify(placed, mark) == classify([case.frames[f] for f in case.before], mark) == "multi_hop"
 
 
+@pytest.mark.parametrize("slides", [1, 4, 16])
+def test_a_history_places_the_end_of_its_stream(slides: int) -> None:
+    for i in range(4):
+        case = TASKS["history"].case(0, i, FRAMES, slides)
+        assert case.before == tuple(range(len(case.placed) + slides)) and case.placed == case.before[slides:]
+        assert case.meta["window"] == len(case.placed)
+        assert sum(int(case.question[-3:-1]) in f.marks for f in case.frames) == 1
+
+
+def test_divergent_antecedents_are_what_their_names_say() -> None:
+    for i in range(8):
+        case = {kind: TASKS[f"divergent-{kind}"].case(0, i, FRAMES) for kind in ("reorder", "duplicate", "replace-one")}
+        for kind, c in case.items():
+            was, now = c.before[:-1], c.placed[:-1]
+            assert c.before[-1] == c.placed[-1] and len(was) == len(now) and was != now, kind
+        assert sorted(case["reorder"].placed) == sorted(case["reorder"].before)
+        doubled = case["duplicate"]
+        assert set(doubled.placed) < set(doubled.before) and len({*doubled.placed}) == len(doubled.placed) - 1
+        one = case["replace-one"]
+        assert len(set(one.placed) - set(one.before)) == 1
+        every = TASKS["divergent-replace-all"].case(0, i, FRAMES)
+        assert set(every.placed[:-1]).isdisjoint(every.before)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_excess_frames_have_no_part_in_the_answer_and_changed_ones_may(count: int) -> None:
+    for i in range(6):
+        for name in ("excess", "superset"):
+            case = TASKS[name].case(0, i, FRAMES, count)
+            assert len(case.placed) == 3 + count and case.before == (0, 1, 2) and case.meta["control"]
+            kept = [f for f in case.placed if f in case.before]
+            assert kept == [0, 1, 2]
+            legends = antecedents([case.frames[f] for f in case.placed], int(case.question[-3:-1]))
+            assert all(case.placed[f] in (0, 1) for f in legends)
+            assert case.placed[:count] == tuple(range(3, 3 + count)) if name == "excess" else case.placed[0] == 0
+        case = TASKS["changed"].case(0, i, FRAMES, count)
+        assert len(set(case.placed) - set(case.before)) == count and len(case.placed) == len(case.before) >= 4
+
+
+@pytest.mark.parametrize("count", [3, 4, 6])
+def test_every_order_of_three_and_four_predecessors_is_asked_about_and_24_of_six(count: int) -> None:
+    task, orders = TASKS["reorder"], {3: 5, 4: 23, 6: 24}[count]
+    cases = [task.case(0, i, FRAMES, count) for i in range(2 * orders)]
+    for context in (cases[:orders], cases[orders:]):
+        assert {c.frames for c in context} == {context[0].frames} and len({c.question for c in context}) == 1
+        met = {c.placed for c in context}
+        assert len(met) == orders <= factorial(count) - 1 and tuple(range(count + 1)) not in met
+        assert all(c.placed[-1] == count and c.asked == count and c.before == tuple(range(count + 1)) for c in context)
+    assert {c.context for c in cases} == {0, 1} and cases[0].frames != cases[-1].frames
+
+
 def test_too_few_frames_are_refused() -> None:
     with pytest.raises(ValueError, match="frames must include 3 or more for task 'order'"):
         TASKS["order"].case(0, 0, (2,))
@@ -70,3 +142,39 @@ def test_seeds_stay_apart_from_training_and_from_the_fit_split() -> None:
     assert Recipe().seed not in (SPACE, FIT_SPACE)
     held_out = {TASKS["multi_hop"].case(0, i, FRAMES).digest for i in range(8)}
     assert held_out.isdisjoint(c.digest for c in fit_cases(0, 8, FRAMES))
+
+
+def test_the_items_of_earlier_runs_are_still_the_same() -> None:
+    digests = {name: TASKS[name].case(0, 3, FRAMES).digest[:12] for name in ("multi_hop", "order", "slide_needed")}
+    assert digests | {"recall": TASKS["recall"].case(0, 3, FRAMES, 0.5).digest[:12]} == KEPT
+
+
+def test_every_task_and_suite_opens() -> None:
+    for suite in SUITES:
+        for name in expand(suite):
+            assert open_task(name).name == name
+    assert set(expand("tiny-all")) < set(task_names()) and len(expand("mm-niah")) == 6 and len(expand("milebench")) == 4
+    assert expand("recall@0.5:mm-niah") == [f"recall@0.5:{name}" for name in expand("mm-niah")]
+    assert [open_task(f"tiny/recall@{t:g}").name for t in TURNOVERS] == list(SUITES["tiny-recall"])
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("tiny/other", "a generated task must be one of"),
+        ("tiny/recall", "a turnover .* must be given"),
+        ("tiny/recall@2", "a turnover .* must be 0..1"),
+        ("tiny/reorder@5", "a number of predecessors .* must be 3, 4, 6"),
+        ("tiny/multi_hop@1", "tiny/multi_hop must be named without an amount"),
+        ("elsewhere", "a task must be one of"),
+    ],
+)
+def test_other_names_are_refused(name: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        open_task(name)
+
+
+def test_options_reach_the_items() -> None:
+    task = open_task("tiny/multi_hop", TaskOptions(TinyOptions(seed=3, frames=(4,))))
+    assert isinstance(task, TinyTask) and len(task.item(0).placed) == 4
+    assert task.config()["seed"] == 3

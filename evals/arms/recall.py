@@ -1,0 +1,147 @@
+"""A chunk that comes back: with the patch it had, a fresh one, or the old one brought up to date."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+
+from ctxwin.evals.arms.base import PlainArm, RankedArm, Served
+from ctxwin.evals.items import Item, Setting
+from ctxwin.kv import SpanKV
+from ctxwin.operator import Patch, apply_patch, deficit
+
+if TYPE_CHECKING:
+    from ctxwin.evals.group import Group
+
+
+@dataclass(frozen=True)
+class _Rehydrated(RankedArm):
+    """The chunk that was recalled is canonical + patch; what stands in front is exact, as resident chunks are.
+
+    ``divergence`` of a sample is how far what is in front is from what was in front at forming, see `divergence`.
+    """
+
+    settings: ClassVar[tuple[Setting, ...]] = ("recall",)
+
+    @abstractmethod
+    def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
+        """The chunk in place, and the bytes kept for it."""
+
+    def serve(self, group: Group) -> list[Served | None]:
+        served: list[Served | None] = []
+        for b, item in enumerate(group.items):
+            place = came_back(item)
+            spans = list(group.exact[b])
+            spans[place], stored = self.patched(group, b, place)
+            apart = {"divergence": divergence(group, b, place)}
+            served.append(Served(spans, stored, group.kv_bytes([place]), extra=apart))
+        return served
+
+
+@dataclass(frozen=True)
+class Stale(_Rehydrated):
+    """A recalled chunk with the patch it had when it was evicted."""
+
+    form: ClassVar[str] = "stale:M"
+    source: ClassVar[str] = "Kamera, section 5, 'Recall' (stale replay); appendix D"
+
+    def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
+        patch = stale_patch(group, b, place, self.size)
+        return group.patched(group.canonical[b][place], patch, place), patch.nbytes
+
+
+@dataclass(frozen=True)
+class Update(_Rehydrated):
+    """A recalled chunk with a patch formed behind what is in front of it now."""
+
+    form: ClassVar[str] = "update:M"
+    source: ClassVar[str] = "Kamera, section 5, 'Recall' (fresh patch); appendix D ('The cheapest correct refresh')"
+
+    def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
+        patch = group.patch(b, place, self.size)
+        return group.patched(group.canonical[b][place], patch, place), patch.nbytes
+
+
+@dataclass(frozen=True)
+class Refresh(_Rehydrated):
+    """A recalled chunk with the patch it had, and a second one of rank M for what that leaves of today's deficit.
+
+    The first has rank M too, or S of ``refresh:M@S``; the bytes of both are counted.
+    """
+
+    stale: int | None = None
+
+    form: ClassVar[str] = "refresh:M@S"
+    source: ClassVar[str] = "Kamera, appendix D ('The cheapest correct refresh': a patch update)"
+
+    @classmethod
+    def parse(cls, name: str, argument: str) -> Self | None:
+        size, at, first = argument.partition("@")
+        plain, other = super().parse(name, size), super().parse(name, first if at else size)
+        return None if plain is None or other is None else replace(plain, stale=other.size)
+
+    def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
+        old = stale_patch(group, b, place, self.stale)
+        base = apply_patch(group.canonical[b][place], old, group.spec, 0)
+        left = deficit(group.exact[b][place], base, group.spec)
+        new = group.compressed(left, self.size, ("refresh", self.stale, b, place))
+        return group.patched(base, new, place), old.nbytes + new.nbytes
+
+
+@dataclass(frozen=True)
+class Recalled(PlainArm):
+    """The base of a recall: the chunk's canonical behind exact chunks. Asked for as ``blind``."""
+
+    form: ClassVar[str] = "blind"
+    source: ClassVar[str] = "Kamera, section 5, 'Recall' (blind)"
+    settings: ClassVar[tuple[Setting, ...]] = ("recall",)
+
+    def serve(self, group: Group) -> list[Served | None]:
+        rows = [list(row) for row in group.exact]
+        for b, item in enumerate(group.items):
+            rows[b][came_back(item)] = group.blind[b][came_back(item)]
+        return [Served(row, 0, group.kv_bytes([came_back(group.items[b])])) for b, row in enumerate(rows)]
+
+
+def came_back(item: Item) -> int:
+    """The place of the chunk that was recalled."""
+    if item.asked is None:
+        raise ValueError(
+            f"a recalled item must say which chunk came back, got none for item {item.index} of {item.task!r}"
+        )
+    return item.asked
+
+
+def stale_patch(group: Group, b: int, place: int, rank: int | None) -> Patch:
+    """The patch of the chunk at ``place`` as it was formed before the edit."""
+    item = group.items[b]
+    then = group.earlier[b][item.before.index(item.placed[place])]
+    lost = deficit(then, group.canonical[b][place], group.spec)
+    return group.compressed(lost, rank, ("stale", b, place))
+
+
+def divergence(group: Group, b: int, place: int) -> float:
+    """How far the antecedents of a chunk are from those its patch was formed behind, 0 (the same) to 2: needs no forward.
+
+    One minus the mean cosine of token embeddings at matched positions, counted from the chunk backwards; a token that has
+    no counterpart counts as cosine 0. Source: Kamera, appendix D ("Divergent antecedents", cosine divergence), which does
+    not say of what; embeddings are what is there before anything is computed.
+    """
+    item = group.items[b]
+    then = _embedded(group, b, item.before[: item.before.index(item.placed[place])])
+    now = _embedded(group, b, item.placed[:place])
+    matched, most = min(len(then), len(now)), max(len(then), len(now))
+    if not most:
+        return 0.0
+    alike = torch.cosine_similarity(then[len(then) - matched :], now[len(now) - matched :], dim=-1)
+    return max(0.0, 1.0 - float(alike.sum()) / most)
+
+
+def _embedded(group: Group, b: int, frames: Sequence[int]) -> torch.Tensor:
+    """Embeddings of chunks in order, float64 ``[tokens, hidden]``."""
+    parts = [group.tokens(frame).embeds[b].double() for frame in frames]
+    return torch.cat(parts) if parts else torch.empty(0, 1, dtype=torch.float64)
