@@ -8,6 +8,7 @@ cuts a prompt from the left at the model's context length; nothing is cut here.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ TASKS = {
     "milebench/StateChange": "what changed its state",
 }
 PLACEHOLDER = "<ImageHere>"
+_NUMBERED = re.compile(r"\{(?:image|table)#\d+\}")
 
 
 def compose(sample: Mapping[str, Any], instructions: Sequence[str], folder: Path, where: str, words: int) -> Prompt:
@@ -59,9 +61,10 @@ def compose(sample: Mapping[str, Any], instructions: Sequence[str], folder: Path
         for kind in ("image", "table"):
             context = context.replace(f"{{{kind}#{i}}}", PLACEHOLDER)
     texts = context.split(PLACEHOLDER)
-    if len(texts) - 1 != len(names):
+    beyond = len(_NUMBERED.findall(context))
+    if len(texts) - 1 != len(names) or beyond:
         raise ValueError(
-            f"{where}: the context must hold one placeholder a picture, got {len(texts) - 1} of them that count and "
+            f"{where}: the context must hold one placeholder a picture, got {len(texts) - 1 + beyond} of them and "
             f"{len(names)} pictures"
         )
     texts[0] = f"{instructions[number]}\n{texts[0]}"

@@ -36,7 +36,7 @@ _END = (
 )  # fmt: skip
 
 PICTURE = "<image>"
-_PICTURE_SHARE = 0.35
+_PICTURE_EVERY = 180
 
 
 def sentence(rng: np.random.Generator) -> str:
@@ -85,10 +85,10 @@ class Document:
 def write_document(rng: np.random.Generator, budget: int, needles: Sequence[Needle], picture_tokens: int) -> Document:
     """A document of about ``budget`` tokens; needles keep the order of their depths.
 
-    Pictures take about a third of the budget, paragraphs the rest, and at least one of either is there.
+    There is a picture about every 180 tokens, and at least one picture and one paragraph.
     """
     given = sum(bool(n.picture) for n in needles)
-    others = max(1 - given, round(budget * _PICTURE_SHARE / picture_tokens) - given, 0)
+    others = max(1 - given, round(budget / max(_PICTURE_EVERY, 2 * picture_tokens)) - given, 0)
     room = budget - (given + others) * picture_tokens - sum(tokens_of(n.text) for n in needles if n.text)
     blocks = _paragraphs(rng, max(room, 40))
     for _ in range(others):

@@ -1,0 +1,127 @@
+"""Data from the hub: which files are asked for, and archives unpacked into the official layout."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+import zipfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from ctxwin.evals.benchmarks import DataOptions, benchmark
+from ctxwin.evals.benchmarks.generate import write_milebench, write_mm_niah, write_video_mme
+
+
+class Hub:
+    """Stands in for `huggingface_hub.snapshot_download`: copies what the patterns ask for."""
+
+    def __init__(self, files: Path, target: Path) -> None:
+        self.files, self.target, self.asked = files, target, []
+
+    def __call__(self, repo_id: str, *, repo_type: str, allow_patterns: list[str]) -> str:
+        assert repo_type == "dataset"
+        self.asked.append((repo_id, allow_patterns))
+        for path in self.files.rglob("*"):
+            name = path.relative_to(self.files)
+            if path.is_file() and any(fnmatch(str(name), p) for p in allow_patterns):
+                (self.target / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, self.target / name)
+        return str(self.target)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    import huggingface_hub
+
+    made = Hub(tmp_path / "hub", tmp_path / "snapshot")
+    made.files.mkdir()
+    made.target.mkdir()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", made)
+    return made
+
+
+def tar(folder: Path, archive: Path, name: str) -> None:
+    with tarfile.open(archive, "w:gz") as made:
+        made.add(folder, name)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("inner", ["images", "mm_niah_val/images", "."])
+def test_mm_niah(hub: Hub, inner: str) -> None:
+    write_mm_niah(hub.files, 2, lengths=(200,), image_size=56)
+    base = hub.files / "mm_niah_val"
+    tar(base / "images", base / "images.tar.gz", inner)
+    task = benchmark("mm-niah/counting-image", DataOptions(data="hub:owner/niah"))
+    assert len([item.load() for item in task.items()]) == 2
+    ((repo, patterns),) = hub.asked
+    assert repo == "owner/niah"
+    assert "mm_niah_val/annotations/counting-image.jsonl" in patterns
+    assert [p.name for p in (hub.target / "mm_niah_val" / "annotations").iterdir()] == ["counting-image.jsonl"]
+    assert sorted(p.name for p in (hub.target / "mm_niah_val").iterdir()) == ["annotations", "images", "images.tar.gz"]
+    # A second session finds it unpacked.
+    (hub.target / "mm_niah_val" / "images.tar.gz").write_bytes(b"not read again")
+    (hub.files / "mm_niah_val" / "images.tar.gz").unlink()
+    assert len(benchmark("mm-niah/counting-image", DataOptions(data="hub:owner/niah")).items()) == 2
+
+
+def test_video_mme(hub: Hub) -> None:
+    write_video_mme(hub.files, 6, seconds=(2, 2, 2), image_size=56)
+    videos = sorted((hub.files / "video").iterdir())
+    for i, path in enumerate(videos):
+        with zipfile.ZipFile(hub.files / f"videos_chunked_{i + 1:02d}.zip", "w") as made:
+            made.write(path, f"data/{path.name}")
+    with zipfile.ZipFile(hub.files / "subtitle.zip", "w") as made:
+        made.writestr("../escape.srt", "1")
+        for path in (hub.files / "subtitle").iterdir():
+            made.write(path, f"subtitle/{path.name}")
+    shutil.rmtree(hub.files / "video")
+    shutil.rmtree(hub.files / "subtitle")
+    task = benchmark("video-mme", DataOptions(data="hub:owner/mme", subtitles=True, frames=2))
+    items = task.items()
+    assert len(items) == 6 and {i.meta["subtitles"] for i in items} == {"used"}
+    assert len(items[0].load()) == 3
+    assert not (hub.target.parent / "escape.srt").exists()
+
+
+def test_milebench(hub: Hub) -> None:
+    write_milebench(hub.files, 1, steps=2, image_size=56)
+    names = ["ActionSequence", "ActionPrediction", "ObjectShuffle", "StateChange"]
+    for i, name in enumerate(names):
+        tar(hub.files / name, hub.files / f"MileBench_part{i}.tar.gz", f"MileBench/{name}" if i % 2 else name)
+    for name in names:
+        (item,) = benchmark(f"milebench/{name}", DataOptions(data="hub:owner/mile")).items()
+        assert item.load()
+
+
+def test_damaged_archives_are_named(hub: Hub) -> None:
+    write_mm_niah(hub.files, 1, lengths=(200,), image_size=56)
+    base = hub.files / "mm_niah_val"
+    tar(base / "images", base / "images.tar.gz", "images")
+    raw = (base / "images.tar.gz").read_bytes()
+    (base / "images.tar.gz").write_bytes(raw[: len(raw) // 2])
+    with pytest.raises(ValueError, match=r"images\.tar\.gz must be a whole tar archive"):
+        benchmark("mm-niah/retrieval-text", DataOptions(data="hub:owner/niah")).items()
+    assert not (hub.target / "mm_niah_val" / "images").exists()
+    assert not list((hub.target / "mm_niah_val").glob(".unpacking*"))
+
+
+@pytest.mark.parametrize("data", ["hub:", "hub:owner", "hub:a/b/c", "hub:/b"])
+def test_names_of_the_hub(hub: Hub, data: str) -> None:
+    with pytest.raises(ValueError, match="must be hub:OWNER/NAME"):
+        benchmark("video-mme", DataOptions(data=data)).items()
+    assert not hub.asked
+
+
+def test_importing_the_benchmarks_loads_no_heavy_package() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, ctxwin.evals.benchmarks as b; "
+        "b.benchmark('video-mme').score('A', 'A', {}); "
+        "print([m for m in ('torch', 'cv2', 'pyarrow', 'srt', 'huggingface_hub') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
