@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ctxwin.engines.base import MediaSpan
+from ctxwin.engines.families import FAMILIES
 from ctxwin.engines.hf_model import deep_layers
 from ctxwin.errors import EngineFailed, UnsupportedModel
 
@@ -28,6 +30,8 @@ class Inputs:
         self._config = engine.vllm_config.model_config
         self.model: Any = engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
         self.multimodal = bool(self._config.is_multimodal_model)
+        family = FAMILIES.get(str(getattr(self._config.hf_config, "model_type", "")))
+        self._tiled = family is not None and family.tiles
         self._blank: dict[Any, Any] = {}
         self._processor: Any = engine.renderer.get_mm_processor() if self.multimodal else None
 
@@ -72,10 +76,14 @@ class Inputs:
         if not self.multimodal:
             raise UnsupportedModel(f"{self._config.model} is a text model: it has no vision tower")
         like = next(self.model.parameters())
+        given: dict[str, Any] = {"pixel_values": pixels.to(device=like.device, dtype=like.dtype)}
+        config = self._config.hf_config
+        if self._tiled:
+            given |= {"image_num_patches": grids[:, 0], "image_token_id": torch.tensor([config.image_token_id])}
+        else:
+            given["image_grid_thw"] = grids
         with torch.inference_mode():
-            found = self.model.embed_multimodal(
-                pixel_values=pixels.to(device=like.device, dtype=like.dtype), image_grid_thw=grids
-            )
+            found = self.model.embed_multimodal(**given)
             joined = torch.cat(list(found)).to("cpu")
         # A copy outside inference mode is an ordinary tensor, which callers may use anywhere.
         return joined.clone()
@@ -109,10 +117,10 @@ class Inputs:
         from vllm.multimodal.inputs import MultiModalKwargsItems
 
         known = min(covered, len(token_ids) - 1)  # vLLM always computes the last token
-        features = [
-            self._feature(span, None if span.offset + span.tokens <= known else embed(span.key))
-            for span in sorted(media, key=lambda m: m.offset)
-        ]
+        features = []
+        for span in sorted(media, key=lambda m: m.offset):
+            found = None if span.offset + span.tokens <= known else embed(span.key)
+            features += self._features(span, found)
         items: dict[str, list[Any]] = {}
         hashes: dict[str, list[str]] = {}
         places: dict[str, list[Any]] = {}
@@ -125,6 +133,29 @@ class Inputs:
     def _check_open(self) -> None:
         if self.model is None:
             raise EngineFailed("the engine is closed; open a new one")
+
+    def _features(self, span: MediaSpan, embeddings: torch.Tensor | None) -> list[Any]:
+        """One media item as vLLM describes it, or its tiles: InternVL takes embeddings of one shape only."""
+        import torch
+
+        tiles = span.grid_thw[0] if self._tiled else 1
+        if tiles == 1:
+            return [self._feature(span, embeddings)]
+        each = span.tokens // tiles
+        parts = [None] * tiles if embeddings is None else list(torch.split(embeddings, each))
+        return [
+            self._feature(
+                replace(
+                    span,
+                    key=f"{span.key}-{i}",
+                    offset=span.offset + i * each,
+                    tokens=each,
+                    grid_thw=(1, *span.grid_thw[1:]),
+                ),
+                part,
+            )
+            for i, part in enumerate(parts)
+        ]
 
     def _feature(self, span: MediaSpan, embeddings: torch.Tensor | None) -> Any:
         """One media item as vLLM describes it; without embeddings it is good for positions and covered media only."""
@@ -163,10 +194,12 @@ class Inputs:
 
         if self._processor is None:
             raise UnsupportedModel(f"{self._config.model} takes no {span.modality}s: it is a text model")
-        data: dict[str, torch.Tensor] = {
-            f"{span.modality}_grid_thw": torch.tensor([span.grid_thw], dtype=torch.int64),
-            f"{span.modality}_embeds": embeddings,
-        }
+        data: dict[str, torch.Tensor] = {}
+        if self._tiled:
+            data["image_embeds"] = embeddings[None]
+        else:
+            data[f"{span.modality}_grid_thw"] = torch.tensor([span.grid_thw], dtype=torch.int64)
+            data[f"{span.modality}_embeds"] = embeddings
         if span.modality == "video" and span.seconds_per_grid is not None:
             data["second_per_grid_ts"] = torch.tensor([span.seconds_per_grid])
         batch = BatchFeature(data)

@@ -52,8 +52,9 @@ class MediaSpan:
         key: store key of the vision embeddings (``embed/<digest>``).
         offset: index of its first placeholder token within the chunk.
         tokens: number of placeholder tokens.
-        grid_thw: patch grid before merging (t, h, w).
-        seconds_per_grid: seconds per temporal grid step; None for images.
+        grid_thw: patch grid before merging (t, h, w); t counts tiles where a picture is cut into them (InternVL).
+        seconds_per_grid: seconds per temporal grid step; None for images, and for videos whose times are text
+            (Qwen3-VL: each temporal group is a span of its own).
     """
 
     modality: str
@@ -245,7 +246,10 @@ class Engine(ABC):
 
     @abstractmethod
     def embed(self, key: str) -> torch.Tensor:
-        """Stored vision embeddings ``[tokens, hidden]``; raises ChunkUnavailable."""
+        """Stored vision embeddings ``[tokens, hidden * (1 + D)]``; raises ChunkUnavailable.
+
+        D is the number of decoder layers behind which a model adds vision features (Qwen3-VL); 0 for others.
+        """
 
     @abstractmethod
     def close(self) -> None: ...

@@ -52,7 +52,7 @@ class Embeddings:
         self._lock = threading.Lock()
 
     def get(self, key: str) -> tuple[torch.Tensor, Grid] | None:
-        """``([tokens, hidden], (t, h, w))``, or None where either is gone or unreadable."""
+        """``([tokens, width], (t, h, w))``, or None where either is gone or unreadable."""
         with self._lock:
             if key in self._refused:
                 return self._refused[key]
@@ -172,7 +172,7 @@ class Encoder:
             return str(self.checkpoint.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def embed(self, key: str) -> torch.Tensor:
-        """Stored embeddings ``[tokens, hidden]``; raises ChunkUnavailable."""
+        """Stored embeddings, as the tower gave them; see `Engine.embed`."""
         found = self.embeddings.get(key)
         if found is None:
             raise ChunkUnavailable(

@@ -46,7 +46,8 @@ class _Pass:
 
 
 class HFEngine(EncodingEngine):
-    """Serves Qwen2-VL, Qwen2.5-VL and text models with rotary positions: GQA, MHA (Qwen2, Llama and their kin) and MLA.
+    """Serves Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL, Kimi K2.5, and text models with rotary positions: GQA, MHA (Qwen2,
+    Llama and their kin) and MLA (DeepSeek).
 
     Args:
         model: local folder or Hub name.
@@ -55,7 +56,7 @@ class HFEngine(EncodingEngine):
         store: where spans, embeddings and sources are kept; None opens a store in memory.
 
     Raises:
-        UnsupportedModel: a model whose KV cannot be moved, or a vision model other than the above.
+        UnsupportedModel: a model whose KV cannot be moved, or a vision model other than those in `families`.
         ValueError: no such model, device or dtype.
     """
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ctxwin.adapters.vllm.requests import Outcome
     from ctxwin.store.base import Store
 
-VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
 _QUERY = "query"
 _DTYPES = ("bfloat16", "float16", "float32")
 _log = logging.getLogger("ctxwin.engines")
@@ -66,7 +66,8 @@ class _Ask:
 
 
 class VLLMEngine(EncodingEngine):
-    """vLLM in this process: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and text models with rotary GQA, MHA or latent attention.
+    """vLLM in this process: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL, and text models with rotary GQA, MHA or latent
+    attention (for which vLLM has no prefix cache on CPUs without AMX; spans are loaded all the same).
 
     Args:
         model: local folder or Hub name.

@@ -100,7 +100,7 @@ def write_vision_model(folder: Path, kind: str = "qwen2_5_vl") -> Path:
         rope |= {"mrope_section": [text["head_dim"] // n for n in (4, 8, 8)], "mrope_interleaved": True}
         name = "Qwen3VL"
         if kind == "qwen3_vl_moe":
-            text |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+            text |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
             name = "Qwen3VLMoe"
     else:
         vision |= dict(embed_dim=32, hidden_size=64, mlp_ratio=2)

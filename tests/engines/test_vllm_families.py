@@ -90,6 +90,20 @@ class TestQwen3VL(OnVLLM):
         self.compare(engine, reference, [clip, Chunk.image(picture(3, 56)), clip], "video")
 
 
+@pytest.mark.slow
+class TestInternVL(OnVLLM):
+    picture_tokens = (20, 4)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return models.wide(models.write_internvl, tmp_path_factory.mktemp("vllm_internvl"))
+
+    def test_pictures_against_transformers(self, engine: Engine, reference: Engine) -> None:
+        clip = Chunk.video([picture(i) for i in range(3)], fps=2.0)
+        self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
+
+
 class TestLatentAttention(OnVLLM):
     vision = False
 
@@ -117,8 +131,8 @@ class TestOptions:
 
 
 def test_other_vision_models_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=r"on vLLM must be one of .*qwen3_vl, got 'internvl'; open it as hf:"):
-        open_engine(f"vllm:{models.write_internvl(tmp_path / 'model')}")
+    with pytest.raises(UnsupportedModel, match=r"on vLLM must be one of .*internvl, got 'kimi_k25'; open it as hf:"):
+        open_engine(f"vllm:{models.write_kimi(tmp_path / 'model')}")
 
 
 @pytest.mark.slow
