@@ -92,7 +92,7 @@ def plan_jobs(arms: Sequence[Arm], tasks: Sequence[Task]) -> list[Job]:
             if arm.name == base.name:
                 fitting.append(base)  # doing nothing means something else in every setting
             elif task.setting in arm.settings:
-                fitting.append(arm)
+                fitting.append(arm.on(task.setting))
         if fitting:
             jobs.append(Job(task, tuple(fitting)))
     used = {arm.name for job in jobs for arm in job.arms}
@@ -229,24 +229,25 @@ class Runner:
             item, one = group.items[b], served[b]
             assert one is not None
             memory = group.memory([one.spans])
-            query = self.decoder.query(item.query)
-            made = continue_(self.decoder, memory, query, group.begin, max_tokens=item.max_tokens, policy=one.policy)
+            query, begin = self.decoder.query(item.query), _begin(one, group)
+            made = continue_(self.decoder, memory, query, begin, max_tokens=item.max_tokens, policy=one.policy)
             said = _Read(made.logits[0].numpy(), self._text(made.token_ids), made.token_ids)
             first = None if reference is None else reference[b]
             answer = said.token_ids if first is None else first.token_ids
             if len(answer) > 1:
-                said.forced = forced_logits(self.decoder, memory, query, group.begin, answer, one.policy).numpy()
+                said.forced = forced_logits(self.decoder, memory, query, begin, answer, one.policy).numpy()
             out[b] = said
         return out
 
     def _next(self, group: Group, served: Sequence[Served | None], some: Sequence[int]) -> list[np.ndarray]:
-        """Next-token logits; items whose rows have the same number of slots share a forward."""
+        """Next-token logits; items whose rows have as many slots, and the question at one position, share a forward."""
         found: dict[int, np.ndarray] = {}
-        spans = {b: one.spans for b in some if (one := served[b]) is not None}
-        for slots in sorted({sum(s.tokens for s in row) for row in spans.values()}):
-            same = [b for b, row in spans.items() if sum(s.tokens for s in row) == slots]
-            memory = group.memory([spans[b] for b in same])
-            logits = self.decoder.read(memory, [group.items[b].query for b in same], group.begin)
+        ones = {b: one for b in some if (one := served[b]) is not None}
+        kinds = {b: (sum(s.tokens for s in one.spans), _begin(one, group)) for b, one in ones.items()}
+        for kind in sorted(set(kinds.values())):
+            same = [b for b in ones if kinds[b] == kind]
+            memory = group.memory([ones[b].spans for b in same])
+            logits = self.decoder.read(memory, [group.items[b].query for b in same], kind[1])
             found |= {b: row.numpy() for b, row in zip(same, logits, strict=True)}
         return [found[b] for b in some]
 
@@ -264,7 +265,7 @@ class Runner:
         begun = time.perf_counter()
         served = arm.serve(group)[0]
         assert served is not None
-        self.decoder.read(group.memory([served.spans]), [item.query], group.begin)
+        self.decoder.read(group.memory([served.spans]), [item.query], _begin(served, group))
         return {"time": {"ttft_s": time.perf_counter() - begun}}
 
     def _group(self, items: Sequence[Item], patcher: Patcher | None = None) -> Group:
@@ -328,6 +329,11 @@ def _by_shape(items: Sequence[Item]) -> Iterator[list[Item]]:
     for same in shapes.values():
         for at in range(0, len(same), BATCH):
             yield same[at : at + BATCH]
+
+
+def _begin(served: Served, group: Group) -> int:
+    """Position of the question behind what an arm serves."""
+    return group.begin if served.begin is None else served.begin
 
 
 def _mean_kl(reference: np.ndarray, other: np.ndarray) -> float:

@@ -29,6 +29,7 @@ class Served:
             counted).
         forwards: decoder passes for them.
         encodes: pictures that go through the vision tower then.
+        begin: position of the question, where an arm places other chunks than the item says; None: behind the placed ones.
         policy: drops KV while an answer is generated; None keeps everything.
         extra: further figures of this sample.
     """
@@ -39,6 +40,7 @@ class Served:
     computed: int = 0
     forwards: int = 0
     encodes: int = 0
+    begin: int | None = None
     policy: Policy | None = None
     extra: dict[str, float] = field(default_factory=dict)
 
@@ -60,6 +62,10 @@ class Arm(ABC):
     def rank(self) -> int | None:
         """Rank of its patches; None where it has none, or full ones."""
         return None
+
+    def on(self, setting: Setting) -> Arm:
+        """This arm on tasks of a setting; itself, where it does the same in all of its settings."""
+        return self
 
     @abstractmethod
     def serve(self, group: Group) -> list[Served | None]:

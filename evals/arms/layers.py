@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from ctxwin.evals.arms.base import Served, SharedArm
-from ctxwin.evals.arms.select import highest, quota, served
+from ctxwin.evals.arms.base import RankedArm, Served, SharedArm
+from ctxwin.evals.arms.select import highest, quota, served, serving, spans_of
 from ctxwin.evals.items import Setting
+from ctxwin.kv import KVSpec, SpanKV
+from ctxwin.operator.rope import angles, turn
 
 if TYPE_CHECKING:
     from ctxwin.evals.decoder import Memory
@@ -55,6 +58,185 @@ class Cacheblend(SharedArm):
             hidden = hidden.gather(1, stay[..., None].expand(-1, -1, hidden.shape[-1]))
             hidden = run(group.context.pick(at), memory, at + lead, layers=only, hidden=hidden)
         return served(group, group.spans(memory), [(tokens + sum(counts)) / layers] * len(group))
+
+
+@dataclass(frozen=True)
+class VlCache(SharedArm):
+    """The first tokens of every chunk but the first are computed, as many as each layer is given.
+
+    From the paper: errors of reused tokens add up along the sequence, so the first ones are computed; layers matter unequally,
+    so each has a ratio of its own. Its ratios come from measurements on the model that we do not have: **a stand-in**
+    takes their place. A token can only be computed at a layer if it was at all layers before, so what computing it up to
+    layer l restores is what is missing in layers >= l. The ratio of layer l is therefore proportional to the sum over
+    layers >= l of the chunks' relative deficits (the item's own: an oracle of the depth profile), R on average, at most 1.
+    Ratios fall with depth; R is of the tokens behind the first chunk.
+    """
+
+    form: ClassVar[str] = "vlcache:R"
+    source: ClassVar[str] = "VLCache (Qin et al. 2025, arXiv 2512.12977), abstract; the layers' ratios are a stand-in"
+    settings: ClassVar[tuple[Setting, ...]] = WINDOW
+
+    def serve(self, group: Group) -> list[Served | None]:
+        rows, work = [], []
+        for b in range(len(group)):
+            row, layers = self._one(group, b)
+            rows.append(row)
+            work.append(layers / group.decoder.layers)
+        return served(group, rows, work)
+
+    def _one(self, group: Group, b: int) -> tuple[list[SpanKV], int]:
+        """One item's spans, and its token-layers."""
+        shares, lead = filled(self._profile(group, b), self.share), group.header_span.tokens
+        memory, done = group.memory([group.blind[b]]), 0
+        context, hidden, before = group.context.of([b]), None, torch.arange(0)
+        for layer, share in enumerate(shares):
+            heads = [torch.arange(p.slot, p.slot + quota(share, p.tokens)) for p in group.places[1:]]
+            at = torch.cat([torch.arange(0), *heads])
+            if not at.numel():
+                break
+            if hidden is not None:
+                hidden = hidden[:, torch.isin(before, at).to(hidden.device)]
+            some = context.pick(at[None].to(context.embeds.device))
+            hidden = group.decoder.run(some, memory, at + lead, layers=range(layer, layer + 1), hidden=hidden)
+            before, done = at, done + at.numel()
+        return spans_of(group, memory, [b])[0], done
+
+    def _profile(self, group: Group, b: int) -> list[float]:
+        """Relative deficit of all chunks but the first, by layer (Kamera, section 4, 'Deep')."""
+        lost = [group.deficit(b, i) for i in range(1, len(group.places))]
+        if not lost:
+            return [1.0] * group.decoder.layers
+        energy, base = (torch.stack(x).sum(dim=0) for x in ([d.energy for d in lost], [d.reference for d in lost]))
+        relative: list[float] = (energy / base).sqrt().tolist()
+        return relative
+
+
+@dataclass(frozen=True)
+class ShallowReuse(SharedArm):
+    """The first share of the layers reuses stored KV, the rest is computed in context for all tokens.
+
+    What enters the first computed layer are the hidden states of the chunk's forward alone, stored beside its canonical
+    (``stored`` counts them in bf16; they are formed anew here, so its times say too much). 0 is re-prefill, 1 blind
+    reuse. The first chunk is exact and not computed. In a recall what is in front is exact, and the chunk that came
+    back alone is concerned.
+    """
+
+    setting: Setting = "window"
+
+    form: ClassVar[str] = "layers:F"
+    source: ClassVar[str] = "Kamera, appendix C.3 and C.4, table 8 (layer re-prefill), appendix D (deep re-prefill)"
+    settings: ClassVar[tuple[Setting, ...]] = ("window", "slide", "recall")
+
+    def on(self, setting: Setting) -> ShallowReuse:
+        return replace(self, setting=setting)
+
+    def serve(self, group: Group) -> list[Served | None]:
+        by_places: dict[tuple[int, ...], list[int]] = {}
+        for b in range(len(group)):
+            by_places.setdefault(self._places(group, b), []).append(b)
+        out: dict[int, Served] = {}
+        for places, some in by_places.items():
+            out |= self._batch(group, places, some)
+        return [out[b] for b in range(len(group))]
+
+    def _places(self, group: Group, b: int) -> tuple[int, ...]:
+        """Places of the chunks that are reused."""
+        if self.setting != "recall":
+            return tuple(range(1, len(group.places)))
+        asked = group.items[b].asked
+        if asked is None:
+            raise ValueError(
+                f"a recalled item must say which chunk came back, got none for item {group.items[b].index}"
+            )
+        return (asked,)
+
+    def _batch(self, group: Group, places: tuple[int, ...], some: list[int]) -> dict[int, Served]:
+        decoder, lead = group.decoder, group.header_span.tokens
+        reused = quota(self.share, decoder.layers)
+        base = [list(group.blind[b] if self.setting != "recall" else group.exact[b]) for b in some]
+        for row, b in zip(base, some, strict=True):
+            for i in places:
+                row[i] = group.blind[b][i]
+        tokens = sum(group.places[i].tokens for i in places)
+        stored, work = 0, 0.0
+        if reused < decoder.layers and tokens:
+            states = [self._states(group, i, some, reused) for i in places] if reused else []
+            at = torch.cat([torch.arange(group.places[i].slot, group.places[i].end) for i in places])
+            memory, context = group.memory(base), group.context.of(some)
+            picked = context.pick(at.to(context.embeds.device).expand(len(some), -1))
+            rest = range(reused, decoder.layers)
+            decoder.run(picked, memory, at + lead, layers=rest, hidden=torch.cat(states, 1) if states else None)
+            base = spans_of(group, memory, some)
+            stored = tokens * int(context.embeds.shape[-1]) * 2 if reused else 0
+            work = tokens * len(rest) / decoder.layers
+        return {b: serving(group, row, work, stored=stored, over=places) for b, row in zip(some, base, strict=True)}
+
+    def _states(self, group: Group, place: int, some: list[int], layers: int) -> Tensor:
+        """Hidden states behind the first ``layers`` of the chunks at a place, formed behind the header alone."""
+        alone = group.row([(group.items[b].placed[place],) for b in some], some)
+        memory = group.behind_header(len(some)).grown(alone.count)
+        at = torch.arange(memory.slots - alone.count, memory.slots)
+        return group.decoder.run(alone, memory, at, layers=range(layers))
+
+
+@dataclass(frozen=True)
+class LowRankKeys(RankedArm):
+    """Keys of every chunk but the first are the best rank-M approximation of the conditioned ones; values are canonical.
+
+    Keys are de-rotated token by token first, where they are of lowest rank, then decomposed a layer at a time over all
+    heads. What is kept are both factors, in the patches' dtype. ShadowKV keeps exact values elsewhere and fetches some;
+    reused values carry none of the conditioning, which is what this arm shows. With latent attention keys are the rope
+    channel alone.
+    """
+
+    form: ClassVar[str] = "lowrank-k:M"
+    source: ClassVar[str] = "Kamera, appendix C.3, table 6 (low-rank-K reconstruction, ShadowKV-style)"
+    settings: ClassVar[tuple[Setting, ...]] = WINDOW
+
+    def serve(self, group: Group) -> list[Served | None]:
+        places, out = range(1, len(group.places)), []
+        for exact, blind in zip(group.exact, group.blind, strict=True):
+            row, stored = [blind[0]], 0
+            for i in places:
+                k, size = low_rank_keys(exact[i], group.spec, self.size, group.patcher.dtype)
+                row.append(replace(blind[i], k=k))
+                stored += size
+            out.append(Served(row, stored, group.kv_bytes(places)))
+        return list(out)
+
+
+def low_rank_keys(span: SpanKV, spec: KVSpec, rank: int | None, dtype: torch.dtype) -> tuple[Tensor, int]:
+    """(keys rotated as the span's, bytes of the factors): each layer's de-rotated keys at ``rank`` (None: full).
+
+    Full rank, or more than there is, keeps the keys themselves.
+    """
+    turns = angles(spec.rope, span.positions + span.start)
+    flat = turn(spec.rope, span.k.double(), -turns).flatten(2)
+    if rank is None or rank >= min(flat.shape[1:]):
+        made, size = flat.to(dtype), flat.numel()
+    else:
+        u, s, vh = torch.linalg.svd(flat, full_matrices=False)
+        left, right = (u * s[:, None])[..., :rank].to(dtype), vh[:, :rank].to(dtype)
+        made, size = left.double() @ right.double(), left.numel() + right.numel()
+    k = turn(spec.rope, made.double().view(span.k.shape), turns).to(span.k.dtype)
+    return k, size * dtype.itemsize
+
+
+def filled(weights: Sequence[float], share: float) -> list[float]:
+    """Shares 0..1 with mean ``share``, proportional to the sum of the weights from each on, cut at 1 (water filling).
+
+    They fall. Weights without any sum give ``share`` everywhere.
+    """
+    tails = [sum(weights[i:]) for i in range(len(weights))]
+    wanted = share * len(weights)
+    for full in range(len(weights)):
+        rest = sum(tails[full:])
+        if rest <= 0:
+            return [share] * len(weights) if not full else [*[1.0] * full, *[0.0] * (len(weights) - full)]
+        scale = (wanted - full) / rest
+        if scale * tails[full] <= 1:
+            return [*[1.0] * full, *[max(0.0, scale) * tail for tail in tails[full:]]]
+    return [1.0] * len(weights)
 
 
 def falling(share: float, steps: int) -> list[float]:

@@ -8,7 +8,7 @@ first chunk's included, though blind reuse has that one exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -125,26 +125,33 @@ def spans_of(group: Group, memory: Memory, some: Sequence[int]) -> list[list[Spa
 
 
 def served(
+    group: Group, rows: Sequence[Sequence[SpanKV]], work: Sequence[float], *, forwards: int = 1
+) -> list[Served | None]:
+    """What an arm serves that computed ``work[b]`` tokens of each item, see `serving`."""
+    return [serving(group, row, work[b], forwards=forwards) for b, row in enumerate(rows)]
+
+
+def serving(
     group: Group,
-    rows: Sequence[Sequence[SpanKV]],
-    work: Sequence[float],
+    row: Sequence[SpanKV],
+    work: float,
     *,
     forwards: int = 1,
-    stored: Sequence[int] | None = None,
-) -> list[Served | None]:
-    """What an arm serves that computed ``work[b]`` tokens, each through all layers (or as many token-layers, less tokens)."""
-    total = group.kv_bytes()
-    return [
-        Served(
-            row,
-            stored[b] if stored is not None else 0,
-            total,
-            computed=math.ceil(work[b] - 1e-9),
-            forwards=forwards if work[b] else 0,
-            extra={"recomputed": work[b] / group.context_tokens},
-        )
-        for b, row in enumerate(rows)
-    ]
+    stored: int = 0,
+    over: Iterable[int] | None = None,
+) -> Served:
+    """One item's row for which ``work`` tokens went through all layers, or as many token-layers over the layers.
+
+    ``stored`` are bytes kept beside the KV of the places ``over`` (all by default).
+    """
+    return Served(
+        row,
+        stored,
+        group.kv_bytes(over),
+        computed=math.ceil(work - 1e-9),
+        forwards=forwards if work else 0,
+        extra={"recomputed": work / group.context_tokens},
+    )
 
 
 def _apart(a: SpanKV, b: SpanKV) -> Tensor:
