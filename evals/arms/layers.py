@@ -117,8 +117,9 @@ class ShallowReuse(SharedArm):
 
     What enters the first computed layer are the hidden states of the chunk's forward alone, stored beside its canonical
     (``stored`` counts them in bf16; they are formed anew here, so its times say too much). 0 is re-prefill, 1 blind
-    reuse. The first chunk is exact and not computed. In a recall what is in front is exact, and the chunk that came
-    back alone is concerned.
+    reuse. KV of the first computed layer follow from these states alone and stay the canonical's: context comes in
+    from the layer behind it on, so reusing all layers but one is blind, too. The first chunk is exact and not computed.
+    In a recall what is in front is exact, and the chunk that came back alone is concerned.
     """
 
     setting: Setting = "window"
