@@ -155,8 +155,11 @@ class Table:
     def _spent(self, task: str, arm: str) -> float | None:
         """Bytes that the arm stores or computes anew over the KV bytes that patches of this task are applied to.
 
-        So that patches and token arms stand on one axis; where nothing is patched, over the arm's own chunks.
+        So that patches and token arms stand on one axis; where nothing is patched, over the arm's own chunks. Re-prefill
+        has no place on it: None.
         """
+        if arm == "reprefill":
+            return None
         mine = self.outcomes[task, arm]
         patched = next((o for (t, a), o in self.outcomes.items() if t == task and a.startswith("patched:")), mine)
         shared = [i for i in mine if i in patched]
@@ -282,6 +285,8 @@ def _own(rows: Sequence[Row]) -> dict[str, float]:
 
 def _recomputed(row: Row) -> float:
     """Share of the placed tokens that were computed when it was asked, as the arm says or from the prompt's length."""
+    if row["arm"] == "reprefill":
+        return 1.0  # by definition; the prompt's other tokens are header and question
     if "recomputed" in row:
         return float(row["recomputed"])
     computed = row.get("computed", 0)

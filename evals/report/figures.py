@@ -98,6 +98,8 @@ def _arms(runs: Sequence[Run], task: str) -> Picture:
                 if span := arms[name].get(interval):
                     axis.plot(span, [at, at], color=colour, linewidth=2.2, alpha=0.55, solid_capstyle="butt")
                 axis.plot([value], [at], "o", color=colour, markersize=4.5)
+        if all(f[key] is None for run in runs for f in run.arms(task).values()):
+            axis.text(0.5, 0.5, "no item\nhas one", transform=axis.transAxes, ha="center", fontsize=8, color=OTHER)
         axis.set_title(title, fontsize=9)
         axis.grid(axis="x", alpha=0.3)
         axis.tick_params(labelsize=8)
@@ -105,6 +107,9 @@ def _arms(runs: Sequence[Run], task: str) -> Picture:
             axis.set_xlim(-0.03, 1.03)
         else:
             axis.set_xlim(left=-0.03 * axis.get_xlim()[1])
+            axis.locator_params(axis="x", nbins=4)
+            axis.ticklabel_format(axis="x", scilimits=(-2, 4))
+            axis.xaxis.get_offset_text().set_fontsize(7)
     axes[0].set_yticks(range(len(names)), [_plain(n) for n in names])
     axes[0].set_ylim(len(names) - 0.5, -0.5)
     if len(runs) > 1:
@@ -154,11 +159,15 @@ def _curves(run: Run, task: str) -> Picture | None:
     ):
         if (value := any_arm[key]) is not None:
             left.axhline(value, color=colour, linestyle="--", linewidth=1, label=label)
+    if not right.lines:
+        why = "no eta: the base's mean KL is under 0.01"
+        right.text(0.5, 0.5, why, transform=right.transAxes, ha="center", fontsize=8, color=OTHER)
     right.axhline(1.0, color=REFERENCE, linestyle="--", linewidth=1)
     right.axhline(0.0, color=BASE, linestyle="--", linewidth=1)
     left.set_ylabel("accuracy", fontsize=9)
     right.set_ylabel("eta (share of the base's KL removed)", fontsize=9)
     spans = [share for found in families.values() for share, _ in found]
+    right.sharex(left)
     for axis in (left, right):
         axis.set_xlabel("bytes stored or computed anew, % of the chunks' KV", fontsize=9)
         if max(spans) > 8 * min(spans):

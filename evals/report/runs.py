@@ -70,7 +70,7 @@ def configuration(run: Run) -> dict[str, str]:
     flat = {
         "samples": str(run.folder),
         "started": run.result["created"] or "unknown",
-        **dict(_flat(run.result["config"])),
+        **dict(_flat(_merged(run.result["config"]))),
     }
     if run.result["basis_bytes"]:
         flat["shared basis"] = f"{run.result['basis_bytes']:,} bytes, once for the model; not in the bytes columns"
@@ -82,6 +82,17 @@ def _distinct(names: Sequence[str], paths: Sequence[Path]) -> list[str]:
     longer = [name if count[name] == 1 else f"{name} ({path.name})" for name, path in zip(names, paths, strict=True)]
     count = Counter(longer)
     return [name if count[name] == 1 else str(path) for name, path in zip(longer, paths, strict=True)]
+
+
+def _merged(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What all tasks have in common is said once, as ``tasks.*``."""
+    tasks = config.get("tasks", {})
+    if len(tasks) < 2:
+        return dict(config)
+    first = next(iter(tasks.values()))
+    common = {k: v for k, v in first.items() if all(k in task and task[k] == v for task in tasks.values())}
+    own = {name: {k: v for k, v in task.items() if k not in common} for name, task in tasks.items()}
+    return {**config, "tasks": {"*": common, **{name: task for name, task in own.items() if task}}}
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

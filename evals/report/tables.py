@@ -66,7 +66,9 @@ def number(value: float | None) -> Cell:
 
 
 def signed(value: float | None) -> Cell:
-    return Cell(NONE) if value is None else Cell(f"{value:+.3f}", value)
+    if value is None:
+        return Cell(NONE)
+    return Cell(f"{value:+.3f}" if abs(value) >= 0.001 or value == 0 else f"{value:+.0e}", value)
 
 
 def between(value: Cell, interval: Sequence[float] | None, show: Callable[[float | None], Cell] = number) -> Cell:

@@ -211,6 +211,16 @@ def test_a_run_with_little_to_show_is_a_report_too(tmp_path: Path) -> None:
     assert [p.name for p in sorted((tmp_path / "run" / "figures").iterdir())] == ["01-made-words-arms.png"]
 
 
+def test_what_all_tasks_share_is_said_once(tmp_path: Path) -> None:
+    tasks = {"made/words": {"seed": 3, "frames": [2, 4]}, "made/other": {"seed": 3, "frames": [2]}}
+    with open_samples(tmp_path, CONFIG | {"tasks": tasks}) as samples:
+        samples.add([row("blind", 0)])
+    settings = dict(map(tuple, Page(page(read_runs([tmp_path], task_of=Words), {})).tables["Configuration"]))
+    assert settings["tasks.*.seed"] == "3"
+    assert (settings["tasks.made/words.frames"], settings["tasks.made/other.frames"]) == ("2, 4", "2")
+    assert "tasks.made/other.seed" not in settings
+
+
 def test_the_same_runs_give_the_same_figures(runs: list[Run]) -> None:
     once, again = ([render(p.figure, "svg") for p in pictures(runs[:1], "made/control")] for _ in range(2))
     assert once == again
