@@ -1,0 +1,114 @@
+"""What a forward costs on this machine against a load (Kamera, section 6, appendix C.6, figure 11)."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ctxwin.engines.base import Encoded
+from ctxwin.evals.decoder import Decoder
+from ctxwin.evals.probe.listen import Clock
+from ctxwin.kv import SpanKV
+from ctxwin.operator import apply_patch, compress, deficit, relocate
+from ctxwin.operator.patch import Layers
+from ctxwin.store import open_store
+from ctxwin.store.spans import SpanRepository
+
+SIZES = (64, 128, 256, 512, 1024)
+REPEATS = 3
+
+
+def costs(
+    decoder: Decoder, header: str, rank: int, layers: Layers, clock: Clock, end: float, sizes: tuple[int, ...] = SIZES
+) -> list[dict[str, Any]]:
+    """Milliseconds by chunk size, the best of `REPEATS`: computing a chunk behind another of its size, and loading it.
+
+    ``prefill``: a forward over the chunk, no vision. ``relocate``, ``apply``: rotation, rotation and patch. ``compress``:
+    the decomposition when the patch is formed. ``memory``, ``disk``: fetching canonical and patch from a store. ``uses``:
+    from how many uses on forming a canonical and a patch is repaid, loading from memory; None where never.
+    """
+    found: list[dict[str, Any]] = []
+    encoded, head = decoder.header(header)
+    limit = decoder.engine.spec.max_tokens - encoded.tokens
+    for i, size in enumerate(sizes):
+        if 2 * size > limit or (found and clock.begun + clock.spent > end):
+            break
+        found.append(_one(decoder, encoded.advance, head, size, rank, layers))
+        clock.progress("what computing and loading cost", i + 1, len(sizes))
+    return found
+
+
+def _one(decoder: Decoder, start: int, head: SpanKV, size: int, rank: int, layers: Layers) -> dict[str, Any]:
+    spec = decoder.spec
+    rng = np.random.default_rng((0x636F7374, size))
+    front, chunk = (_words(decoder, rng, size) for _ in range(2))
+    behind = decoder.memory([[head]])
+    before, _ = decoder.append(decoder.tokens([front], start), behind)
+    at = start + size
+    tokens = decoder.tokens([chunk], at)
+
+    def prefill() -> SpanKV:
+        memory, _ = decoder.append(tokens, before)
+        return memory.span(0, memory.slots - size, memory.slots, _positions(size), at)
+
+    def alone() -> SpanKV:
+        memory, _ = decoder.append(decoder.tokens([chunk], start), behind)
+        return relocate(memory.span(0, memory.slots - size, memory.slots, _positions(size), start), spec, 0)
+
+    conditioned, canonical = prefill(), alone()
+    lost = deficit(conditioned, canonical, spec)
+    patch = compress(lost, spec, rank=rank, layers=layers)
+    ms = {
+        "prefill": _best(prefill),
+        "alone": _best(alone),
+        "compress": _best(lambda: compress(deficit(conditioned, canonical, spec), spec, rank=rank, layers=layers)),
+        "relocate": _best(lambda: relocate(canonical, spec, at)),
+        "apply": _best(lambda: apply_patch(canonical, patch, spec, at)),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for name, where in (("memory", "memory:"), ("disk", f"disk:{folder}")):
+            store = open_store(where)
+            # Nothing is kept decoded: what is timed is the store, and the check of what it gave.
+            repo = SpanRepository(store, decoder.engine.spec.identity, max_live_bytes=0)
+            repo.put_span("span/cost", canonical, {"token_ids": list(chunk.token_ids)})
+            repo.put_patch("patch/cost", patch)
+            ms[name] = _best(lambda repo=repo: (repo.get_span("span/cost"), repo.get_patch("patch/cost")))  # type: ignore[misc]
+            store.close()
+    saved = ms["prefill"] - ms["memory"] - ms["apply"]
+    # The conditioned forward is not counted: it serves the first use.
+    uses = max(1, math.ceil((ms["alone"] + ms["compress"]) / saved)) if saved > 0 else None
+    return {
+        "tokens": size, "rank": patch.rank, "bytes": spec.span_bytes(size), "patch_bytes": patch.nbytes,
+        **{f"{name}_ms": round(value, 4) for name, value in ms.items()}, "uses": uses,
+    }  # fmt: skip
+
+
+def _best(what: Callable[[], object]) -> float:
+    """Milliseconds."""
+    times = []
+    for _ in range(REPEATS):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        what()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - begun))
+    return min(times)
+
+
+def _words(decoder: Decoder, rng: np.random.Generator, size: int) -> Encoded:
+    """Ordinary word tokens in any order: a forward costs the same whatever they say."""
+    known = decoder.engine.text_ids("The quick brown fox jumps over the lazy dog and looks at the color of the sky.")
+    ids = tuple(int(known[int(i)]) for i in rng.integers(len(known), size=size))
+    return Encoded("", ids, np.tile(np.arange(size, dtype=np.int64), (3, 1)), size)
+
+
+def _positions(size: int) -> torch.Tensor:
+    return torch.arange(size).expand(3, -1).contiguous()

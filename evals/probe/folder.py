@@ -1,0 +1,222 @@
+"""A user's own material: pictures and videos of a folder, or text files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from ctxwin.chunk import Chunk, TextPart, TokensPart
+from ctxwin.evals.benchmarks.frames import Pixels, fit
+from ctxwin.evals.benchmarks.frames import sample_frames as video_frames
+from ctxwin.evals.probe.contexts import LETTERS, PLACED, Context, Question, Source, Split, Stream, as_item, seed_of
+from ctxwin.media import as_rgb
+
+if TYPE_CHECKING:
+    from ctxwin.engines.hf import HFEngine
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+VIDEOS = (".mp4", ".avi", ".mkv", ".mov", ".webm")
+TEXTS = (".txt", ".md")
+FRAMES = 8
+"""Frames taken of a video."""
+_FIT_EVERY = 4
+"""Every fourth picture is kept for fitting, where there are enough for that."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One thing that a chunk is made of: a picture, a frame of a video, or a block of a text.
+
+    Attributes:
+        name: for people, and to tell what repeats.
+        size: pieces of one size can stand in for one another.
+    """
+
+    name: str
+    path: Path
+    size: tuple[int, ...]
+    frame: int = -1
+    ids: tuple[int, ...] = ()
+
+
+class Folder(Source):
+    """Sequences of pieces in name order (even indices) and shuffled (odd ones), with generic questions or the user's."""
+
+    word: ClassVar[str]
+    """What a piece is called in a question."""
+
+    def __init__(self, pieces: Sequence[Piece], about: str, questions: Sequence[str], max_tokens: int) -> None:
+        if len(pieces) < PLACED + 1:
+            raise ValueError(
+                f"a probe needs at least {PLACED + 1} {self.word}s to make sequences and swap in others, got "
+                f"{len(pieces)}; add some, or leave the option out to probe generated pictures"
+            )
+        self.pieces = tuple(pieces)
+        self.about, self.asked, self.max_tokens = about, tuple(questions), max_tokens
+        self.header = f"You answer questions about {self.word}s."
+        enough = len(pieces) >= _FIT_EVERY * 2 * PLACED
+        self._fitting = tuple(p for i, p in enumerate(pieces) if i % _FIT_EVERY == _FIT_EVERY - 1) if enough else ()
+        self._probing = tuple(p for p in pieces if p not in set(self._fitting))
+        notes = [f"{len(pieces)} {self.word}s; sequences that end with the same one count as one observation"]
+        if not enough:
+            notes.append(f"too few {self.word}s to fit a shared basis on some and test it on others")
+        self.notes = tuple(notes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there are pieces of their own to fit on."""
+        return bool(self._fitting)
+
+    def context(self, split: Split, index: int) -> Context:
+        rng = np.random.default_rng((seed_of(self.name), seed_of(split), index))
+        pool = self._fitting if split == "fitting" and self._fitting else self._probing
+        if index % 2 == 0:
+            begin = int(rng.integers(len(pool)))
+            placed = [pool[(begin + i) % len(pool)] for i in range(PLACED)]
+        else:
+            placed = [pool[int(i)] for i in rng.permutation(len(pool))[:PLACED]]
+        others = [p for p in pool if p not in placed] or list(pool)
+        strangers = [self._stranger(rng, others, piece) for piece in placed]
+        sizes = tuple(p.size for p in placed)
+        item = as_item(
+            self.name, split, index, partial(self._load, tuple(placed), tuple(strangers)), 2 * PLACED, PLACED,
+            placed[-1].name, self.max_tokens, (self.name, sizes),
+        )  # fmt: skip
+        return Context(item, self._questions(rng))
+
+    def stream(self, index: int, slides: int) -> Stream:
+        rng = np.random.default_rng((seed_of(self.name), seed_of("moving"), index))
+        pool, count = self._probing, min(PLACED + slides, len(self._probing))
+        begin = int(rng.integers(len(pool)))
+        taken = tuple(pool[(begin + i) % len(pool)] for i in range(count))
+        item = as_item(
+            self.name, "moving", index, partial(self._load, taken, ()), count, PLACED, taken[-1].name, self.max_tokens,
+            (self.name, tuple(p.size for p in taken)),
+        )  # fmt: skip
+        asked = []
+        for slide in range(1, count - PLACED + 1):
+            first, last = (LETTERS[(slide + i) % len(LETTERS)] for i in (PLACED - 2, PLACED - 1))
+            text = self.asked[slide % len(self.asked)] if self.asked else self._differ(first, last)
+            asked.append(Question(text, "cross"))
+        return Stream(item, tuple(asked))
+
+    def _questions(self, rng: np.random.Generator) -> tuple[Question, ...]:
+        """One about two pieces, one about one, and one of the user's."""
+        first, second = sorted(int(i) for i in rng.permutation(PLACED)[:2])
+        at = int(rng.integers(PLACED))
+        made = [
+            Question(self._differ(LETTERS[first], LETTERS[second]), "cross", (first, second)),
+            Question(self._shows(LETTERS[at]), "one", (at,)),
+        ]
+        if self.asked:
+            made.append(Question(self.asked[int(rng.integers(len(self.asked)))], "yours"))
+        return tuple(made)
+
+    def _differ(self, first: str, second: str) -> str:
+        return f"What differs between {self.word} {first} and {self.word} {second}? Answer in a few words."
+
+    def _shows(self, letter: str) -> str:
+        return f"What does {self.word} {letter} show? Answer in a few words."
+
+    def _stranger(self, rng: np.random.Generator, others: Sequence[Piece], piece: Piece) -> Piece:
+        alike = [p for p in others if p.size == piece.size] or list(others)
+        return alike[int(rng.integers(len(alike)))]
+
+    def _load(self, placed: Sequence[Piece], strangers: Sequence[Piece]) -> list[Chunk]:
+        made = [self.chunk(p, p.size, LETTERS[i % len(LETTERS)]) for i, p in enumerate(placed)]
+        return made + [
+            self.chunk(s, p.size, LETTERS[i]) for i, (s, p) in enumerate(zip(strangers, placed, strict=False))
+        ]
+
+    def chunk(self, piece: Piece, size: tuple[int, ...], letter: str) -> Chunk:
+        """A piece as a chunk of a size, called by a letter."""
+        raise NotImplementedError
+
+
+class Images(Folder):
+    """Pictures, and frames of videos, of a folder."""
+
+    name: ClassVar[str] = "images"
+    word: ClassVar[str] = "picture"
+
+    def __init__(self, folder: Path, questions: Sequence[str], max_tokens: int, max_pixels: int | None) -> None:
+        self._max_pixels = max_pixels
+        self._frames: dict[Path, Pixels] = {}
+        pieces: list[Piece] = []
+        for path in _files(folder, (*PICTURES, *VIDEOS), "pictures or videos"):
+            if path.suffix.lower() in VIDEOS:
+                frames = self._video(path)
+                size = frames.shape[1:3]
+                pieces += [Piece(f"{path.name}#{i}", path, size, frame=i) for i in range(len(frames))]
+            else:
+                pieces.append(Piece(path.name, path, fit(as_rgb(path), max_pixels).shape[:2]))
+        super().__init__(pieces, f"pictures of {folder}", questions, max_tokens)
+
+    def chunk(self, piece: Piece, size: tuple[int, ...], letter: str) -> Chunk:
+        from PIL import Image
+
+        pixels = self._pixels(piece)
+        if pixels.shape[:2] != size:
+            pixels = np.asarray(Image.fromarray(pixels).resize((size[1], size[0]), Image.Resampling.BICUBIC))
+        return Chunk.image(pixels, text=f"Picture {letter}:", keep_source=False)
+
+    def _pixels(self, piece: Piece) -> Pixels:
+        if piece.frame >= 0:
+            frame: Pixels = self._video(piece.path)[piece.frame]
+            return frame
+        return fit(as_rgb(piece.path), self._max_pixels)
+
+    def _video(self, path: Path) -> Pixels:
+        """The sampled frames of a video; those of one video are kept at a time."""
+        if path not in self._frames:
+            self._frames.clear()
+            self._frames[path] = video_frames(path, "linspace", FRAMES, self._max_pixels).pixels
+        return self._frames[path]
+
+
+class Texts(Folder):
+    """Text files of a folder, cut into blocks of one length; a text-only model is probed on these."""
+
+    name: ClassVar[str] = "texts"
+    word: ClassVar[str] = "text"
+
+    def __init__(
+        self, folder: Path, questions: Sequence[str], max_tokens: int, engine: HFEngine, block: int = 64
+    ) -> None:
+        pieces = []
+        for path in _files(folder, TEXTS, "text files"):
+            ids = engine.text_ids(path.read_text(encoding="utf-8", errors="replace"))
+            for i in range(len(ids) // block):
+                part = tuple(ids[i * block : (i + 1) * block])
+                pieces.append(Piece(f"{path.name}#{i}", path, (block,), frame=i, ids=part))
+        super().__init__(pieces, f"texts of {folder}, in blocks of {block} tokens", questions, max_tokens)
+
+    def chunk(self, piece: Piece, size: tuple[int, ...], letter: str) -> Chunk:
+        return Chunk(parts=(TextPart(text=f"Text {letter}:\n"), TokensPart(ids=piece.ids)), keep_source=False)
+
+
+def _files(folder: Path, endings: Sequence[str], what: str) -> list[Path]:
+    """Files with these endings, below the folder too, in name order; ValueError where there are none."""
+    if not folder.is_dir():
+        raise ValueError(f"{what} must lie in a folder, got {str(folder)!r}, which is none")
+    found = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix.lower() in endings)
+    if not found:
+        raise ValueError(f"a folder must hold {what} ({', '.join(endings)}), got none in {str(folder)!r}")
+    return found
+
+
+def read_questions(path: Path) -> list[str]:
+    """A question a line; ValueError where there is none."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"questions must be a readable text file, got {str(path)!r}: {error}") from error
+    found = [line for line in lines if line and not line.startswith("#")]
+    if not found:
+        raise ValueError(f"questions must hold one question a line, got none in {str(path)!r}")
+    return found

@@ -1,0 +1,190 @@
+"""Contexts without a user's data: the bundled world's frames, and plain coloured shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from ctxwin.chunk import Chunk
+from ctxwin.evals.probe.contexts import LETTERS, PLACED, Context, Question, Source, Split, Stream, as_item, seed_of
+from ctxwin.evals.probe.contexts import Kind as AskedKind
+from ctxwin.evals.tasks.tiny import SPACE
+from ctxwin.tiny.world import Frame, Kind, Role, all_questions, make_stream, render, sample_frames
+
+if TYPE_CHECKING:
+    from ctxwin.tiny.world import Question as WorldQuestion
+
+_BOUND: tuple[Kind, ...] = ("multi_hop", "order", "graded", "graded_order")
+_DRAWS = 200
+
+
+class World(Source):
+    """Frames of the bundled world: what a marked thing's colour is depends on an earlier frame.
+
+    Half of the contexts have legends that agree, half have legends that do not: a model may bind a colour when it reads
+    the scene, or look it up when asked, and both answer the former.
+    """
+
+    name: ClassVar[str] = "world"
+
+    def __init__(self) -> None:
+        self.about = "frames of the bundled world, with questions whose answers the generator knows"
+        self.header = "You watch a camera."
+        self.max_tokens = 4
+
+    def context(self, split: Split, index: int) -> Context:
+        rng = np.random.default_rng((SPACE, 0x70726F62, seed_of(split), index))
+        for _ in range(_DRAWS):
+            roles: list[Role] = ["legend", *_roles(rng, PLACED - 2), "scene"]
+            conflict = float(index % 2)
+            frames = sample_frames(rng, roles, conflict=conflict)
+            questions = all_questions(frames)
+            one = [q for q in questions if q.kind == "single_hop"]
+            cross = [q for q in questions if q.kind in _BOUND]
+            if one and cross:
+                break
+        else:
+            raise ValueError(f"no context {index} of split {split!r} in {_DRAWS} draws")
+        strangers = sample_frames(rng, roles, marks=[f.marks for f in frames], conflict=1.0)
+        pool = (*frames, *strangers)
+        item = as_item(
+            self.name, split, index, partial(_rendered, pool), len(pool), PLACED, f"{split}-{index}", self.max_tokens,
+            ("world", PLACED),
+        )  # fmt: skip
+        return Context(item, (_asked(_draw(rng, cross)), _asked(_draw(rng, one))))
+
+    def stream(self, index: int, slides: int) -> Stream:
+        rng = np.random.default_rng((SPACE, 0x70726F62, seed_of("moving"), 0x736C6964, index))
+        frames = make_stream(rng, PLACED + slides, window=2 * PLACED)
+        item = as_item(
+            self.name, "moving", index, partial(_rendered, frames), len(frames), PLACED, f"stream-{index}",
+            self.max_tokens, ("world", len(frames)),
+        )  # fmt: skip
+        asked = []
+        for slide in range(1, slides + 1):
+            window = frames[slide : slide + PLACED]
+            pool = [q for q in all_questions(window) if q.kind in (*_BOUND, "unbound")] or all_questions(window)
+            asked.append(_asked(_draw(rng, pool)))
+        return Stream(item, tuple(asked))
+
+
+class Scenes(Source):
+    """Plain pictures of one coloured shape each, for models that read English."""
+
+    name: ClassVar[str] = "scenes"
+    side = 224
+
+    def __init__(self) -> None:
+        self.about = "generated pictures of one coloured shape each, with questions in English"
+        self.header = "You answer questions about pictures."
+        self.max_tokens = 4
+
+    def context(self, split: Split, index: int) -> Context:
+        rng = np.random.default_rng((SPACE, 0x7363656E, seed_of(split), index))
+        things = _things(rng, PLACED)
+        pool = (*things, *_others(rng, things))
+        item = as_item(
+            self.name, split, index, partial(self._drawn, pool), len(pool), PLACED, f"{split}-{index}", self.max_tokens,
+            ("scenes", PLACED),
+        )  # fmt: skip
+        return Context(item, (self._cross(rng, things, index), self._one(rng, things)))
+
+    def stream(self, index: int, slides: int) -> Stream:
+        rng = np.random.default_rng((SPACE, 0x7363656E, seed_of("moving"), index))
+        things = [t for _ in range(-(-(PLACED + slides) // PLACED)) for t in _things(rng, PLACED)][: PLACED + slides]
+        item = as_item(
+            self.name, "moving", index, partial(self._drawn, things), len(things), PLACED, f"stream-{index}",
+            self.max_tokens, ("scenes", len(things)),
+        )  # fmt: skip
+        asked = []
+        for slide in range(1, slides + 1):
+            last, before = LETTERS[slide + PLACED - 1], LETTERS[slide + PLACED - 2]
+            same = things[slide + PLACED - 1][0] == things[slide + PLACED - 2][0]
+            text = f"Do pictures {before} and {last} show the same color? Answer yes or no."
+            asked.append(Question(text, "cross", (PLACED - 2, PLACED - 1), "yes" if same else "no"))
+        return Stream(item, tuple(asked))
+
+    def _cross(self, rng: np.random.Generator, things: Sequence[Thing], index: int) -> Question:
+        first, second = sorted(int(i) for i in rng.permutation(PLACED)[:2])
+        by_color = index % 2 == 0
+        same = things[first][0 if by_color else 1] == things[second][0 if by_color else 1]
+        text = (
+            f"Do pictures {LETTERS[first]} and {LETTERS[second]} show the same {'color' if by_color else 'shape'}? "
+            "Answer yes or no."
+        )
+        return Question(text, "cross", (first, second), "yes" if same else "no")
+
+    def _one(self, rng: np.random.Generator, things: Sequence[Thing]) -> Question:
+        at = int(rng.integers(PLACED))
+        text = f"What color is the shape in picture {LETTERS[at]}? Answer with one word."
+        return Question(text, "one", (at,), things[at][0])
+
+    def _drawn(self, things: Sequence[Thing]) -> list[Chunk]:
+        count = PLACED if len(things) == 2 * PLACED else len(things)  # strangers take the letters of whom they replace
+        return [
+            Chunk.image(_picture(thing, self.side), text=f"Picture {LETTERS[i % count]}:", keep_source=False)
+            for i, thing in enumerate(things)
+        ]
+
+
+Thing = tuple[str, str]
+"""(colour, shape)."""
+COLORS = {
+    "red": (214, 40, 40), "green": (42, 157, 60), "blue": (38, 84, 214), "yellow": (240, 200, 20), "black": (20, 20, 20),
+    "orange": (244, 140, 6),
+}  # fmt: skip
+SHAPES = ("circle", "square", "triangle", "cross")
+
+
+def _things(rng: np.random.Generator, count: int) -> list[Thing]:
+    """Few enough kinds that two of them are often alike."""
+    colors = [str(c) for c in rng.permutation(list(COLORS))[:2]]
+    shapes = [str(s) for s in rng.permutation(SHAPES)[:2]]
+    return [(colors[int(rng.integers(2))], shapes[int(rng.integers(2))]) for _ in range(count)]
+
+
+def _others(rng: np.random.Generator, things: Sequence[Thing]) -> list[Thing]:
+    """For each thing one of another colour and another shape."""
+    return [
+        (str(rng.choice([c for c in COLORS if c != color])), str(rng.choice([s for s in SHAPES if s != shape])))
+        for color, shape in things
+    ]
+
+
+def _picture(thing: Thing, side: int) -> np.ndarray:
+    from PIL import Image, ImageDraw
+
+    color, shape = COLORS[thing[0]], thing[1]
+    image = Image.new("RGB", (side, side), (255, 255, 255))
+    draw = ImageDraw.Draw(image)
+    low, high, third = side // 5, side - side // 5, side // 3
+    if shape == "circle":
+        draw.ellipse((low, low, high, high), fill=color)
+    elif shape == "square":
+        draw.rectangle((low, low, high, high), fill=color)
+    elif shape == "triangle":
+        draw.polygon([(side // 2, low), (low, high), (high, high)], fill=color)
+    else:
+        draw.rectangle((third, low, side - third, high), fill=color)
+        draw.rectangle((low, third, high, side - third), fill=color)
+    return np.asarray(image)
+
+
+def _roles(rng: np.random.Generator, count: int) -> list[Role]:
+    return ["legend" if rng.random() < 0.5 else "scene" for _ in range(count)]
+
+
+def _draw(rng: np.random.Generator, pool: Sequence[WorldQuestion]) -> WorldQuestion:
+    return pool[int(rng.integers(len(pool)))]
+
+
+def _asked(question: WorldQuestion) -> Question:
+    kind: AskedKind = "one" if question.kind == "single_hop" else "cross"
+    return Question(question.text, kind, tuple(sorted({question.frame, *question.antecedents})), question.answer)
+
+
+def _rendered(frames: Sequence[Frame]) -> list[Chunk]:
+    return [Chunk.image(render(frame), keep_source=False) for frame in frames]
