@@ -1,0 +1,104 @@
+"""``ctxwin eval elastic``: Elastic Cache's own claims on a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ctxwin.evals.console import Json, Threads, errors, open_model, print_json, progress, terminal
+
+if TYPE_CHECKING:
+    from ctxwin.engines.hf import HFEngine
+
+
+def elastic_app(
+    model: Annotated[str, typer.Argument(help="'tiny' (bundled), or a local folder or Hub name.")] = "tiny",
+    data: Annotated[
+        Path | None, typer.Option(help="JSON lines of {prompt, answer, image?}; generated exchanges by default.")
+    ] = None,
+    n: Annotated[int, typer.Option(help="Exchanges; 0: all of the file.", min=0)] = 32,
+    seed: Annotated[int, typer.Option(help="Seed of generated exchanges and of timed prompts.", min=0)] = 0,
+    methods: Annotated[str, typer.Option(help="Comma-separated: elastic, h2o, local.")] = "elastic,h2o,local",
+    budgets: Annotated[str, typer.Option(help="Comma-separated KV budgets, 0 to 1.")] = "1.0,0.8,0.6,0.5,0.4,0.2",
+    moment: Annotated[
+        str, typer.Option(help="prompt: thin out behind the first question, as the paper; window: before it.")
+    ] = "prompt",
+    max_tokens: Annotated[int, typer.Option(help="Longest generated answer of a file's exchange.")] = 128,
+    header: Annotated[str, typer.Option(help="System prompt.")] = "You watch a camera.",
+    speed: Annotated[
+        str, typer.Option(help="Also time BATCHxPROMPT+NEW, comma-separated, such as 8x1024+512; empty: no timing.")
+    ] = "",
+    speed_budget: Annotated[float, typer.Option(help="KV budget of the timing.")] = 0.2,
+    speed_repeats: Annotated[int, typer.Option(help="Timed runs of each cache.", min=1)] = 5,
+    speed_model: Annotated[
+        str, typer.Option(help="What is timed: random:LAYERS of 13 million random parameters each, or as MODEL.")
+    ] = "random:8",
+    dtype: Annotated[str, typer.Option(help="The model's arithmetic: float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
+    threads: Threads = 0,
+    output: Annotated[Path | None, typer.Option(help="Also write elastic.json and elastic.png here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Perplexity, ROUGE-L, latency and KV bytes under Elastic Cache, H2O and a local cache, over KV budgets.
+
+    ROUGE-L is against the full cache's own greedy answers.
+    """
+    with errors():
+        from ctxwin.evals.elastic.exchanges import generated, read_exchanges
+        from ctxwin.evals.elastic.quality import QualitySettings, measure_quality, rouge_l
+        from ctxwin.evals.elastic.report import plot_quality, quality_table, speed_table
+        from ctxwin.evals.elastic.speed import Shape, SpeedSettings, measure_speed
+
+        names = tuple(m.strip() for m in methods.split(",") if m.strip())
+        settings = QualitySettings(names, _budgets(budgets), moment, header, max_tokens)  # type: ignore[arg-type]
+        shapes = tuple(Shape.parse(part) for part in speed.split(",") if part.strip())
+        timing = SpeedSettings(shapes, names[0], speed_budget, speed_repeats, seed) if shapes else None
+        if data is None and not n:
+            raise ValueError("n must be >= 1 for generated exchanges, got 0")
+        exchanges = generated(n, seed) if data is None else read_exchanges(data, n or None)
+        rouge_l("a", "a")  # whether the scorer is installed shows before the model has worked
+        engine = open_model(model, dtype, device, threads)
+        total = len(exchanges) * (1 + len(settings.methods) * len(settings.budgets))
+        with progress("exchanges", total) as advance:
+            result = measure_quality(engine, exchanges, settings, advance)
+        result["config"] |= {"model": engine.spec.identity, "data": str(data) if data else f"generated, seed {seed}"}
+        if timing is not None:
+            opened = engine if speed_model == model else _timed_model(speed_model, dtype, device, threads)
+            with progress("timed runs", 2 * len(shapes) * (speed_repeats + 1)) as advance:
+                result["speed"] = measure_speed(opened, timing, advance)
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
+            (output / "elastic.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            plot_quality(result, output / "elastic.png")
+        if as_json:
+            print_json(result)
+            return
+        terminal().print(quality_table(result))
+        if timing is not None:
+            terminal().print(speed_table(result["speed"]))
+        if output is not None:
+            terminal().print(f"wrote {output / 'elastic.json'} and {output / 'elastic.png'}")
+
+
+def _budgets(text: str) -> tuple[float, ...]:
+    from ctxwin.evals.arms.base import parse_share
+
+    shares = [parse_share(part.strip()) for part in text.split(",") if part.strip()]
+    if not shares or None in shares or len(set(shares)) != len(shares):
+        raise ValueError(f"budgets must be different numbers 0..1, separated by commas, got {text!r}")
+    return tuple(s for s in shares if s is not None)
+
+
+def _timed_model(name: str, dtype: str, device: str, threads: int) -> HFEngine:
+    """A random model of so many layers, or one by its name."""
+    kind, _, layers = name.partition(":")
+    if kind != "random":
+        return open_model(name, dtype, device, threads)
+    if not layers.isdigit() or int(layers) < 1:
+        raise ValueError(f"speed-model must be random:LAYERS or a model, got {name!r}")
+    from ctxwin.evals.elastic.speed import random_engine
+
+    return random_engine(int(layers), dtype, device)
