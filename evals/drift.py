@@ -13,12 +13,15 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ctxwin.answer import Answer
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Piece
+from ctxwin.evals.decoder import Decoder, Memory, concatenated
+from ctxwin.evals.isolation import isolated
 from ctxwin.evals.metrics import kl_divergence
 from ctxwin.evals.stats import wilson
+from ctxwin.evals.tasks.drawn import TRAINED_FRAMES
 from ctxwin.evals.tasks.tiny import SPACE
 from ctxwin.fidelity import Fidelity
 from ctxwin.tiny.world import Frame, Kind, Question, answer, make_stream, questions_for, render
@@ -29,8 +32,6 @@ if TYPE_CHECKING:
 
     from ctxwin.engines.hf import HFEngine
 
-TRAINED_FRAMES = 6
-"""The bundled model was trained on contexts of up to six frames: the `stream` reference reads no more."""
 _ASKED: tuple[Kind, ...] = ("multi_hop", "order", "unbound", "single_hop")
 
 
@@ -87,10 +88,11 @@ def measure(
     ``accuracy`` is by the generator's answer over the placed frames (window) or the frames read (stream).
     """
     found: dict[str, list[Asked]] = {"kept": [], "refreshed": [], "rested": []}
-    for stream in range(settings.streams):
-        found["kept"] += _one_stream(engine, settings, stream, 0)[0]
+    for number in range(settings.streams):
+        stream = _Stream(engine, settings, number)
+        found["kept"] += stream.kept()
         progress(1)
-        before, after = _one_stream(engine, settings, stream, settings.refresh_every)
+        before, after = stream.refreshed()
         found["refreshed"] += before
         found["rested"] += after
         progress(1)
@@ -112,59 +114,122 @@ def measure(
     }
 
 
-def _one_stream(engine: HFEngine, settings: DriftSettings, stream: int, every: int) -> tuple[list[Asked], list[Asked]]:
-    """What was asked right after slides, and again after the refresh that falls on them."""
-    length = settings.window + max(settings.points)
-    rng = np.random.default_rng((SPACE, settings.seed, 0x64726674, stream))
-    frames = make_stream(rng, length, window=TRAINED_FRAMES)
-    before: list[Asked] = []
-    after: list[Asked] = []
-    with Window(engine, settings.header, fidelity=Fidelity("patched")) as window:
-        for i, frame in enumerate(frames):
-            window.append(Chunk.image(render(frame), keep_source=False))
-            slides = i + 1 - settings.window
-            if slides > 0:
-                window.slide(1)
-            # An answer conditions the new chunk, as a question a step would; its text does not matter.
-            window.ask("color of 00?", max_tokens=1)
-            point = slides in settings.points
-            if point:
-                before += _ask(engine, window, settings, frames[: i + 1], slides, stream)
-            if every and slides > 0 and slides % every == 0:
-                window.refresh()
-                if point:
-                    after += _ask(engine, window, settings, frames[: i + 1], slides, stream)
-    return before, after
+class _Stream:
+    """One stream: its frames, and the references of each point, which all runs along it share."""
 
+    def __init__(self, engine: HFEngine, settings: DriftSettings, number: int) -> None:
+        self.engine, self.settings, self.number = engine, settings, number
+        rng = np.random.default_rng((SPACE, settings.seed, 0x64726674, number))
+        length = settings.window + max(settings.points)
+        self.frames = make_stream(rng, length, window=TRAINED_FRAMES)
+        self._decoder = Decoder(engine)
+        self._references: dict[int, tuple[list[Question], NDArray[np.float32], NDArray[np.float32]]] = {}
 
-def _ask(
-    engine: HFEngine, window: Window, settings: DriftSettings, seen: Sequence[Frame], slides: int, stream: int
-) -> list[Asked]:
-    """Questions about what is placed; the same ones with and without refresh."""
-    placed, read = seen[-settings.window :], seen[-TRAINED_FRAMES:]
-    rng = np.random.default_rng((SPACE, settings.seed, 0x61736B, stream, slides))
-    header = engine.encode_header(settings.header)
-    references = [_exact(engine, header, frames) for frames in (placed, read)]
-    asked = []
-    for question in _questions(placed, settings.questions, rng):
-        made = window.ask(question.text, max_tokens=1, logprobs=-1)
-        encoded = engine.encode_query(question.text)
-        now, whole = (engine.logits(layout, encoded).numpy() for layout in references)
-        ours = _vector(made, len(now))
-        words = [engine.decode([int(x.argmax())]).strip() for x in (ours, now, whole)]
-        truths = [answer(frames, question.text) for frames in (placed, read)]
-        asked.append(
-            Asked(
-                slides=slides,
-                kl_window=kl_divergence(now, ours),
-                kl_stream=kl_divergence(whole, ours),
-                right=words[0] == truths[0],
-                window_right=words[1] == truths[0],
-                stream_right=words[2] == truths[1],
-                references_agree=words[1] == words[2],
+    def kept(self) -> list[Asked]:
+        """What is asked right after slides of a window that only ever rotates its survivors."""
+        return self.run(0, self.settings.points, 0)[0]
+
+    def refreshed(self) -> tuple[list[Asked], list[Asked]]:
+        """What is asked right after slides, and again after the refresh that falls on them.
+
+        A refresh makes everything placed exact behind what is placed, so nothing in front of it matters any more: each
+        point is reached from a window that holds what was placed at the last refresh before it, computed anew.
+        """
+        every = self.settings.refresh_every
+        before: list[Asked] = []
+        after: list[Asked] = []
+        for point in sorted(set(self.settings.points)):
+            right_after, rested = self.run((point - 1) // every * every, (point,), every)
+            before += right_after
+            after += rested
+        return before, after
+
+    def run(self, begin: int, points: Sequence[int], every: int) -> tuple[list[Asked], list[Asked]]:
+        """A window that starts with what is placed after ``begin`` slides, exact, and slides on to the last point.
+
+        Args:
+            begin: slides left out.
+            points: numbers of slides after which questions are asked.
+            every: slides between refreshes; 0 for none.
+
+        Returns:
+            What was asked right after slides, and again after the refresh that falls on them.
+        """
+        before: list[Asked] = []
+        after: list[Asked] = []
+        opened = Window(self.engine, self.settings.header, fidelity=Fidelity("patched"))
+        with isolated(self.engine), opened as window:
+            for i in range(begin, self.settings.window + max(points)):
+                window.append(Chunk.image(render(self.frames[i]), keep_source=False))
+                slides = i + 1 - self.settings.window
+                if slides > begin:
+                    window.slide(1)
+                # An answer conditions the new chunk, as a question a step would; its text does not matter.
+                window.ask("color of 00?", max_tokens=1)
+                if slides <= begin:
+                    continue
+                if slides in points:
+                    before += self._ask(window, slides)
+                if every and slides % every == 0:
+                    window.refresh()
+                    if slides in points:
+                        after += self._ask(window, slides)
+        return before, after
+
+    def _ask(self, window: Window, slides: int) -> list[Asked]:
+        """Questions about what is placed; the same ones in every run."""
+        questions, of_window, of_stream = self._reference(slides)
+        placed, read = self._placed(slides), self._read(slides)
+        asked = []
+        for question, now, whole in zip(questions, of_window, of_stream, strict=True):
+            ours = _vector(window.ask(question.text, max_tokens=1, logprobs=-1), len(now))
+            words = [self.engine.decode([int(x.argmax())]).strip() for x in (ours, now, whole)]
+            truths = [answer(frames, question.text) for frames in (placed, read)]
+            asked.append(
+                Asked(
+                    slides=slides,
+                    kl_window=kl_divergence(now, ours),
+                    kl_stream=kl_divergence(whole, ours),
+                    right=words[0] == truths[0],
+                    window_right=words[1] == truths[0],
+                    stream_right=words[2] == truths[1],
+                    references_agree=words[1] == words[2],
+                )
             )
-        )
-    return asked
+        return asked
+
+    def _placed(self, slides: int) -> Sequence[Frame]:
+        return self.frames[slides : slides + self.settings.window]
+
+    def _read(self, slides: int) -> Sequence[Frame]:
+        """What the stream reference reads: the last frames seen."""
+        end = slides + self.settings.window
+        return self.frames[max(0, end - TRAINED_FRAMES) : end]
+
+    def _reference(self, slides: int) -> tuple[list[Question], NDArray[np.float32], NDArray[np.float32]]:
+        """Questions at a point, and the logits of both re-prefills ``[questions, vocab]``. Two forwards each, once."""
+        if slides not in self._references:
+            placed = self._placed(slides)
+            rng = np.random.default_rng((SPACE, self.settings.seed, 0x61736B, self.number, slides))
+            questions = _questions(placed, self.settings.questions, rng)
+            texts = [question.text for question in questions]
+            of_window, of_stream = (self._exact(frames, texts) for frames in (placed, self._read(slides)))
+            self._references[slides] = (questions, of_window, of_stream)
+        return self._references[slides]
+
+    def _exact(self, frames: Sequence[Frame], questions: Sequence[str]) -> NDArray[np.float32]:
+        """Next-token logits behind each question over the exact KV of these frames: one prefill, one read."""
+        if not questions:
+            return np.empty((0, 0), np.float32)
+        encoded, span = self._decoder.header(self.settings.header)
+        start, parts = encoded.advance, []
+        for frame in frames:
+            one = self.engine.encode(Chunk.image(render(frame), keep_source=False))
+            parts.append(self._decoder.tokens([one], start))
+            start += one.advance
+        memory, _ = self._decoder.append(concatenated(parts), self._decoder.memory([[span]]))
+        many = Memory(*(x.expand(-1, len(questions), -1, -1, -1) for x in (memory.k, memory.v)))
+        return self._decoder.read(many, questions, start).numpy()
 
 
 def _questions(placed: Sequence[Frame], count: int, rng: np.random.Generator) -> list[Question]:
@@ -172,17 +237,6 @@ def _questions(placed: Sequence[Frame], count: int, rng: np.random.Generator) ->
     scenes = [q for q in questions_for(placed, 1000, rng, _ASKED) if q.text.startswith("color")]
     bound = [q for q in scenes if q.kind != "single_hop"]
     return (bound + [q for q in scenes if q.kind == "single_hop"])[:count]
-
-
-def _exact(engine: HFEngine, header: Encoded, frames: Sequence[Frame]) -> list[Piece]:
-    """A layout with the exact KV of these frames: prefilled once, asked many times."""
-    pieces = [Piece(header, 0, span=engine.prefill([], header, 0))]
-    start = header.advance
-    for frame in frames:
-        encoded = engine.encode(Chunk.image(render(frame), keep_source=False))
-        pieces.append(Piece(encoded, start, span=engine.prefill(pieces, encoded, start)))
-        start += encoded.advance
-    return pieces
 
 
 def _vector(made: Answer, size: int) -> np.ndarray:

@@ -1,0 +1,70 @@
+"""Drift along a stream, on a random model: what the short cuts of the measurement leave as it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ctxwin.chunk import Chunk
+from ctxwin.engines.base import Piece
+from ctxwin.evals.drift import Asked, DriftSettings, _Stream, measure
+from ctxwin.tiny.world import render
+
+if TYPE_CHECKING:
+    from ctxwin.engines.hf import HFEngine
+
+SETTINGS = DriftSettings(streams=1, window=3, points=(1, 3, 5), questions=3)
+
+
+def assert_same(some: list[Asked], others: list[Asked]) -> None:
+    assert [replace(a, kl_window=0, kl_stream=0) for a in some] == [
+        replace(a, kl_window=0, kl_stream=0) for a in others
+    ]
+    for one, other in zip(some, others, strict=True):
+        assert one.kl_window == pytest.approx(other.kl_window, abs=1e-6)
+        assert one.kl_stream == pytest.approx(other.kl_stream, abs=1e-6)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_what_stood_before_the_last_refresh_changes_nothing(engine: HFEngine, every: int) -> None:
+    stream = _Stream(engine, replace(SETTINGS, refresh_every=every), 0)
+    before, after = stream.refreshed()
+    whole_before, whole_after = stream.run(0, SETTINGS.points, every)
+    assert len(before) == 9 and len(after) == 3 * sum(p % every == 0 for p in SETTINGS.points)
+    assert_same(before, whole_before)
+    assert_same(after, whole_after)
+    assert all(a.kl_window < 1e-6 for a in after)  # just refreshed is re-prefilled
+
+
+def test_a_window_that_is_never_refreshed_drifts(engine: HFEngine) -> None:
+    stream = _Stream(engine, SETTINGS, 0)
+    kept, refreshed = stream.kept(), stream.refreshed()[0]
+    assert max(a.kl_window for a in kept if a.slides == 5) > 1e-6
+    first = [a for a in kept if a.slides == 1]
+    assert_same(first, [a for a in refreshed if a.slides == 1])  # no refresh yet
+
+
+def test_references_are_the_engine_s(engine: HFEngine) -> None:
+    stream = _Stream(engine, SETTINGS, 0)
+    questions, of_window, of_stream = stream._reference(5)
+    assert len(questions) == 3
+    header = engine.encode_header(SETTINGS.header)
+    for frames, rows in ((stream.frames[5:8], of_window), (stream.frames[2:8], of_stream)):
+        layout, start = [Piece(header, 0)], header.advance
+        for frame in frames:
+            encoded = engine.encode(Chunk.image(render(frame), keep_source=False))
+            layout.append(Piece(encoded, start))
+            start += encoded.advance
+        for question, row in zip(questions, rows, strict=True):
+            assert row == pytest.approx(engine.logits(layout, engine.encode_query(question.text)).numpy(), abs=1e-4)
+
+
+def test_every_run_of_a_point_asks_the_same(engine: HFEngine) -> None:
+    result = measure(engine, replace(SETTINGS, streams=2, points=(2,), refresh_every=2))["drift"]
+    assert {name: list(points) for name, points in result.items()} == {
+        "kept": ["2"], "refreshed": ["2"], "rested": ["2"],
+    }  # fmt: skip
+    assert {points["2"]["n"] for points in result.values()} == {6}
+    assert len({points["2"]["window"]["reference_accuracy"] for points in result.values()}) == 1
