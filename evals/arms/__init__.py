@@ -5,6 +5,7 @@ from __future__ import annotations
 from ctxwin.evals.arms.base import Arm, Served
 from ctxwin.evals.arms.compress import ElasticCache, HeavyHitters, MostRecent
 from ctxwin.evals.arms.layers import Cacheblend, LowRankKeys, ShallowReuse, VlCache
+from ctxwin.evals.arms.prefix import Prefix
 from ctxwin.evals.arms.recall import Recalled, Refresh, Stale, Update
 from ctxwin.evals.arms.reuse import Blind, Orbit, Patched, Removal, Reprefill, Survivor, Toggled, Transfer
 from ctxwin.evals.arms.tokens import CacheblendOracle, Epic, FirstK, FullReuse, Mpic, Quest
@@ -14,7 +15,7 @@ ARMS: dict[str, type[Arm]] = {
     kind.form.partition(":")[0]: kind
     for kind in (
         Reprefill, Blind, Patched, Orbit, Transfer, Survivor, Removal, Stale, Update, Refresh, Toggled, FirstK,
-        Epic, Mpic, FullReuse, Cacheblend, CacheblendOracle, Quest, VlCache, ShallowReuse, LowRankKeys,
+        Epic, Mpic, FullReuse, Cacheblend, CacheblendOracle, Quest, VlCache, ShallowReuse, LowRankKeys, Prefix,
         ElasticCache, HeavyHitters, MostRecent,
     )
 }  # fmt: skip

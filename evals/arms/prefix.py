@@ -1,0 +1,131 @@
+"""What a user of a prefix cache does today: exact KV of what they place, computed behind the longest known prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, get_args
+
+from ctxwin.evals.arms.base import Arm, Served
+from ctxwin.evals.items import Item, Setting
+from ctxwin.kv import SpanKV
+
+if TYPE_CHECKING:
+    from ctxwin.evals.group import Group
+
+Habit = Literal["naive", "trim", "append"]
+
+
+@dataclass(frozen=True)
+class Prefix(Arm):
+    """Prefix caching (vLLM, SGLang): KV of the longest prefix that was placed before are there, the rest is computed.
+
+    Habits:
+        naive: exactly what the item places, in its order.
+        trim: the window is full when a chunk comes in, so its older half leaves, and stays away: the newer half of what
+            would be held (rounded up) is placed, and always what came back. That is the turn that trims; the turns until
+            it is full again would only append.
+        append: what came back stands behind everything that stayed, whatever its old place (recalls; in a slide nothing
+            comes back, and items are unscored).
+
+    Their context may differ from the reference's, and the question then stands behind theirs: its answers, truth and KL
+    are part of the figure. Known are, besides the header, what was placed before, and in a recall what stayed, which was
+    placed without the chunk. Prefixes are counted in whole chunks; engines count blocks of tokens. ``encodes`` are pictures
+    among what is computed that were never placed before: vLLM keeps vision embeddings of the others in its encoder
+    cache. ``entered`` of a sample counts all pictures that enter the forward; ``context`` is what is placed over what the
+    item places, in tokens.
+    """
+
+    habit: Habit
+    setting: Setting = "slide"
+
+    form: ClassVar[str] = "prefix:naive|trim|append"
+    source: ClassVar[str] = "MPIC, section 2.2 and appendix A.3 (prefix caching); vLLM's automatic prefix caching"
+    settings: ClassVar[tuple[Setting, ...]] = ("slide", "recall")
+
+    @classmethod
+    def parse(cls, name: str, argument: str) -> Self | None:
+        habits: dict[str, Habit] = {habit: habit for habit in get_args(Habit)}
+        return cls(name, habits[argument]) if argument in habits else None
+
+    def on(self, setting: Setting) -> Prefix:
+        return replace(self, setting=setting)
+
+    def serve(self, group: Group) -> list[Served | None]:
+        orders = {b: order for b, item in enumerate(group.items) if (order := self.order(item)) is not None}
+        spans = _exact(group, orders)
+        return [self._served(group, b, orders[b], spans[b]) if b in orders else None for b in range(len(group))]
+
+    def order(self, item: Item) -> tuple[int, ...] | None:
+        """What this user places; None where the habit has no meaning."""
+        back = self._back(item)
+        if self.habit == "naive":
+            return item.placed
+        if self.habit == "append":
+            return None if back is None else (*_without(item.placed, back), item.placed[back])
+        # Held until now: in a slide one chunk more than is placed; in a recall what stayed, and one chunk comes in.
+        held = len(item.placed) + (back is None)
+        oldest = len(item.placed) - -(-held // 2)
+        kept = [i for i in range(len(item.placed)) if i >= oldest or i == back]
+        if back is not None and back < oldest:
+            kept.remove(oldest)
+        return tuple(item.placed[i] for i in kept)
+
+    def known(self, item: Item) -> list[tuple[int, ...]]:
+        """What was placed before, in the orders in which it was."""
+        back = self._back(item)
+        return [item.before] if back is None else [item.before, _without(item.placed, back)]
+
+    def _back(self, item: Item) -> int | None:
+        """The place of the chunk that came back; None in a slide."""
+        if self.setting != "recall":
+            return None
+        if item.asked is None:
+            raise ValueError(f"a recalled item must say which chunk came back, got none for item {item.index}")
+        return item.asked
+
+    def _served(self, group: Group, b: int, order: tuple[int, ...], row: Sequence[SpanKV]) -> Served:
+        item, chunks, places = group.items[b], group.chunks[b], group.layout(order)
+        before = self.known(item)
+        fresh = order[max(_common(order, one) for one in before) :]
+        seen = {frame for one in before for frame in one}
+        computed = sum(chunks[frame].tokens for frame in fresh)
+        return Served(
+            row,
+            over=sum(group.spec.span_bytes(p.tokens) for p in places),
+            computed=computed,
+            forwards=int(computed > 0),
+            encodes=sum(len(chunks[frame].media) for frame in fresh if frame not in seen),
+            begin=places[-1].start + chunks[order[-1]].advance,
+            extra={
+                "recomputed": computed / group.context_tokens,
+                "entered": float(sum(len(chunks[frame].media) for frame in fresh)),
+                "context": places[-1].end / group.context_tokens,
+            },
+        )
+
+
+def _exact(group: Group, orders: dict[int, tuple[int, ...]]) -> dict[int, Sequence[SpanKV]]:
+    """Exact KV of these orders; those of one layout share a forward, and what the items place is the reference's."""
+    found: dict[int, Sequence[SpanKV]] = {}
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for b, order in orders.items():
+        if order == group.items[b].placed:
+            found[b] = group.exact[b]
+        else:
+            alike.setdefault(tuple(group.layout(order)), []).append(b)
+    for some in alike.values():
+        found |= dict(zip(some, group.prefilled([orders[b] for b in some], some), strict=True))
+    return found
+
+
+def _without(placed: tuple[int, ...], place: int) -> tuple[int, ...]:
+    return placed[:place] + placed[place + 1 :]
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    length = 0
+    while length < min(len(one), len(other)) and one[length] == other[length]:
+        length += 1
+    return length
