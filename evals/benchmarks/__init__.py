@@ -1,7 +1,11 @@
 """MM-NIAH, Video-MME and MileBench: their data, prompts and scores, and small data sets in their layouts to try them on.
 
-The data sets are not part of this project. `benchmark` opens one from a local folder or from the Hugging Face hub;
-``python -m ctxwin.evals.benchmarks.generate`` writes small ones of generated content in the same layouts.
+The data sets are not part of this project (MM-NIAH: MIT; Video-MME: academic use only, not to be redistributed; MileBench:
+CC BY-NC). `benchmark` opens one from a local folder or from the Hugging Face hub: ``hub:OpenGVLab/MM-NIAH``,
+``hub:lmms-lab/Video-MME``, ``hub:FreedomIntelligence/MileBench``. A data set's media are downloaded whole, since its
+archives hold them together: 18 GB for MM-NIAH's val split, 44 GB for its test split.
+
+``python -m ctxwin.evals.benchmarks.generate`` writes small data sets of generated content in the same layouts.
 """
 
 from __future__ import annotations

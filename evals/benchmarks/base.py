@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -50,6 +50,13 @@ class DataTask(Task):
     @abstractmethod
     def read(self, root: Path) -> Iterator[Item | tuple[str, Missing]]:
         """Items in file order; (doc_id, error) for one whose media are missing. Reads no media."""
+
+    @abstractmethod
+    def export(self, rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+        """Writes answers as the data set's own scripts read them, whole or not at all.
+
+        ``rows`` are of one arm and hold ``doc_id, answer, target, meta``, as a run's samples do; ValueError otherwise.
+        """
 
     @cached_property
     def root(self) -> Path:

@@ -161,6 +161,10 @@ class MileBench(DataTask):
         """See `ctxwin.evals.benchmarks.milebench_score.aggregate`."""
         return aggregate(rows)
 
+    def export(self, rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+        """Writes the official predictions; see `export`."""
+        export(rows, path)
+
 
 def export(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
     """Writes the official ``pred.json`` (it belongs into ``<results>/<model>/<set>/``).

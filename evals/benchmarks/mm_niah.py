@@ -133,7 +133,7 @@ class MMNiah(DataTask):
         return {**super().config(), "text_words": self.options.text_words}
 
     def read(self, root: Path) -> Iterator[Item | tuple[str, Missing]]:
-        base = root if (root / "annotations").is_dir() else root / f"mm_niah_{self.split}"
+        base = root if root.name == f"mm_niah_{self.split}" else root / f"mm_niah_{self.split}"
         path, folder = base / "annotations" / f"{self.kind}.jsonl", base / "images"
         if not path.is_file():
             raise ValueError(f"{self.name} must find its annotations, got no file {str(path)!r}")
@@ -194,6 +194,10 @@ class MMNiah(DataTask):
     def official(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """See `ctxwin.evals.benchmarks.mm_niah_score.aggregate`."""
         return aggregate(rows)
+
+    def export(self, rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+        """Writes the official result lines; see `export` and `result_name`."""
+        export(rows, path)
 
 
 _KEPT = ("context_length", "context_length_text", "context_length_image", "num_images", "placed_depth")

@@ -148,6 +148,10 @@ class VideoMME(DataTask):
         """See `ctxwin.evals.benchmarks.video_mme_score.aggregate`."""
         return aggregate(rows)
 
+    def export(self, rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+        """Writes the official result file; see `export`."""
+        export(rows, path)
+
 
 def query_of(row: Mapping[str, Any]) -> str:
     """The official prompt behind video and subtitles."""

@@ -84,8 +84,9 @@ def scene_with(rng: np.random.Generator, things: list[Thing], size: int) -> Pixe
 def panorama(rng: np.random.Generator, size: int, rightward: bool) -> tuple[Pixels, Pixels]:
     """Two views of one scene, the camera having moved by a quarter of the picture in between."""
     wide = np.concatenate([render(f) for f in sample_frames(rng, ["scene", "scene"], marks_per_frame=50)], axis=1)
-    first, second = (FRAME // 4, FRAME // 2) if rightward else (FRAME // 2, FRAME // 4)
-    return tuple(resized(np.ascontiguousarray(wide[:, x : x + FRAME]), size, size) for x in (first, second))  # type: ignore[return-value]
+    near, far = (np.ascontiguousarray(wide[:, x : x + FRAME]) for x in (FRAME // 4, FRAME // 2))
+    views = resized(near, size, size), resized(far, size, size)
+    return views if rightward else views[::-1]
 
 
 def save_png(path: Path, pixels: Pixels) -> None:

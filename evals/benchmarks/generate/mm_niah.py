@@ -13,7 +13,7 @@ import numpy as np
 
 from ctxwin.evals.benchmarks.base import write_whole
 from ctxwin.evals.benchmarks.generate import drawing
-from ctxwin.evals.benchmarks.generate.drawing import Pixels, name_of
+from ctxwin.evals.benchmarks.generate.drawing import Pixels
 from ctxwin.evals.benchmarks.generate.prose import PICTURE, Needle, write_document
 from ctxwin.evals.benchmarks.mm_niah import TASKS
 
@@ -34,7 +34,8 @@ class _Made:
 
     Attributes:
         drawn: pictures by path.
-        order: of several needles matters: the answer follows them.
+        asked: pictures in the question, by path.
+        choices, pictured: the choices as texts, or as pictures by path.
     """
 
     needles: list[Needle]
@@ -230,5 +231,3 @@ _MAKERS = {
     "reasoning-text": _reasoning_text,
     "reasoning-image": _reasoning_image,
 }
-
-__all__ = ["LENGTHS", "name_of", "write_mm_niah"]

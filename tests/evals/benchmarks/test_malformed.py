@@ -83,6 +83,12 @@ def test_empty_and_wrong_folders(tmp_path: Path) -> None:
             items(tmp_path, name)
 
 
+def test_the_folder_of_a_split_is_taken_for_that_split_only(niah: Path) -> None:
+    assert len(items(niah / "mm_niah_val")) == 3
+    with pytest.raises(ValueError, match=r"got no file .*mm_niah_test"):
+        items(niah / "mm_niah_val", split="test")
+
+
 def test_an_empty_annotation_file(niah: Path, lines: Path) -> None:
     lines.write_text("")
     with pytest.raises(ValueError, match="must hold items of mm-niah/retrieval-image, got none"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,27 @@ def test_items_change_their_digest_with_what_is_shown(niah: tuple[Path, Any], mm
     )
     settings: list[dict[str, Any]] = [{}, {"frames": 3}, {"as_video": True}, {"times": False}, {"subtitles": True}]
     assert len({one(mme[0], "video-mme", **s) for s in settings}) == len(settings)
+
+
+def test_exports_go_by_the_task(
+    tmp_path: Path, niah: tuple[Path, Any], mme: tuple[Path, Any], mile: tuple[Path, Any]
+) -> None:
+    for root, name in ((niah[0], NIAH[3]), (mme[0], "video-mme"), (mile[0], MILE[0])):
+        task = benchmark(name, DataOptions(data=str(root), frames=2))
+        rows = [
+            {"doc_id": i.doc_id, "answer": right(i), "target": i.target, "meta": dict(i.meta), "score": 1.0}
+            for i in task.items()
+        ]
+        task.export(rows, tmp_path / "out.json")
+        assert json.dumps(rows[-1]["answer"], ensure_ascii=False) in (tmp_path / "out.json").read_text()
+        assert {task.official(rows).get(k) for k in ("mean", "accuracy")} == {1.0, None}
+        with pytest.raises(ValueError, match="one arm"):
+            task.export(rows * 2, tmp_path / "out.json")
+
+
+def test_pictures_are_scaled_down_to_the_budget(niah: tuple[Path, Any]) -> None:
+    for item in benchmark(NIAH[1], DataOptions(data=str(niah[0]), max_pixels=30 * 30)).items():
+        assert {p.shape for p in shown(item)[1]} == {(30, 30, 3)}
 
 
 @pytest.mark.parametrize(
