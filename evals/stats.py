@@ -23,8 +23,10 @@ SEED = 0x63747877
 """Of every bootstrap: the same samples give the same interval. Figures of the same items share their draws."""
 _LEVEL = 0.95
 _Z = float(stats.norm.ppf(0.5 + _LEVEL / 2))
-_DRAWS_AT_ONCE = 4_000_000
-"""Cluster counts held at once, 32 MB."""
+_COUNTS_KEPT = 64_000_000
+"""Counts of clusters in draws that are kept for the next figure, a byte each."""
+_COUNTS_AT_ONCE = 4_000_000
+"""Counts that are multiplied at once, 32 MB."""
 
 
 def wilson(right: int, n: int) -> Interval:
@@ -172,19 +174,26 @@ def _checked(values: ArrayLike, clusters: Sequence[str]) -> tuple[Floats, NDArra
 
 def _draws(count: int) -> Iterator[Floats]:
     """How often each of ``count`` clusters is drawn, ``[draws, count]`` at a time, `RESAMPLES` draws in all."""
-    if count * RESAMPLES <= _DRAWS_AT_ONCE:
-        yield _small_draws(count)
+    at_once = max(1, _COUNTS_AT_ONCE // count)
+    if count * RESAMPLES <= _COUNTS_KEPT:
+        kept = _kept_draws(count)
+        yield from (kept[at : at + at_once].astype(np.float64) for at in range(0, RESAMPLES, at_once))
         return
     rng = np.random.default_rng(SEED)
-    at_once = max(1, _DRAWS_AT_ONCE // count)
     for done in range(0, RESAMPLES, at_once):
-        yield _multinomial(rng, count, min(at_once, RESAMPLES - done))
+        yield _multinomial(rng, count, min(at_once, RESAMPLES - done)).astype(np.float64)
 
 
-@lru_cache(maxsize=4)
-def _small_draws(count: int) -> Floats:
-    return _multinomial(np.random.default_rng(SEED), count, RESAMPLES)
+@lru_cache(maxsize=3)
+def _kept_draws(count: int) -> NDArray[np.uint8]:
+    made = np.empty((RESAMPLES, count), dtype=np.uint8)
+    rng = np.random.default_rng(SEED)
+    at_once = max(1, _COUNTS_AT_ONCE // count)
+    for at in range(0, RESAMPLES, at_once):
+        # No cluster is drawn 255 times where all are as likely and the draws as many as the clusters.
+        made[at : at + at_once] = _multinomial(rng, count, min(at_once, RESAMPLES - at))
+    return made
 
 
-def _multinomial(rng: np.random.Generator, count: int, draws: int) -> Floats:
-    return rng.multinomial(count, np.full(count, 1 / count), size=draws).astype(np.float64)
+def _multinomial(rng: np.random.Generator, count: int, draws: int) -> NDArray[np.int64]:
+    return rng.multinomial(count, np.full(count, 1 / count), size=draws)

@@ -45,7 +45,7 @@ def render(figure: Figure, kind: str) -> bytes:
     if figure.get_layout_engine() is not None:
         # The layout is solved once, not for every format.
         figure.draw_without_rendering()
-        figure.set_layout_engine("none")
+        figure.set_layout_engine(None)
     out = io.BytesIO()
     metadata = {"Date": None} if kind == "svg" else {"Software": None}
     with matplotlib.rc_context({"svg.hashsalt": "ctxwin", "svg.fonttype": "path"}):
