@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from ctxwin.store.base import Store
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
+REFUSED = {
+    "kimi_k25": "vLLM 0.32 does not know transformers' class of it",
+    "qwen3_vl_moe": "vLLM 0.32 reads its experts' weights in another layout than transformers writes them",
+}
+"""Why families of the transformers engine are not served here."""
 _QUERY = "query"
 _DTYPES = ("bfloat16", "float16", "float32")
 _log = logging.getLogger("ctxwin.engines")
@@ -91,8 +96,10 @@ class VLLMEngine(EncodingEngine):
         checkpoint = open_checkpoint(model)
         kind = str(checkpoint.config.model_type)
         if checkpoint.media is not None and kind not in VISION_MODELS:
+            reason = f" ({REFUSED[kind]})" if kind in REFUSED else ""
             raise UnsupportedModel(
-                f"a vision model on vLLM must be one of {', '.join(VISION_MODELS)}, got {kind!r}; open it as hf:MODEL"
+                f"a vision model on vLLM must be one of {', '.join(VISION_MODELS)}, got {kind!r}{reason}; "
+                "open it as hf:MODEL"
             )
         dtype = _dtype(options.pop("dtype", "auto"), checkpoint.config)
         identity = checkpoint.identity(dtype, "vllm")

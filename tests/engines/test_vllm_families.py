@@ -131,7 +131,9 @@ class TestOptions:
 
 
 def test_other_vision_models_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=r"on vLLM must be one of .*internvl, got 'kimi_k25'; open it as hf:"):
+    with pytest.raises(
+        UnsupportedModel, match=r"on vLLM must be one of .*internvl, got 'kimi_k25' \(vLLM.*; open it as hf:"
+    ):
         open_engine(f"vllm:{models.write_kimi(tmp_path / 'model')}")
 
 
