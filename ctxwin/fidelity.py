@@ -1,17 +1,26 @@
-"""`Fidelity`: which approximations a window may use, and the model profile that `auto` follows."""
+"""`Fidelity`: which approximations a window may use, and the model profile that `auto` follows.
+
+A profile is what `ctxwin eval probe MODEL` measured of one model: ``ctxwin-profile.json`` beside the weights, or, where that
+folder cannot be written or is a Hub's, a file of the user's named by the weights. A profile of other weights is refused.
+"""
 
 from __future__ import annotations
 
-import json
+import hashlib
 import logging
+import os
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 log = logging.getLogger("ctxwin")
 
 PROFILE_NAME = "ctxwin-profile.json"
+PROFILE_FORMAT: Literal[1] = 1
+PROFILES_VARIABLE = "CTXWIN_PROFILES"
+"""Names the folder of the user's own profiles; ``$XDG_DATA_HOME/ctxwin/profiles`` by default."""
 
 Mode = Literal["auto", "exact", "patched", "blind"]
 Lane = Literal["computed", "resident", "survivor", "orbit", "patched", "formed", "canonical"]
@@ -79,17 +88,20 @@ class Fidelity(BaseModel):
         return lane != "orbit" or self.orbit
 
     def resolve(self, model: str) -> Fidelity:
-        """This fidelity with ``auto`` replaced by what the profile of ``model`` (a folder) says; ``exact`` without one.
+        """This fidelity with ``auto`` replaced by what the profile of ``model`` says; ``exact`` without one.
 
-        A profile is ``ctxwin-profile.json`` beside the weights: ``{"verdict": ..., "fidelity": {...}}``.
+        Args:
+            model: a folder or a Hub name, as the engine was opened with.
+
+        Cost: where there is a profile, a digest of the weights, once a process (see `weights_digest`).
         """
         if self.mode != "auto":
             return self
-        path = Path(model) / PROFILE_NAME
-        if not path.is_file():
+        profile = find_profile(model)
+        if profile is None:
             log.info("no profile for %s: serving exactly (measure one with `ctxwin eval probe`)", model)
             return self.model_copy(update={"mode": "exact"})
-        chosen = json.loads(path.read_text())["fidelity"]
+        chosen = profile.fidelity.model_dump()
         # What a caller set by hand wins over the profile.
         # A restored snapshot has every field set, so what counts is which differ from the defaults.
         default = Fidelity()
@@ -97,3 +109,151 @@ class Fidelity(BaseModel):
         if "rank" in mine and "bytes_share" not in mine:
             chosen = {**chosen, "bytes_share": None}  # a rank chosen by hand must not lose against the profile's share
         return Fidelity(**{**chosen, **mine})
+
+
+class Profile(BaseModel):
+    """What a probe measured of one model, and what follows from it.
+
+    Attributes:
+        format: of this file.
+        weights: `model_digest` of the model it was measured on.
+        model: its name, for people.
+        verdict: one line.
+        finding: ``binds``, ``chains``, ``unclear`` or ``unread``.
+        fidelity: what ``auto`` stands for; never ``auto`` itself.
+        measured: the figures that the verdict rests on.
+        n: questions that were asked of it.
+        date, ctxwin: when, and by which version.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = PROFILE_FORMAT
+    weights: str = Field(min_length=1)
+    model: str
+    verdict: str
+    finding: Literal["binds", "chains", "unclear", "unread"]
+    fidelity: Fidelity
+    measured: dict[str, Any] = Field(default_factory=dict)
+    n: int = Field(ge=0)
+    date: str
+    ctxwin: str
+
+    @model_validator(mode="after")
+    def _resolved(self) -> Profile:
+        if self.fidelity.mode == "auto":
+            raise ValueError("the fidelity of a profile must be exact, patched or blind, got auto")
+        if self.finding in ("unclear", "unread") and self.fidelity.mode != "exact":
+            raise ValueError(f"a profile without a verdict must be exact, got {self.fidelity.mode}")
+        return self
+
+
+def find_profile(model: str | Path) -> Profile | None:
+    """The profile of a model, or None: beside its weights first, then among the user's own.
+
+    One that cannot be read or was measured on other weights is passed over with a warning.
+    """
+    measured = profiles_folder().is_dir()
+    folder = _folder(model) if measured or Path(model).expanduser().is_dir() else None
+    if folder is None:
+        return None
+    places = [folder / PROFILE_NAME]
+    try:
+        places += [user_profile(folder)] if measured else []
+        own = model_digest(folder) if any(path.is_file() for path in places) else ""
+    except (OSError, ValueError) as error:
+        log.warning("the weights of %s cannot be read (%s): its profile is not used", folder, error)
+        return None
+    for path in places:
+        if not path.is_file():
+            continue
+        try:
+            found = Profile.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            reason = str(error).splitlines()[0]
+            log.warning("%s is not a profile of this version (%s); measure again: `ctxwin eval probe`", path, reason)
+            continue
+        if found.weights == own:
+            return found
+        log.warning("%s was measured on other weights and is not used; measure again: `ctxwin eval probe`", path)
+    return None
+
+
+def profiles_folder() -> Path:
+    """Where profiles lie that could not be written beside the weights."""
+    if named := os.environ.get(PROFILES_VARIABLE):
+        return Path(named).expanduser()
+    data = os.environ.get("XDG_DATA_HOME")
+    return (Path(data) if data else Path.home() / ".local" / "share") / "ctxwin" / "profiles"
+
+
+def user_profile(model: str | Path) -> Path:
+    """The path of the user's own profile of a model. Cost: a digest of its weights; ValueError where it has none."""
+    folder = _folder(model)
+    if folder is None:
+        raise ValueError(f"a model must be a local folder or a Hub name that was downloaded, got {str(model)!r}")
+    return profiles_folder() / f"{model_digest(folder)}.json"
+
+
+def write_profile(profile: Profile, model: str | Path, folder: Path | None = None) -> Path:
+    """Writes a profile to ``folder``, else beside the weights, else (a Hub's folder, no right to write) to the user's own.
+
+    The file is replaced as a whole. Returns its path; raises OSError where none of these can be written.
+    """
+    text = profile.model_dump_json(indent=2) + "\n"
+    if folder is not None:
+        return _replace(folder / PROFILE_NAME, text)
+    beside = Path(model).expanduser()
+    if beside.is_dir():
+        try:
+            return _replace(beside / PROFILE_NAME, text)
+        except OSError as error:
+            log.info("%s cannot be written (%s); the profile goes to your own", beside, error)
+    return _replace(user_profile(model), text)
+
+
+def model_digest(model: str | Path) -> str:
+    """What tells a model from another one for a profile: its weights and its config, whatever dtype they are served in.
+
+    Cost: as `ctxwin.engines.checkpoint.weights_digest`, once a process as long as no file changes. Raises ValueError where
+    the model is not there, UnsupportedModel where it has no safetensors weights.
+    """
+    folder = _folder(model)
+    if folder is None:
+        raise ValueError(f"a model must be a local folder or a Hub name that was downloaded, got {str(model)!r}")
+    files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
+    stats = tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file())
+    return _digest(str(folder), stats)
+
+
+@lru_cache(maxsize=16)
+def _digest(folder: str, stats: tuple[tuple[str, int, int], ...]) -> str:
+    from ctxwin.engines.checkpoint import weights_digest
+    from ctxwin.identity import digest
+
+    config = Path(folder) / "config.json"
+    settings = hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else ""
+    return digest("profile", weights_digest(Path(folder)), settings)
+
+
+def _folder(model: str | Path) -> Path | None:
+    """The local folder of a model; None where there is none. Never downloads."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if str(model).count("/") != 1:
+        return None  # not a Hub name
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(model), local_files_only=True))
+    except (ImportError, OSError, ValueError):
+        return None
+
+
+def _replace(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+    return path

@@ -148,7 +148,7 @@ class Images(Folder):
         self._max_pixels = max_pixels
         self._frames: dict[Path, Pixels] = {}
         pieces: list[Piece] = []
-        for path in _files(folder, (*PICTURES, *VIDEOS), "pictures or videos"):
+        for path in files_of(folder, (*PICTURES, *VIDEOS), "pictures or videos"):
             if path.suffix.lower() in VIDEOS:
                 frames = self._video(path)
                 size = frames.shape[1:3]
@@ -189,7 +189,7 @@ class Texts(Folder):
         self, folder: Path, questions: Sequence[str], max_tokens: int, engine: HFEngine, block: int = 64
     ) -> None:
         pieces = []
-        for path in _files(folder, TEXTS, "text files"):
+        for path in files_of(folder, TEXTS, "text files"):
             ids = engine.text_ids(path.read_text(encoding="utf-8", errors="replace"))
             for i in range(len(ids) // block):
                 part = tuple(ids[i * block : (i + 1) * block])
@@ -200,7 +200,7 @@ class Texts(Folder):
         return Chunk(parts=(TextPart(text=f"Text {letter}:\n"), TokensPart(ids=piece.ids)), keep_source=False)
 
 
-def _files(folder: Path, endings: Sequence[str], what: str) -> list[Path]:
+def files_of(folder: Path, endings: Sequence[str], what: str) -> list[Path]:
     """Files with these endings, below the folder too, in name order; ValueError where there are none."""
     if not folder.is_dir():
         raise ValueError(f"{what} must lie in a folder, got {str(folder)!r}, which is none")

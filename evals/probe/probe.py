@@ -14,7 +14,7 @@ from ctxwin.evals.decoder import Decoder
 from ctxwin.evals.patching import Patcher
 from ctxwin.evals.probe import moving, structure
 from ctxwin.evals.probe.arms import Oracle, Stepwise
-from ctxwin.evals.probe.contexts import Kind, Source
+from ctxwin.evals.probe.contexts import PLACED, Kind, Source
 from ctxwin.evals.probe.cost import SIZES, costs
 from ctxwin.evals.probe.listen import Clock, Heard, Listener
 from ctxwin.evals.probe.patchers import SERVED, make_patcher, spelling, variants
@@ -37,8 +37,11 @@ FORMAT = 1
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 LADDER = (2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64)
 """Ranks that may end up in a profile."""
-_RUNGS = 4
+_RUNGS = 5
 """How many ranks are held against fresh contexts."""
+MARGIN = 2
+"""What is served has up to this many times the smallest rank that was shown safe: windows hold more, and other things, than
+a probe's contexts do."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Sizes:
     """
 
     reading: int = 48
-    looks: tuple[int, ...] = (64, 128, 256)
+    looks: tuple[int, ...] = (64, 160, 400)
     choosing: int = 24
     proving: int = 96
     fitting: int = 16
@@ -101,6 +104,7 @@ class Probe:
         self.source = self.sources[0]
         self.listener = self._listener()
         self.setting: Setting | None = None
+        self.served: Setting | None = None
 
     def run(self) -> dict[str, Any]:
         """Runs all stages; see the module's own words. Within a source everything depends on the sizes alone."""
@@ -130,15 +134,18 @@ class Probe:
             if judgement.finding == "binds":
                 result["proving"] = self._prove(judgement.evidence, result["curve"])
             result |= self._moves()
-        rank, layers = (self.setting.rank, self.setting.layers) if self.setting else (16, "all")
+        rank, layers = (self.served.rank, self.served.layers) if self.served else (16, "all")
         result["cost"] = costs(
             self.decoder, self.source.header, rank, layers, self.clock, self.clock.until(1.0), self.sizes.chunks
         )
         blind = result["arms"].get(judgement.evidence or "cross", {}).get("blind")
         result["verdict"] = {
-            "finding": judgement.finding, "sentence": sentence(judgement, self.setting, blind),
+            "finding": judgement.finding, "sentence": sentence(judgement, self.served, blind),
             "evidence": judgement.evidence, "reasons": list(judgement.reasons), "limits": asdict(self.limits),
         }  # fmt: skip
+        result["served"] = (
+            None if self.served is None else {k: getattr(self.served, k) for k in ("rank", "layers", "share")}
+        )
         result["fidelity"] = self._fidelity(judgement, result.get("survivors", []))
         result["seconds"] = round(self.clock.spent, 1)
         return result
@@ -223,11 +230,12 @@ class Probe:
         blind, noise = _of(heard, "blind"), _of(heard, "stepwise")
         settings = [proven(r, layers, _of(heard, spelling(r, way)), blind, noise, evidence, self.limits) for r in rungs]
         self.setting = smallest_safe(settings)
+        self.served = with_margin(self.setting, settings)
         return [asdict(s) for s in settings]
 
     def _moves(self) -> dict[str, Any]:
         """Slides, orders and recalls, at the setting that was found safe."""
-        rank, layers = (self.setting.rank, self.setting.layers) if self.setting else (16, "all")
+        rank, layers = (self.served.rank, self.served.layers) if self.served else (16, "all")
         streams = [self.source.stream(i, self.sizes.slides) for i in range(self.sizes.streams)]
         slid = moving.slide(self.listener, streams, self.clock, self.clock.until(0.92))
         contexts = self.source.contexts("choosing", self.sizes.moving)
@@ -248,7 +256,7 @@ class Probe:
             },
             "recall": [
                 {
-                    "replaced": turned / (moving.PLACED - 1),
+                    "replaced": turned / (PLACED - 1),
                     "stale": summary(_of(heard, f"stale:{rank}"), _of(heard, "blind")),
                     "fresh": summary(_of(heard, f"update:{rank}"), _of(heard, "blind")),
                 }
@@ -260,13 +268,13 @@ class Probe:
         """What `auto` should do with this model: `exact` unless something else was shown to be safe."""
         if judgement.finding == "chains":
             return {"mode": "blind"}
-        if judgement.finding != "binds" or self.setting is None:
+        if judgement.finding != "binds" or self.served is None:
             return {"mode": "exact"}
         # Shares in whole percents upwards, so that the rank that was proven is not lost to rounding.
-        share = min(1.0, float(np.ceil(round(100 * self.setting.share, 6)) / 100))
+        share = min(1.0, float(np.ceil(round(100 * self.served.share, 6)) / 100))
         kept = bool(survivors) and survivors[0]["other_than_both"] <= self.limits.flips
         return {
-            "mode": "patched", "bytes_share": share, "layers": self.setting.layers,
+            "mode": "patched", "bytes_share": share, "layers": self.served.layers,
             "survivors": "keep" if kept else "refresh",
         }  # fmt: skip
 
@@ -293,6 +301,13 @@ class Probe:
             },
             "sizes": asdict(self.sizes),
         }  # fmt: skip
+
+
+def with_margin(smallest: Setting | None, settings: Sequence[Setting]) -> Setting | None:
+    """The largest setting within `MARGIN` times the smallest safe rank; all that are larger than it were shown safe too."""
+    if smallest is None:
+        return None
+    return max((s for s in settings if smallest.rank <= s.rank <= MARGIN * smallest.rank), key=lambda s: s.rank)
 
 
 def cheapest(curve: Sequence[dict[str, Any]], limits: Limits) -> dict[str, dict[str, Any] | None]:

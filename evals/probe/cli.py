@@ -1,0 +1,189 @@
+"""``ctxwin eval probe MODEL``: does this model lose anything when KV is reused out of context, and what setting is safe?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ctxwin.errors import CtxwinError
+
+if TYPE_CHECKING:
+    from ctxwin.engines.hf import HFEngine
+    from ctxwin.evals.probe.contexts import Source
+
+REPORT, RESULT = "probe.html", "probe.json"
+
+
+def probe(
+    model: Annotated[str, typer.Argument(help="'tiny' (bundled), or a local folder or Hub name.")] = "tiny",
+    images: Annotated[Path | None, typer.Option(help="Folder of pictures and videos to probe with.")] = None,
+    texts: Annotated[Path | None, typer.Option(help="Folder of text files to probe with.")] = None,
+    questions: Annotated[Path | None, typer.Option(help="Your own questions, one a line; with --images or --texts.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for report, result and profile; by default the report "
+                                                "goes to probe-output and the profile beside the weights.")] = None,
+    minutes: Annotated[float, typer.Option(help="Time after which stages are cut short.")] = 4.0,
+    flips: Annotated[float, typer.Option(help="Largest share of answers that reuse may change.")] = 0.05,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer about your own material.", min=1)] = 8,
+    max_pixels: Annotated[int, typer.Option(help="Larger pictures are scaled down to this; 0: as they are.", min=0)] = 0,
+    profile: Annotated[bool, typer.Option(help="Write the profile that Fidelity('auto') follows.")] = True,
+    dtype: Annotated[str, typer.Option(help="The model's arithmetic; '' takes the checkpoint's own.")] = "float32",
+    device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves the default.", min=0)] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object and nothing else.")] = False,
+) -> None:  # fmt: skip
+    """Measure whether blind KV reuse changes this model's answers, and the cheapest patch that is safe.
+
+    Writes probe.html and probe.json, and a profile that `Fidelity("auto")` follows from then on: patched or blind where
+    that was shown to be safe, exact everywhere else.
+    """
+    with _errors():
+        from ctxwin.evals.probe.probe import Probe
+        from ctxwin.evals.probe.verdict import Limits
+
+        if not minutes > 0:
+            raise ValueError(f"minutes must be > 0, got {minutes}")
+        if questions is not None and images is None and texts is None:
+            raise ValueError("questions need --images or --texts: generated contexts have their own")
+        limits = Limits(flips=flips)
+        _check_folders(images, texts, questions)
+        engine = _open(model, dtype, device, threads)
+        try:
+            sources = _sources(engine, images, texts, questions, max_tokens, max_pixels or None)
+            with _progress() as advance:
+                result = Probe(engine, sources, limits, seconds=60 * minutes, progress=advance).run()
+        finally:
+            engine.close()
+        result["files"] = write(result, engine.spec.model, output, profile)
+        if as_json:
+            typer.echo(json.dumps(result, indent=1))
+        else:
+            show(result)
+
+
+def write(result: dict[str, Any], model: str, output: Path | None, profile: bool) -> dict[str, str]:
+    """Writes report, result and profile; returns where they are."""
+    from ctxwin.evals.probe.profile import as_profile
+    from ctxwin.evals.probe.report import html
+    from ctxwin.fidelity import write_profile
+
+    folder = output or Path("probe-output")
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"report": str(folder / REPORT), "result": str(folder / RESULT)}
+    Path(files["report"]).write_text(html(result), encoding="utf-8")
+    if profile:
+        files["profile"] = str(write_profile(as_profile(result, model), model, output))
+    Path(files["result"]).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return files
+
+
+def show(result: dict[str, Any]) -> None:
+    """The verdict, what it rests on, and where the rest is."""
+    console = _console(stderr=False)
+    verdict, source = result["verdict"], result["source"]
+    console.print(f"[bold]{_escaped(verdict['sentence'])}[/bold]")
+    for reason in verdict["reasons"]:
+        console.print(f"  {_escaped(reason)}")
+    console.print(f"measured on {_escaped(source['about'])} in {result['seconds']:.0f} s; {_limits(result)}")
+    fidelity = ", ".join(f"{name}={value}" for name, value in result["fidelity"].items())
+    if "profile" in result["files"]:
+        console.print(f"Fidelity('auto') now means {fidelity}: {_escaped(result['files']['profile'])}")
+    else:
+        console.print(f"safe: {fidelity} (no profile was written)")
+    console.print(f"report: {_escaped(result['files']['report'])}")
+
+
+def _limits(result: dict[str, Any]) -> str:
+    limits = result["verdict"]["limits"]
+    return f"safe means at most {limits['flips']:.0%} other answers, by the end of a 95 % interval"
+
+
+def _sources(
+    engine: HFEngine, images: Path | None, texts: Path | None, questions: Path | None, max_tokens: int,
+    max_pixels: int | None,
+) -> list[Source]:  # fmt: skip
+    """The user's own material, or what is generated."""
+    from ctxwin.evals.probe.folder import Images, Texts, read_questions
+    from ctxwin.evals.probe.generated import Scenes, World
+
+    asked = read_questions(questions) if questions is not None else []
+    if images is not None:
+        if not engine.spec.vision:
+            raise ValueError(f"{engine.spec.model!r} reads text only; probe it with --texts DIR instead of --images")
+        return [Images(images, asked, max_tokens, max_pixels)]
+    if texts is not None:
+        return [Texts(texts, asked, max_tokens, engine)]
+    if not engine.spec.vision:
+        raise ValueError(f"{engine.spec.model!r} reads text only; give it texts to be probed with: --texts DIR")
+    return [World(), Scenes()]
+
+
+def _check_folders(images: Path | None, texts: Path | None, questions: Path | None) -> None:
+    """Raises ValueError for a bad argument before a model is loaded."""
+    from ctxwin.evals.probe.folder import PICTURES, TEXTS, VIDEOS, files_of, read_questions
+
+    if images is not None and texts is not None:
+        raise ValueError("a probe takes --images or --texts, got both; run it once for each")
+    if images is not None:
+        files_of(images, (*PICTURES, *VIDEOS), "pictures or videos")
+    if texts is not None:
+        files_of(texts, TEXTS, "text files")
+    if questions is not None:
+        read_questions(questions)
+
+
+def _open(model: str, dtype: str, device: str, threads: int) -> HFEngine:
+    from ctxwin.engines._torchvision import repair
+
+    repair()  # before the first import of transformers
+    import torch
+    from transformers.utils import logging as hub_logging
+
+    from ctxwin.engines.open import open_engine
+
+    hub_logging.disable_progress_bar()
+    if threads:
+        torch.set_num_threads(threads)
+    name = "tiny:hf" if model == "tiny" else model if model.startswith(("hf:", "tiny:")) else f"hf:{model}"
+    return open_engine(name, dtype=dtype or None, device=device)  # type: ignore[return-value]
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _console(*, stderr: bool) -> Any:
+    from rich.console import Console
+
+    if not stderr and not sys.stdout.isatty():
+        return Console(width=150, soft_wrap=True)
+    return Console(stderr=stderr)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error, one stage at a time; silent where that is no terminal."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = _console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Bad input and what the library raises on purpose become one line and exit code 2."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, CtxwinError) as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from error
