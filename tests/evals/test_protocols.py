@@ -12,6 +12,7 @@ import torch
 from ctxwin.evals.arms import Served, parse_arm
 from ctxwin.evals.arms.recall import divergence
 from ctxwin.evals.decoder import Decoder
+from ctxwin.evals.gate import gate
 from ctxwin.evals.group import Group
 from ctxwin.evals.items import Item
 from ctxwin.evals.metrics import kl_divergence
@@ -239,3 +240,35 @@ def test_a_block_that_lends_too_little_is_an_error() -> None:
 
     with pytest.raises(ValueError, match="must lend 1 chunks of other clusters, got 0"):
         ProtocolTask("slide", Alone("tiny/multi_hop")).items()
+
+
+# -- divergence as a gate --------------------------------------------------------------------------------------------
+
+
+def samples(*apart: tuple[float, bool]) -> list[dict[str, object]]:
+    return [{"arm": "stale:8", "divergence": d, "answer": "x", "reference": "x" if safe else "y"} for d, safe in apart]
+
+
+def test_a_gate_that_separates_reuses_nothing_wrong_below_its_threshold() -> None:
+    made = gate(samples((0.0, True), (0.1, True), (0.2, True), (0.6, False), (0.9, False)), (0.5, 1.0))
+    assert made["n"] == 5 and made["unsafe"] == 2 and made["auc"] == 1.0
+    assert made["median"] == {"safe": 0.1, "unsafe": 0.75}
+    half, whole = made["at"]
+    assert half["false_reuse"] == 0.0 and half["coverage"] == 0.6 and half["threshold"] == 0.2
+    assert whole["false_reuse"] == 0.4 and whole["coverage"] == 1.0 and whole["ci95"][0] < 0.4 < whole["ci95"][1]
+
+
+def test_a_gate_that_says_nothing_is_at_chance_and_ties_are_reused_together() -> None:
+    made = gate(samples(*[(0.5, i % 2 == 0) for i in range(10)]), (0.1,))
+    assert made["auc"] == 0.5 and made["at"][0]["coverage"] == 1.0 and made["at"][0]["false_reuse"] == 0.5
+    assert gate(samples((0.1, True)))["auc"] is None
+
+
+def test_a_gate_needs_samples_of_one_arm_with_divergences() -> None:
+    with pytest.raises(ValueError, match="samples with a divergence"):
+        gate([])
+    with pytest.raises(ValueError, match="samples with a divergence"):
+        gate([{"arm": "blind", "answer": "x", "reference": "x"}])
+    with pytest.raises(ValueError, match="of one arm"):
+        gate([*samples((0.1, True)), {**samples((0.1, True))[0], "arm": "stale:4"}])
+    assert gate([*samples((0.1, True)), {"arm": "stale:8", "unscored": "too long"}])["n"] == 1
