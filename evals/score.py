@@ -183,13 +183,16 @@ class Table:
         return found
 
     def matched(self, made: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
-        """Every patch against every token arm at its bytes, by task; see `compare.matched`."""
+        """Every patch against every token arm at its bytes, by task; see `compare.matched`.
+
+        Token arms are those that say what share of the chunks they compute anew (``recomputed`` on their samples).
+        """
         found: dict[str, list[dict[str, Any]]] = {}
         for task in self.rows:
             families: dict[str, list[Setting]] = defaultdict(list)
             for arm, tasks in made.items():
                 figures = tasks.get(task, {})
-                if figures.get("recomputed_share") and arm != "reprefill":
+                if figures.get("recomputed") and arm != "reprefill":
                     setting = Setting(arm, figures["spent_share"] or 0.0, self.outcomes[task, arm])
                     families[arm.partition(":")[0]].append(setting)
             for arm, tasks in made.items():

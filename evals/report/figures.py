@@ -127,7 +127,7 @@ def _curves(run: Run, task: str) -> Picture | None:
     families: dict[str, list[tuple[float, str]]] = {}
     for name, f in arms.items():
         head = name.partition(":")[0]
-        token = f["recomputed_share"] > 0 and name != "reprefill"
+        token = f.get("recomputed", 0.0) > 0
         if f["spent_share"] and (name.startswith("patched:") or token):
             families.setdefault(head, []).append((f["spent_share"], name))
     if sum(map(len, families.values())) < 2:

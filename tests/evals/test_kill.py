@@ -40,7 +40,10 @@ def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
 
 def finish(arguments: Sequence[str]) -> None:
     process = start(arguments)
-    _, said = process.communicate(timeout=600)
+    try:
+        _, said = process.communicate(timeout=600)
+    finally:
+        process.kill()
     assert process.returncode == 0, said.decode()
 
 

@@ -214,6 +214,9 @@ def test_below_the_smallest_setting_is_the_base_and_above_the_largest_nothing() 
 def test_a_run_compares_all_patches_with_all_token_arms(tmp_path: Path) -> None:
     # The first chunk is never patched: patches are applied to half of what token arms are counted over here.
     rows = [r | ({"over": 500} if r["arm"].startswith("patched") else {}) for r in sweep(20)]
+    rows += [
+        row("h2o:0.1@prompt", i, computed=80, kv_share=0.1) for i in range(20)
+    ]  # computes, but not instead of a patch
     result = scores(run(tmp_path, rows), task_of=Words)
     cells = {arm: tasks["made/words"] for arm, tasks in result["arms"].items()}
     assert cells["patched:8"]["bytes_share"] == cells["patched:8"]["spent_share"] == pytest.approx(80 / 500)
