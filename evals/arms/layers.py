@@ -29,9 +29,10 @@ class Cacheblend(SharedArm):
     Layer 0 runs in full: its KV are equal by construction (embeddings and a rotation), so it cannot choose. From layer
     1 on, fresh KV of the tokens that are still in are compared with the stored ones (squared difference, keys and
     values), those that differ most stay, take their fresh KV and go through the layer; the others keep what is stored.
-    Layer 1 as the first to decide is the authors' released default (LMCache, check layers 1, ratio 0.15), which then
-    goes on with one set; the shrinking set is the paper's gradual filtering. Of that schedule the paper says that it
-    starts slightly above R and falls: here in equal steps from 5/4 R at layer 1 to 3/4 R at the last, R on average.
+    Layer 1 as the first to decide is the authors' released default (LMCache, check layers 1, ratio 0.15), which compares
+    keys alone and then goes on with one set; the shrinking set is the paper's gradual filtering. Of that schedule the
+    paper says that it starts slightly above R and falls: here in equal steps from 5/4 R at layer 1 to 3/4 R at the last,
+    R on average.
 
     The fresh keys and values that are only compared are not counted as computed; layer 0 is. R = 0 runs nothing.
     """

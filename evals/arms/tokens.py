@@ -1,7 +1,8 @@
 """Arms that compute some tokens in context and reuse the others as they are: the token axis.
 
 All get the same relocated KV, and what they compute sees everything in front of it, layer by layer (their strongest
-form; Kamera, section 6). Shares are of all placed tokens, see `ctxwin.evals.arms.select`.
+form; Kamera, section 6). Shares are of all placed tokens, see `ctxwin.evals.arms.select`. After a slide they stand on
+canonicals, as `blind` does, and not on survivors: these papers store chunks alone.
 """
 
 from __future__ import annotations

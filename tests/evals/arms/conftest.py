@@ -96,14 +96,15 @@ def bench(engine: HFEngine) -> Bench:
     return Bench(engine)
 
 
-@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl", "mla"])
+@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl", "mla", "kimi"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """A random model of each family: what holds on all of them holds by definition."""
     from ctxwin.engines.hf import HFEngine
-    from engines.models import write_mla_model, write_vision_model
+    from engines.models import write_kimi, write_mla_model, write_vision_model
 
     folder: Path = tmp_path_factory.mktemp("arms") / request.param
-    made = write_mla_model(folder) if request.param == "mla" else write_vision_model(folder, request.param)
+    other = {"mla": write_mla_model, "kimi": write_kimi}.get(request.param)
+    made = other(folder) if other is not None else write_vision_model(folder, request.param)
     opened = HFEngine(made, dtype="float32")
     yield Bench(opened)
     opened.close()

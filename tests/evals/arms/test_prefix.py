@@ -129,20 +129,23 @@ def _pictures(seed: int) -> list:  # type: ignore[type-arg]
 def test_a_run_asks_behind_what_each_user_places(bench: Bench, tmp_path: Path) -> None:
     tasks = [open_task("tiny/slide_needed"), open_task("tiny/recall@0.5")]
     runner = Runner(bench.decoder.engine, Settings(dtype="float32"), tmp_path, tasks)
-    runner.run(plan_jobs(parse_arms("prefix:naive,prefix:trim,prefix:append"), tasks), 3)
-    rows = runner.samples.rows
-    for task in ("tiny/slide_needed", "tiny/recall@0.5"):
-        for i in range(3):
-            assert rows[task, "prefix:naive", i]["kl"] < 1e-6
-            assert rows[task, "prefix:naive", i]["context"] == 1.0
-    assert all("unscored" in rows["tiny/slide_needed", "prefix:append", i] for i in range(3))
-    assert rows["tiny/recall@0.5", "prefix:append", 2]["kl"] < 1e-6  # it comes back at the end anyway
-    assert rows["tiny/recall@0.5", "prefix:trim", 2]["kl"] > 1e-6
+    rows = {}
+    for job in plan_jobs(parse_arms("prefix:naive,prefix:trim,prefix:append"), tasks):
+        item = job.task.items(3)[2]
+        rows |= {(item.task, row["arm"]): row for row in runner._rows(job.task, [item], job.arms)}
+    assert len(rows) == 6
+    for task in tasks:
+        assert rows[task.name, "prefix:naive"]["kl"] < 1e-6
+        assert rows[task.name, "prefix:naive"]["context"] == 1.0
+        assert rows[task.name, "prefix:trim"]["kl"] > 1e-6
+    assert "unscored" in rows["tiny/slide_needed", "prefix:append"]
+    assert rows["tiny/recall@0.5", "prefix:append"]["kl"] < 1e-6  # it comes back at the end anyway
     item = tasks[0].items(3)[2]
     group = runner._group([item], Patcher(bench.decoder.spec))
     one = served(group, "trim", "slide")[0]
-    logits = bench.decoder.read(group.memory([one.spans]), [item.query], one.begin or 0)
-    assert rows["tiny/slide_needed", "prefix:trim", 2]["answer"] == runner._text([int(logits.argmax())])
+    assert one.begin is not None and one.begin < group.begin
+    logits = bench.decoder.read(group.memory([one.spans]), [item.query], one.begin)
+    assert rows["tiny/slide_needed", "prefix:trim"]["answer"] == runner._text([int(logits.argmax())])
 
 
 def test_a_recalled_item_must_say_what_came_back() -> None:
