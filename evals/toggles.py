@@ -32,7 +32,7 @@ TESTS = {
     "clean": "asked again after the eviction, dependents re-formed: `Window.disposable(clean=True)`",
 }
 TRUTHS = ("generator", "reprefill")
-_KINDS: tuple[WorldTask, ...] = ("multi_hop", "order")
+_KINDS: tuple[WorldTask, ...] = ("multi_hop", "order", "single_hop")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,6 @@ class Cost:
 class Judged:
     """One chunk under all tests: whether the answer stays without it, by the truths and by the tests."""
 
-    needed_by_design: bool
     truths: dict[str, bool] = field(default_factory=dict)
     tests: dict[str, bool] = field(default_factory=dict)
     costs: dict[str, Cost] = field(default_factory=dict)
@@ -128,15 +127,20 @@ def measure(
 
 
 def draw(settings: ToggleSettings, index: int) -> tuple[Item, int, int]:
-    """A context, the frame that holds the answer, and the one to judge: as often as not the legend that decides."""
+    """A context, the frame that holds the answer, and the one in front of it to judge.
+
+    Where the answer needs context, that is as often as not the legend that decides.
+    """
     rng = np.random.default_rng((SPACE, settings.seed, 0x746F6767, index))
     count = settings.frames[index // len(_KINDS) % len(settings.frames)]
     item = make_item(rng, _KINDS[index % len(_KINDS)], count)
+    while not item.questions[0].frame:  # nothing stands in front
+        item = make_item(rng, _KINDS[index % len(_KINDS)], count)
     question = item.questions[0]
-    deciding = question.antecedents[-1]
-    others = [i for i in range(question.frame) if i != deciding]
-    judge = deciding if not others or rng.random() < 0.5 else others[int(rng.integers(len(others)))]
-    return item, question.frame, judge
+    others = [i for i in range(question.frame) if i not in question.antecedents[-1:]]
+    if question.antecedents and (not others or rng.random() < 0.5):
+        return item, question.frame, question.antecedents[-1]
+    return item, question.frame, others[int(rng.integers(len(others)))]
 
 
 def _one_context(
@@ -145,7 +149,7 @@ def _one_context(
     query = item.questions[0].text
     rest = [frame for i, frame in enumerate(item.frames) if i != judge]
     without = answer(rest, query)
-    one = Judged(needed_by_design=judge == item.questions[0].antecedents[-1])
+    one = Judged()
     one.truths["generator"] = without == item.questions[0].answer
     chunks = [Chunk.image(render(frame), keep_source=False) for frame in item.frames]
     # An exact window evicts by prefilling again: the answer of a re-prefill with and without the chunk.

@@ -26,11 +26,11 @@ def test_a_chunk_in_front_of_the_answer_is_judged_and_as_often_as_not_it_decides
     for item, asked, judge in drawn:
         question = item.questions[0]
         assert judge < asked == question.frame
-        decides += judge == question.antecedents[-1]
+        decides += judge in question.antecedents[-1:]
         without = answer([f for i, f in enumerate(item.frames) if i != judge], question.text)
         if judge not in question.antecedents:
             assert without == question.answer
-    assert 20 < decides < 50  # half of them, and where nothing else stands in front
+    assert 12 < decides < 36  # of 40 that need context half, and where nothing else stands in front
     assert draw(ToggleSettings(), 7)[0] == draw(ToggleSettings(), 7)[0]
 
 
