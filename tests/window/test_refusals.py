@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from ctxwin import (
     BudgetExceeded,
@@ -17,6 +19,7 @@ from ctxwin import (
     Window,
     open_store,
 )
+from ctxwin.fidelity import Profile, model_digest, write_profile
 from window.fake import FakeEngine
 
 # -- bad input: the documented error, the window unchanged
@@ -128,9 +131,12 @@ def test_forgetting_leaves_no_kv_of_earlier_orders(engine: FakeEngine) -> None:
 
 
 def test_a_restored_auto_window_keeps_its_profile(tmp_path: Any, engine: FakeEngine) -> None:
-    (tmp_path / "ctxwin-profile.json").write_text(
-        '{"fidelity": {"mode": "patched", "bytes_share": 0.2, "layers": "deep"}}'
-    )
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    profile = Profile(
+        weights=model_digest(tmp_path), model="m", verdict="", finding="binds", n=1, date="", ctxwin="0",
+        fidelity=Fidelity("patched", bytes_share=0.2, layers="deep"),
+    )  # fmt: skip
+    write_profile(profile, tmp_path)
     engine.spec = dataclasses.replace(engine.spec, model=str(tmp_path))
     window = Window(engine, "hd")
     again = Window.restore(engine, window.snapshot().model_dump_json())

@@ -1,0 +1,137 @@
+"""Profiles: bound to the weights they were measured on, found beside them or among the user's own."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save_file
+
+from ctxwin import Fidelity
+from ctxwin.fidelity import (
+    PROFILE_NAME,
+    PROFILES_VARIABLE,
+    Profile,
+    find_profile,
+    model_digest,
+    profiles_folder,
+    user_profile,
+    write_profile,
+)
+from ctxwin.tiny import checkpoint_dir
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nobody's real profiles are read or written."""
+    monkeypatch.setenv(PROFILES_VARIABLE, str(tmp_path / "own"))
+    return tmp_path / "own"
+
+
+def model_in(folder: Path, value: float = 0.0) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({"w": torch.full((2,), value)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def profile_of(folder: Path, **fields: Any) -> Profile:
+    made: dict[str, Any] = dict(
+        weights=model_digest(folder), model="m", verdict="binds", finding="binds", n=96, date="2026-01-01", ctxwin="0",
+        fidelity=Fidelity("patched", rank=8),
+    )  # fmt: skip
+    return Profile(**(made | fields))
+
+
+def test_a_profile_is_followed_on_its_own_weights_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_in(tmp_path / "m")
+    assert write_profile(profile_of(model), model) == model / PROFILE_NAME
+    assert Fidelity().resolve(str(model)) == Fidelity("patched", rank=8)
+    model_in(model, 1.0)  # other weights in the same folder
+    with caplog.at_level(logging.WARNING, "ctxwin"):
+        assert Fidelity().resolve(str(model)).mode == "exact"
+    assert "other weights" in caplog.text
+    model_in(model)
+    assert Fidelity().resolve(str(model)).mode == "patched"
+    (model / "config.json").write_text('{"rope_theta": 5}')
+    assert Fidelity().resolve(str(model)).mode == "exact", "another config is another model"
+
+
+@pytest.mark.parametrize(
+    "text", ["{", '{"fidelity": {"mode": "patched", "rank": 8}}', '{"format": 2, "fidelity": {"mode": "blind"}}', ""]
+)
+def test_what_is_no_profile_of_this_version_is_refused_with_a_warning(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_in(tmp_path / "m")
+    (model / PROFILE_NAME).write_text(text)
+    with caplog.at_level(logging.WARNING, "ctxwin"):
+        assert Fidelity().resolve(str(model)).mode == "exact"
+    assert "ctxwin eval probe" in caplog.text
+
+
+def test_a_profile_beside_no_weights_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = profile_of(model_in(tmp_path / "m"))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / PROFILE_NAME).write_text(made.model_dump_json())
+    with caplog.at_level(logging.WARNING, "ctxwin"):
+        assert find_profile(empty) is None
+    assert "cannot be read" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_has_its_profile_among_the_users(tmp_path: Path, own: Path) -> None:
+    model = model_in(tmp_path / "m")
+    made = profile_of(model)
+    (model / PROFILE_NAME).mkdir()  # cannot be replaced by a file, whoever runs this
+    path = write_profile(made, model)
+    assert path == user_profile(model) and path.parent == own == profiles_folder()
+    assert not list(own.glob("*.tmp")) and not list(model.glob("*.tmp"))
+    assert find_profile(model) == made
+    assert find_profile(model_in(tmp_path / "copy")) == made, "named by the weights, not by the folder"
+    assert find_profile(model_in(tmp_path / "other", 1.0)) is None
+
+
+def test_a_profile_goes_where_it_is_told_to(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "m")
+    assert write_profile(profile_of(model), model, tmp_path / "out") == tmp_path / "out" / PROFILE_NAME
+    assert not (model / PROFILE_NAME).exists()
+
+
+def test_a_profile_without_a_verdict_is_exact(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "m")
+    for finding in ("unclear", "unread"):
+        with pytest.raises(ValidationError, match="must be exact"):
+            profile_of(model, finding=finding)
+        profile_of(model, finding=finding, fidelity=Fidelity("exact"))
+    with pytest.raises(ValidationError, match="got auto"):
+        profile_of(model, fidelity=Fidelity("auto"))
+
+
+def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "m")
+    made = profile_of(model, measured={"blind": {"n": 3}})
+    path = write_profile(made, model)
+    assert Profile.model_validate_json(path.read_text()) == made
+    assert json.loads(path.read_text())["format"] == 1
+
+
+def test_what_is_neither_a_folder_nor_downloaded_has_no_profile() -> None:
+    for name in ("Some/Hub-Name", "nowhere", "a/b/c"):
+        assert find_profile(name) is None
+        with pytest.raises(ValueError, match="local folder or a Hub name"):
+            model_digest(name)
+
+
+def test_the_bundled_model_is_patched_in_its_deep_layers() -> None:
+    found = find_profile(checkpoint_dir())
+    assert found is not None and found.finding == "binds" and found.n >= 64
+    resolved = Fidelity().resolve(str(checkpoint_dir()))
+    assert resolved.mode == "patched" and resolved.layers == "deep" and resolved.survivors == "keep"
+    # Rank 8 takes 7.6 % and leaves up to 4 % of order-dependent answers wrong, rank 16 takes 15.2 %.
+    assert resolved.bytes_share is not None and 0.08 <= resolved.bytes_share <= 0.15
