@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ctxwin.evals.console import Json, Threads, errors, open_model, print_json, progress, terminal
-
-if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
 
 
 def elastic_app(
@@ -50,11 +47,12 @@ def elastic_app(
         from ctxwin.evals.elastic.exchanges import generated, read_exchanges
         from ctxwin.evals.elastic.quality import QualitySettings, measure_quality, rouge_l
         from ctxwin.evals.elastic.report import plot_quality, quality_table, speed_table
-        from ctxwin.evals.elastic.speed import Shape, SpeedSettings, measure_speed
+        from ctxwin.evals.elastic.speed import Shape, SpeedSettings, measure_speed, random_engine
 
         names = tuple(m.strip() for m in methods.split(",") if m.strip())
         settings = QualitySettings(names, _budgets(budgets), moment, header, max_tokens)  # type: ignore[arg-type]
         shapes = tuple(Shape.parse(part) for part in speed.split(",") if part.strip())
+        random_layers = _random_layers(speed_model)
         timing = SpeedSettings(shapes, names[0], speed_budget, speed_repeats, seed) if shapes else None
         if data is None and not n:
             raise ValueError("n must be >= 1 for generated exchanges, got 0")
@@ -66,7 +64,10 @@ def elastic_app(
             result = measure_quality(engine, exchanges, settings, advance)
         result["config"] |= {"model": engine.spec.identity, "data": str(data) if data else f"generated, seed {seed}"}
         if timing is not None:
-            opened = engine if speed_model == model else _timed_model(speed_model, dtype, device, threads)
+            if random_layers:
+                opened = random_engine(random_layers, dtype, device)
+            else:
+                opened = engine if speed_model == model else open_model(speed_model, dtype, device, threads)
             with progress("timed runs", 2 * len(shapes) * (speed_repeats + 1)) as advance:
                 result["speed"] = measure_speed(opened, timing, advance)
         if output is not None:
@@ -92,13 +93,11 @@ def _budgets(text: str) -> tuple[float, ...]:
     return tuple(s for s in shares if s is not None)
 
 
-def _timed_model(name: str, dtype: str, device: str, threads: int) -> HFEngine:
-    """A random model of so many layers, or one by its name."""
+def _random_layers(name: str) -> int:
+    """Layers of ``random:LAYERS``; 0 for a model by its name."""
     kind, _, layers = name.partition(":")
     if kind != "random":
-        return open_model(name, dtype, device, threads)
+        return 0
     if not layers.isdigit() or int(layers) < 1:
         raise ValueError(f"speed-model must be random:LAYERS or a model, got {name!r}")
-    from ctxwin.evals.elastic.speed import random_engine
-
-    return random_engine(int(layers), dtype, device)
+    return int(layers)
