@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
+from ctxwin.chunk import Chunk
 from ctxwin.evals.arms import Served, parse_arm
 from ctxwin.evals.arms.recall import divergence
 from ctxwin.evals.decoder import Decoder
 from ctxwin.evals.gate import gate
 from ctxwin.evals.group import Group
-from ctxwin.evals.items import Item
+from ctxwin.evals.items import Item, Scored, Task
 from ctxwin.evals.metrics import kl_divergence
 from ctxwin.evals.patching import Patcher
 from ctxwin.evals.tasks import open_task
@@ -240,6 +242,69 @@ def test_a_block_that_lends_too_little_is_an_error() -> None:
 
     with pytest.raises(ValueError, match="must lend 1 chunks of other clusters, got 0"):
         ProtocolTask("slide", Alone("tiny/multi_hop")).items()
+
+
+# -- other families, other chunks ------------------------------------------------------------------------------------
+
+
+class Mixed(Task):
+    """Texts and pictures of different sizes, different in every item."""
+
+    name, about, setting = "mixed", "texts and pictures", "window"
+
+    def items(self, n: int | None = None) -> list[Item]:
+        return [self.item(i) for i in range(6)][:n]
+
+    def item(self, index: int) -> Item:
+        return Item(
+            task="mixed", index=index, load=lambda: self.chunks(index), count=4, placed=(0, 1, 2, 3), query="what color?",
+            target="red", doc_id=f"d{index}", cluster=f"d{index}", digest=f"mixed-{index}", asked=2,
+        )  # fmt: skip
+
+    def chunks(self, index: int) -> list[Chunk]:
+        rng = np.random.default_rng(index)
+        small, wide = (rng.integers(0, 255, (28 * h, 28 * w, 3), dtype=np.uint8) for h, w in ((2, 2), (1, 3)))
+        return [
+            Chunk.text("a red circle " * (1 + index % 3)), Chunk.image(small, text=f"frame {index}"),
+            Chunk.image(wide), Chunk.text("the number is now blue"),
+        ]  # fmt: skip
+
+    def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
+        return Scored(float(answer == target), answer)
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "kimi"])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
+    """Grouped queries, deepstack, latent attention."""
+    from ctxwin.engines.hf import HFEngine
+    from engines.models import write_kimi, write_vision_model
+
+    folder = tmp_path_factory.mktemp("family") / request.param
+    path = write_kimi(folder) if request.param == "kimi" else write_vision_model(folder, request.param)
+    opened = HFEngine(path, dtype="float32")
+    yield Decoder(opened)
+    opened.close()
+
+
+def test_protocols_and_arms_hold_on_every_family_and_chunks_of_different_sizes(family: Decoder) -> None:
+    for spelling, arms in {
+        "recall@0.5": ("update:full", "refresh:full", "refresh:full@2"),
+        "divergent-duplicate": ("update:full", "refresh:full"),
+        "superset@2": ("update:full", "refresh:full"),
+        "slide": ("removal:full",),
+        "reorder": ("patched:full",),
+    }.items():
+        item = ProtocolTask(spelling, Mixed()).items()[1]
+        group = grouped(family, [item])
+        for arm in arms:
+            assert worst_kl(group, arm) < 1e-5, (spelling, arm)
+    group = grouped(family, [ProtocolTask("reorder", Mixed()).items()[1]])
+    assert all(s and s.extra["moved"] > 0 for arm in ("transfer:2", "orbit:2") for s in parse_arm(arm).serve(group))
+    item = Mixed().item(0)
+    stream = replace(item, before=(0, 1, 2, 3), placed=(0, 1, 2, 3), meta={"window": 4})
+    assert worst_kl(grouped(family, [stream]), "survivor") < 1e-5
+    slid = replace(item, before=(0, 1, 2, 3), placed=(1, 2, 3), asked=1, meta={"window": 3})
+    assert worst_kl(grouped(family, [slid]), "removal:full") < 1e-5 < worst_kl(grouped(family, [slid]), "survivor")
 
 
 # -- divergence as a gate --------------------------------------------------------------------------------------------
