@@ -28,11 +28,8 @@ if TYPE_CHECKING:
     from ctxwin.adapters.vllm.requests import Outcome
     from ctxwin.store.base import Store
 
-VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
-REFUSED = {
-    "kimi_k25": "vLLM 0.32 does not know transformers' class of it",
-    "qwen3_vl_moe": "vLLM 0.32 reads its experts' weights in another layout than transformers writes them",
-}
+VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl")
+REFUSED = {"kimi_k25": "vLLM 0.32 does not know transformers' class of it"}
 """Why families of the transformers engine are not served here."""
 _QUERY = "query"
 _DTYPES = ("bfloat16", "float16", "float32")

@@ -100,7 +100,7 @@ def write_vision_model(folder: Path, kind: str = "qwen2_5_vl") -> Path:
         rope |= {"mrope_section": [text["head_dim"] // n for n in (4, 8, 8)], "mrope_interleaved": True}
         name = "Qwen3VL"
         if kind == "qwen3_vl_moe":
-            text |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+            text |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96, norm_topk_prob=True)
             name = "Qwen3VLMoe"
     else:
         vision |= dict(embed_dim=32, hidden_size=64, mlp_ratio=2)
@@ -110,6 +110,8 @@ def write_vision_model(folder: Path, kind: str = "qwen2_5_vl") -> Path:
         **_media_ids(tokenizer),
     )  # fmt: skip
     _save(getattr(transformers, f"{name}ForConditionalGeneration")(config), folder)
+    if kind == "qwen3_vl_moe":
+        _as_published(folder)
     size = {"shortest_edge": 28 * 28, "longest_edge": 84 * 84}
     newest = kind.startswith("qwen3_vl")
     # Qwen3-VL's processor counts the pixels of all frames together.
@@ -233,6 +235,19 @@ def wide(write: Callable[[Path], Path], folder: Path, **fields: Any) -> Path:
     if fields:
         edit_config(folder, **fields)
     return folder
+
+
+def _as_published(folder: Path) -> None:
+    """Lays fused expert weights out as published checkpoints do, which is not how transformers 5.19 writes them."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    turned = {
+        name: weight.transpose(1, 2).contiguous() if ".mlp.experts." in name else weight
+        for name, weight in weights.items()
+    }
+    save_file(turned, path, metadata={"format": "pt"})
 
 
 def edit_config(folder: Path, **fields: Any) -> None:

@@ -138,6 +138,14 @@ def test_other_vision_models_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_qwen3_vl_moe_against_transformers(tmp_path: Path) -> None:
+    folder = models.wide(lambda f: models.write_vision_model(f, "qwen3_vl_moe"), tmp_path / "moe")
+    suite = TestQwen3VL()
+    with suite.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
+        suite.test_pictures_against_transformers(engine, reference)
+
+
+@pytest.mark.slow
 def test_deepseek_v3_against_transformers(tmp_path: Path) -> None:
     """Vllm pairs neighbouring dimensions where transformers caches them apart; the answers agree."""
     folder = models.write_mla_model(
