@@ -1,4 +1,4 @@
-"""``ctxwin eval``: run, score, report, drift, ls."""
+"""``ctxwin eval``: probe, run, score, report, ls, drift, elastic."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from ctxwin.evals.console import Json, Model, Threads, errors, numbers, open_model, print_json, progress, terminal
+from ctxwin.evals.elastic.cli import elastic_app
+from ctxwin.evals.probe.cli import probe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="How close reuse stays to a full re-prefill.")
+app.command("probe")(probe)
+app.command("elastic")(elastic_app)
 
 ALL_ARMS = "reprefill,blind,patched:1,patched:2,patched:4,patched:8,first_k:4,orbit:8,transfer:8"
 
