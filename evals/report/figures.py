@@ -201,6 +201,8 @@ def _line(
     if spans:
         at, low, high = zip(*spans, strict=True)
         axis.fill_between(at, low, high, alpha=0.13, color=style["color"], linewidth=0)
+        if len(spans) == 1:  # a band has no width there
+            axis.vlines(at, low, high, color=style["color"], linewidth=1.2, alpha=0.6)
 
 
 def _layers(run: Run, task: str) -> Picture | None:
@@ -255,7 +257,7 @@ def _grid(run: Run, task: str) -> Picture | None:
         axis.set_title(_plain(name), fontsize=8)
         axis.set_xticks(range(len(lengths)), [_length(v) for v in lengths], fontsize=7)
         axis.set_yticks(range(depths), [f"{i * DEPTH:.1f} to {(i + 1) * DEPTH:.1f}" for i in range(depths)], fontsize=7)
-    figure.supxlabel("context length, tokens", fontsize=8)
+    figure.supxlabel("context length in tokens, from", fontsize=8)
     figure.supylabel("depth of the needle", fontsize=8)
     figure.colorbar(image, ax=list(axes.flat))  # type: ignore[arg-type]
     return Picture("grid", "Accuracy by context length and depth of the needle; grey: no items.", figure)
@@ -275,10 +277,7 @@ def _numbers(axis: Axes, values: np.ndarray, show: Callable[[float], str], brigh
 
 
 def _length(edge: int) -> str:
-    following = LENGTHS.index(edge) + 1
-    if edge == 0:
-        return "< 1k"
-    return f"{edge // 1000}k+" if following == len(LENGTHS) else f"{edge // 1000}k to {LENGTHS[following] // 1000}k"
+    return f"{edge // 1000}k" if edge else f"< {LENGTHS[1] // 1000}k"
 
 
 def _arm_colour(name: str) -> str:

@@ -272,14 +272,19 @@ def matched_table(runs: Sequence[Run], task: str) -> Table | None:
 
 
 def official_table(runs: Sequence[Run], task: str) -> Table | None:
-    """The data set's own aggregates; None where it has none."""
+    """The data set's own aggregates, one a line, since there can be many; None where it has none."""
     entries = [(run, arm, f["official"]) for run in runs for arm, f in run.arms(task).items() if "official" in f]
     if not entries:
         return None
-    keys = list(dict.fromkeys(key for _, _, official in entries for key in official))
-    names, label = _labelled(runs, ("arm", *keys))
-    rows = [(*label(run), Cell(arm), *(number(official.get(key)) for key in keys)) for run, arm, official in entries]
-    return Table(f"{task}: the data set's own figures", names, tuple(rows), labels=len(names) - len(keys))
+    keys = dict.fromkeys(key for _, _, official in entries for key in official)
+    heads = [arm if len(runs) == 1 else f"{run.label}: {arm}" for run, arm, _ in entries]
+    rows = tuple((Cell(key), *(_counted(official.get(key)) for _, _, official in entries)) for key in keys)
+    return Table(f"{task}: the data set's own figures", ("figure", *heads), rows)
+
+
+def _counted(value: float | None) -> Cell:
+    """A share, or a count as a whole number."""
+    return Cell(f"{value:.0f}", value) if value is not None and value > 1 and value == int(value) else number(value)
 
 
 def own_table(runs: Sequence[Run], task: str, known: frozenset[str]) -> Table | None:
