@@ -9,7 +9,7 @@ import torch
 
 from ctxwin.evals.arms import parse_arm
 from ctxwin.evals.arms.layers import VlCache, filled, low_rank_keys
-from ctxwin.evals.arms.select import highest
+from ctxwin.evals.arms.select import highest, recompute
 from ctxwin.evals.items import Item
 from ctxwin.evals.tasks import open_task
 from ctxwin.operator.rope import angles, turn
@@ -131,6 +131,13 @@ def test_vlcache_computes_heads_that_shrink_with_depth(bench: Bench) -> None:
             assert changed[: counts[-1]].all()  # the first ones
         assert counts == [int(s * place.tokens + 0.5) for s in shares[1:]]
         assert counts[0] > counts[1] > 0
+    # What goes into the last layer is what came out of the one before, of the same tokens.
+    chosen = torch.zeros(len(group), group.context_tokens, dtype=torch.bool)
+    for place in group.places[1:]:
+        chosen[:, place.slot : place.slot + int(shares[1] * place.tokens + 0.5)] = True
+    for x, whole in zip(one.spans[1:], recompute(group, group.blind, chosen)[0][1:], strict=True):
+        count = int(shares[2] * x.tokens + 0.5)
+        torch.testing.assert_close(x.v[2, :count], whole.v[2, :count], atol=1e-5, rtol=0)
 
 
 def test_shares_fill_up_to_one() -> None:
