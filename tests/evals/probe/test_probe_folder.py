@@ -1,0 +1,196 @@
+"""A user's own pictures, videos, texts and questions; and the command around them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import typer
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from ctxwin.evals.probe import cli
+from ctxwin.evals.probe.contexts import PLACED
+from ctxwin.evals.probe.folder import Images, Texts, read_questions
+from ctxwin.evals.probe.probe import Sizes
+from ctxwin.fidelity import PROFILES_VARIABLE, Fidelity, find_profile
+
+if TYPE_CHECKING:
+    from ctxwin.engines.hf import HFEngine
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Nine noisy pictures of two sizes."""
+    folder = tmp_path / "pictures"
+    (folder / "more").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for i in range(9):
+        size = (84, 84) if i % 3 else (56, 84)
+        where = folder / "more" if i > 6 else folder
+        Image.fromarray(rng.integers(256, size=(*size, 3), dtype=np.uint8)).save(where / f"{i}.png")
+    (folder / "notes.txt").write_text("not a picture")
+    return folder
+
+
+@pytest.fixture
+def text_model(tmp_path: Path) -> Path:
+    from engines.models import write_text_model
+
+    return write_text_model(tmp_path / "text")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Commands measure a little only, and nobody's own profiles are touched."""
+    from ctxwin.evals.probe import probe
+
+    little = Sizes(reading=4, looks=(4,), choosing=2, proving=2, fitting=2, streams=1, slides=1, moving=2, chunks=(16,))
+    monkeypatch.setattr(probe, "Sizes", lambda: little)
+    monkeypatch.setenv(PROFILES_VARIABLE, str(tmp_path / "own"))
+    monkeypatch.chdir(tmp_path)
+    yield
+
+
+def invoke(*args: object) -> Result:
+    app = typer.Typer()
+    app.command()(cli.probe)
+    return CliRunner().invoke(app, [str(a) for a in args])
+
+
+def refused(result: Result, *words: str) -> None:
+    assert result.exit_code == 2, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    assert all(word in lines[0] for word in words), lines[0]
+
+
+def test_sequences_go_by_name_or_are_shuffled_and_strangers_have_the_size_of_whom_they_replace(pictures: Path) -> None:
+    source = Images(pictures, [], 4, None)
+    assert [p.name for p in source.pieces] == [f"{i}.png" for i in range(9)]
+    names = [p.name for p in source.pieces]
+    for index in range(4):
+        context = source.context("reading", index)
+        chunks = context.item.load()
+        assert len(chunks) == 2 * PLACED == context.item.count
+        shapes = [chunk.media[0].shape for chunk in chunks]
+        assert shapes[:PLACED] == shapes[PLACED:]
+        assert len({chunk.id for chunk in chunks}) == 2 * PLACED or index % 2, "a stranger is another picture"
+        labels = [chunk.parts[0].text for chunk in chunks]  # type: ignore[union-attr]
+        assert labels[:PLACED] == labels[PLACED:] and labels[0].startswith("Picture A")
+        assert context.item.cluster in names
+        assert [q.kind for q in context.questions] == ["cross", "one"]
+        assert context.item.digest == source.context("reading", index).item.digest
+    in_order = [p.content for chunk in source.context("choosing", 0).item.load()[:PLACED] for p in chunk.media]
+    every = [c.media[0].content for c in (source.chunk(p, p.size, "A") for p in source.pieces)]
+    at = every.index(in_order[0])
+    assert in_order == [every[(at + i) % 9] for i in range(PLACED)]
+
+
+def test_the_users_questions_are_asked_beside_the_generic_ones(pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "q.txt").write_text("# mine\nWho is it?\n\nWhere?\n")
+    source = Images(pictures, read_questions(tmp_path / "q.txt"), 4, None)
+    kinds = [q.kind for q in source.context("reading", 0).questions]
+    assert kinds == ["cross", "one", "yours"]
+    assert {source.context("reading", i).questions[2].text for i in range(12)} == {"Who is it?", "Where?"}
+
+
+def test_pictures_are_scaled_down_and_videos_give_frames(tmp_path: Path) -> None:
+    import cv2
+
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    writer = cv2.VideoWriter(str(folder / "a.mp4"), cv2.VideoWriter.fourcc(*"mp4v"), 8.0, (96, 64))
+    for i in range(24):
+        writer.write(np.full((64, 96, 3), 10 * i, dtype=np.uint8))
+    writer.release()
+    source = Images(folder, [], 4, 48 * 32)
+    assert len(source.pieces) == 8
+    chunk = source.context("reading", 0).item.load()[0]
+    assert chunk.media[0].shape == (1, 32, 48)
+    first, last = (source.chunk(source.pieces[i], (32, 48), "A").media[0].content for i in (0, 7))
+    assert first != last
+
+
+def test_enough_pictures_leave_some_for_fitting(tmp_path: Path) -> None:
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for i in range(8 * PLACED):
+        Image.fromarray(np.full((28, 28, 3), 7 * i % 256, dtype=np.uint8)).save(folder / f"{i:03d}.png")
+    source = Images(folder, [], 4, None)
+    assert source.fits
+    fit = {source.context("fitting", i).item.cluster for i in range(30)}
+    probed = {source.context(split, i).item.cluster for split in ("choosing", "proving") for i in range(30)}  # type: ignore[arg-type]
+    assert fit and probed and not fit & probed
+
+
+def test_texts_are_blocks_of_one_length(engine: HFEngine, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("what color is the shape of a frame now " * 20)
+    source = Texts(tmp_path, [], 4, engine, block=12)
+    chunks = source.context("reading", 0).item.load()
+    assert {engine.encode(c).tokens for c in chunks} == {12 + len(engine.text_ids("Text A:\n"))}
+    with pytest.raises(ValueError, match="at least 5 texts"):
+        Texts(tmp_path, [], 4, engine, block=10_000)
+
+
+def test_the_command_writes_a_report_a_result_and_a_profile(model_dir: Path, pictures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = invoke(model_dir, "--images", pictures, "--output", out, "--max-tokens", 2, "--json")
+    assert result.exit_code == 0, result.stderr
+    printed = json.loads(result.stdout)
+    assert printed["verdict"]["finding"] == "unread" and printed["fidelity"] == {"mode": "exact"}
+    assert printed["source"]["name"] == "images"
+    files = printed.pop("files")
+    assert json.loads((out / "probe.json").read_text()) == printed
+    assert {Path(path).name for path in files.values()} == {p.name for p in out.iterdir()}
+    assert "no verdict" in (out / "probe.html").read_text()
+    assert (out / "ctxwin-profile.json").is_file() and not (model_dir / "ctxwin-profile.json").exists()
+    (model_dir / "ctxwin-profile.json").write_text((out / "ctxwin-profile.json").read_text())
+    try:
+        found = find_profile(model_dir)
+        assert found is not None and found.finding == "unread"
+        assert Fidelity().resolve(str(model_dir)).mode == "exact"
+    finally:
+        (model_dir / "ctxwin-profile.json").unlink()
+
+
+def test_the_summary_begins_with_the_verdict(text_model: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.md").write_text("what color is the shape of a frame now " * 60)
+    result = invoke(text_model, "--texts", texts, "--no-profile", "--max-tokens", 2)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("no verdict: answers do not depend on the context; keep exact")
+    assert "no profile was written" in result.stdout
+    assert not (text_model / "ctxwin-profile.json").exists()
+    assert (tmp_path / "probe-output" / "probe.html").is_file()
+
+
+def test_bad_input_is_one_line(model_dir: Path, text_model: Path, pictures: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused(invoke(model_dir, "--images", empty), "must hold pictures or videos", "empty")
+    refused(invoke(model_dir, "--images", tmp_path / "nowhere"), "must lie in a folder")
+    refused(invoke(model_dir, "--images", pictures, "--texts", pictures), "got both")
+    refused(invoke(model_dir, "--questions", pictures / "notes.txt"), "need --images or --texts")
+    refused(invoke(model_dir, "--images", pictures, "--questions", empty), "readable text file")
+    refused(invoke(model_dir, "--minutes", 0), "minutes must be > 0")
+    refused(invoke(model_dir, "--flips", 1.5), "flips must be between 0 and 1")
+    refused(invoke(empty), "config.json")
+    refused(invoke(text_model, "--images", pictures), "reads text only", "--texts")
+    refused(invoke(text_model), "reads text only", "--texts")
+    (pictures / "broken.png").write_bytes(b"not a png")
+    refused(invoke(model_dir, "--images", pictures), "broken.png")
+
+
+def test_a_model_the_engine_refuses_is_one_line(tmp_path: Path) -> None:
+    from engines.models import edit_config, write_text_model
+
+    folder = write_text_model(tmp_path / "refused")
+    edit_config(folder, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    refused(invoke(folder), "dynamic")

@@ -1,0 +1,99 @@
+"""Three models, three verdicts: the bundled one binds at prefill, another chains at query time, a random one says nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ctxwin.evals.probe.generated import Scenes, World
+from ctxwin.evals.probe.probe import Probe, Sizes
+from ctxwin.evals.probe.profile import as_profile
+from ctxwin.evals.probe.report import html
+from ctxwin.evals.probe.verdict import Limits
+from ctxwin.fidelity import Fidelity
+from ctxwin.tiny import checkpoint_dir
+
+if TYPE_CHECKING:
+    from ctxwin.engines.hf import HFEngine
+
+CHAINING = Path(__file__).parents[2] / "models" / "chaining"
+SMALL = Sizes(
+    reading=32, looks=(16, 48), choosing=4, proving=32, fitting=4, streams=2, slides=2, moving=4, layouts=False,
+    chunks=(32,),
+)  # fmt: skip
+LENIENT = Limits(flips=0.2)
+"""So few answers leave wide intervals: with 48, at most 4 may change under 20 %, and none of 11 under 5 %."""
+
+
+def probed(engine: HFEngine, sizes: Sizes = SMALL) -> dict[str, Any]:
+    stages: list[str] = []
+    made = Probe(
+        engine, [World(), Scenes()], LENIENT, sizes, seconds=3600, progress=lambda stage, *_: stages.append(stage)
+    )
+    result = made.run()
+    assert {"does it read its context", "what blind reuse changes"} <= set(stages)
+    text = html(result)
+    assert result["verdict"]["sentence"].split(":")[0] in text
+    assert "http://" not in text and "https://" not in text and "<script" not in text, (
+        "one file, nothing from elsewhere"
+    )
+    return result
+
+
+def opened(folder: Path) -> HFEngine:
+    from ctxwin.engines.hf import HFEngine
+
+    return HFEngine(folder, dtype="float32")
+
+
+def test_the_bundled_model_binds_and_a_patch_of_its_deep_layers_is_safe() -> None:
+    with opened(checkpoint_dir()) as engine:
+        result = probed(engine)
+    verdict, blind = result["verdict"], result["arms"]["cross"]["blind"]
+    assert verdict["finding"] == "binds" and "patched at rank" in verdict["sentence"]
+    assert blind["flips"] > 0.6 and result["arms"]["one"]["blind"]["flips"] == 0
+    oracle = result["arms"]["cross"]["oracle"]
+    assert oracle["kl"] == pytest.approx(blind["kl"], rel=0.2), "what is lost is conditioning"
+    assert blind["to_oracle"] < 0.05 * blind["kl"], "and not position"
+    assert result["arms"]["cross"]["stepwise"]["kl"] < 1e-6
+    fidelity = Fidelity(**result["fidelity"])
+    assert (fidelity.mode, fidelity.layers) == ("patched", "deep")
+    assert fidelity.bytes_share is not None and 0.02 <= fidelity.bytes_share <= 0.3
+    assert [s["share"] for s in result["proving"]] == sorted(s["share"] for s in result["proving"])
+    norm = result["deficit"]["relative_norm"]
+    assert norm[0] < 1e-4 and norm[-1] > norm[1], "nothing in the first layer, most in the deep ones"
+    assert result["deficit"]["relocation_error"] < 1e-5
+    assert result["survivors"][0]["n"] == 2 and result["cost"][0]["prefill_ms"] > 0
+    profile = as_profile(result, str(checkpoint_dir()))
+    assert profile.fidelity == fidelity and profile.n == blind["n"]
+
+
+def test_a_model_that_chains_may_be_reused_blindly() -> None:
+    with opened(CHAINING) as engine:
+        result = probed(engine)
+    assert result["verdict"]["finding"] == "chains", result["verdict"]
+    assert result["arms"]["cross"]["blind"]["n"] == SMALL.looks[-1], "never concluded early"
+    assert result["fidelity"] == {"mode": "blind"}
+    assert "proving" not in result
+
+
+def test_a_random_model_has_no_verdict(engine: HFEngine) -> None:
+    result = probed(engine)
+    assert result["verdict"]["finding"] == "unread"
+    assert result["verdict"]["sentence"] == "no verdict: answers do not depend on the context; keep exact"
+    assert result["fidelity"] == {"mode": "exact"}
+    assert set(result["reading"]) == {"world", "scenes"}, "both kinds of generated contexts were tried"
+    assert "curve" not in result and "survivors" not in result
+    assert result["arms"]["cross"]["blind"]["kl"] > 0, "it was measured, and decides nothing"
+
+
+def test_when_time_is_up_every_stage_still_measures_something_and_nothing_is_called_safe() -> None:
+    tight = Sizes(reading=64, looks=(64, 160, 400), choosing=2, proving=16, streams=1, slides=1, moving=2, layouts=False,
+                  chunks=(16,))  # fmt: skip
+    with opened(CHAINING) as engine:
+        result = Probe(engine, [World()], sizes=tight, seconds=0.01).run()
+    assert result["reading"]["world"][0]["n"] == 16, "one batch"
+    assert result["verdict"]["finding"] != "chains"
+    assert result["fidelity"] == {"mode": "exact"}
