@@ -246,7 +246,7 @@ class Group:
     @cached_property
     def kept(self) -> list[list[SpanKV]]:
         """Placed chunks with the KV they had before the edit, rotated into place: survivors."""
-        if (size := self.items[0].meta.get("window")) is not None:  # of a stream through a window of that size
+        if (size := self.items[0].meta.get("stream_window")) is not None:  # of a stream through a window of that size
             return streamed(self, int(size))
         rows = []
         for item, spans in zip(self.items, self.earlier, strict=True):

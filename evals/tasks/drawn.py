@@ -114,7 +114,9 @@ def history(rng: np.random.Generator, frames: int, amount: float, turn: int) -> 
         kinds: tuple[Kind, ...] = ("multi_hop", "order", "unbound")
         pool = [q for q in questions_for(placed, 1000, rng, kinds) if q.frame and seen.count(q.mark) == 1]
         if pool:
-            return Drawn(drawn, range(length), range(length - frames, length), _one(pool, rng), {"window": frames})
+            return Drawn(
+                drawn, range(length), range(length - frames, length), _one(pool, rng), {"stream_window": frames}
+            )
     raise ValueError(f"no stream of {length} frames in {_DRAWS} draws")
 
 

@@ -301,9 +301,9 @@ def test_protocols_and_arms_hold_on_every_family_and_chunks_of_different_sizes(f
     group = grouped(family, [ProtocolTask("reorder", Mixed()).items()[1]])
     assert all(s and s.extra["moved"] > 0 for arm in ("transfer:2", "orbit:2") for s in parse_arm(arm).serve(group))
     item = Mixed().item(0)
-    stream = replace(item, before=(0, 1, 2, 3), placed=(0, 1, 2, 3), meta={"window": 4})
+    stream = replace(item, before=(0, 1, 2, 3), placed=(0, 1, 2, 3), meta={"stream_window": 4})
     assert worst_kl(grouped(family, [stream]), "survivor") < 1e-5
-    slid = replace(item, before=(0, 1, 2, 3), placed=(1, 2, 3), asked=1, meta={"window": 3})
+    slid = replace(item, before=(0, 1, 2, 3), placed=(1, 2, 3), asked=1, meta={"stream_window": 3})
     assert worst_kl(grouped(family, [slid]), "removal:full") < 1e-5 < worst_kl(grouped(family, [slid]), "survivor")
 
 

@@ -83,7 +83,7 @@ def test_a_history_places_the_end_of_its_stream(slides: int) -> None:
     for i in range(4):
         case = TASKS["history"].case(0, i, FRAMES, slides)
         assert case.before == tuple(range(len(case.placed) + slides)) and case.placed == case.before[slides:]
-        assert case.meta["window"] == len(case.placed)
+        assert case.meta["stream_window"] == len(case.placed)
         assert sum(int(case.question[-3:-1]) in f.marks for f in case.frames) == 1
 
 
