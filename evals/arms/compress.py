@@ -103,10 +103,11 @@ class MostRecent(_Compressed):
 def thinned(kind: type[Budgeted], share: float, group: Group) -> tuple[Memory, Budgeted]:
     """The placed chunks' exact KV thinned out before a question comes, and what goes on behind it; for the whole group."""
     seen, lead = attention_of(group), group.header_span.tokens
-    window = Window(lead, group.context_tokens)
-    attended = Attended(seen[:, :, lead:])
-    kept = kind(share, seen, window).compress(group.decoder.memory(group.exact), attended)
-    return kept, kind(share, torch.cat([seen[:, :, :lead], attended.sums], 2), window)
+    tokens, attended = group.context_tokens, Attended(seen[:, :, lead:])
+    whole = group.decoder.memory(group.exact)
+    kept = kind(share, seen, Window(lead, tokens, tokens)).compress(whole, attended)
+    left = torch.cat([seen[:, :, :lead], attended.sums], 2)
+    return kept, kind(share, left, Window(lead, tokens, kept.slots))
 
 
 def attention_of(group: Group) -> Tensor:

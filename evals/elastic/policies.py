@@ -2,7 +2,7 @@
 
 Two moments. ``window is None``: header, chunks and question are encoded exactly and then thinned out together, as in the
 paper; the first token comes from the exact pass. Otherwise the placed chunks were thinned out before the question came, and
-only what is generated is still managed: every generated token may add ``share`` of a slot.
+only what is generated is still managed: chunks and answer together hold ``share`` of their tokens.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ class Window:
     Attributes:
         head: slots of the header in front of them; never dropped.
         tokens: how many tokens the chunks had.
+        kept: slots that are left of them.
     """
 
     head: int
     tokens: int
+    kept: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +72,7 @@ class BudgetKeeper(Keeper):
         self.attended = Attended(policy.seen)
         self.head = 0 if policy.window is None else policy.window.head
         self._asked = False
-        self._base = self._tokens = self._made = 0
+        self._tokens = self._least = self._beside = self._made = 0
 
     @property
     def watch(self) -> Watch | None:
@@ -79,13 +81,17 @@ class BudgetKeeper(Keeper):
 
     def prompted(self, held: Held) -> None:
         self._asked = True
-        self._tokens = held.slots if self.policy.window is None else self.policy.window.tokens
         self.attended.widen(held.slots)
-        if self.policy.window is None:
+        window = self.policy.window
+        if window is None:
+            self._tokens = held.slots
             thinned = self.policy.compress(held.memory, self.attended)
             if thinned.slots < held.slots:
                 held.replace(thinned)
-        self._base = held.slots
+            self._least = held.slots
+        else:
+            self._tokens, self._least = window.tokens, window.kept
+            self._beside = held.slots - window.kept
 
     def stepped(self, held: Held) -> None:
         self._made += 1
@@ -94,9 +100,12 @@ class BudgetKeeper(Keeper):
 
     @property
     def allowed(self) -> int:
-        """Slots that may be held now: algorithm 1's ``n (1 - r)`` for the n tokens so far, rounded up."""
-        share = self.policy.share
-        return self._base + budget_slots(share, self._tokens + self._made) - budget_slots(share, self._tokens)
+        """Slots that may be held now: algorithm 1's ``n (1 - r)`` for the n tokens so far, rounded up.
+
+        Protected slots may be more than a small budget allows for; the cache then grows once the budget has caught up. Header
+        and question are not counted where the chunks alone were thinned out.
+        """
+        return self._beside + max(self._least, budget_slots(self.policy.share, self._tokens + self._made))
 
     @abstractmethod
     def drop(self, held: Held) -> None:
