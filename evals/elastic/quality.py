@@ -27,7 +27,7 @@ from ctxwin.evals.stats import bootstrap_mean, bootstrap_ratio
 if TYPE_CHECKING:
     from ctxwin.engines.hf import HFEngine
 
-BATCH = 16
+BATCH = 32
 FULL = "full"
 Moment = Literal["prompt", "window"]
 
