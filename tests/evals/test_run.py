@@ -9,18 +9,25 @@ from typer.testing import CliRunner
 
 from ctxwin.evals.arms import parse_arms
 from ctxwin.evals.cli import app
-from ctxwin.evals.run import Runner, Settings, plan_jobs
+from ctxwin.evals.run import BATCH, BLOCK, Runner, Settings, batches, plan_jobs
+from ctxwin.evals.tasks import TaskOptions, open_task
+from ctxwin.evals.tasks.tiny import TinyOptions
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf import HFEngine
 
-ARMS = "blind,patched:2,first_k:2,orbit:2,survivor,recall:2@0.5"
-TASKS = ["multi_hop", "order"]
-SETTINGS = Settings(seed=5, frames=(2, 3))
+ARMS = "blind,patched:1,patched:2,first_k:2,orbit:2,survivor,update:2"
+TASKS = [
+    open_task(name, TaskOptions(TinyOptions(seed=5, frames=(2, 3))))
+    for name in ("tiny/multi_hop", "tiny/order", "tiny/slide_needed", "tiny/recall@0.5")
+]
+WINDOW = TASKS[:2]
 CELL = {"n", "accuracy", "ci95", "kl", "kl_p99", "eta", "flip_recover", "harm_rate", "bytes_share"}
 
 
-def run(engine: HFEngine, folder: Path, arms: str = ARMS, n: int = 4, stop_after: int | None = None) -> Runner:
+def run(
+    engine: HFEngine, folder: Path, arms: str = ARMS, n: int = 4, stop_after: int | None = None, tasks: Any = TASKS
+) -> Runner:
     calls = 0
 
     def progress(done: int) -> None:
@@ -29,8 +36,8 @@ def run(engine: HFEngine, folder: Path, arms: str = ARMS, n: int = 4, stop_after
         if calls == stop_after:
             raise KeyboardInterrupt
 
-    runner = Runner(engine, SETTINGS, folder)
-    runner.run(plan_jobs(parse_arms(arms), TASKS), n, progress)
+    runner = Runner(engine, Settings(), folder, tasks)
+    runner.run(plan_jobs(parse_arms(arms), tasks), n, progress)
     return runner
 
 
@@ -69,14 +76,27 @@ def test_samples_of_another_generator_are_refused(engine: HFEngine, tmp_path: Pa
     run(engine, tmp_path, "blind", n=2)
     path = tmp_path / "samples.jsonl"
     path.write_text(path.read_text().replace('"case": "', '"case": "0'))
-    with pytest.raises(ValueError, match="today's items, got another item 0 of 'multi_hop'"):
+    with pytest.raises(ValueError, match="today's items, got another item 0 of 'tiny/multi_hop'"):
         run(engine, tmp_path, "blind", n=2)
 
 
 def test_bad_settings_are_refused() -> None:
-    for bad in ({"seed": -1}, {"frames": (1,)}, {"frames": ()}, {"layout": "diagonal"}, {"dtype": "int8"}):
+    for bad in ({"layout": "diagonal"}, {"dtype": "int8"}, {"layers": "few"}, {"weight": "heavy"}, {"timed": -1}):
         with pytest.raises(ValueError, match="must be"):
             Settings(**bad)  # type: ignore[arg-type]
+    for options in ({"seed": -1}, {"frames": (1,)}, {"frames": ()}):
+        with pytest.raises(ValueError, match="must be"):
+            TinyOptions(**options)  # type: ignore[arg-type]
+
+
+def test_a_batch_depends_on_indices_alone() -> None:
+    task = TASKS[0]
+    long = list(batches(task, BLOCK + 7))
+    assert all(len({item.shape for item in part}) == 1 and len(part) <= BATCH for part in long)
+    short = list(batches(task, 5))
+    assert [[item.digest for item in part] for part in short] == [
+        [item.digest for item in part] for part in long if min(item.index for item in part) < 5
+    ]
 
 
 def invoke(*args: str) -> Any:
@@ -85,85 +105,88 @@ def invoke(*args: str) -> Any:
 
 def test_the_command_line(model_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    common = [
-        "run",
-        "tiny",
-        "--model",
-        str(model_dir),
-        "--frames",
-        "2-3",
-        "--n",
-        "3",
-        "--seed",
-        "1",
-        "--output",
-        str(folder),
-    ]
-    arms = "reprefill,blind,patched:1,patched:3,first_k:1,orbit:2,survivor,removal:2,stale:2@0.5,recall:2@0.5"
-    made = invoke(*common, "--arms", arms, "--json")
+    common = ["--model", str(model_dir), "--frames", "2-3", "--n", "3", "--output", str(folder)]
+    tasks = "tiny,tiny-slide,tiny/recall@0.6"
+    arms = "reprefill,blind,patched:1,patched:3,patched:3@deep,first_k:1,orbit:2,survivor,removal:2,stale:2,update:2"
+    made = invoke("run", tasks, *common, "--seed", "1", "--arms", arms, "--timed", "1", "--json")
     assert made.exit_code == 0, made.output
     result = json.loads(made.stdout)
     assert list(result["arms"]) == arms.split(",")
-    for name, tasks in result["arms"].items():
-        assert tasks, name
-        for figures in tasks.values():
+    for name, cells in result["arms"].items():
+        assert cells, name
+        for figures in cells.values():
             assert set(figures) >= CELL
             assert 0 <= figures["ci95"][0] <= figures["accuracy"] <= figures["ci95"][1] <= 1
-    assert set(result["arms"]["patched:1"]) == {"single_hop", "multi_hop", "graded", "order"}
-    assert set(result["arms"]["survivor"]) == {"slide_distractor", "slide_needed"}
-    assert result["arms"]["survivor"]["slide_needed"]["eta"] in (None, 0.0)
-    assert result["arms"]["reprefill"]["multi_hop"]["kl"] == 0.0
-    assert result["arms"]["orbit:2"]["order"]["n"] == 3
+    assert set(result["arms"]["patched:1"]) == {f"tiny/{t}" for t in ("single_hop", "multi_hop", "graded", "order")}
+    assert {"tiny/slide_distractor", "tiny/slide_needed"} < set(result["arms"]["survivor"])
+    assert result["arms"]["survivor"]["tiny/slide_needed"]["eta"] in (None, 0.0)
+    assert result["arms"]["reprefill"]["tiny/multi_hop"]["kl"] == 0.0
+    assert result["arms"]["orbit:2"]["tiny/order"]["n"] == 3
     assert result["basis_bytes"] == 0
     again = invoke("score", str(folder), "--json")
     assert json.loads(again.stdout)["arms"]["patched:3"] == result["arms"]["patched:3"]
     assert "patched:3" in invoke("score", str(folder)).stdout
     assert invoke("report", str(folder)).exit_code == 0
     assert "| patched:3 | 3 |" in (folder / "report.md").read_text()
-    assert (folder / "sweep.png").read_bytes()[:4] == b"\x89PNG"
-    other = invoke(*common[:-4], "--seed", "2", "--output", str(folder), "--arms", "blind")
+    assert (folder / "report.html").read_text().startswith("<!")
+    pictures = list((folder / "figures").glob("*.png"))
+    assert pictures and all(p.read_bytes()[:4] == b"\x89PNG" for p in pictures)
+    assert list((folder / "lm-eval").glob("results_*.json"))
+    other = invoke("run", tasks, *common, "--seed", "2", "--arms", "blind")
     assert other.exit_code == 2
     assert "seed 1 there, 2 now" in other.stderr
 
 
+def test_only_the_first_items_are_timed(engine: HFEngine, tmp_path: Path) -> None:
+    task = TASKS[0]
+    runner = Runner(engine, Settings(timed=2), tmp_path, [task])
+    runner.run(plan_jobs(parse_arms("reprefill,blind,patched:2,first_k:2"), [task]), 4)
+    for row in runner.samples.rows.values():
+        assert ("time" in row) == (row["index"] < 2)
+        assert row.get("time", {"ttft_s": 1.0})["ttft_s"] > 0
+
+
 def test_a_shared_basis_is_kept_and_counted_apart(model_dir: Path, tmp_path: Path) -> None:
-    args = ["run", "--model", str(model_dir), "--frames", "2", "--n", "2", "--tasks", "multi_hop", "--layout", "shared"]
+    args = ["run", "tiny/multi_hop", "--model", str(model_dir), "--frames", "2", "--n", "2", "--layout", "shared"]
     made = [invoke(*args, "--arms", "patched:4", "--output", str(tmp_path / "a"), "--json") for _ in range(2)]
     first, second = (json.loads(m.stdout) for m in made)
     assert first["arms"] == second["arms"]
     assert first["basis_bytes"] == (tmp_path / "a" / "basis.safetensors").stat().st_size > 0
     tokens, width = 11, 3 * 2 * 32
-    assert first["arms"]["patched:4"]["multi_hop"]["bytes_share"] == pytest.approx(tokens * 4 / (tokens * width))
+    share = first["arms"]["patched:4"]["tiny/multi_hop"]["bytes_share"]
+    assert share == pytest.approx(tokens * 4 / (tokens * width))
 
 
 def test_decoded_frames_differ_and_work(model_dir: Path, tmp_path: Path) -> None:
     args = [
         "run",
+        "tiny/multi_hop",
         "--model",
         str(model_dir),
         "--frames",
         "2",
         "--n",
         "1",
-        "--tasks",
-        "multi_hop",
         "--arms",
         "blind",
         "--json",
     ]
     plain = json.loads(invoke(*args, "--output", str(tmp_path / "plain")).stdout)
     decoded = json.loads(invoke(*args, "--decoded", "--output", str(tmp_path / "decoded")).stdout)
-    figures = [r["arms"]["blind"]["multi_hop"]["kl"] for r in (plain, decoded)]
+    figures = [r["arms"]["blind"]["tiny/multi_hop"]["kl"] for r in (plain, decoded)]
     assert figures[0] != figures[1]
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["run", "other"], "suite must be tiny"),
-        (["run", "--n", "0"], "n must be >= 1"),
+        (["run", "other"], "a task must be one of"),
+        (["run", "--n", "0"], "n must be >= 1 for generated tasks"),
+        (["run", "video-mme", "--model", "tiny", "--arms", "blind"], "must be given its data"),
+        (["run", "--video-frames", "0"], "video-frames"),
         (["run", "--arms", "patchd:8"], "an arm must be one of"),
-        (["run", "--tasks", "none"], "tasks must be among"),
+        (["run", "tiny/none"], "must be one of"),
+        (["run", "tiny/multi_hop", "--arms", "stale:8"], "needs a task of setting recall"),
         (["run", "--frames", "2-9"], "frames must be numbers from 2 to 6"),
         (["run", "--frames", "two"], "comma-separated"),
         (["run", "--layout", "diagonal"], "layout must be one of"),
@@ -184,7 +207,8 @@ def test_bad_input_is_one_line_and_exit_code_2(args: list[str], message: str, tm
 
 def test_ls_names_every_arm_with_its_source() -> None:
     listed = json.loads(invoke("ls", "--json").stdout)
-    assert {"patched", "first_k", "orbit", "stale", "recall", "removal"} <= set(listed["arms"])
+    assert {"patched:M", "mpic:K", "cacheblend:R", "quest:R", "elastic:B", "stale:M"} <= set(listed["arms"])
+    assert {"tiny/multi_hop", "mm-niah/retrieval-image", "video-mme"} <= set(listed["tasks"])
     assert all(arm["source"] and arm["about"] for arm in listed["arms"].values())
     assert invoke("ls").exit_code == 0
 
