@@ -155,7 +155,7 @@ class Images(Folder):
                 pieces += [Piece(f"{path.name}#{i}", path, size, frame=i) for i in range(len(frames))]
             else:
                 pieces.append(Piece(path.name, path, fit(as_rgb(path), max_pixels).shape[:2]))
-        super().__init__(pieces, f"pictures of {folder}", questions, max_tokens)
+        super().__init__(pieces, f"pictures of folder {folder.name}", questions, max_tokens)
 
     def chunk(self, piece: Piece, size: tuple[int, ...], letter: str) -> Chunk:
         from PIL import Image
@@ -194,7 +194,7 @@ class Texts(Folder):
             for i in range(len(ids) // block):
                 part = tuple(ids[i * block : (i + 1) * block])
                 pieces.append(Piece(f"{path.name}#{i}", path, (block,), frame=i, ids=part))
-        super().__init__(pieces, f"texts of {folder}, in blocks of {block} tokens", questions, max_tokens)
+        super().__init__(pieces, f"texts of folder {folder.name}, in blocks of {block} tokens", questions, max_tokens)
 
     def chunk(self, piece: Piece, size: tuple[int, ...], letter: str) -> Chunk:
         return Chunk(parts=(TextPart(text=f"Text {letter}:\n"), TokensPart(ids=piece.ids)), keep_source=False)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,19 +15,23 @@ from ctxwin.evals.patching import Patcher
 from ctxwin.evals.probe import moving, structure
 from ctxwin.evals.probe.arms import Oracle, Stepwise
 from ctxwin.evals.probe.contexts import PLACED, Kind, Source
-from ctxwin.evals.probe.cost import SIZES, costs
+from ctxwin.evals.probe.cost import costs
 from ctxwin.evals.probe.listen import Clock, Heard, Listener
 from ctxwin.evals.probe.patchers import SERVED, make_patcher, spelling, variants
 from ctxwin.evals.probe.reading import Competence, competence, read
+from ctxwin.evals.probe.sizes import Sizes
 from ctxwin.evals.probe.verdict import (
     Judgement,
     Limits,
     Setting,
+    candidate,
+    cheapest,
     judge,
     proven,
     sentence,
     smallest_safe,
     summary,
+    with_margin,
 )
 
 if TYPE_CHECKING:
@@ -39,37 +43,6 @@ LADDER = (2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64)
 """Ranks that may end up in a profile."""
 _RUNGS = 5
 """How many ranks are held against fresh contexts."""
-MARGIN = 2
-"""What is served has up to this many times the smallest rank that was shown safe: windows hold more, and other things, than
-a probe's contexts do."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much is measured, time permitting.
-
-    Attributes:
-        reading: contexts by which it is told whether the model reads its context.
-        looks: numbers of contexts after which the loss may be called one; that there is none, only after the last.
-        choosing: contexts on which ways to compress are compared.
-        proving: fresh ones for the settings that were chosen.
-        fitting: contexts that a shared basis is fitted on.
-        streams, slides: windows that slide, and how far.
-        moving: contexts for orders and recalls.
-        layouts: whether all ways to compress are compared, or those only that windows serve.
-        chunks: sizes of chunks that are timed, in tokens.
-    """
-
-    reading: int = 48
-    looks: tuple[int, ...] = (64, 160, 400)
-    choosing: int = 24
-    proving: int = 96
-    fitting: int = 16
-    streams: int = 24
-    slides: int = 8
-    moving: int = 24
-    layouts: bool = True
-    chunks: tuple[int, ...] = SIZES
 
 
 class Probe:
@@ -212,7 +185,7 @@ class Probe:
 
     def _prove(self, evidence: Kind, curve: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The cheaper of the ways that windows serve, on fresh contexts, at ranks around the one that was enough."""
-        layers, rank = _candidate(curve, self.limits)
+        layers, rank = candidate(curve, self.limits, LADDER[-1])
         at = next((i for i, r in enumerate(LADDER) if r >= rank), len(LADDER) - 1)
         rungs = LADDER[max(0, at - 1) : max(0, at - 1) + _RUNGS]
         way = "deep" if layers == "deep" else ""
@@ -236,8 +209,10 @@ class Probe:
     def _moves(self) -> dict[str, Any]:
         """Slides, orders and recalls, at the setting that was found safe."""
         rank, layers = (self.served.rank, self.served.layers) if self.served else (16, "all")
+        once = [self.source.stream(i, 1) for i in range(self.sizes.survivors)]
+        slid = moving.slide(self.listener, once, self.clock, self.clock.until(0.9))
         streams = [self.source.stream(i, self.sizes.slides) for i in range(self.sizes.streams)]
-        slid = moving.slide(self.listener, streams, self.clock, self.clock.until(0.92))
+        slid += [s for s in moving.slide(self.listener, streams, self.clock, self.clock.until(0.95)) if s.slides > 1]
         contexts = self.source.contexts("choosing", self.sizes.moving)
         orders = moving.reorder(self.listener, contexts, rank, layers)
         self.clock.progress("orders and recalls", 1, 2)
@@ -272,7 +247,7 @@ class Probe:
             return {"mode": "exact"}
         # Shares in whole percents upwards, so that the rank that was proven is not lost to rounding.
         share = min(1.0, float(np.ceil(round(100 * self.served.share, 6)) / 100))
-        kept = bool(survivors) and survivors[0]["other_than_both"] <= self.limits.flips
+        kept = bool(survivors) and survivors[0]["other_than_both_ci95"][1] <= self.limits.flips
         return {
             "mode": "patched", "bytes_share": share, "layers": self.served.layers,
             "survivors": "keep" if kept else "refresh",
@@ -303,42 +278,9 @@ class Probe:
         }  # fmt: skip
 
 
-def with_margin(smallest: Setting | None, settings: Sequence[Setting]) -> Setting | None:
-    """The largest setting within `MARGIN` times the smallest safe rank; all that are larger than it were shown safe too."""
-    if smallest is None:
-        return None
-    return max((s for s in settings if smallest.rank <= s.rank <= MARGIN * smallest.rank), key=lambda s: s.rank)
-
-
-def cheapest(curve: Sequence[dict[str, Any]], limits: Limits) -> dict[str, dict[str, Any] | None]:
-    """By way to compress: the smallest share of bytes that restores enough and changes few enough answers."""
-    found: dict[str, dict[str, Any] | None] = {}
-    for way in dict.fromkeys(row["way"] for row in curve):
-        enough = [row for row in curve if row["way"] == way and _enough(row, limits)]
-        found[way] = min(enough, key=lambda row: row["share"]) if enough else None
-    return found
-
-
-def _enough(row: dict[str, Any], limits: Limits) -> bool:
-    return bool((row["eta"] is None or row["eta"] >= limits.eta) and row["flips"] <= limits.flips)
-
-
-def _candidate(curve: Sequence[dict[str, Any]], limits: Limits) -> tuple[Literal["all", "deep"], int]:
-    """Layers and rank of the cheaper of the ways that windows serve; the whole of both where neither is enough."""
-    found = cheapest([row for row in curve if row["way"] in ("joint", "deep")], limits)
-    rows = [row for row in found.values() if row is not None]
-    if not rows:
-        return "all", LADDER[-1]
-    best = min(rows, key=lambda row: row["share"])
-    return ("deep" if best["way"] == "deep" else "all"), int(best["rank"])
-
-
 def _of(heard: Sequence[Heard], arm: str, kind: Kind | None = None) -> list[Heard]:
     return [h for h in heard if h.arm == arm and kind in (None, h.kind)]
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
-
-
-__all__ = ["Probe", "Sizes", "cheapest"]

@@ -16,6 +16,9 @@ from ctxwin.evals.probe.reading import Competence
 from ctxwin.evals.stats import bootstrap_mean, share_interval
 
 Finding = Literal["binds", "chains", "unclear", "unread"]
+MARGIN = 2
+"""What is served has up to this many times the smallest rank that was shown safe: windows hold more, and other things, than
+a probe's contexts do."""
 _NAMES: dict[Kind, str] = {"cross": "questions about several chunks", "one": "questions about one chunk",
                            "yours": "your questions"}  # fmt: skip
 
@@ -47,6 +50,7 @@ class Judgement:
     Attributes:
         finding: ``binds``: its answers change; ``chains``: they do not; ``unclear``: neither could be shown;
             ``unread``: the model does not read its context, so nothing was tested.
+        partly: whether it reads as much of it as questions about one chunk need.
         evidence: the kind of question that it rests on.
         reasons: sentences with figures.
     """
@@ -54,6 +58,7 @@ class Judgement:
     finding: Finding
     evidence: Kind | None
     reasons: tuple[str, ...] = ()
+    partly: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ def judge(
     """
     evidence = evidence_of(found, blind)
     if evidence is None:
-        return Judgement("unread", None, tuple(_unread(found)))
+        return Judgement("unread", None, tuple(_unread(found)), partly=bool(reading_kinds(found)))
     some = [h for h in blind if h.kind == evidence]
     made = summary(some)
     assert made is not None
@@ -173,9 +178,41 @@ def smallest_safe(settings: Sequence[Setting]) -> Setting | None:
     return chosen
 
 
+def with_margin(smallest: Setting | None, settings: Sequence[Setting]) -> Setting | None:
+    """The largest setting within `MARGIN` times the smallest safe rank; all that are larger than it were shown safe too."""
+    if smallest is None:
+        return None
+    return max((s for s in settings if smallest.rank <= s.rank <= MARGIN * smallest.rank), key=lambda s: s.rank)
+
+
+def cheapest(curve: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str, Mapping[str, Any] | None]:
+    """By way to compress: the smallest share of bytes that restores enough and changes few enough answers."""
+    found: dict[str, Mapping[str, Any] | None] = {}
+    for way in dict.fromkeys(row["way"] for row in curve):
+        enough = [row for row in curve if row["way"] == way and _enough(row, limits)]
+        found[way] = min(enough, key=lambda row: row["share"]) if enough else None
+    return found
+
+
+def _enough(row: Mapping[str, Any], limits: Limits) -> bool:
+    return bool((row["eta"] is None or row["eta"] >= limits.eta) and row["flips"] <= limits.flips)
+
+
+def candidate(curve: Sequence[Mapping[str, Any]], limits: Limits, largest: int) -> tuple[Literal["all", "deep"], int]:
+    """Layers and rank of the cheaper of the ways that windows serve; all layers at the ``largest`` where neither is enough."""
+    found = cheapest([row for row in curve if row["way"] in ("joint", "deep")], limits)
+    rows = [row for row in found.values() if row is not None]
+    if not rows:
+        return "all", largest
+    best = min(rows, key=lambda row: row["share"])
+    return ("deep" if best["way"] == "deep" else "all"), int(best["rank"])
+
+
 def sentence(judgement: Judgement, setting: Setting | None, blind: Mapping[str, Any] | None) -> str:
     """The verdict in one line."""
     if judgement.finding == "unread" or blind is None or judgement.evidence is None:
+        if judgement.partly:
+            return "no verdict: answers depend on one chunk at most, so that nothing could be lost; keep exact"
         return "no verdict: answers do not depend on the context; keep exact"
     share, (low, high) = blind["flips"], blind["flips_ci95"]
     if judgement.finding == "chains":

@@ -19,6 +19,7 @@ from ctxwin.evals.probe.contexts import PLACED, Source
 from ctxwin.evals.probe.folder import Texts
 from ctxwin.evals.probe.generated import World
 from ctxwin.evals.probe.listen import Clock, Listener, bare
+from ctxwin.evals.probe.patchers import make_patcher, spelling, variants
 from ctxwin.evals.probe.reading import read
 
 if TYPE_CHECKING:
@@ -94,6 +95,19 @@ def test_stepwise_is_a_reprefill(latent: tuple[Listener, Source]) -> None:
         for ours, theirs in zip(made.spans, group.exact[b], strict=True):
             torch.testing.assert_close(ours.k, theirs.k, atol=1e-4, rtol=0)
             torch.testing.assert_close(ours.v, theirs.v, atol=1e-5, rtol=0)
+
+
+def test_every_way_to_compress_serves_latent_attention_and_a_full_one_is_exact(latent: tuple[Listener, Source]) -> None:
+    listener, source = latent
+    listener.patcher = make_patcher(listener, lambda: source.contexts("fitting", 2))
+    ways = variants(listener.decoder.spec, True)
+    assert "output" not in ways and "shared" in ways, "an output weight needs values by head"
+    arms = [parse_arm(spelling(rank, way)) for way in ways for rank in (1, 64)]
+    heard = [h for h in listener.hear(source.contexts("choosing", 2), arms, kinds=("cross",))]
+    assert len(heard) == 2 * len(arms)
+    full = [h.kl for h in heard if h.arm in ("patched:64", "patched:64@per_layer", "patched:64@balanced")]
+    assert max(full) < 1e-4 < max(h.kl for h in heard if h.arm == "patched:1")
+    assert all(0 < h.stored < h.over for h in heard if h.arm.startswith("patched:1@"))
 
 
 def test_batched_answers_are_those_of_one_item_at_a_time(world: Listener) -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from ctxwin.evals.probe import cli
 from ctxwin.evals.probe.contexts import PLACED
 from ctxwin.evals.probe.folder import Images, Texts, read_questions
-from ctxwin.evals.probe.probe import Sizes
+from ctxwin.evals.probe.sizes import Sizes
 from ctxwin.fidelity import PROFILES_VARIABLE, Fidelity, find_profile
 
 if TYPE_CHECKING:
@@ -49,7 +49,18 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Commands measure a little only, and nobody's own profiles are touched."""
     from ctxwin.evals.probe import probe
 
-    little = Sizes(reading=4, looks=(4,), choosing=2, proving=2, fitting=2, streams=1, slides=1, moving=2, chunks=(16,))
+    little = Sizes(
+        reading=4,
+        looks=(4,),
+        choosing=2,
+        proving=2,
+        fitting=2,
+        survivors=1,
+        streams=1,
+        slides=1,
+        moving=2,
+        chunks=(16,),
+    )
     monkeypatch.setattr(probe, "Sizes", lambda: little)
     monkeypatch.setenv(PROFILES_VARIABLE, str(tmp_path / "own"))
     monkeypatch.chdir(tmp_path)

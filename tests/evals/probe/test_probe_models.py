@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ctxwin.evals.probe.generated import Scenes, World
-from ctxwin.evals.probe.probe import Probe, Sizes
+from ctxwin.evals.probe.probe import Probe
 from ctxwin.evals.probe.profile import as_profile
 from ctxwin.evals.probe.report import html
+from ctxwin.evals.probe.sizes import Sizes
 from ctxwin.evals.probe.verdict import Limits
 from ctxwin.fidelity import Fidelity
 from ctxwin.tiny import checkpoint_dir
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 CHAINING = Path(__file__).parents[2] / "models" / "chaining"
 SMALL = Sizes(
-    reading=32, looks=(16, 48), choosing=4, proving=32, fitting=4, streams=2, slides=2, moving=4, layouts=False,
+    reading=24, looks=(16, 48), choosing=4, proving=32, fitting=4, survivors=8, streams=2, slides=2, moving=4, layouts=False,
     chunks=(32,),
 )  # fmt: skip
 LENIENT = Limits(flips=0.2)
@@ -65,7 +66,7 @@ def test_the_bundled_model_binds_and_a_patch_of_its_deep_layers_is_safe() -> Non
     norm = result["deficit"]["relative_norm"]
     assert norm[0] < 1e-4 and norm[-1] > norm[1], "nothing in the first layer, most in the deep ones"
     assert result["deficit"]["relocation_error"] < 1e-5
-    assert result["survivors"][0]["n"] == 2 and result["cost"][0]["prefill_ms"] > 0
+    assert [s["n"] for s in result["survivors"]] == [8, 2] and result["cost"][0]["prefill_ms"] > 0
     profile = as_profile(result, str(checkpoint_dir()))
     assert profile.fidelity == fidelity and profile.n == blind["n"]
 
@@ -90,8 +91,10 @@ def test_a_random_model_has_no_verdict(engine: HFEngine) -> None:
 
 
 def test_when_time_is_up_every_stage_still_measures_something_and_nothing_is_called_safe() -> None:
-    tight = Sizes(reading=64, looks=(64, 160, 400), choosing=2, proving=16, streams=1, slides=1, moving=2, layouts=False,
-                  chunks=(16,))  # fmt: skip
+    tight = Sizes(
+        reading=64, looks=(64, 160, 400), choosing=2, proving=16, survivors=1, streams=1, slides=1, moving=2,
+        layouts=False, chunks=(16,),
+    )  # fmt: skip
     with opened(CHAINING) as engine:
         result = Probe(engine, [World()], sizes=tight, seconds=0.01).run()
     assert result["reading"]["world"][0]["n"] == 16, "one batch"

@@ -11,10 +11,19 @@ import torch
 
 from ctxwin.evals.probe.contexts import normal
 from ctxwin.evals.probe.listen import Heard
-from ctxwin.evals.probe.probe import cheapest, with_margin
 from ctxwin.evals.probe.reading import Competence, Reading, addressing, competence
 from ctxwin.evals.probe.structure import energy_ranks, functional_rank
-from ctxwin.evals.probe.verdict import Limits, Setting, judge, proven, sentence, smallest_safe, summary
+from ctxwin.evals.probe.verdict import (
+    Limits,
+    Setting,
+    cheapest,
+    judge,
+    proven,
+    sentence,
+    smallest_safe,
+    summary,
+    with_margin,
+)
 from ctxwin.operator import Deficit
 
 READS = [Competence("cross", 48, True, 0.5, 0.2, 1.0, 0.3, 0.4, moved=2.0)]
@@ -99,7 +108,9 @@ def test_without_reading_there_is_no_verdict_whatever_changes() -> None:
             blind_to_it, heard("blind", share(200, flips)), heard("stepwise", share(200, 0)), Limits(), last=True
         )
         assert found.finding == "unread" and found.evidence is None
-        assert sentence(found, None, None).startswith("no verdict")
+        assert "depend on one chunk at most" in sentence(found, None, None)
+    nothing = judge(blind_to_it[:1], heard("blind", share(9, 9)), heard("stepwise", share(9, 0)), Limits(), last=True)
+    assert "do not depend on the context" in sentence(nothing, None, None)
 
 
 def test_the_users_own_questions_decide_where_there_are_some() -> None:
