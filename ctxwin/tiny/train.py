@@ -4,6 +4,8 @@ Three stages. First the vision tower learns to read shape, appearance and mark a
 linear heads become the embeddings of the words. Then, with vision frozen, the decoder learns to answer, under a
 curriculum and then on long contexts at a lower rate. Every step draws its data from (seed, stage, step), so a resumed
 run repeats an uninterrupted one exactly on the same machine.
+
+`--palettes agree` makes the counterpart, a model that chains at query time; see MODEL_CARD.md, "A second model".
 """
 
 from __future__ import annotations

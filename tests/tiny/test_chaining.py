@@ -1,5 +1,6 @@
 """The model that chains at query time, through the transformers engine, beside the one that binds at prefill."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,15 @@ def right_answers(engine: Engine, task: Task, n: int) -> dict[str, float]:
     return {mode: count / n for mode, count in right.items()}
 
 
-@pytest.mark.parametrize("task", ["single_hop", "multi_hop"])
-def test_a_model_that_chains_loses_nothing_when_frames_are_reused_blindly(task: Task) -> None:
+@pytest.fixture(scope="module")
+def chaining() -> Iterator[Engine]:
     with open_engine(f"hf:{CHAINING}") as engine:
-        right = right_answers(engine, task, 42)
+        yield engine
+
+
+@pytest.mark.parametrize("task", ["single_hop", "multi_hop"])
+def test_a_model_that_chains_loses_nothing_when_frames_are_reused_blindly(chaining: Engine, task: Task) -> None:
+    right = right_answers(chaining, task, 42)
     assert right["exact"] >= 0.9
     assert right["blind"] >= 0.9
 
