@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctxwin.evals.report import tables
+from ctxwin.evals.report.columns import COLUMNS
 from ctxwin.evals.report.runs import Run, tasks_of
 from ctxwin.evals.stats import RESAMPLES
 
@@ -53,7 +53,7 @@ def caveats(runs: Sequence[Run]) -> list[str]:
 
 def meanings(short: bool = False) -> list[tuple[str, str]]:
     """Name and meaning of columns, of all or of those that every medium shows, and how intervals are made."""
-    made = [(c.name, c.about) for c in tables.COLUMNS if c.short or not short]
+    made = [(c.name, c.about) for c in COLUMNS if c.short or not short]
     made += [
         ("gained, lost", "Items that only the arm, or only the one it is compared with, gets right."),
         (
