@@ -1,4 +1,4 @@
-"""``ctxwin eval``: probe, run, score, report, ls, drift, elastic."""
+"""``ctxwin eval``: probe, run, score, report, ls, drift, toggles, elastic."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import typer
 from ctxwin.evals.console import Json, Model, Threads, errors, numbers, open_model, print_json, progress, terminal
 from ctxwin.evals.elastic.cli import elastic_app
 from ctxwin.evals.probe.cli import probe
+from ctxwin.evals.toggles_cli import toggles
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="How close reuse stays to a full re-prefill.")
 app.command("probe")(probe)
 app.command("elastic")(elastic_app)
+app.command("toggles")(toggles)
 
 ALL_ARMS = "reprefill,blind,patched:1,patched:2,patched:4,patched:8,first_k:4,orbit:8,transfer:8"
 
@@ -73,11 +75,12 @@ def run(
             raise ValueError("n must be >= 1 for generated tasks, got 0")
         chosen = parse_arms(arms)
         jobs = plan_jobs(chosen, opened)
+        # Reads annotations, so that missing data shows before a model is opened.
+        total = sum(len(job.arms) * (n if job.task.endless else len(job.task.items(n or None))) for job in jobs)
         settings = Settings(header, layout, layers, weight, patch_dtype, timed=timed)  # type: ignore[arg-type]
         engine = open_model(model, dtype, device, threads)
         folder = output or _default_folder(settings.config(engine) | {t.name: t.config() for t in opened})
         runner = Runner(engine, settings, folder, opened)
-        total = sum(len(job.arms) * (n if job.task.endless else len(job.task.items(n or None))) for job in jobs)
         with progress("samples", total) as advance:
             runner.run(jobs, n or None, advance)
         result = scores(runner.samples, [arm.name for arm in chosen], n or None)
@@ -92,16 +95,20 @@ def score(
     folder: Annotated[Path, typer.Argument(help="Folder of a run.")],
     arms: Annotated[str, typer.Option(help="Only these arms.")] = "",
     n: Annotated[int, typer.Option(help="Only the first n items of every task; 0: all.", min=0)] = 0,
+    against: Annotated[str, typer.Option(help="The arm that others are paired with; the best patch by default.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Score the samples of a run again, without a model."""
+    """Score the samples of a run again, without a model; its lm-eval files are written anew."""
     with errors():
         from ctxwin.evals.arms import parse_arms
+        from ctxwin.evals.results import write_lm_eval
         from ctxwin.evals.samples import read_samples
         from ctxwin.evals.score import scores
 
         names = [arm.name for arm in parse_arms(arms)] if arms else None
-        result = scores(read_samples(folder), names, n or None)
+        samples = read_samples(folder)
+        result = scores(samples, names, n or None, against=against or None)
+        write_lm_eval(samples, folder / "lm-eval", names, n or None)
         _show(result | {"output": str(folder)}, as_json)
 
 
@@ -161,6 +168,7 @@ def list_(as_json: Json = False) -> None:
     """List the tasks and the arms."""
     from ctxwin.evals.arms import ARM_FORMS, ARMS
     from ctxwin.evals.tasks import SUITES, open_task, task_names
+    from ctxwin.evals.tasks.protocols import PROTOCOLS
 
     opened = [open_task(name) for name in task_names()]
     tasks: dict[str, dict[str, Any]] = {
@@ -174,7 +182,13 @@ def list_(as_json: Json = False) -> None:
     }  # fmt: skip
     if as_json:
         print_json(
-            {"tasks": tasks, "suites": {k: list(v) for k, v in SUITES.items()}, "arms": arms, "forms": ARM_FORMS}
+            {
+                "tasks": tasks,
+                "suites": {k: list(v) for k, v in SUITES.items()},
+                "protocols": list(PROTOCOLS),
+                "arms": arms,
+                "forms": ARM_FORMS,
+            }  # fmt: skip
         )
         return
     from rich.table import Table
@@ -189,6 +203,7 @@ def list_(as_json: Json = False) -> None:
             made.add_row(name, *(", ".join(v) if isinstance(v, list) else str(v) for v in entry.values()))
         terminal().print(made)
     terminal().print("suites: " + "; ".join(f"{name} = {', '.join(of)}" for name, of in SUITES.items()))
+    terminal().print(f"protocols on any task's items, as recall@0.5:video-mme: {', '.join(PROTOCOLS)}")
     terminal().print(ARM_FORMS)
 
 

@@ -24,6 +24,7 @@ from ctxwin.evals.tasks.tiny import TinyOptions, as_item, fit_cases
 from ctxwin.kv import SpanKV
 from ctxwin.operator import Deficit
 from ctxwin.operator.patch import Layers, Layout
+from ctxwin.tiny import checkpoint_dir
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf import HFEngine
@@ -71,7 +72,8 @@ class Settings:
         del plain["timed"]
         if self.layout != "shared":
             del plain["basis_items"]
-        return {"format": FORMAT, "model": engine.spec.identity, "kv": engine.spec.kv.dtype, **plain}
+        name = "tiny" if Path(engine.spec.model) == checkpoint_dir() else Path(engine.spec.model).name
+        return {"format": FORMAT, "name": name, "model": engine.spec.identity, "kv": engine.spec.kv.dtype, **plain}
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,7 @@ class Runner:
             "task": item.task, "arm": arm.name, "index": item.index, "doc_id": item.doc_id, "cluster": item.cluster,
             "case": item.digest, "frames": len(item.placed),
             "tokens": group.header.tokens + group.context_tokens + self.decoder.query(item.query).tokens,
-            "media": int(sum(len(group.chunks[0][f].media) for f in group.items[0].placed)),
+            "placed": group.context_tokens, "media": int(sum(len(group.chunks[0][f].media) for f in group.items[0].placed)),
             "question": item.query, "target": item.target, "meta": dict(item.meta),
         }  # fmt: skip
 

@@ -18,7 +18,21 @@ from ctxwin.evals.samples import Row, Samples
 TaskOf = Callable[[str], Task]
 
 KNOWN = {
-    *("task", "arm", "index", "doc_id", "cluster", "case", "frames", "tokens", "media", "question", "target", "meta"),
+    *(
+        "task",
+        "arm",
+        "index",
+        "doc_id",
+        "cluster",
+        "case",
+        "frames",
+        "tokens",
+        "placed",
+        "media",
+        "question",
+        "target",
+        "meta",
+    ),
     *("answer", "reference", "base", "kl", "base_kl", "forced_kl", "base_forced_kl", "stored", "over", "computed"),
     *("forwards", "encodes", "time", "by_layer", "unscored"),
 }
@@ -287,10 +301,9 @@ def _own(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _recomputed(row: Row) -> float:
-    """Share of the placed tokens that were computed when it was asked, as the arm says or from the prompt's length."""
+    """Share of the placed tokens that were computed when it was asked."""
     if row["arm"] == "reprefill":
         return 1.0  # by definition; the prompt's other tokens are header and question
     if "recomputed" in row:
         return float(row["recomputed"])
-    computed = row.get("computed", 0)
-    return min(1.0, computed / row["tokens"]) if computed and row.get("tokens") else 0.0
+    return min(1.0, float(row.get("computed", 0)) / float(row["placed"]))

@@ -43,7 +43,7 @@ def row(arm: str, index: int, answer: str = "red", task: str = "made/words", **m
     """A sample whose re-prefill is right ("red") and whose base is wrong ("blue")."""
     made = {
         "task": task, "arm": arm, "index": index, "doc_id": f"d{index}", "cluster": f"c{index}", "case": f"digest {index}",
-        "frames": 2 + index % 2, "tokens": 100, "question": "color of 17?", "target": "red", "meta": {"frames": 2},
+        "frames": 2 + index % 2, "tokens": 100, "placed": 100, "question": "color of 17?", "target": "red", "meta": {"frames": 2},
         "answer": answer, "reference": "red", "base": "blue", "kl": 0.0 if answer == "red" else 0.5, "base_kl": 2.0,
         "forced_kl": None, "base_forced_kl": None, "stored": 0, "over": 1000, "computed": 0, "forwards": 0, "encodes": 0,
     }  # fmt: skip
@@ -53,7 +53,20 @@ def row(arm: str, index: int, answer: str = "red", task: str = "made/words", **m
 def unserved(arm: str, index: int, task: str = "made/words") -> dict[str, Any]:
     """A sample that its arm had no meaning for."""
     whole = row(arm, index, task=task)
-    kept = ("task", "arm", "index", "doc_id", "cluster", "case", "frames", "tokens", "question", "target", "meta")
+    kept = (
+        "task",
+        "arm",
+        "index",
+        "doc_id",
+        "cluster",
+        "case",
+        "frames",
+        "tokens",
+        "placed",
+        "question",
+        "target",
+        "meta",
+    )
     return {key: whole[key] for key in kept} | {"unscored": "no other order exists"}
 
 
