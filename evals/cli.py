@@ -188,7 +188,7 @@ def list_(as_json: Json = False) -> None:
                 "protocols": list(PROTOCOLS),
                 "arms": arms,
                 "forms": ARM_FORMS,
-            }  # fmt: skip
+            }
         )
         return
     from rich.table import Table
