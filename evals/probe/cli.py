@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ctxwin.evals.probe.contexts import Source
 
 REPORT, RESULT = "probe.html", "probe.json"
+_SMALL = 50_000_000
+"""Parameters of a decoder whose threads would only wait for each other."""
 
 
 def probe(
@@ -34,7 +36,7 @@ def probe(
     profile: Annotated[bool, typer.Option(help="Write the profile that Fidelity('auto') follows.")] = True,
     dtype: Annotated[str, typer.Option(help="The model's arithmetic; '' takes the checkpoint's own.")] = "float32",
     device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves the default.", min=0)] = 0,
+    threads: Annotated[int, typer.Option(help="CPU threads; 0: one for a small model, else torch's default.", min=0)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object and nothing else.")] = False,
 ) -> None:  # fmt: skip
     """Measure whether blind KV reuse changes this model's answers, and the cheapest patch that is safe.
@@ -150,7 +152,10 @@ def _open(model: str, dtype: str, device: str, threads: int) -> HFEngine:
     if threads:
         torch.set_num_threads(threads)
     name = "tiny:hf" if model == "tiny" else model if model.startswith(("hf:", "tiny:")) else f"hf:{model}"
-    return open_engine(name, dtype=dtype or None, device=device)  # type: ignore[return-value]
+    engine: HFEngine = open_engine(name, dtype=dtype or None, device=device)  # type: ignore[assignment]
+    if not threads and sum(p.numel() for p in engine.text_model.parameters()) < _SMALL:
+        torch.set_num_threads(1)
+    return engine
 
 
 def _escaped(text: str) -> str:
