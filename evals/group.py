@@ -5,7 +5,7 @@ Every forward is run once for the whole group, when the first arm asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -85,12 +85,13 @@ class Group:
     def spec(self) -> KVSpec:
         return self.decoder.spec
 
-    def rewind(self) -> None:
-        """Forgets what an engine would not have stored: KV in place. Canonicals, patches and vision embeddings stay.
+    def rewind(self, found: Collection[str] = ()) -> None:
+        """Forgets KV in place but what is ``found`` there (of exact, blind, kept), as no engine would have stored it.
 
-        What an arm does after this is what it would do at the time of an ask.
+        Canonicals, patches, vision embeddings and the KV before an edit stay. What an arm does after this is what it would
+        do at the time of an ask.
         """
-        for name in ("exact", "blind", "kept"):
+        for name in {"exact", "blind", "kept"} - set(found):
             self.__dict__.pop(name, None)
 
     # Layout
@@ -164,14 +165,15 @@ class Group:
 
     def prefilled(self, orders: Sequence[Sequence[int]], items: Sequence[int] | None = None) -> list[list[SpanKV]]:
         """Chunks prefilled in order behind the header: their spans, by item, exact in place. One forward."""
-        lead = self.header_span.tokens
         memory, _ = self.decoder.append(self.row(orders, items), self.behind_header(len(orders)))
+        return [self.placed_spans(memory, b, order) for b, order in enumerate(orders)]
+
+    def placed_spans(self, memory: Memory, row: int, order: Sequence[int]) -> list[SpanKV]:
+        """Chunks in this order from a row of a memory of the header and their slots."""
+        lead = self.header_span.tokens
         return [
-            [
-                memory.span(b, lead + p.slot, lead + p.end, self.position_rows(f), p.start)
-                for f, p in zip(order, self.layout(order), strict=True)
-            ]
-            for b, order in enumerate(orders)
+            memory.span(row, lead + p.slot, lead + p.end, self.position_rows(f), p.start)
+            for f, p in zip(order, self.layout(order), strict=True)
         ]
 
     @cached_property
@@ -244,10 +246,18 @@ class Group:
         ]
 
     @cached_property
+    def _streamed(self) -> list[list[SpanKV]]:
+        """What is left of a stream through a window of the items' size, where it was formed."""
+        return streamed(self, int(self.items[0].meta["stream_window"]))
+
+    @cached_property
     def kept(self) -> list[list[SpanKV]]:
         """Placed chunks with the KV they had before the edit, rotated into place: survivors."""
-        if (size := self.items[0].meta.get("stream_window")) is not None:  # of a stream through a window of that size
-            return streamed(self, int(size))
+        if self.items[0].meta.get("stream_window") is not None:
+            return [
+                [relocate(span, self.spec, p.start) for span, p in zip(row, self.places, strict=True)]
+                for row in self._streamed
+            ]
         rows = []
         for item, spans in zip(self.items, self.earlier, strict=True):
             held = dict(zip(item.before, spans, strict=True))
@@ -280,14 +290,7 @@ class Group:
 
     def spans(self, memory: Memory) -> list[list[SpanKV]]:
         """The placed chunks of a memory of header and placed slots, by item and place."""
-        lead = self.header_span.tokens
-        return [
-            [
-                memory.span(b, lead + p.slot, lead + p.end, self.position_rows(f), p.start)
-                for f, p in zip(item.placed, self.places, strict=True)
-            ]
-            for b, item in enumerate(self.items)
-        ]
+        return [self.placed_spans(memory, b, item.placed) for b, item in enumerate(self.items)]
 
     def kv_bytes(self, places: Iterable[int] | None = None) -> int:
         """Bytes of the KV of some placed chunks (all by default) in bf16."""

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 def streamed(group: Group, size: int) -> list[list[SpanKV]]:
     """The last ``size`` chunks of every item's ``before``, as they stand after it went through a window of that size.
 
-    A full window loses its leading chunk before the next one comes; survivors are rotated, the new chunk is computed behind
-    them (Kamera, section 5, "Sliding-window survival" and "The window mechanics, end to end").
+    A full window loses its leading chunk before the next one comes; survivors are rotated, each time from where they were
+    formed, and the new chunk is computed behind them (Kamera, section 5, "Sliding-window survival" and "The window
+    mechanics, end to end").
 
     Returns:
-        Spans by item and place, in place. Cost: a forward a chunk of the stream.
+        Spans by item and place, where they were formed. Cost: a forward a chunk of the stream.
 
     Raises:
         ValueError: items whose ``placed`` is not the end of ``before``.
@@ -38,11 +39,12 @@ def streamed(group: Group, size: int) -> list[list[SpanKV]]:
         first = max(0, step + 1 - size)
         orders = [item.before[first : step + 1] for item in group.items]
         places = group.layout(orders[0])
-        for b, row in enumerate(held):
-            kept = row[len(row) - (len(places) - 1) :] if len(places) > 1 else []
-            held[b] = [relocate(span, group.spec, p.start) for span, p in zip(kept, places, strict=False)]
+        held = [row[len(row) - (len(places) - 1) :] for row in held]
+        moved = [
+            [relocate(span, group.spec, p.start) for span, p in zip(row, places[:-1], strict=True)] for row in held
+        ]
         new = group.decoder.tokens([row[order[-1]] for row, order in zip(group.chunks, orders, strict=True)])
-        memory, _ = group.decoder.append(new.moved(places[-1].start), group.memory(held))
+        memory, _ = group.decoder.append(new.moved(places[-1].start), group.memory(moved))
         for b, order in enumerate(orders):
             at = lead + places[-1].slot
             positions = group.position_rows(order[-1])

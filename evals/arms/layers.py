@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from ctxwin.evals.group import Group
 
 WINDOW: tuple[Setting, ...] = ("window", "slide")
+
+_STATES: WeakKeyDictionary[Group, dict[object, Tensor]] = WeakKeyDictionary()
+"""Hidden states that `ShallowReuse` stores beside canonicals."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ class ShallowReuse(SharedArm):
     """The first share of the layers reuses stored KV, the rest is computed in context for all tokens.
 
     What enters the first computed layer are the hidden states of the chunk's forward alone, stored beside its canonical
-    (``stored`` counts them in bf16; they are formed anew here, so its times say too much). 0 is re-prefill, 1 blind
+    (``stored`` counts them in bf16). 0 is re-prefill, 1 blind
     reuse. KV of the first computed layer follow from these states alone and stay the canonical's: context comes in
     from the layer behind it on, so reusing all layers but one is blind, too. The first chunk is exact and not computed.
     In a recall what is in front is exact, and the chunk that came back alone is concerned.
@@ -128,6 +132,10 @@ class ShallowReuse(SharedArm):
     form: ClassVar[str] = "layers:F"
     source: ClassVar[str] = "Kamera, appendix C.3 and C.4, table 8 (layer re-prefill), appendix D (deep re-prefill)"
     settings: ClassVar[tuple[Setting, ...]] = ("window", "slide", "recall")
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        return ("exact",) if self.setting == "recall" else ()
 
     def on(self, setting: Setting) -> ShallowReuse:
         return replace(self, setting=setting)
@@ -175,10 +183,13 @@ class ShallowReuse(SharedArm):
 
     def _states(self, group: Group, place: int, some: list[int], layers: int) -> Tensor:
         """Hidden states behind the first ``layers`` of the chunks at a place, formed behind the header alone."""
-        alone = group.row([(group.items[b].placed[place],) for b in some], some)
-        memory = group.behind_header(len(some)).grown(alone.count)
-        at = torch.arange(memory.slots - alone.count, memory.slots)
-        return group.decoder.run(alone, memory, at, layers=range(layers))
+        held, key = _STATES.setdefault(group, {}), (place, tuple(some), layers)
+        if key not in held:
+            alone = group.row([(group.items[b].placed[place],) for b in some], some)
+            memory = group.behind_header(len(some)).grown(alone.count)
+            at = torch.arange(memory.slots - alone.count, memory.slots)
+            held[key] = group.decoder.run(alone, memory, at, layers=range(layers))
+        return held[key]
 
 
 @dataclass(frozen=True)
@@ -194,6 +205,10 @@ class LowRankKeys(RankedArm):
     form: ClassVar[str] = "lowrank-k:M"
     source: ClassVar[str] = "Kamera, appendix C.3, table 6 (low-rank-K reconstruction, ShadowKV-style)"
     settings: ClassVar[tuple[Setting, ...]] = WINDOW
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        return ("exact",)
 
     def serve(self, group: Group) -> list[Served | None]:
         places, out = range(1, len(group.places)), []

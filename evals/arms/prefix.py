@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self, get_args
+
+import torch
 
 from ctxwin.evals.arms.base import Arm, Served
 from ctxwin.evals.items import Item, Setting
@@ -56,6 +58,23 @@ class Prefix(Arm):
         spans = _exact(group, orders)
         return [self._served(group, b, orders[b], spans[b]) if b in orders else None for b in range(len(group))]
 
+    def prepared(self, group: Group) -> Callable[[], Served | None]:
+        """The known prefix lies in its slots already; what is behind it is computed in the call."""
+        (served,), order = self.serve(group), self.order(group.items[0])
+        if served is None or order is None:
+            return lambda: None
+        known, places = self._known(group.items[0], order), group.layout(order)
+        if known == len(order):
+            return lambda: served
+        tokens, slot = group.row([order]), places[known].slot
+        fresh = tokens.pick(torch.arange(slot, tokens.count, device=tokens.embeds.device)[None])
+
+        def again() -> Served:
+            memory, _ = group.decoder.append(fresh, group.memory([served.spans[:known]]))
+            return replace(served, spans=group.placed_spans(memory, 0, order))
+
+        return again
+
     def order(self, item: Item) -> tuple[int, ...] | None:
         """What this user places; None where the habit has no meaning."""
         back = self._back(item)
@@ -76,6 +95,10 @@ class Prefix(Arm):
         back = self._back(item)
         return [item.before] if back is None else [item.before, _without(item.placed, back)]
 
+    def _known(self, item: Item, order: tuple[int, ...]) -> int:
+        """Chunks of the longest known prefix of an order."""
+        return max(_common(order, one) for one in self.known(item))
+
     def _back(self, item: Item) -> int | None:
         """The place of the chunk that came back; None in a slide."""
         if self.setting != "recall":
@@ -86,8 +109,7 @@ class Prefix(Arm):
 
     def _served(self, group: Group, b: int, order: tuple[int, ...], row: Sequence[SpanKV]) -> Served:
         item, chunks, places = group.items[b], group.chunks[b], group.layout(order)
-        before = self.known(item)
-        fresh = order[max(_common(order, one) for one in before) :]
+        before, fresh = self.known(item), order[self._known(item, order) :]
         seen = {frame for one in before for frame in one}
         computed = sum(chunks[frame].tokens for frame in fresh)
         return Served(

@@ -27,6 +27,10 @@ class _Rehydrated(RankedArm):
 
     settings: ClassVar[tuple[Setting, ...]] = ("recall",)
 
+    @property
+    def found(self) -> tuple[str, ...]:
+        return ("exact",)
+
     @abstractmethod
     def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
         """The chunk in place, and the bytes kept for it."""
@@ -99,6 +103,10 @@ class Recalled(PlainArm):
     form: ClassVar[str] = "blind"
     source: ClassVar[str] = "Kamera, section 5, 'Recall' (blind)"
     settings: ClassVar[tuple[Setting, ...]] = ("recall",)
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        return ("exact",)
 
     def serve(self, group: Group) -> list[Served | None]:
         rows = [list(row) for row in group.exact]

@@ -82,6 +82,10 @@ class Toggled(PlainArm):
     source: ClassVar[str] = "Kamera, appendix E"
     settings: ClassVar[tuple[Setting, ...]] = ("window",)
 
+    @property
+    def found(self) -> tuple[str, ...]:
+        return ("exact",)
+
     def serve(self, group: Group) -> list[Served | None]:
         served: list[Served | None] = []
         for b, item in enumerate(group.items):

@@ -114,14 +114,7 @@ def recompute(group: Group, rows: Sequence[Sequence[SpanKV]], chosen: Tensor) ->
 
 def spans_of(group: Group, memory: Memory, some: Sequence[int]) -> list[list[SpanKV]]:
     """The placed chunks of a memory of some items, by item and place."""
-    lead = group.header_span.tokens
-    return [
-        [
-            memory.span(i, lead + p.slot, lead + p.end, group.position_rows(f), p.start)
-            for f, p in zip(group.items[b].placed, group.places, strict=True)
-        ]
-        for i, b in enumerate(some)
-    ]
+    return [group.placed_spans(memory, i, group.items[b].placed) for i, b in enumerate(some)]
 
 
 def served(

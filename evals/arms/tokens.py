@@ -137,6 +137,10 @@ class CacheblendOracle(SharedArm, _Recomputing):
     form: ClassVar[str] = "cacheblend-oracle:R"
     source: ClassVar[str] = "Kamera, section 4 ('Diffuse across tokens': selection by true deficit)"
 
+    @property
+    def found(self) -> tuple[str, ...]:
+        return ("exact",)
+
     def chosen(self, group: Group) -> Tensor:
         return _highest_share(changes(group), self.share)
 
@@ -151,6 +155,10 @@ class Quest(SharedArm, _Recomputing):
 
     form: ClassVar[str] = "quest:R"
     source: ClassVar[str] = "Kamera, appendix C.3, table 6 (oracle query-aware recompute, Quest-style)"
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        return ("exact",)
 
     def chosen(self, group: Group) -> Tensor:
         return _highest_share(attended(group), self.share)

@@ -99,6 +99,16 @@ def test_a_batch_depends_on_indices_alone() -> None:
     ]
 
 
+def test_a_task_that_leaves_items_out_has_the_same_batches() -> None:
+    task = open_task("reorder:tiny/multi_hop")
+    short, long = (list(batches(task, n)) for n in (BLOCK, 3 * BLOCK))
+    assert len(short) < len(long)
+    assert sum(map(len, short)) < BLOCK  # items without two chunks in front
+    assert [[item.digest for item in part] for part in short] == [
+        [item.digest for item in part] for part in long if part[0].index < BLOCK
+    ]
+
+
 def invoke(*args: str) -> Any:
     return CliRunner().invoke(app, [*args])
 

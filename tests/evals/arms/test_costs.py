@@ -1,0 +1,91 @@
+"""What arms say they compute when the question comes is what goes through the decoder then, and what is timed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ctxwin.evals.arms import BASES, parse_arm
+from ctxwin.evals.decoder import Decoder
+from ctxwin.evals.tasks.tiny import TASKS, as_item
+
+if TYPE_CHECKING:
+    from ctxwin.evals.arms import Arm, Served
+    from ctxwin.evals.group import Group
+
+    from .conftest import Bench
+
+WINDOW = (
+    "reprefill", "blind", "patched:2", "orbit:2", "toggled", "first_k:2", "epic:3", "mpic:2", "full-reuse",
+    "cacheblend-oracle:0.3", "vlcache:0.5", "layers:0.5", "lowrank-k:2", "elastic:0.5", "h2o:0.5@prompt",
+)  # fmt: skip
+SLIDE = ("reprefill", "blind", "survivor", "removal:2", "prefix:naive", "prefix:trim", "mpic:2")
+RECALL = (
+    "reprefill", "blind", "stale:2", "update:2", "refresh:2", "layers:0.5", "prefix:naive", "prefix:trim",
+    "prefix:append",
+)  # fmt: skip
+CASES = [
+    *(("multi_hop", 0.0, arm) for arm in WINDOW),
+    *(("slide_needed", 0.0, arm) for arm in SLIDE),
+    *(("history", 4.0, arm) for arm in ("survivor", "removal:2", "blind")),
+    *(("recall", 0.4, arm) for arm in RECALL),
+    ("excess", 2.0, "prefix:naive"),
+    ("superset", 1.0, "prefix:append"),
+]
+
+
+def single(bench: Bench, task: str, amount: float) -> Group:
+    return bench.of([as_item(TASKS[task].case(3, 1, (4,), amount), f"tiny/{task}")])
+
+
+def on_task(name: str, task: str) -> Arm:
+    setting = TASKS[task].setting
+    return BASES[setting] if name == BASES[setting].name else parse_arm(name).on(setting)
+
+
+@pytest.mark.parametrize(("task", "amount", "name"), CASES)
+def test_what_is_timed_is_what_is_counted(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, task: str, amount: float, name: str
+) -> None:
+    group, arm = single(bench, task, amount), on_task(name, task)
+    first = arm.serve(group)[0]
+    assert first is not None
+    again = arm.prepared(group)
+    ran = 0
+    run = Decoder.run
+
+    def counted(self: Decoder, tokens: Any, *args: Any, **options: Any) -> torch.Tensor:
+        nonlocal ran
+        layers = options.get("layers")
+        ran += tokens.count * int(tokens.embeds.shape[0]) * (self.layers if layers is None else len(layers))
+        return run(self, tokens, *args, **options)
+
+    monkeypatch.setattr(Decoder, "run", counted)
+    second = again()
+    assert second is not None
+    assert -(-ran // bench.decoder.layers) == second.computed == first.computed
+    same(first, second)
+
+
+def same(first: Served, second: Served) -> None:
+    assert len(first.spans) == len(second.spans)
+    for a, b in zip(first.spans, second.spans, strict=True):
+        torch.testing.assert_close(a.k, b.k, atol=1e-5, rtol=0)
+        torch.testing.assert_close(a.v, b.v, atol=1e-5, rtol=0)
+
+
+def test_survivors_of_a_stream_turn_from_where_they_were_formed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that is turned slide after slide is rounded every time; in bfloat16 that would be most of its error."""
+    from ctxwin.evals import streaming
+
+    moves = []
+    relocate = streaming.relocate
+    monkeypatch.setattr(streaming, "relocate", lambda span, *rest: moves.append(span) or relocate(span, *rest))
+    group = single(bench, "history", 4.0)
+    formed = group._streamed[0]
+    # The oldest of the four was met at three slides; each time it turned from the same frame.
+    starts = [span.start for span in moves if span.v is formed[0].v]
+    assert len(starts) == 3 and len(set(starts)) == 1
+    assert [span.start for span in group.kept[0]] == [p.start for p in group.places]
