@@ -42,8 +42,8 @@ def lm_eval_result(found: Table, samples: Samples, n: int | None = None) -> dict
     """
     made = found.arms()
     asked: dict[str, set[int]] = {task: set() for task in found.rows}
-    for row in samples.rows.values():
-        if row["task"] in asked and (n is None or row["index"] < n):
+    for row in samples.first(n):
+        if row["task"] in asked:
             asked[row["task"]].add(row["index"])
     tasks = {name: found.scorer.task(name) for name in found.rows}
     about = samples.config.get("tasks", {})

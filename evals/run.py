@@ -146,7 +146,7 @@ class Runner:
             # A sweep is cut from its largest rank: of the job, not of the arms that happen to be missing.
             self.patcher.floor = max((arm.rank or 0 for arm in job.arms), default=0)
             for items in batches(job.task, n):
-                wanted = {item.index for item in items if n is None or item.index < n}
+                wanted = {item.index for item in items if _asked(job.task, item, n)}
                 self._check_items(job, items)
                 missing = [
                     arm
@@ -320,8 +320,13 @@ def batches(task: Task, n: int | None) -> Iterator[list[Item]]:
         found = task.items(n)
     for _, block in groupby(found, lambda item: item.index // BLOCK):  # by index: a task may leave items out
         for part in _by_shape(list(block)):
-            if n is None or any(item.index < n for item in part):
+            if any(_asked(task, item, n) for item in part):
                 yield part
+
+
+def _asked(task: Task, item: Item, n: int | None) -> bool:
+    """Whether an item of a batch is one of the first ``n``. A data set gives just these, whatever their indices."""
+    return n is None or not task.endless or item.index < n
 
 
 def _by_shape(items: Sequence[Item]) -> Iterator[list[Item]]:

@@ -78,6 +78,19 @@ class Samples:
     def has(self, task: str, arm: str, index: int) -> bool:
         return (task, arm, index) in self.rows
 
+    def first(self, n: int | None = None) -> list[Row]:
+        """Samples of the first ``n`` items of every task, counted among the items that have samples; all for None.
+
+        Indices have gaps where a task leaves items out, as it does where media are missing.
+        """
+        if n is None:
+            return list(self.rows.values())
+        indices: dict[str, set[int]] = {}
+        for task, _, index in self.rows:
+            indices.setdefault(task, set()).add(index)
+        kept = {(task, index) for task, held in indices.items() for index in sorted(held)[:n]}
+        return [row for row in self.rows.values() if (row["task"], row["index"]) in kept]
+
     def close(self) -> None:
         """Lets another process write here; does nothing the second time."""
         if self._lock is not None:

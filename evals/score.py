@@ -92,6 +92,7 @@ class Scorer:
             stored=row["stored"],
             over=row["over"],
             recomputed=_recomputed(row),
+            renewed=row.get("renewed"),
         )
 
     def official(self, rows: Sequence[Row]) -> dict[str, float]:
@@ -178,7 +179,7 @@ class Table:
         patched = next((o for (t, a), o in self.outcomes.items() if t == task and a.startswith("patched:")), mine)
         shared = [i for i in mine if i in patched]
         over = sum(patched[i].over for i in shared)
-        return math.fsum(mine[i].stored + mine[i].recomputed * mine[i].over for i in shared) / over if over else None
+        return math.fsum(mine[i].spent for i in shared) / over if over else None
 
     def against(self, chosen: str | None, made: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
         """``{task: {"against": arm, "arms": {arm: `paired` figures}}}``.
@@ -229,7 +230,7 @@ def select(samples: Samples, names: Sequence[str] | None = None, n: int | None =
 
     Raises ValueError for an arm without samples, or no samples at all.
     """
-    rows = [row for row in samples.rows.values() if n is None or row["index"] < n]
+    rows = samples.first(n)
     held = {row["arm"] for row in rows}
     missing = [name for name in names or () if name not in held]
     if missing:

@@ -164,19 +164,16 @@ class ProtocolTask(Task):
 
     def items(self, n: int | None = None) -> Sequence[Item]:
         whole = self.base.items(None if n is None else -(-n // BLOCK) * BLOCK)
-        blocks: dict[int, list[Item]] = {}
-        for item in whole:
-            blocks.setdefault(item.index // BLOCK, []).append(item)
         made = []
-        for number, block in blocks.items():
+        for at in range(0, len(whole), BLOCK):
+            block = whole[at : at + BLOCK]
             # The last block of a data set may be too small to have distractors in it.
-            donors = block if len(block) == BLOCK else [*blocks.get(number - 1, []), *block]
-            for item in block:
-                if n is None or item.index < n:
-                    rng = np.random.default_rng((0x70726F74, self.seed, item.index))
-                    changed = with_history(item, [d for d in donors if d.cluster != item.cluster], self, rng)
-                    if changed is not None:
-                        made.append(changed)
+            donors = block if len(block) == BLOCK else whole[max(0, at - BLOCK) : at + BLOCK]
+            for item in block if n is None else block[: max(0, n - at)]:
+                rng = np.random.default_rng((0x70726F74, self.seed, item.index))
+                changed = with_history(item, [d for d in donors if d.cluster != item.cluster], self, rng)
+                if changed is not None:
+                    made.append(changed)
         if not made:
             raise ValueError(
                 f"{self.base.name} must have items with chunks in front of the asked one, got none for {self.name}"

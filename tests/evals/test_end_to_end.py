@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from ctxwin.evals.benchmarks import DataOptions, benchmark
 from ctxwin.evals.benchmarks.generate import write_mm_niah, write_video_mme
 from ctxwin.evals.cli import app
 from ctxwin.evals.samples import read_samples
@@ -55,3 +56,20 @@ def test_benchmarks_run_from_files_to_a_report(family: str, data: Path, tmp_path
     assert made.exit_code == 0, made.output
     page = (tmp_path / "report" / "report.html").read_text()
     assert "mm-niah/retrieval-image" in page and "video-mme" in page
+
+
+def test_the_first_items_are_those_whose_media_are_there(model_dir: Path, tmp_path: Path) -> None:
+    write_video_mme(tmp_path / "data", n=8, seed=3, seconds=(2, 2, 2), image_size=56)
+    gone = benchmark("video-mme", DataOptions(data=str(tmp_path / "data"))).items(1)[0].cluster
+    (tmp_path / "data" / "video" / f"{gone}.mp4").unlink()
+    tasks = "video-mme,divergent-replace-one:video-mme"
+    args = ["run", tasks, "--data", str(tmp_path / "data"), "--model", str(model_dir), "--skip-missing", "--json"]
+    args += ["--arms", "reprefill,blind", "--output", str(tmp_path / "run"), "--video-frames", "2"]
+    for n in (2, 3):  # the longer run finds the items of the shorter one as they were
+        made = CliRunner().invoke(app, [*args, "--n", str(n)])
+        assert made.exit_code == 0, made.output
+        arms = json.loads(made.stdout)["arms"]
+        assert all(cell["n"] + cell["unscored"] == n for arm in arms.values() for cell in arm.values())
+    found = read_samples(tmp_path / "run")
+    assert {index for _, _, index in found.rows} == {3, 4, 5}
+    assert {row["index"] for row in found.first(2)} == {3, 4}
