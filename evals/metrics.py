@@ -35,6 +35,7 @@ class Outcome:
         stored: bytes kept for the patched chunks beyond their canonicals.
         over: bytes of those chunks' KV in bf16.
         recomputed: share of the chunks' tokens that were computed when it was asked, 0..1.
+        renewed: share of the chunks' KV that was replaced then; None where that is ``recomputed``.
     """
 
     answer: Scored
@@ -48,6 +49,12 @@ class Outcome:
     stored: int = 0
     over: int = 0
     recomputed: float = 0.0
+    renewed: float | None = None
+
+    @property
+    def spent(self) -> float:
+        """Bytes stored, or replaced when it was asked."""
+        return self.stored + (self.recomputed if self.renewed is None else self.renewed) * self.over
 
 
 def kl_divergence(reference: ArrayLike, other: ArrayLike) -> float:

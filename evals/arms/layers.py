@@ -38,7 +38,9 @@ class Cacheblend(SharedArm):
     paper says that it starts slightly above R and falls: here in equal steps from 5/4 R at layer 1 to 3/4 R at the last,
     R on average.
 
-    The fresh keys and values that are only compared are not counted as computed; layer 0 is. R = 0 runs nothing.
+    The fresh keys and values that are only compared are not counted as computed; layer 0 is. It is no part of ``renewed``,
+    the share of the KV that is replaced, which is what stands beside a patch's bytes: of few layers, the one that only
+    prepares the choice would cost more than all that is chosen. R = 0 runs nothing.
     """
 
     form: ClassVar[str] = "cacheblend:R"
@@ -62,7 +64,11 @@ class Cacheblend(SharedArm):
             at = at.gather(1, stay)
             hidden = hidden.gather(1, stay[..., None].expand(-1, -1, hidden.shape[-1]))
             hidden = run(group.context.pick(at), memory, at + lead, layers=only, hidden=hidden)
-        return served(group, group.spans(memory), [(tokens + sum(counts)) / layers] * len(group))
+        work, renewed = (tokens + sum(counts)) / layers, {"renewed": sum(counts) / layers / tokens}
+        return [
+            replace(one, extra=one.extra | renewed)
+            for one in (serving(group, row, work) for row in group.spans(memory))
+        ]
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ COLUMNS: tuple[Column, ...] = (
     ),
     Column(
         "spent",
-        "Bytes stored or computed anew when asked (a token computed anew costs its KV), over the KV that patches are "
+        "Bytes stored or replaced when asked (a token computed anew costs its KV), over the KV that patches are "
         "applied to: the axis on which patches and token arms are compared.",
         lambda f: share(f["spent_share"]),
     ),

@@ -226,3 +226,12 @@ def test_a_run_compares_all_patches_with_all_token_arms(tmp_path: Path) -> None:
     assert [(f["patch"], f["family"]) for f in found] == [(f"patched:{m}", "first_k") for m in (1, 4, 8)]
     assert found[2]["settings"] == ["first_k:6", "first_k:20"]
     assert found[2]["shares"] == pytest.approx([0.12, 0.4])
+
+
+def test_what_only_prepares_a_choice_costs_work_and_no_bytes(tmp_path: Path) -> None:
+    """CacheBlend's first layer runs in full and replaces nothing: a quarter of a model of four layers."""
+    rows = [row("patched:1", i, stored=100, over=1000) for i in range(4)]
+    rows += [row("cacheblend:0.1", i, over=1000, recomputed=0.325, renewed=0.075) for i in range(4)]
+    cells = {arm: tasks["made/words"] for arm, tasks in scores(run(tmp_path, rows), task_of=Words)["arms"].items()}
+    assert cells["cacheblend:0.1"]["recomputed_share"] == pytest.approx(0.325)
+    assert cells["cacheblend:0.1"]["spent_share"] == pytest.approx(0.075)

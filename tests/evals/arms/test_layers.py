@@ -116,6 +116,10 @@ def test_cacheblend_chooses_at_layer_one(bench: Bench) -> None:
     changed = (have[1][2] != blind[1][2]).flatten(1).any(dim=1)
     assert int(changed.sum()) == int(share * 0.75 * group.context_tokens + 0.5)
     assert not (changed & ~fresh).any()  # who left does not come back
+    one = bench.serve(group, f"cacheblend:{share}")[0]
+    replaced = int(fresh.sum()) + int(changed.sum())
+    assert one.extra["renewed"] == pytest.approx(replaced / 3 / group.context_tokens)
+    assert one.extra["recomputed"] == pytest.approx((replaced + group.context_tokens) / 3 / group.context_tokens)
 
 
 def test_vlcache_computes_heads_that_shrink_with_depth(bench: Bench) -> None:
