@@ -9,7 +9,7 @@ import pytest
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Piece
-from ctxwin.evals.drift import Asked, DriftSettings, _Stream, measure
+from ctxwin.evals.drift import Asked, DriftSettings, _Stream, _summary, measure
 from ctxwin.tiny.world import render
 
 if TYPE_CHECKING:
@@ -68,3 +68,13 @@ def test_every_run_of_a_point_asks_the_same(engine: HFEngine) -> None:
     }  # fmt: skip
     assert {points["2"]["n"] for points in result.values()} == {6}
     assert len({points["2"]["window"]["reference_accuracy"] for points in result.values()}) == 1
+
+
+def test_questions_about_one_stream_are_not_independent() -> None:
+    asked = [Asked(s, 1, float(s), 0.0, s < 2, True, True, True) for s in range(4) for _ in range(25)]
+    made = _summary(asked)
+    assert made["accuracy"] == 0.5
+    low, high = made["ci95"]
+    assert low < 0.2 and high > 0.8  # four streams, not a hundred questions: Wilson's would be 0.40 to 0.60
+    assert made["window"]["kl_ci95"][0] < 1.0 and made["window"]["kl_ci95"][1] > 2.0
+    assert _summary(asked[:25])["window"]["kl_ci95"] is None
