@@ -68,11 +68,18 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda done: bar.advance(task, done)
 
 
+EXTRA = ("cv2", "matplotlib", "pyarrow", "rouge_score", "scipy", "srt")
+"""Modules of the ``evals`` extra."""
+
+
 @contextmanager
 def errors() -> Iterator[None]:
     """Bad input and what the library raises on purpose become one line and exit code 2."""
     try:
         yield
-    except (ValueError, TypeError, CtxwinError, ModuleNotFoundError) as error:
-        typer.echo(f"error: {error}", err=True)
+    except (ValueError, TypeError, OSError, CtxwinError, ModuleNotFoundError) as error:
+        told = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in EXTRA:
+            told = f"the evals need {error.name}, which is not installed; run pip install 'ctxwin[evals]'"
+        typer.echo(f"error: {told}", err=True)
         raise typer.Exit(2) from error

@@ -175,6 +175,18 @@ def video() -> Finding:
     return Finding("opencv", "ok", f"{builds[0]} {_version(builds[0])}")
 
 
+def evals() -> Finding:
+    """What ``ctxwin eval`` needs beside the library itself."""
+    needed = ("matplotlib", "opencv-python-headless", "pyarrow", "rouge-score", "scipy", "srt")
+    lacking = [name for name in needed if _version(name) is None]
+    if "opencv-python-headless" in lacking and _version("opencv-python") is not None:
+        lacking.remove("opencv-python-headless")
+    if lacking:
+        what = f"not installed: {', '.join(lacking)}; `ctxwin eval` needs them"
+        return Finding("evals", "note", what, "pip install 'ctxwin[evals]'")
+    return Finding("evals", "ok", "all that `ctxwin eval` needs")
+
+
 def engine() -> Finding:
     """Which engine ``open_engine("tiny")`` would try first."""
     from ctxwin.engines.open import vllm_installed
@@ -185,7 +197,8 @@ def engine() -> Finding:
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    python, torch, torchvision, torchaudio, hook, transformers, vllm, compiler, shared_memory, video, bundled_model, engine,
+    python, torch, torchvision, torchaudio, hook, transformers, vllm, compiler, shared_memory, video, evals, bundled_model,
+    engine,
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ctxwin.errors import CtxwinError
+from ctxwin.evals.console import errors
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf import HFEngine
@@ -44,7 +44,7 @@ def probe(
     Writes probe.html and probe.json, and a profile that `Fidelity("auto")` follows from then on: patched or blind where
     that was shown to be safe, exact everywhere else.
     """
-    with _errors():
+    with errors():
         from ctxwin.evals.probe.probe import Probe
         from ctxwin.evals.probe.verdict import Limits
 
@@ -182,13 +182,3 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    """Bad input and what the library raises on purpose become one line and exit code 2."""
-    try:
-        yield
-    except (ValueError, TypeError, OSError, CtxwinError) as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error

@@ -48,6 +48,15 @@ def test_a_library_that_does_not_import_is_seen_in_a_child(tmp_path: Path, monke
     assert "signal 11" in checks.video().what
 
 
+def test_what_the_evals_need(versions: dict[str, str]) -> None:
+    found = checks.evals()
+    assert (found.status, found.remedy) == ("note", "pip install 'ctxwin[evals]'")
+    assert "matplotlib, pyarrow, rouge-score, scipy, srt;" in found.what
+    versions |= dict.fromkeys(("matplotlib", "opencv-python", "pyarrow", "rouge-score", "scipy", "srt"), "1.0")
+    del versions["opencv-python-headless"]
+    assert checks.evals().status == "ok"
+
+
 @pytest.mark.parametrize(
     ("installed", "status", "says"),
     [

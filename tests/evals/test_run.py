@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -213,6 +215,19 @@ def test_bad_input_is_one_line_and_exit_code_2(args: list[str], message: str, tm
     assert made.exit_code == 2
     assert message in made.stderr
     assert "Traceback" not in made.stderr
+
+
+@pytest.mark.parametrize("args", [["run", "tiny/order", "--n", "1"], ["probe"], ["elastic"], ["drift"]])
+def test_without_the_extra_a_command_says_how_to_install_it(args: list[str]) -> None:
+    """In a process of its own, whose imports find nothing of the extra."""
+    hide = (
+        "import sys\nfrom ctxwin.evals.console import EXTRA\nsys.modules |= dict.fromkeys(EXTRA)\n"
+        "from ctxwin.evals.cli import app\napp()"
+    )
+    made = subprocess.run([sys.executable, "-c", hide, *args], capture_output=True, text=True, timeout=120)
+    assert made.returncode == 2
+    assert made.stderr.endswith("which is not installed; run pip install 'ctxwin[evals]'\n")
+    assert made.stderr.count("\n") == 1
 
 
 def test_ls_names_every_arm_with_its_source() -> None:
