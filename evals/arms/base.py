@@ -23,10 +23,10 @@ class Served:
     Attributes:
         spans: what stands between the header and the question, rotated in place; one a placed chunk, or rows that an arm
             has thinned out.
-        stored: bytes kept for the patched chunks beyond the KV they are applied to.
+        stored: bytes kept for the patched chunks beyond the KV they are applied to; where that is nothing, of the chunks.
         over: bytes of those chunks' KV in bf16.
-        computed: placed tokens that go through the decoder when the question comes (what is formed once and kept is not
-            counted).
+        computed: placed tokens that go through the decoder when the question comes. What is formed once for these chunks
+            in this order and then kept is not counted here, but in ``extra["formed"]``; canonicals are formed once for all.
         forwards: decoder passes for them.
         encodes: pictures that go through the vision tower then.
         begin: position of the question, where an arm places other chunks than the item says; None: behind the placed ones.

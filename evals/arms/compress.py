@@ -60,15 +60,19 @@ class _Compressed(SharedArm):
         """Exact chunks, and a policy that thins them out behind the question."""
         policy = self.policy(self.share, attention_of(group))
         tokens = group.context_tokens
-        return [Served(row, computed=tokens, forwards=1, policy=policy.of([b])) for b, row in enumerate(group.exact)]
+        return [
+            Served(row, over=group.kv_bytes(), computed=tokens, forwards=1, policy=policy.of([b]))
+            for b, row in enumerate(group.exact)
+        ]
 
     def _in_front(self, group: Group) -> list[Served | None]:
-        """Chunks that are thinned out already; the header is left as it is."""
+        """Chunks that are thinned out already, which is all that is stored of them; the header is left as it is."""
         kept, policy = thinned(self.policy, self.share, group)
         nowhere = torch.zeros(3, kept.slots, dtype=torch.int64)
         extra = {"kv_share": kept.slots / group.context_tokens}
+        stored, over = group.spec.span_bytes(kept.slots), group.kv_bytes()
         return [
-            Served([kept.span(b, 0, kept.slots, nowhere, 0)], policy=policy.of([b]), extra=extra)
+            Served([kept.span(b, 0, kept.slots, nowhere, 0)], stored, over, policy=policy.of([b]), extra=extra)
             for b in range(len(group))
         ]
 

@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 class _Rehydrated(RankedArm):
     """The chunk that was recalled is canonical + patch; what stands in front is exact, as resident chunks are.
 
-    ``divergence`` of a sample is how far what is in front is from what was in front at forming, see `divergence`.
+    ``divergence`` of a sample is how far what is in front is from what was in front at forming, see `divergence`;
+    ``formed`` counts the chunk's tokens where its patch takes a conditioned forward once it is back. That forward gives
+    the exact KV, too: the patch is what later asks behind the same chunks reuse.
     """
 
     settings: ClassVar[tuple[Setting, ...]] = ("recall",)
+    fresh: ClassVar[bool] = True
 
     @property
     def found(self) -> tuple[str, ...]:
@@ -41,8 +44,9 @@ class _Rehydrated(RankedArm):
             place = came_back(item)
             spans = list(group.exact[b])
             spans[place], stored = self.patched(group, b, place)
-            apart = {"divergence": divergence(group, b, place)}
-            served.append(Served(spans, stored, group.kv_bytes([place]), extra=apart))
+            formed = group.places[place].tokens if self.fresh else 0
+            extra = {"divergence": divergence(group, b, place), "formed": float(formed)}
+            served.append(Served(spans, stored, group.kv_bytes([place]), extra=extra))
         return served
 
 
@@ -52,6 +56,7 @@ class Stale(_Rehydrated):
 
     form: ClassVar[str] = "stale:M"
     source: ClassVar[str] = "Kamera, section 5, 'Recall' (stale replay); appendix D"
+    fresh: ClassVar[bool] = False
 
     def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
         patch = stale_patch(group, b, place, self.size)

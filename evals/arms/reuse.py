@@ -139,6 +139,8 @@ class Orbit(RankedArm):
                 orbit.add(span, group.canonical[b][place])
             patch = group.compressed(orbit.mean, self.size, (type(self).__name__, self.orders, b))
             figures = {"orders": float(len(plan)), "moved": self.moved(orbit.mean, group.deficit(b, place))}
+            others = group.context_tokens - group.places[0].tokens - group.places[place].tokens
+            figures["formed"] = float(others + len(plan) * group.places[place].end)
             served.append(_patched_row(group, b, self.size, {place: patch}, extra=figures))
         return served
 
@@ -186,7 +188,10 @@ class Survivor(PlainArm):
 
 @dataclass(frozen=True)
 class Removal(RankedArm):
-    """After a slide: survivors with a patch each that takes out what they absorbed from what left."""
+    """After a slide: survivors with a patch each that takes out what they absorbed from what left.
+
+    A patch takes a forward over all that stayed, once (``formed``), which gives the exact KV, too.
+    """
 
     form: ClassVar[str] = "removal:M"
     source: ClassVar[str] = "Kamera, section 5, 'Sliding-window survival' (removal patch)"
@@ -197,7 +202,8 @@ class Removal(RankedArm):
         for b, row in enumerate(group.kept):
             patches = [group.removal(b, i, self.size) for i in range(len(row))]
             spans = [group.patched(s, p, i) for i, (s, p) in enumerate(zip(row, patches, strict=True))]
-            served.append(Served(spans, sum(p.nbytes for p in patches), group.kv_bytes()))
+            formed = {"formed": float(group.context_tokens)}
+            served.append(Served(spans, sum(p.nbytes for p in patches), group.kv_bytes(), extra=formed))
         return served
 
 
@@ -236,7 +242,9 @@ def _patched_row(
         patch = instead[i] if i in instead else group.patch(b, i, rank, variant)
         spans.append(group.patched(group.canonical[b][i], patch, i))
         stored += patch.nbytes
-    return Served(spans, stored, group.kv_bytes(range(1, len(row))), extra=extra or {})
+    formed = sum(p.tokens for i, p in enumerate(group.places) if i and i not in instead)
+    made = {"formed": float(formed)} | (extra or {})
+    return Served(spans, stored, group.kv_bytes(range(1, len(row))), extra=made)
 
 
 def _distance(one: Deficit, other: Deficit, scale: Deficit) -> float:

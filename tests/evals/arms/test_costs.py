@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -89,3 +90,39 @@ def test_survivors_of_a_stream_turn_from_where_they_were_formed(bench: Bench, mo
     starts = [span.start for span in moves if span.v is formed[0].v]
     assert len(starts) == 3 and len(set(starts)) == 1
     assert [span.start for span in group.kept[0]] == [p.start for p in group.places]
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "chunks"),
+    [
+        ("multi_hop", "patched:2", 3),
+        ("slide_needed", "removal:2", 3),
+        ("recall", "stale:2", 0),
+        ("recall", "update:2", 1),
+        ("recall", "refresh:2", 1),
+    ],
+)
+def test_what_is_formed_once_is_counted_apart(bench: Bench, task: str, name: str, chunks: int) -> None:
+    group = single(bench, task, 0.4 if task == "recall" else 0.0)
+    one = on_task(name, task).serve(group)[0]
+    assert one is not None and one.computed == 0
+    assert one.extra["formed"] == chunks * group.places[0].tokens
+
+
+def test_an_orbit_is_formed_behind_every_order_that_is_averaged(bench: Bench) -> None:
+    item = as_item(TASKS["multi_hop"].case(3, 1, (4,), 0.0), "tiny/multi_hop")
+    group = bench.of([replace(item, asked=3)])
+    one = parse_arm("orbit:2").serve(group)[0]
+    assert one is not None
+    tokens = group.places[0].tokens
+    assert one.extra["formed"] == 2 * tokens + 5 * 4 * tokens  # the two others, and five orders of three and itself
+
+
+@pytest.mark.parametrize("name", ["elastic:0.5", "h2o:0.5", "local:0.5"])
+def test_thinned_out_chunks_are_what_is_stored(bench: Bench, name: str) -> None:
+    group = single(bench, "multi_hop", 0.0)
+    one = parse_arm(name).serve(group)[0]
+    assert one is not None
+    assert one.stored / one.over == pytest.approx(one.extra["kv_share"])
+    behind = parse_arm(f"{name}@prompt").serve(group)[0]
+    assert behind is not None and (behind.stored, behind.over, behind.computed) == (0, one.over, group.context_tokens)
