@@ -37,6 +37,7 @@ def run(
     max_pixels: Annotated[int, typer.Option(help="Scale pictures down to this area; 0 leaves them.", min=0)] = 0,
     as_video: Annotated[bool, typer.Option(help="Frames as one native video instead of pictures.")] = False,
     subtitles: Annotated[bool, typer.Option(help="Video-MME with subtitles of the sampled frames.")] = False,
+    times: Annotated[bool, typer.Option(help="The time in front of each frame that goes in as a picture; not official.")] = False,
     skip_missing: Annotated[bool, typer.Option(help="Leave out items whose media are missing.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Longest answer; 0 takes the benchmark's.", min=0)] = 0,
     model: Model = "tiny",
@@ -67,7 +68,7 @@ def run(
 
         shown = DataOptions(
             data or None, split, video_frames, frame_rule, max_pixels or None, as_video, subtitles,
-            skip_missing=skip_missing, max_tokens=max_tokens or None,
+            times=times, skip_missing=skip_missing, max_tokens=max_tokens or None,
         )  # fmt: skip
         options = TaskOptions(TinyOptions(seed, _frames(frames), decoded), shown)
         opened = [open_task(name, options) for name in expand(tasks)]

@@ -33,7 +33,7 @@ class DataOptions:
     max_pixels: int | None = None
     as_video: bool = False
     subtitles: bool = False
-    times: bool = True
+    times: bool = False
     skip_missing: bool = False
     max_tokens: int | None = None
     text_words: int = 512

@@ -92,7 +92,7 @@ SRT = (
 )
 VARIANTS: dict[str, dict[str, Any]] = {
     "images": {},
-    "images-plain": {"times": False},
+    "images-times": {"times": True},
     "images-subtitles": {"subtitles": True},
     "video": {"as_video": True},
     "video-subtitles": {"as_video": True, "subtitles": True},

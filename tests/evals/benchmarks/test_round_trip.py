@@ -204,7 +204,7 @@ def test_items_change_their_digest_with_what_is_shown(niah: tuple[Path, Any], mm
     assert (
         len({one(niah[0], NIAH[0]), one(niah[0], NIAH[0], max_pixels=800), one(niah[0], NIAH[0], text_words=50)}) == 3
     )
-    settings: list[dict[str, Any]] = [{}, {"frames": 3}, {"as_video": True}, {"times": False}, {"subtitles": True}]
+    settings: list[dict[str, Any]] = [{}, {"frames": 3}, {"as_video": True}, {"times": True}, {"subtitles": True}]
     assert len({one(mme[0], "video-mme", **s) for s in settings}) == len(settings)
 
 
