@@ -12,6 +12,7 @@ import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -149,21 +150,21 @@ class Profile(BaseModel):
 
 
 def find_profile(model: str | Path) -> Profile | None:
-    """The profile of a model, or None: beside its weights first, then among the user's own.
+    """The profile of a model, or None: of the one beside its weights and the user's own, what was measured last.
 
     One that cannot be read or was measured on other weights is passed over with a warning.
     """
-    measured = profiles_folder().is_dir()
-    folder = _folder(model) if measured or Path(model).expanduser().is_dir() else None
+    folder = _folder(model)
     if folder is None:
         return None
     places = [folder / PROFILE_NAME]
     try:
-        places += [user_profile(folder)] if measured else []
+        places += [user_profile(folder)] if _has_own() else []
         own = model_digest(folder) if any(path.is_file() for path in places) else ""
     except (OSError, ValueError) as error:
         log.warning("the weights of %s cannot be read (%s): its profile is not used", folder, error)
         return None
+    usable: list[Profile] = []
     for path in places:
         if not path.is_file():
             continue
@@ -174,17 +175,27 @@ def find_profile(model: str | Path) -> Profile | None:
             log.warning("%s is not a profile of this version (%s); measure again: `ctxwin eval probe`", path, reason)
             continue
         if found.weights == own:
-            return found
-        log.warning("%s was measured on other weights and is not used; measure again: `ctxwin eval probe`", path)
-    return None
+            usable.append(found)
+        else:
+            log.warning("%s was measured on other weights and is not used; measure again: `ctxwin eval probe`", path)
+    # A folder that cannot be written may hold an older one, as a shipped model does.
+    return max(usable, key=lambda found: found.date, default=None)
 
 
 def profiles_folder() -> Path:
-    """Where profiles lie that could not be written beside the weights."""
+    """Where profiles lie that could not be written beside the weights; RuntimeError for a user without a home."""
     if named := os.environ.get(PROFILES_VARIABLE):
         return Path(named).expanduser()
     data = os.environ.get("XDG_DATA_HOME")
     return (Path(data) if data else Path.home() / ".local" / "share") / "ctxwin" / "profiles"
+
+
+def _has_own() -> bool:
+    try:
+        return profiles_folder().is_dir()
+    except (OSError, RuntimeError) as error:
+        log.info("the user's own profiles cannot be looked up: %s", error)
+        return False
 
 
 def user_profile(model: str | Path) -> Path:
@@ -209,7 +220,11 @@ def write_profile(profile: Profile, model: str | Path, folder: Path | None = Non
             return _replace(beside / PROFILE_NAME, text)
         except OSError as error:
             log.info("%s cannot be written (%s); the profile goes to your own", beside, error)
-    return _replace(user_profile(model), text)
+    try:
+        own = user_profile(model)
+    except RuntimeError as error:
+        raise OSError(f"there is no folder for your own profiles ({error}); name one in {PROFILES_VARIABLE}") from error
+    return _replace(own, text)
 
 
 def model_digest(model: str | Path) -> str:
@@ -253,7 +268,8 @@ def _folder(model: str | Path) -> Path | None:
 
 def _replace(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    # A name of its own, as writers may share a process, or a folder and not a machine.
+    temporary = path.with_suffix(f".{uuid4().hex}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)

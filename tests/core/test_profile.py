@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,59 @@ def test_a_folder_that_cannot_be_written_has_its_profile_among_the_users(tmp_pat
     assert find_profile(model) == made
     assert find_profile(model_in(tmp_path / "copy")) == made, "named by the weights, not by the folder"
     assert find_profile(model_in(tmp_path / "other", 1.0)) is None
+
+
+def test_what_was_measured_last_is_followed(tmp_path: Path) -> None:
+    """A shipped model's folder cannot be written: a newer probe of it must not be passed over for the older one in it."""
+    model = model_in(tmp_path / "m")
+    shipped = profile_of(model, date="2026-01-01T00:00:00+00:00")
+    newer = profile_of(model, date="2026-02-01T00:00:00+00:00", finding="unclear", fidelity=Fidelity("exact"))
+    write_profile(shipped, model)
+    user_profile(model).parent.mkdir()
+    user_profile(model).write_text(newer.model_dump_json())
+    assert find_profile(model) == newer and Fidelity().resolve(str(model)).mode == "exact"
+    newest = profile_of(model, date="2026-03-01T00:00:00+00:00")
+    write_profile(newest, model)
+    assert find_profile(model) == newest
+
+
+def test_a_downloaded_models_profile_does_not_hang_on_whether_the_user_has_others(
+    tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = model_in(tmp_path / "snapshot")
+    shipped = profile_of(snapshot)
+    write_profile(shipped, snapshot)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(snapshot))
+    assert not own.exists() and find_profile("some/model") == shipped
+    own.mkdir()
+    assert find_profile("some/model") == shipped
+
+
+def test_a_user_without_a_home_has_no_profiles_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_in(tmp_path / "m")
+    monkeypatch.delenv(PROFILES_VARIABLE)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert Fidelity().resolve(str(model)).mode == "exact"
+    write_profile(profile_of(model), model)
+    assert Fidelity().resolve(str(model)).mode == "patched"
+    (model / PROFILE_NAME).unlink()
+    (model / PROFILE_NAME).mkdir()
+    with pytest.raises(OSError, match="CTXWIN_PROFILES"):
+        write_profile(profile_of(model), model)
+
+
+def test_writers_at_once_leave_a_whole_profile(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "m")
+    made = [profile_of(model, n=n, verdict="x" * 10_000) for n in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(lambda one: write_profile(one, model), made)) == {model / PROFILE_NAME}
+    assert find_profile(model) in made
+    assert not list(model.glob("*.tmp"))
 
 
 def test_a_profile_goes_where_it_is_told_to(tmp_path: Path) -> None:
