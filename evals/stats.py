@@ -85,7 +85,8 @@ def share_interval(scores: ArrayLike, clusters: Sequence[str]) -> Interval:
     Scores that are all 0 or 1 get Wilson's interval on the effective number of items, n over the design effect with
     the correction for few clusters (Korn and Graubard 1998), never more than n. That number is n where every item is
     a cluster of its own, and the number of clusters where all scores are alike, since nothing then tells how alike
-    the items of a cluster are. Other scores get `mean_interval`, cut to 0..1.
+    the items of a cluster are. Other scores get `mean_interval`, cut to 0..1, or where they are all alike, which would be
+    of no width, the means that they would have if Wilson's bound on another score that was not met were 0 or 1.
 
     Raises ValueError for empty input, an item without a cluster or a score outside 0..1.
     """
@@ -96,7 +97,12 @@ def share_interval(scores: ArrayLike, clusters: Sequence[str]) -> Interval:
     share = float(x.mean())
     if not np.isin(x, (0.0, 1.0)).all():
         found = mean_interval(x, clusters)
-        return (max(0.0, found[0]), min(1.0, found[1])) if found else (0.0, 1.0)
+        if found is None:
+            return 0.0, 1.0
+        if (x == x[0]).all():
+            unseen = _wilson(0.0, count)[1]
+            return share * (1 - unseen), share + (1 - share) * unseen
+        return max(0.0, found[0]), min(1.0, found[1])
     error = standard_error(x, clusters)
     if count == n:
         effective = float(n)

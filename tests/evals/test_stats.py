@@ -100,6 +100,13 @@ def test_differences_that_are_all_alike_are_not_sure_either() -> None:
     assert difference_interval(mixed, alone(5), drawn=True) == bootstrap_mean(mixed, alone(5))
 
 
+def test_graded_scores_that_are_all_alike_are_not_sure_either() -> None:
+    low, high = share_interval([0.5] * 20, alone(20))
+    assert (low, high) == pytest.approx((0.5 * (1 - 0.1611), 0.5 * (1 + 0.1611)), abs=5e-5)
+    assert share_interval([0.5] * 20, [f"c{i // 2}" for i in range(20)])[0] < low
+    assert share_interval([0.5] * 20, ["one"] * 20) == (0.0, 1.0)
+
+
 @pytest.mark.parametrize("clusters", [["a", ""], ["a"]])
 def test_a_missing_cluster_is_an_error(clusters: list[str]) -> None:
     for figure in (standard_error, mean_interval, share_interval, bootstrap_mean):
