@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ctxwin.evals.benchmarks.options import DataOptions
-from ctxwin.evals.benchmarks.source import find_data
+from ctxwin.evals.benchmarks.source import find_data, shown_data
 from ctxwin.evals.items import Item, Task
 
 _log = logging.getLogger("ctxwin.evals")
@@ -101,7 +101,7 @@ class DataTask(Task):
                 raise found[1]
 
     def config(self) -> dict[str, Any]:
-        made = {"data": self.options.data, "split": self.split, "max_pixels": self.options.max_pixels}
+        made = {"data": shown_data(self.options.data), "split": self.split, "max_pixels": self.options.max_pixels}
         return {**super().config(), **made, "max_tokens": self.max_tokens, "skip_missing": self.options.skip_missing}
 
 

@@ -156,12 +156,13 @@ class MMNiah(DataTask):
         self, index: int, row: Row, prompt: Prompt, path: Path, offset: int, folder: Path, sizes: list[int]
     ) -> Item:
         counting, options, shown = self.kind.startswith("counting"), self.options, _digest(row)
+        name = row.id  # not the row, which holds the document
 
         def load() -> list[Chunk]:
             # Read again: the documents of a whole data set are not kept in memory.
             again = parse_row(read_line_at(path, offset), str(path), counting)
             if _digest(again) != shown:
-                raise ValueError(f"{path} must stay as it is while its items are used, got another row {row.id}")
+                raise ValueError(f"{path} must stay as it is while its items are used, got another row {name}")
             return compose(again, folder, str(path), options.text_words).chunks(options.max_pixels)
 
         needles = needle_pieces(row, prompt.pieces, folder)

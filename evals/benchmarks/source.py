@@ -21,7 +21,7 @@ def find_data(data: str, patterns: list[str]) -> Path:
         patterns: what is downloaded of a hub's data set; archives among it are unpacked beside themselves, once.
 
     Raises:
-        ValueError: no such folder, an empty one, or no name of a data set.
+        ValueError: no such folder, an empty one, no name of a data set, or one that the hub does not give.
     """
     if not data.startswith(HUB):
         folder = Path(data).expanduser()
@@ -35,9 +35,20 @@ def find_data(data: str, patterns: list[str]) -> Path:
         raise ValueError(f"data of the hub must be hub:OWNER/NAME, got {data!r}")
     import huggingface_hub
 
-    root = Path(huggingface_hub.snapshot_download(repo, repo_type="dataset", allow_patterns=patterns))
+    try:
+        root = Path(huggingface_hub.snapshot_download(repo, repo_type="dataset", allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"data must be on the Hugging Face hub or downloaded before, got {data!r}: {error}; or pass a local folder in the "
+            "official layout"
+        ) from error
     unpack_all(root)
     return root
+
+
+def shown_data(data: str | None) -> str | None:
+    """How a run's configuration names its data: a folder by its whole path, however it was spelled."""
+    return data if data is None or data.startswith(HUB) else str(Path(data).expanduser().resolve())
 
 
 def unpack_all(root: Path) -> None:

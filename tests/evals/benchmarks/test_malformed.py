@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from ctxwin.errors import BadMedia
 from ctxwin.evals.benchmarks import DataOptions, Missing, benchmark
 from ctxwin.evals.benchmarks.generate import write_milebench, write_mm_niah, write_video_mme
+from ctxwin.evals.benchmarks.mm_niah import Row
 from ctxwin.evals.items import Item
 
 TASK = "mm-niah/retrieval-image"
@@ -170,6 +172,20 @@ def test_undecodable_pictures_are_named_when_read(niah: Path) -> None:
     path.write_bytes(b"no picture")
     with pytest.raises(BadMedia, match=r"0000-choice-0\.png"):
         item.load()
+
+
+def test_items_do_not_keep_their_documents(niah: Path) -> None:
+    made = items(niah)
+    gc.collect()
+    assert len(made) > 1
+    assert not [found for found in gc.get_objects() if type(found) is Row]
+
+
+def test_one_folder_is_one_configuration_however_it_is_spelled(niah: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(niah.parent)
+    spelled = [benchmark(TASK, DataOptions(data=data)).config() for data in (niah.name, str(niah), f"./{niah.name}/")]
+    assert spelled[0] == spelled[1] == spelled[2]
+    assert benchmark(TASK, DataOptions(data="hub:a/b")).config()["data"] == "hub:a/b"
 
 
 def test_a_file_that_changes_under_its_items(niah: Path, lines: Path) -> None:

@@ -125,3 +125,14 @@ def test_importing_the_benchmarks_loads_no_heavy_package() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_data_set_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def offline(*args: object, **options: object) -> str:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ValueError, match=r"got 'hub:a/b': Name or service not known; or pass a local folder"):
+        benchmark("video-mme", DataOptions(data="hub:a/b")).items(1)
