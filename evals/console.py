@@ -1,4 +1,4 @@
-"""What the eval commands share: opening a model, numbers in options, progress, one-line errors."""
+"""What the eval commands share: opening a model, numbers in options, what is printed, progress, one-line errors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import typer
 from ctxwin.errors import CtxwinError
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
+
     from ctxwin.engines.hf import HFEngine
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -21,7 +23,16 @@ Threads = Annotated[int, typer.Option(help="CPU threads; 0 leaves the default.",
 
 
 def open_model(model: str, dtype: str, device: str, threads: int) -> HFEngine:
-    """The transformers engine; the reader needs its model."""
+    """The transformers engine; the reader needs its model.
+
+    Args:
+        model: ``tiny``, a local folder or a Hub name; ``hf:`` in front changes nothing.
+        dtype: of the arithmetic; '' takes the checkpoint's own.
+        device: torch device.
+        threads: CPU threads; 0 leaves torch's default.
+
+    Raises ValueError for another engine's name or a device that is not there.
+    """
     from ctxwin.engines._torchvision import repair
 
     repair()  # before the first import of transformers
@@ -31,10 +42,16 @@ def open_model(model: str, dtype: str, device: str, threads: int) -> HFEngine:
     from ctxwin.engines.open import open_engine
 
     hub_logging.disable_progress_bar()
+    if model.startswith(("vllm:", "tiny:vllm")):
+        raise ValueError(f"evals read inside the model, which transformers allows and vLLM does not; got {model!r}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
+        raise ValueError(f"device must be one that torch has here, got {device!r}: {error}") from error
     if threads:
         torch.set_num_threads(threads)
-    name = "tiny:hf" if model == "tiny" else model if model.startswith("hf:") else f"hf:{model}"
-    return open_engine(name, dtype=dtype, device=device)  # type: ignore[return-value]
+    name = "tiny:hf" if model == "tiny" else model if model.startswith(("hf:", "tiny:")) else f"hf:{model}"
+    return open_engine(name, dtype=dtype or None, device=device)  # type: ignore[return-value]
 
 
 def numbers(text: str) -> list[int]:
@@ -55,17 +72,38 @@ def terminal() -> Any:
     return Console() if sys.stdout.isatty() else Console(width=150)
 
 
+def say(text: str, *, bold: bool = False) -> None:
+    """A line as it is: nothing in it is read as markup, and no path is broken in two."""
+    terminal().print(text, style="bold" if bold else None, markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on standard error, so that ``--json`` stays clean; silent where that is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with _bar(MofNCompleteColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)
+
+
+@contextmanager
+def stages() -> Iterator[Callable[[str, int, int], None]]:
+    """As `progress`, of one stage at a time: called with its name, what is done of it and how much there is."""
+    from rich.progress import TimeElapsedColumn
+
+    with _bar(TimeElapsedColumn()) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)
+
+
+def _bar(*columns: ProgressColumn) -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    named = (TextColumn("{task.description}"), BarColumn(), *columns)
+    return Progress(*named, console=console, disable=not console.is_terminal, transient=True)
 
 
 EXTRA = ("cv2", "matplotlib", "pyarrow", "rouge_score", "scipy", "srt")

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ctxwin.evals.console import errors
+from ctxwin.evals.console import Json, errors, open_model, print_json, say, stages
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf import HFEngine
     from ctxwin.evals.probe.contexts import Source
 
-REPORT, RESULT = "probe.html", "probe.json"
+FOLDER, REPORT, RESULT = "probe-output", "probe.html", "probe.json"
 _SMALL = 50_000_000
 """Parameters of a decoder whose threads would only wait for each other."""
 
@@ -37,7 +34,7 @@ def probe(
     dtype: Annotated[str, typer.Option(help="The model's arithmetic; '' takes the checkpoint's own.")] = "float32",
     device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads; 0: one for a small model, else torch's default.", min=0)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object and nothing else.")] = False,
+    as_json: Json = False,
 ) -> None:  # fmt: skip
     """Measure whether blind KV reuse changes this model's answers, and the cheapest patch that is safe.
 
@@ -54,18 +51,22 @@ def probe(
             raise ValueError("questions need --images or --texts: generated contexts have their own")
         limits = Limits(flips=flips)
         _check_folders(images, texts, questions)
-        engine = _open(model, dtype, device, threads)
+        engine = open_model(model, dtype, device, threads)
         try:
+            if not threads and sum(p.numel() for p in engine.text_model.parameters()) < _SMALL:
+                _one_thread()
             sources = _sources(engine, images, texts, questions, max_tokens, max_pixels or None)
-            with _progress() as advance:
+            # A folder that cannot be made is better known before minutes of measuring.
+            (output or Path(FOLDER)).mkdir(parents=True, exist_ok=True)
+            with stages() as advance:
                 result = Probe(engine, sources, limits, seconds=60 * minutes, progress=advance).run()
         finally:
             engine.close()
         result["files"] = write(result, engine.spec.model, output, profile)
         if as_json:
-            typer.echo(json.dumps(result, indent=1))
+            print_json(result)
         else:
-            show(result)
+            show(result, followed=profile and _followed(result, engine.spec.model))
 
 
 def write(result: dict[str, Any], model: str, output: Path | None, profile: bool) -> dict[str, str]:
@@ -74,30 +75,51 @@ def write(result: dict[str, Any], model: str, output: Path | None, profile: bool
     from ctxwin.evals.probe.report import html
     from ctxwin.fidelity import write_profile
 
-    folder = output or Path("probe-output")
+    folder = output or Path(FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
     files = {"report": str(folder / REPORT), "result": str(folder / RESULT)}
+    # What was measured first, so that it is not lost where a profile cannot be written.
+    Path(files["result"]).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     Path(files["report"]).write_text(html(result), encoding="utf-8")
     if profile:
         files["profile"] = str(write_profile(as_profile(result, model), model, output))
-    Path(files["result"]).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return files
 
 
-def show(result: dict[str, Any]) -> None:
-    """The verdict, what it rests on, and where the rest is."""
-    console = _console(stderr=False)
-    verdict, source = result["verdict"], result["source"]
-    console.print(f"[bold]{_escaped(verdict['sentence'])}[/bold]")
+def show(result: dict[str, Any], *, followed: bool) -> None:
+    """The verdict, what it rests on, and where the rest is.
+
+    Args:
+        result: with its ``files``.
+        followed: whether the profile lies where windows find it.
+    """
+    verdict, source, files = result["verdict"], result["source"], result["files"]
+    say(verdict["sentence"], bold=True)
     for reason in verdict["reasons"]:
-        console.print(f"  {_escaped(reason)}")
-    console.print(f"measured on {_escaped(source['about'])} in {result['seconds']:.0f} s; {_limits(result)}")
+        say(f"  {reason}")
+    say(f"measured on {source['about']} in {result['seconds']:.0f} s; {_limits(result)}")
     fidelity = ", ".join(f"{name}={value}" for name, value in result["fidelity"].items())
-    if "profile" in result["files"]:
-        console.print(f"Fidelity('auto') now means {fidelity}: {_escaped(result['files']['profile'])}")
+    if "profile" not in files:
+        say(f"safe: {fidelity} (no profile was written)")
+    elif followed:
+        say(f"Fidelity('auto') now means {fidelity}: {files['profile']}")
     else:
-        console.print(f"safe: {fidelity} (no profile was written)")
-    console.print(f"report: {_escaped(result['files']['report'])}")
+        say(f"safe: {fidelity}; Fidelity('auto') follows it once this lies beside the weights: {files['profile']}")
+    say(f"report: {files['report']}")
+
+
+def _followed(result: dict[str, Any], model: str) -> bool:
+    """Whether windows of a model find the profile of this result."""
+    from ctxwin.fidelity import find_profile
+
+    found = find_profile(model)
+    return found is not None and found.date == result["date"]
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def _limits(result: dict[str, Any]) -> str:
@@ -137,48 +159,3 @@ def _check_folders(images: Path | None, texts: Path | None, questions: Path | No
         files_of(texts, TEXTS, "text files")
     if questions is not None:
         read_questions(questions)
-
-
-def _open(model: str, dtype: str, device: str, threads: int) -> HFEngine:
-    from ctxwin.engines._torchvision import repair
-
-    repair()  # before the first import of transformers
-    import torch
-    from transformers.utils import logging as hub_logging
-
-    from ctxwin.engines.open import open_engine
-
-    hub_logging.disable_progress_bar()
-    if threads:
-        torch.set_num_threads(threads)
-    name = "tiny:hf" if model == "tiny" else model if model.startswith(("hf:", "tiny:")) else f"hf:{model}"
-    engine: HFEngine = open_engine(name, dtype=dtype or None, device=device)  # type: ignore[assignment]
-    if not threads and sum(p.numel() for p in engine.text_model.parameters()) < _SMALL:
-        torch.set_num_threads(1)
-    return engine
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
-
-
-def _console(*, stderr: bool) -> Any:
-    from rich.console import Console
-
-    if not stderr and not sys.stdout.isatty():
-        return Console(width=150, soft_wrap=True)
-    return Console(stderr=stderr)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on standard error, one stage at a time; silent where that is no terminal."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = _console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)

@@ -30,7 +30,8 @@ def html(result: Mapping[str, Any]) -> str:
         f"<title>Probe of {escape(result['model'])}</title><style>{_STYLE}</style></head><body><main>",
         f"<h1>Can {escape(result['model'])} reuse KV out of context?</h1>",
         f"<p class='verdict {verdict['finding']}'>{escape(verdict['sentence'])}</p>",
-        f'<p>Windows with <code>Fidelity("auto")</code> will use <code>{escape(_spelled(result["fidelity"]))}</code>.</p>',
+        f'<p>Safe for it: <code>{escape(_spelled(result["fidelity"]))}</code>, which <code>Fidelity("auto")</code> means '
+        "where this probe's profile lies beside the weights or among your own.</p>",
         _list(verdict["reasons"]),
         f"<p class='soft'>{escape(source['about'])}; {source['chunks']} chunks of {_range(source['chunk_tokens'])} tokens; "
         f"{engine['family']}, {engine['layers']} layers, {engine['dtype']}; {result['seconds']:.0f} s; "

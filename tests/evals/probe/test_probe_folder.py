@@ -177,7 +177,7 @@ def test_the_summary_begins_with_the_verdict(text_model: Path, tmp_path: Path) -
     result = invoke(text_model, "--texts", texts, "--no-profile", "--max-tokens", 2)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith("no verdict: answers do not depend on the context; keep exact")
-    assert "no profile was written" in result.stdout
+    assert "no profile was written" in result.stdout and "now means" not in result.stdout
     assert not (text_model / "ctxwin-profile.json").exists()
     assert (tmp_path / "probe-output" / "probe.html").is_file()
 
@@ -195,6 +195,8 @@ def test_bad_input_is_one_line(model_dir: Path, text_model: Path, pictures: Path
     refused(invoke(empty), "config.json")
     refused(invoke(text_model, "--images", pictures), "reads text only", "--texts")
     refused(invoke(text_model), "reads text only", "--texts")
+    refused(invoke("vllm:some/model"), "vLLM does not")
+    refused(invoke(model_dir, "--device", "nowhere"), "device must be")
     (pictures / "broken.png").write_bytes(b"not a png")
     refused(invoke(model_dir, "--images", pictures), "broken.png")
 
@@ -205,3 +207,33 @@ def test_a_model_the_engine_refuses_is_one_line(tmp_path: Path) -> None:
     folder = write_text_model(tmp_path / "refused")
     edit_config(folder, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     refused(invoke(folder), "dynamic")
+
+
+def test_only_a_profile_that_windows_find_is_said_to_be_followed(text_model: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.md").write_text("what color is the shape of a frame now " * 60)
+    made = invoke(text_model, "--texts", texts, "--output", tmp_path / "[out]", "--max-tokens", 2)
+    assert made.exit_code == 0, made.stderr
+    assert "once this lies beside the weights: " in made.stdout and "now means" not in made.stdout
+    assert str(tmp_path / "[out]" / "ctxwin-profile.json") in made.stdout, "a path is printed as it is"
+    assert find_profile(text_model) is None
+    made = invoke(text_model, "--texts", texts, "--max-tokens", 2)
+    assert f"now means mode=exact: {text_model / 'ctxwin-profile.json'}" in made.stdout, made.stdout
+    assert find_profile(text_model) is not None
+
+
+def test_what_was_measured_outlives_a_profile_that_cannot_be_written(
+    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.md").write_text("what color is the shape of a frame now " * 60)
+    out = tmp_path / "out"
+    (out / "ctxwin-profile.json").mkdir(parents=True)
+    refused(invoke(text_model, "--texts", texts, "--output", out, "--max-tokens", 2), "ctxwin-profile.json")
+    assert json.loads((out / "probe.json").read_text())["verdict"]["finding"] == "unread"
+    # A bad folder is found before anything is measured.
+    monkeypatch.setattr("ctxwin.evals.probe.probe.Probe.run", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").write_text("")
+    refused(invoke(text_model, "--texts", texts, "--output", tmp_path / "file"), "file")
