@@ -258,8 +258,8 @@ def scores(
         task_of: from a name to its task; `ctxwin.evals.tasks.open_task` by default.
 
     Returns:
-        ``suite``, ``config``, ``basis_bytes``, ``tasks`` (what each is), ``arms`` (``{arm: {task: figures}}``), ``paired``
-        and ``matched`` by task.
+        ``suite``, ``config``, ``basis_bytes`` (of all shared bases), ``tasks`` (what each is), ``arms`` (``{arm: {task:
+        figures}}``), ``paired`` and ``matched`` by task.
 
     Raises:
         ValueError: an arm without samples, or nothing scored at all.
@@ -272,14 +272,13 @@ def scores(
     made = found.arms()
     order = names if names is not None else list(dict.fromkeys(row["arm"] for row in rows))
     ordered = {name: made.get(name, {}) for name in order}  # empty: nothing of it could be scored
-    basis = samples.folder / "basis.safetensors"
     config = {k: v for k, v in samples.config.items() if k != "format"}
     tasks = {name: found.scorer.task(name) for name in found.rows}
     return {
         "suite": ", ".join(dict.fromkeys(name.partition("/")[0] for name in tasks)),
         "config": config,
         "created": samples.created,
-        "basis_bytes": basis.stat().st_size if basis.exists() else 0,
+        "basis_bytes": sum(path.stat().st_size for path in samples.folder.glob("basis*.safetensors")),
         "tasks": {
             name: {"about": task.about, "setting": task.setting, "control": task.control, "version": task.version}
             for name, task in tasks.items()

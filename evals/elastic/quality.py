@@ -54,6 +54,9 @@ class QualitySettings:
         unknown = [m for m in self.methods if m not in METHODS]
         if unknown or not self.methods:
             raise ValueError(f"methods must be of {', '.join(METHODS)}, got {', '.join(unknown) or 'none'}")
+        for name, values in (("methods", self.methods), ("budgets", self.budgets)):
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name} must be named once each, got {', '.join(map(str, values))}")
         if not self.budgets or any(not 0 <= b <= 1 for b in self.budgets):
             raise ValueError(f"budgets must be numbers 0..1, got {list(self.budgets)}")
         if self.moment not in ("prompt", "window"):

@@ -197,7 +197,8 @@ def test_a_bad_file_is_named_with_its_line(text: str, match: str, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("changed", "match"),
-    [({"methods": ()}, "methods must be of"), ({"methods": ("topk",)}, "got topk"), ({"budgets": (1.2,)}, "budgets"),
+    [({"methods": ("h2o", "h2o")}, "methods must be named once"), ({"budgets": (0.5, 0.5)}, "budgets must be named once"),
+     ({"methods": ()}, "methods must be of"), ({"methods": ("topk",)}, "got topk"), ({"budgets": (1.2,)}, "budgets"),
      ({"budgets": ()}, "budgets"), ({"moment": "later"}, "moment"), ({"max_tokens": 0}, "max_tokens")],
 )  # fmt: skip
 def test_bad_settings_are_named(changed: dict[str, Any], match: str) -> None:

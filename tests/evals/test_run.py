@@ -167,6 +167,10 @@ def test_a_shared_basis_is_kept_and_counted_apart(model_dir: Path, tmp_path: Pat
     tokens, width = 11, 3 * 2 * 32
     share = first["arms"]["patched:4"]["tiny/multi_hop"]["bytes_share"]
     assert share == pytest.approx(tokens * 4 / (tokens * width))
+    plain = invoke(*args[:-2], "--arms", "patched:4@shared", "--output", str(tmp_path / "b"), "--json")
+    other = json.loads(plain.stdout)
+    assert other["arms"]["patched:4@shared"]["tiny/multi_hop"]["bytes_share"] == pytest.approx(share)
+    assert other["basis_bytes"] == (tmp_path / "b" / "basis-shared.safetensors").stat().st_size > 0
 
 
 def test_decoded_frames_differ_and_work(model_dir: Path, tmp_path: Path) -> None:
