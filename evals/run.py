@@ -145,7 +145,9 @@ class Runner:
         for job in jobs:
             # A sweep is cut from its largest rank: of the job, not of the arms that happen to be missing.
             self.patcher.floor = max((arm.rank or 0 for arm in job.arms), default=0)
+            empty = True
             for items in batches(job.task, n):
+                empty = False
                 wanted = {item.index for item in items if _asked(job.task, item, n)}
                 self._check_items(job, items)
                 missing = [
@@ -156,6 +158,8 @@ class Runner:
                 if missing:
                     self.samples.add(row for row in self._rows(job.task, items, missing) if row["index"] in wanted)
                 progress(len(wanted) * len(job.arms))
+            if empty:
+                raise ValueError(f"{job.task.name} must have items, got none among the first {n}; take a larger n")
 
     def _check_items(self, job: Job, items: Sequence[Item]) -> None:
         """Raises ValueError where a sample on disk is of another item than the task gives today."""

@@ -111,6 +111,12 @@ def test_a_task_that_leaves_items_out_has_the_same_batches() -> None:
     ]
 
 
+def test_a_task_without_items_among_the_first_is_named(engine: HFEngine, tmp_path: Path) -> None:
+    task = open_task("reorder:tiny/multi_hop")
+    with pytest.raises(ValueError, match="none among the first 1; take a larger n"):
+        run(engine, tmp_path, "blind", 1, tasks=[task])
+
+
 def invoke(*args: str) -> Any:
     return CliRunner().invoke(app, [*args])
 
