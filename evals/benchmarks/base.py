@@ -85,8 +85,8 @@ class DataTask(Task):
             raise ValueError(
                 f"{self.root} must hold items of {self.name}, got none ({len(skipped)} without their media)"
             )
-        self.skipped = tuple(skipped)
-        if skipped:
+        news, self.skipped = tuple(skipped) != self.skipped, tuple(skipped)
+        if skipped and news:
             _log.warning("%s: %d items left out, their media are missing", self.name, len(skipped))
         return made
 

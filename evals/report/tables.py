@@ -106,13 +106,17 @@ def official_table(runs: Sequence[Run], task: str) -> Table | None:
         return None
     keys = dict.fromkeys(key for _, _, official in entries for key in official)
     heads = [arm if len(runs) == 1 else f"{run.label}: {arm}" for run, arm, _ in entries]
-    rows = tuple((Cell(key), *(_counted(official.get(key)) for _, _, official in entries)) for key in keys)
+    rows = tuple((Cell(key), *(_official(key, official.get(key)) for _, _, official in entries)) for key in keys)
     return Table(f"{task}: the data set's own figures", ("figure", *heads), rows)
 
 
-def _counted(value: float | None) -> Cell:
+_COUNTS = {"n", "empty_cells", "under_1000", "unscored", "complete", "videos", "without_subtitles"}
+"""Official figures that count something, by the first part of their names; a value alone does not tell 1 from 100 %."""
+
+
+def _official(name: str, value: float | None) -> Cell:
     """A share, or a count as a whole number."""
-    return Cell(f"{value:.0f}", value) if value is not None and value > 1 and value == int(value) else number(value)
+    return number(value) if value is None or name.partition("/")[0] not in _COUNTS else Cell(f"{value:.0f}", value)
 
 
 def own_table(runs: Sequence[Run], task: str, known: frozenset[str]) -> Table | None:

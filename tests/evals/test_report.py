@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 import system
 from ctxwin.evals.report import Run, markdown, page, read_runs, rich_tables, write_report
 from ctxwin.evals.report.figures import pictures, render
+from ctxwin.evals.report.tables import official_table
 from ctxwin.evals.samples import open_samples
 from eval_rows import CONFIG, Words, row, sweep, unserved
 
@@ -280,3 +282,14 @@ def test_in_a_browser_columns_sort_and_nothing_is_fetched(browser: Any, written:
     assert column() == sorted(before, reverse=True)
     assert all(image.evaluate("i => i.complete && i.naturalWidth > 0") for image in view.locator("img").all())
     view.close()
+
+
+def test_official_counts_are_whole_numbers_and_shares_are_not() -> None:
+    official = {"accuracy": 1.0, "accuracy/few": 0.0, "n": 1.0, "videos/short": 0.0, "unscored": 12.0, "binned/1k": 0.5}
+    run: Any = SimpleNamespace(label="x", arms=lambda task: {"blind": {"official": official}})
+    made = official_table([run], "video-mme")
+    assert made is not None
+    assert [(name.text, value.text) for name, value in made.rows] == [
+        ("accuracy", "1.000"), ("accuracy/few", "0.000"), ("n", "1"), ("videos/short", "0"), ("unscored", "12"),
+        ("binned/1k", "0.500"),
+    ]  # fmt: skip

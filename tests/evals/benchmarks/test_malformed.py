@@ -200,7 +200,7 @@ def mme(tmp_path: Path, whole: Path) -> Path:
     return Path(shutil.copytree(whole / "mme", tmp_path / "mme"))
 
 
-def test_missing_videos(mme: Path) -> None:
+def test_missing_videos(mme: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = items(mme, "video-mme")[0]
     (mme / "video" / f"{first.cluster}.mp4").unlink()
     with pytest.raises(Missing, match=r"parquet row 0 must find its video, got none of video/.*skip_missing"):
@@ -208,6 +208,8 @@ def test_missing_videos(mme: Path) -> None:
     task = benchmark("video-mme", DataOptions(data=str(mme), skip_missing=True))
     assert [i.index for i in task.items(2)] == [3, 4]
     assert len(task.skipped) == 3
+    task.items(2)
+    assert caplog.text.count("3 items left out") == 1  # a run asks for its items twice
     for path in (mme / "video").iterdir():
         path.unlink()
     with pytest.raises(ValueError, match=r"got none \(6 without their media\)"):
