@@ -24,6 +24,8 @@ VIDEOS = (".mp4", ".avi", ".mkv", ".mov", ".webm")
 TEXTS = (".txt", ".md")
 FRAMES = 8
 """Frames taken of a video."""
+FILES, CHARACTERS = 256, 200_000
+"""Files of a folder that are looked at, and what is read of each text: a probe is minutes, whatever lies in the folder."""
 _FIT_EVERY = 4
 """Every fourth picture is kept for fitting, where there are enough for that."""
 
@@ -50,7 +52,9 @@ class Folder(Source):
     word: ClassVar[str]
     """What a piece is called in a question."""
 
-    def __init__(self, pieces: Sequence[Piece], about: str, questions: Sequence[str], max_tokens: int) -> None:
+    def __init__(
+        self, pieces: Sequence[Piece], about: str, questions: Sequence[str], max_tokens: int, notes: Sequence[str] = ()
+    ) -> None:
         if len(pieces) < PLACED + 1:
             raise ValueError(
                 f"a probe needs at least {PLACED + 1} {self.word}s to make sequences and swap in others, got "
@@ -61,11 +65,12 @@ class Folder(Source):
         self.header = f"You answer questions about {self.word}s."
         enough = len(pieces) >= _FIT_EVERY * 2 * PLACED
         self._fitting = tuple(p for i, p in enumerate(pieces) if i % _FIT_EVERY == _FIT_EVERY - 1) if enough else ()
-        self._probing = tuple(p for p in pieces if p not in set(self._fitting))
-        notes = [f"{len(pieces)} {self.word}s; sequences that end with the same one count as one observation"]
+        fitting = set(self._fitting)
+        self._probing = tuple(p for p in pieces if p not in fitting)
+        said = [f"{len(pieces)} {self.word}s; sequences that end with the same one count as one observation", *notes]
         if not enough:
-            notes.append(f"too few {self.word}s to fit a shared basis on some and test it on others")
-        self.notes = tuple(notes)
+            said.append(f"too few {self.word}s to fit a shared basis on some and test it on others")
+        self.notes = tuple(said)
 
     @property
     def fits(self) -> bool:
@@ -148,14 +153,15 @@ class Images(Folder):
         self._max_pixels = max_pixels
         self._frames: dict[Path, Pixels] = {}
         pieces: list[Piece] = []
-        for path in files_of(folder, (*PICTURES, *VIDEOS), "pictures or videos"):
+        paths, notes = _spread(files_of(folder, (*PICTURES, *VIDEOS), "pictures or videos"))
+        for path in paths:
             if path.suffix.lower() in VIDEOS:
                 frames = self._video(path)
                 size = frames.shape[1:3]
                 pieces += [Piece(f"{path.name}#{i}", path, size, frame=i) for i in range(len(frames))]
             else:
                 pieces.append(Piece(path.name, path, fit(as_rgb(path), max_pixels).shape[:2]))
-        super().__init__(pieces, f"pictures of folder {folder.name}", questions, max_tokens)
+        super().__init__(pieces, f"pictures of folder {folder.name}", questions, max_tokens, notes)
 
     def chunk(self, piece: Piece, size: tuple[int, ...], letter: str) -> Chunk:
         from PIL import Image
@@ -189,12 +195,18 @@ class Texts(Folder):
         self, folder: Path, questions: Sequence[str], max_tokens: int, engine: HFEngine, block: int = 64
     ) -> None:
         pieces = []
-        for path in files_of(folder, TEXTS, "text files"):
-            ids = engine.text_ids(path.read_text(encoding="utf-8", errors="replace"))
+        paths, notes = _spread(files_of(folder, TEXTS, "text files"))
+        for path in paths:
+            with path.open(encoding="utf-8", errors="replace") as file:
+                ids = engine.text_ids(file.read(CHARACTERS))
+                if file.read(1):
+                    notes.append(f"only the first {CHARACTERS:,} characters of {path.name}")
             for i in range(len(ids) // block):
                 part = tuple(ids[i * block : (i + 1) * block])
                 pieces.append(Piece(f"{path.name}#{i}", path, (block,), frame=i, ids=part))
-        super().__init__(pieces, f"texts of folder {folder.name}, in blocks of {block} tokens", questions, max_tokens)
+        super().__init__(
+            pieces, f"texts of folder {folder.name}, in blocks of {block} tokens", questions, max_tokens, notes
+        )
 
     def chunk(self, piece: Piece, size: tuple[int, ...], letter: str) -> Chunk:
         return Chunk(parts=(TextPart(text=f"Text {letter}:\n"), TokensPart(ids=piece.ids)), keep_source=False)
@@ -208,6 +220,13 @@ def files_of(folder: Path, endings: Sequence[str], what: str) -> list[Path]:
     if not found:
         raise ValueError(f"a folder must hold {what} ({', '.join(endings)}), got none in {str(folder)!r}")
     return found
+
+
+def _spread(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """At most `FILES` of them, evenly by name, and what a reader must know of that."""
+    if len(paths) <= FILES:
+        return list(paths), []
+    return [paths[i * len(paths) // FILES] for i in range(FILES)], [f"{FILES} of {len(paths):,} files, evenly by name"]
 
 
 def read_questions(path: Path) -> list[str]:

@@ -27,6 +27,7 @@ from ctxwin.evals.probe.verdict import (
     candidate,
     cheapest,
     judge,
+    may_keep,
     proven,
     sentence,
     smallest_safe,
@@ -247,7 +248,7 @@ class Probe:
             return {"mode": "exact"}
         # Shares in whole percents upwards, so that the rank that was proven is not lost to rounding.
         share = min(1.0, float(np.ceil(round(100 * self.served.share, 6)) / 100))
-        kept = bool(survivors) and survivors[0]["other_than_both_ci95"][1] <= self.limits.flips
+        kept = may_keep(survivors, self.limits)
         return {
             "mode": "patched", "bytes_share": share, "layers": self.served.layers,
             "survivors": "keep" if kept else "refresh",

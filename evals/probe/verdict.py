@@ -121,36 +121,52 @@ def judge(
         limits: what counts as safe.
         last: whether these are all answers there will be; that nothing is lost is never concluded before.
     """
-    evidence = evidence_of(found, blind)
-    if evidence is None:
+    kinds = evidence_of(found, blind)
+    if not kinds:
         return Judgement("unread", None, tuple(_unread(found)), partly=bool(reading_kinds(found)))
-    some = [h for h in blind if h.kind == evidence]
-    made = summary(some)
+    made = [_judged(found, kind, blind, noise, limits, last=last) for kind in kinds]
+    # Windows do not know which questions will come: one kind that is lost, or may be, decides.
+    return min(made, key=lambda judgement: _WORST.index(judgement.finding))
+
+
+_WORST: tuple[Finding, ...] = ("binds", "unclear", "chains")
+
+
+def _judged(
+    found: Sequence[Competence], kind: Kind, blind: Sequence[Heard], noise: Sequence[Heard], limits: Limits, *, last: bool
+) -> Judgement:  # fmt: skip
+    made = summary([h for h in blind if h.kind == kind])
     assert made is not None
-    floor = float(np.mean([h.flip for h in noise if h.kind == evidence]))
+    floor = float(np.mean([h.flip for h in noise if h.kind == kind]))
     limit = limits.flips + floor
     low, high = made["flips_ci95"]
-    owed = max((c.moved for c in found if c.reads and c.moved), default=None)
+    owed = _owed(found, kind)
     lost = None if not owed or made["kl_ci95"] is None else made["kl_ci95"][1] / owed
-    reasons = [
-        f"of {made['n']} {_NAMES[evidence]}, blind reuse answers {made['flips']:.1%} otherwise than a re-prefill "
+    reasons = (
+        f"of {made['n']} {_NAMES[kind]}, blind reuse answers {made['flips']:.1%} otherwise than a re-prefill "
         f"(95 % interval {low:.1%} to {high:.1%}; arithmetic noise: {floor:.1%}; the limit is {limit:.1%})",
         f"it moves the answer by {made['kl']:.3g} nats a token"
         + (f"; swapping a needed chunk moves it by {owed:.3g}" if owed else ""),
-    ]
+    )
     if low > limit:
-        return Judgement("binds", evidence, tuple(reasons))
+        return Judgement("binds", kind, reasons)
     if last and high <= limit and lost is not None and lost <= limits.lost:
-        return Judgement("chains", evidence, tuple(reasons))
-    return Judgement("unclear", evidence, tuple(reasons))
+        return Judgement("chains", kind, reasons)
+    return Judgement("unclear", kind, reasons)
 
 
-def evidence_of(found: Sequence[Competence], heard: Sequence[Heard]) -> Kind | None:
-    """The kind of question that a verdict may rest on: the user's, else those about several chunks, if it reads them."""
-    reads = reading_kinds(found)
-    if reads and any(h.kind == "yours" for h in heard):
-        return "yours"
-    return "cross" if "cross" in reads else None
+def _owed(found: Sequence[Competence], evidence: Kind) -> float | None:
+    """What an answer of this kind owes to its context, nats; for a user's questions, which do not say what they need,
+    the least that is known of any other kind."""
+    known = {c.kind: c.moved for c in found if c.reads and c.moved}
+    return known.get(evidence, min(known.values(), default=None))
+
+
+def evidence_of(found: Sequence[Competence], heard: Sequence[Heard]) -> list[Kind]:
+    """The kinds of question that a verdict may rest on: the user's, and those about several chunks, if it reads them."""
+    reads, asked = reading_kinds(found), {h.kind for h in heard}
+    kinds: tuple[Kind, ...] = ("yours", "cross")
+    return [kind for kind in kinds if kind in asked and (kind in reads or (kind == "yours" and reads))]
 
 
 def proven(
@@ -183,6 +199,19 @@ def with_margin(smallest: Setting | None, settings: Sequence[Setting]) -> Settin
     if smallest is None:
         return None
     return max((s for s in settings if smallest.rank <= s.rank <= MARGIN * smallest.rank), key=lambda s: s.rank)
+
+
+def may_keep(survivors: Sequence[Mapping[str, Any]], limits: Limits) -> bool:
+    """Whether survivors may stay as they are: shown to be safe after one slide, and shown to be unsafe after none.
+
+    Args:
+        survivors: rows by number of slides, of `ctxwin.evals.probe.moving.survival`. Fewer windows slide further, too few
+            to show that they are safe; that a window loses more the further it slides is still seen there.
+    """
+    first = next((row for row in survivors if row["slides"] == 1), None)
+    if first is None or first["other_than_both_ci95"][1] > limits.flips:
+        return False
+    return all(row["other_than_both_ci95"][0] <= limits.flips for row in survivors)
 
 
 def cheapest(curve: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str, Mapping[str, Any] | None]:

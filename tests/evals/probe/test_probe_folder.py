@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from ctxwin.evals.probe import cli
 from ctxwin.evals.probe.contexts import PLACED
-from ctxwin.evals.probe.folder import Images, Texts, read_questions
+from ctxwin.evals.probe.folder import CHARACTERS, FILES, Images, Texts, read_questions
 from ctxwin.evals.probe.sizes import Sizes
 from ctxwin.fidelity import PROFILES_VARIABLE, Fidelity, find_profile
 
@@ -138,6 +138,17 @@ def test_enough_pictures_leave_some_for_fitting(tmp_path: Path) -> None:
     fit = {source.context("fitting", i).item.cluster for i in range(30)}
     probed = {source.context(split, i).item.cluster for split in ("choosing", "proving") for i in range(30)}  # type: ignore[arg-type]
     assert fit and probed and not fit & probed
+
+
+def test_a_large_folder_takes_no_longer_than_a_smaller_one(engine: HFEngine, tmp_path: Path) -> None:
+    for i in range(FILES + 44):
+        Image.new("RGB", (28, 28), (i % 256, 0, 0)).save(tmp_path / f"{i:03d}.png")
+    found = Images(tmp_path, [], 4, None)
+    assert len(found.pieces) == FILES and found.pieces[0].name == "000.png" and found.pieces[-1].name == "298.png"
+    assert "256 of 300 files, evenly by name" in found.notes
+    (tmp_path / "long.txt").write_text("color of 17 now " * (CHARACTERS // 8))
+    texts = Texts(tmp_path, [], 4, engine, block=16)
+    assert len(texts.pieces) > 4_000 and any(note.endswith("characters of long.txt") for note in texts.notes)
 
 
 def test_texts_are_blocks_of_one_length(engine: HFEngine, tmp_path: Path) -> None:

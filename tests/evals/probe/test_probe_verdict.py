@@ -18,6 +18,7 @@ from ctxwin.evals.probe.verdict import (
     Setting,
     cheapest,
     judge,
+    may_keep,
     proven,
     sentence,
     smallest_safe,
@@ -113,11 +114,35 @@ def test_without_reading_there_is_no_verdict_whatever_changes() -> None:
     assert "do not depend on the context" in sentence(nothing, None, None)
 
 
-def test_the_users_own_questions_decide_where_there_are_some() -> None:
-    mixed = heard("blind", share(100, 90), 2.0) + heard("blind", share(100, 0), kind="yours")
-    noise = heard("stepwise", share(100, 0)) + heard("stepwise", share(100, 0), kind="yours")
-    found = judge(READS, mixed, noise, Limits(), last=True)
-    assert (found.finding, found.evidence) == ("chains", "yours")
+def test_the_users_own_questions_count_and_make_no_loss_of_other_ones_safe() -> None:
+    def judged(yours: int, cross: int) -> tuple[str, str | None]:
+        mixed = heard("blind", share(200, cross), 0.001 + cross / 50) + heard("blind", share(200, yours), kind="yours")
+        noise = heard("stepwise", share(200, 0)) + heard("stepwise", share(200, 0), kind="yours")
+        found = judge(READS, mixed, noise, Limits(), last=True)
+        return found.finding, found.evidence
+
+    assert judged(0, 0) == ("chains", "yours")
+    assert judged(0, 180) == ("binds", "cross"), "a profile is for every question"
+    assert judged(180, 0) == judged(180, 180) == ("binds", "yours")
+    assert judged(0, 10) == ("unclear", "cross")
+
+
+def test_what_is_lost_is_held_against_what_the_same_questions_owe_to_their_context() -> None:
+    reads = [replace(READS[0], moved=0.04), replace(READS[0], kind="one", moved=4.0)]
+    blind, noise = heard("blind", share(200, 1), 0.01), heard("stepwise", share(200, 0), 0.0)
+    found = judge(reads, blind, noise, Limits(), last=True)
+    assert found.finding == "unclear" and "swapping a needed chunk moves it by 0.04" in found.reasons[1]
+    assert judge([replace(reads[0], moved=4.0)], blind, noise, Limits(), last=True).finding == "chains"
+
+
+def test_survivors_are_kept_where_one_slide_is_safe_and_no_later_one_is_seen_to_lose() -> None:
+    def row(slides: int, low: float, high: float) -> dict[str, object]:
+        return {"slides": slides, "other_than_both_ci95": [low, high]}
+
+    assert may_keep([row(1, 0.0, 0.04), row(8, 0.0, 0.2)], Limits()), "few windows slide that far"
+    assert not may_keep([row(1, 0.0, 0.04), row(8, 0.3, 0.7)], Limits())
+    assert not may_keep([row(1, 0.0, 0.06)], Limits())
+    assert not may_keep([row(2, 0.0, 0.01)], Limits()) and not may_keep([], Limits())
 
 
 def test_a_setting_is_safe_by_the_ends_of_its_intervals() -> None:
