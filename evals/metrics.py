@@ -2,7 +2,7 @@
 
 The reference of a sample is the exact re-prefill of what is placed; its base is what doing nothing would serve: the
 relocated canonical, or for a survivor its KV as it is. Empty input raises instead of giving a figure. Answers are
-compared as the task's rule reads them (`ctxwin.evals.items.Scored`).
+compared as the task's rule reads them (`ctxwin.evals.items.Scored`), and as they are where it reads nothing in them.
 """
 
 from __future__ import annotations

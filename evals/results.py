@@ -173,13 +173,14 @@ def _lines(found: Table, task: str) -> Iterator[dict[str, Any]]:
             outcome = found.outcomes[task, arm][row["index"]]
             if row["index"] not in seen:
                 seen.add(row["index"])
-                yield _line(row, PLAIN, outcome)
+                yield _line(row, PLAIN, outcome, found.scorer)
             if arm != "reprefill":
-                yield _line(row, arm, outcome)
+                yield _line(row, arm, outcome, found.scorer)
 
 
-def _line(row: Row, arm: str, outcome: Outcome) -> dict[str, Any]:
-    answer, scored = (row["reference"], outcome.reference) if arm == PLAIN else (row["answer"], outcome.answer)
+def _line(row: Row, arm: str, outcome: Outcome, scorer: Scorer) -> dict[str, Any]:
+    said = "reference" if arm == PLAIN else "answer"
+    answer, scored = row[said], scorer.scored(row, said)
     metrics: dict[str, float | None] = {"acc": scored.score, **scored.metrics}
     if arm != PLAIN:
         metrics |= {"kl": outcome.kl, "agreement": float(agreed(outcome)), "harm": _number(harmed(outcome))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -81,9 +82,9 @@ class Scorer:
                 f"sample {row['index']} of {row['task']!r} must name its cluster, got {row.get('cluster')!r}"
             )
         return Outcome(
-            answer=self.scored(row),
-            reference=self.scored(row, "reference"),
-            base=self.scored(row, "base"),
+            answer=self._compared(row, "answer"),
+            reference=self._compared(row, "reference"),
+            base=self._compared(row, "base"),
             cluster=row["cluster"],
             kl=row["kl"],
             base_kl=row["base_kl"],
@@ -94,6 +95,11 @@ class Scorer:
             recomputed=_recomputed(row),
             renewed=row.get("renewed"),
         )
+
+    def _compared(self, row: Row, field: str) -> Scored:
+        """As `scored`; what the rule reads nothing in is compared as it is, since two such answers need not be one."""
+        made = self.scored(row, field)
+        return made if made.prediction else replace(made, prediction=row[field].strip())
 
     def official(self, rows: Sequence[Row]) -> dict[str, float]:
         """The data set's own aggregates over samples of one arm on one task."""

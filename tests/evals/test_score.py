@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ctxwin.evals.compare import Setting, best_patched, matched, paired
+from ctxwin.evals.items import Scored
 from ctxwin.evals.metrics import eta
 from ctxwin.evals.samples import Samples, open_samples
 from ctxwin.evals.score import Scorer, Table, scores, table
@@ -98,6 +100,20 @@ def test_an_arm_that_served_nothing_is_named_with_nothing(tmp_path: Path) -> Non
     result = scores(run(tmp_path, [row("blind", 0), unserved("orbit:2", 0)]), task_of=Words)
     assert result["arms"]["orbit:2"] == {}
     assert list(result["arms"]) == ["blind", "orbit:2"]
+
+
+def test_answers_that_cannot_be_read_agree_only_where_they_are_the_same() -> None:
+    """The rule reads nothing ("") in each, so that by it alone garbage would agree with other garbage."""
+
+    class Letters(Words):
+        def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
+            return Scored(1.0, answer) if len(answer) == 1 else Scored(None, "")
+
+    said = [("no idea", "no idea"), ("no idea", "what?"), ("A", "what?"), ("A", "A")]
+    rows = [row("first_k:2", i, arm, reference=exact, base="zz") for i, (arm, exact) in enumerate(said)]
+    figures = table(rows, Letters)["first_k:2"]["made/words"]
+    assert figures["agreement"] == 0.5 and figures["flips"] == 4 and figures["flip_recover"] == 0.5
+    assert figures["unparsed"] == 2
 
 
 def test_every_text_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
