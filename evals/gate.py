@@ -86,7 +86,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="of a run")
     parser.add_argument("--arm", default="stale:8")
     options = parser.parse_args()
-    made = gate(row for row in read_samples(options.folder).rows.values() if row["arm"] == options.arm)
+    try:
+        made = gate(row for row in read_samples(options.folder).rows.values() if row["arm"] == options.arm)
+    except ValueError as error:
+        parser.error(str(error))
     table = Table("coverage", "divergence at most", "false reuse")
     for row in made["at"]:
         low, high = row["ci95"]

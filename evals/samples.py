@@ -213,8 +213,10 @@ def _config(folder: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"a run folder must hold config.json, got none in {str(folder)!r}") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no JSON, or no UTF-8
         raise ValueError(f"{path} must be JSON, got {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}")
     if config.get("format") != FORMAT:
         raise ValueError(
             f"{path} must be of format {FORMAT}, got {config.get('format')!r}; run it again into another folder"
@@ -248,11 +250,17 @@ def _lines(path: Path) -> Iterator[tuple[int, Row]]:
             if not line.endswith(b"\n"):
                 return  # torn by a kill; its sample counts as missing
             try:
-                row = json.loads(line)
-                key_of(row)
+                row = json.loads(line, parse_constant=_refused)
+                task, arm, index = key_of(row)
+                if not (isinstance(task, str) and isinstance(arm, str) and isinstance(index, int)):
+                    raise ValueError(f"a sample is of a task, an arm and a number, got {key_of(row)}")
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path} must hold one sample a line as JSON, got line {number}: {error}") from error
             yield number, row
+
+
+def _refused(figure: str) -> None:
+    raise ValueError(f"figures must be finite, got {figure}")
 
 
 def _cut_torn_line(path: Path) -> None:

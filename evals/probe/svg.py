@@ -9,7 +9,7 @@ from html import escape
 Points = Sequence[tuple[float, float]]
 COLORS = ("#2e86ab", "#d1495b", "#3a7d44", "#ee964b", "#6457a6", "#8d99ae", "#b56576", "#a0862f")
 _WIDTH, _HEIGHT = 520, 250
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 40
 
 
 def lines(
@@ -29,11 +29,11 @@ def lines(
         f"<figure><figcaption>{escape(title)}</figcaption>",
         f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img' aria-label='{escape(title)}'>",
     ]
-    for value in _ticks(*up):
+    for value in _ticks(*up, log=log_y):
         y = _place(value, up, _HEIGHT - _BOTTOM, _TOP)
         parts.append(f"<line x1='{_LEFT}' x2='{_WIDTH - _RIGHT}' y1='{y:.1f}' y2='{y:.1f}' class='grid'/>")
         parts.append(f"<text x='{_LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{_shown(value, log_y)}</text>")
-    for value in _ticks(*across):
+    for value in _ticks(*across, log=log_x, whole=all(x == int(x) for x in xs)):
         x = _place(value, across, _LEFT, _WIDTH - _RIGHT)
         parts.append(
             f"<text x='{x:.1f}' y='{_HEIGHT - _BOTTOM + 16}' text-anchor='middle'>{_shown(value, log_x)}</text>"
@@ -68,8 +68,19 @@ def _axis(low: float, high: float) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    return [low + (high - low) * i / 4 for i in range(5)]
+def _ticks(low: float, high: float, *, log: bool, whole: bool = False) -> list[float]:
+    """Round values; powers of ten on a logarithmic axis that spans two, whole ones where only such have a meaning."""
+    if log:
+        powers = range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1)
+        if len(powers) > 1:
+            return [float(power) for power in powers]
+        return [low + (high - low) * i / 4 for i in range(5)]
+    rough = (high - low) / 5
+    tens = 10.0 ** math.floor(math.log10(rough))
+    step = next(nice * tens for nice in (1, 2, 5, 10) if nice * tens >= rough * (1 - 1e-9))
+    step = max(1.0, step) if whole else step
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
 
 
 def _place(value: float, axis: tuple[float, float], begin: float, end: float) -> float:
@@ -77,4 +88,4 @@ def _place(value: float, axis: tuple[float, float], begin: float, end: float) ->
 
 
 def _shown(value: float, log: bool) -> str:
-    return f"{10**value if log else value:.2g}"
+    return f"{10**value if log else value:.3g}"

@@ -152,12 +152,12 @@ def _curves(run: Run, task: str) -> Picture | None:
                         name.partition(":")[2], (100 * share, value), textcoords="offset points", xytext=(4, -10),
                         fontsize=7, color=PATCH,
                     )  # fmt: skip
-    any_arm = next(iter(arms.values()))
+    widest = max(arms.values(), key=lambda f: f["n"])  # an arm that leaves items out has another re-prefill to stand by
     for key, label, colour in (
         ("reference_accuracy", "re-prefill", REFERENCE),
         ("base_accuracy", "nothing done (base)", BASE),
     ):
-        if (value := any_arm[key]) is not None:
+        if (value := widest[key]) is not None:
             left.axhline(value, color=colour, linestyle="--", linewidth=1, label=label)
     if not right.lines:
         why = "no eta: the base's mean KL is under 0.01"

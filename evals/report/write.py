@@ -12,6 +12,9 @@ from ctxwin.evals.report.runs import Run, read_runs, tasks_of
 from ctxwin.evals.report.text import markdown
 from ctxwin.evals.score import TaskOf
 
+_DRAWN = re.compile(r"\d{2,}-.*-(arms|bytes|layers|grid)(-\d+)?\.png")
+"""Names of the figures of a report."""
+
 
 def write_report(
     folders: Sequence[Path],
@@ -48,6 +51,10 @@ def _draw(runs: Sequence[Run], out: Path) -> tuple[dict[str, list[tuple[str, byt
     files: dict[str, list[str]] = {}
     folder = out / "figures"
     folder.mkdir(exist_ok=True)
+    for older in folder.glob("*.png"):
+        # An earlier report's figures of other runs must not stand beside this one's.
+        if _DRAWN.fullmatch(older.name):
+            older.unlink()
     for number, task in enumerate(tasks_of(runs), start=1):
         for picture in pictures(runs, task):
             # The number keeps tasks apart whose names differ in signs only.

@@ -215,6 +215,30 @@ def test_a_run_with_little_to_show_is_a_report_too(tmp_path: Path) -> None:
     assert [p.name for p in sorted((tmp_path / "run" / "figures").iterdir())] == ["01-made-words-arms.png"]
 
 
+def test_figures_of_an_earlier_report_do_not_stand_beside_this_ones(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for name, rows in (("rich", sweep(8)), ("poor", [row("blind", 0)])):
+        with open_samples(tmp_path / name, CONFIG) as samples:
+            samples.add(rows)
+        write_report([tmp_path / name], out, task_of=Words)
+        (out / "figures" / "mine.png").write_bytes(b"")
+    assert {path.name for path in (out / "figures").iterdir()} == {"01-made-words-arms.png", "mine.png"}
+
+
+def test_the_line_of_reprefill_stands_on_as_many_items_as_there_are(tmp_path: Path) -> None:
+    """The first arm served one item, which re-prefill gets wrong."""
+    rows = [row("orbit:8", 0, reference="blue"), *(unserved("orbit:8", i) for i in range(1, 10))]
+    rows += [row("reprefill", i, reference="blue" if i == 0 else "red", recomputed=1.0) for i in range(10)]
+    rows += [row(f"patched:{m}", i, reference="blue" if i == 0 else "red", stored=10 * m)
+             for m in (1, 8) for i in range(10)]  # fmt: skip
+    with open_samples(tmp_path / "run", CONFIG) as samples:
+        samples.add(rows)
+    made = read_runs([tmp_path / "run"], task_of=Words)
+    left = next(p for p in pictures(made, "made/words") if p.name == "bytes").figure.axes[0]
+    drawn = {line.get_label(): float(line.get_ydata()[0]) for line in left.lines if line.get_linestyle() == "--"}
+    assert drawn["re-prefill"] == pytest.approx(0.9)
+
+
 def test_what_all_tasks_share_is_said_once(tmp_path: Path) -> None:
     tasks = {"made/words": {"seed": 3, "frames": [2, 4]}, "made/other": {"seed": 3, "frames": [2]}}
     with open_samples(tmp_path, CONFIG | {"tasks": tasks}) as samples:

@@ -79,6 +79,29 @@ def test_damage_in_the_middle_is_an_error_not_a_loss(tmp_path: Path, line: str |
             opened(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("[]", "must hold a JSON object, got list"), ("{", "must be JSON"), ("\udcff", "must be JSON")],
+)
+def test_a_configuration_that_is_none_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(ValueError, match=message):
+        read_samples(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [({"index": "7"}, "a task, an arm and a number"), ({"task": []}, "a task, an arm and a number"),
+     ({"kl": float("nan")}, "must be finite, got NaN")],
+)  # fmt: skip
+def test_a_line_that_is_no_sample_is_named(tmp_path: Path, more: dict[str, Any], message: str) -> None:
+    open_samples(tmp_path, CONFIG).close()
+    lines = [json.dumps(row("blind", 0)), json.dumps(row("blind", 1) | more)]
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=f"line 2.*{message}"):
+        read_samples(tmp_path)
+
+
 def test_a_figure_that_is_no_number_is_refused_before_it_is_written(tmp_path: Path) -> None:
     with open_samples(tmp_path, CONFIG) as samples:
         samples.add([row("blind", 0)])

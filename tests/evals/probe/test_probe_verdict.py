@@ -13,6 +13,8 @@ from ctxwin.evals.probe.contexts import normal
 from ctxwin.evals.probe.listen import Heard
 from ctxwin.evals.probe.reading import Competence, Reading, addressing, competence
 from ctxwin.evals.probe.structure import energy_ranks, functional_rank
+from ctxwin.evals.probe.svg import _ticks as ticks
+from ctxwin.evals.probe.svg import lines
 from ctxwin.evals.probe.verdict import (
     Limits,
     Setting,
@@ -86,6 +88,16 @@ def test_answers_that_change_bind_at_once_and_answers_that_do_not_only_at_the_en
     still = heard("blind", share(200, 1))
     assert judge(READS, still, noise, Limits(), last=False).finding == "unclear"
     assert judge(READS, still, noise, Limits(), last=True).finding == "chains"
+
+
+def test_ticks_of_a_chart_are_round() -> None:
+    assert ticks(0, 3, log=False, whole=True) == [0, 1, 2, 3], "no half layers"
+    assert ticks(1, 8, log=False, whole=True) == [2, 4, 6, 8]
+    assert ticks(0, 0.75, log=False) == pytest.approx([0, 0.2, 0.4, 0.6])
+    assert ticks(0, 0.9, log=False)[-1] == pytest.approx(0.8)
+    assert ticks(-6, -0.1, log=True) == [-6, -5, -4, -3, -2, -1]
+    assert "<text x='58' y='" in lines("t", "x", "y", {"a": [(0, 1), (1, 128)]})
+    assert ">100<" in lines("t", "x", "y", {"a": [(0, 1), (1, 128)]})
 
 
 @pytest.mark.parametrize(("n", "flipped", "kl"), [(30, 0, 0.001), (200, 12, 0.001), (200, 1, 0.2)])
