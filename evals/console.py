@@ -66,15 +66,16 @@ def print_json(value: Any) -> None:
 
 
 def terminal() -> Any:
+    """Where results are printed; nothing in them is markup, since names and paths may hold what looks like it."""
     from rich.console import Console
 
     # A file or a pipe gets whole rows.
-    return Console() if sys.stdout.isatty() else Console(width=150)
+    return Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=150)
 
 
 def say(text: str, *, bold: bool = False) -> None:
-    """A line as it is: nothing in it is read as markup, and no path is broken in two."""
-    terminal().print(text, style="bold" if bold else None, markup=False, highlight=False, soft_wrap=True)
+    """A line as it is: no path in it is broken in two."""
+    terminal().print(text, style="bold" if bold else None, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -11,8 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import system
+from ctxwin.evals.cli import app
 from ctxwin.evals.report import Run, markdown, page, read_runs, rich_tables, write_report
 from ctxwin.evals.report.figures import pictures, render
 from ctxwin.evals.report.tables import official_table
@@ -237,6 +239,18 @@ def test_the_line_of_reprefill_stands_on_as_many_items_as_there_are(tmp_path: Pa
     left = next(p for p in pictures(made, "made/words") if p.name == "bytes").figure.axes[0]
     drawn = {line.get_label(): float(line.get_ydata()[0]) for line in left.lines if line.get_linestyle() == "--"}
     assert drawn["re-prefill"] == pytest.approx(0.9)
+
+
+def test_the_command_prints_paths_as_they_are(tmp_path: Path) -> None:
+    folder = tmp_path / "[bold]run[/]"
+    rows = sweep(4, "tiny/multi_hop")
+    with open_samples(folder, CONFIG) as samples:
+        samples.add(rows)
+    made = CliRunner().invoke(app, ["report", str(folder)])
+    assert made.exit_code == 0, made.output
+    assert f"wrote {folder / 'report.html'}" in made.stdout
+    made = CliRunner().invoke(app, ["score", str(folder)])
+    assert made.exit_code == 0 and "[bold]run[/]" in made.stdout
 
 
 def test_what_all_tasks_share_is_said_once(tmp_path: Path) -> None:
