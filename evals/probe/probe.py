@@ -32,6 +32,7 @@ from ctxwin.evals.probe.verdict import (
     sentence,
     smallest_safe,
     summary,
+    survivors_sentence,
     with_margin,
 )
 
@@ -120,7 +121,11 @@ class Probe:
         result["served"] = (
             None if self.served is None else {k: getattr(self.served, k) for k in ("rank", "layers", "share")}
         )
-        result["fidelity"] = self._fidelity(judgement, result.get("survivors", []))
+        survivors = result.get("survivors", [])
+        result["fidelity"] = self._fidelity(judgement, survivors)
+        if survivors and "survivors" in result["fidelity"]:
+            said = survivors_sentence(survivors, result["fidelity"]["survivors"])
+            result["verdict"]["reasons"].append(said)
         result["seconds"] = round(self.clock.spent, 1)
         return result
 

@@ -10,11 +10,12 @@ from ctxwin.evals.probe.svg import lines
 
 _STYLE = """
 :root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;margin:0;background:Canvas;color:CanvasText}
-main{max-width:64rem;margin:auto;padding:1rem}h1{line-height:1.2}.verdict{border-left:6px solid #8d99ae;padding:.6rem 1rem;
+main{max-width:64rem;margin:auto;padding:1rem}h1{line-height:1.2}h1,code,li{overflow-wrap:anywhere}
+.verdict{border-left:6px solid #8d99ae;padding:.6rem 1rem;
 font-size:1.15rem}.binds{border-color:#d1495b}.chains{border-color:#3a7d44}.soft{opacity:.75}.scroll{overflow-x:auto}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}td,th{padding:.2rem .7rem;text-align:right;
 border-bottom:1px solid #8886}td:first-child,th:first-child{text-align:left}.figures{display:grid;
-grid-template-columns:repeat(auto-fit,minmax(20rem,1fr));gap:1rem}figure{margin:0}svg{width:100%;height:auto}
+grid-template-columns:repeat(auto-fit,minmax(min(20rem,100%),1fr));gap:1rem}figure{margin:0}svg{width:100%;height:auto}
 svg text{fill:currentColor;font-size:11px}.grid{stroke:#8884}.keys span{margin-right:1rem;white-space:nowrap}
 .keys i{display:inline-block;width:.8em;height:.8em;margin-right:.3em;border-radius:2px}code{font-size:.95em}
 """

@@ -214,6 +214,17 @@ def may_keep(survivors: Sequence[Mapping[str, Any]], limits: Limits) -> bool:
     return all(row["other_than_both_ci95"][0] <= limits.flips for row in survivors)
 
 
+def survivors_sentence(survivors: Sequence[Mapping[str, Any]], survivors_mode: str) -> str:
+    """What keeping survivors means, which is not a re-prefill of what is placed: they know what left the window."""
+    first = min(survivors, key=lambda row: row["slides"])
+    done = "are kept as they are" if survivors_mode == "keep" else "are computed again"
+    return (
+        f"survivors of a slide {done}: kept, they answer {first['other_than_window']:.1%} of {first['n']} questions otherwise "
+        f"than a re-prefill of what is placed, {first['other_than_stream']:.1%} otherwise than one of what was seen lately, "
+        f"and {first['other_than_both']:.1%} otherwise than both, by which it is decided"
+    )
+
+
 def cheapest(curve: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str, Mapping[str, Any] | None]:
     """By way to compress: the smallest share of bytes that restores enough and changes few enough answers."""
     found: dict[str, Mapping[str, Any] | None] = {}

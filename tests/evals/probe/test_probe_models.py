@@ -60,6 +60,9 @@ def test_the_bundled_model_binds_and_a_patch_of_its_deep_layers_is_safe() -> Non
     assert oracle["kl"] == pytest.approx(blind["kl"], rel=0.2), "what is lost is conditioning"
     assert blind["to_oracle"] < 0.05 * blind["kl"], "and not position"
     assert result["arms"]["cross"]["stepwise"]["kl"] < 1e-6
+    once = result["survivors"][0]
+    told = f"answer {once['other_than_window']:.1%} of 8 questions otherwise than a re-prefill of what is placed"
+    assert any(told in reason for reason in verdict["reasons"]), "keeping survivors is no re-prefill, and said so"
     fidelity = Fidelity(**result["fidelity"])
     assert (fidelity.mode, fidelity.layers) == ("patched", "deep")
     assert fidelity.bytes_share is not None and 0.02 <= fidelity.bytes_share <= 0.3
