@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,13 +56,15 @@ def run(
 ) -> None:  # fmt: skip
     """Run arms over the items of tasks, score them against an exact re-prefill, print the table.
 
+    Beside generated tasks, arms of slides and recalls bring the generated tasks of theirs along.
+
     A run that was interrupted is continued by the same command: what is in the folder is not computed again.
     """
     with errors():
         from ctxwin.evals.arms import parse_arms
         from ctxwin.evals.benchmarks import DataOptions
         from ctxwin.evals.results import write_lm_eval
-        from ctxwin.evals.run import Runner, Settings, plan_jobs
+        from ctxwin.evals.run import Runner, Settings, companions, plan_jobs
         from ctxwin.evals.score import scores
         from ctxwin.evals.tasks import TaskOptions, expand, open_task
         from ctxwin.evals.tasks.tiny import TinyOptions
@@ -75,6 +78,7 @@ def run(
         if not n and any(task.endless for task in opened):
             raise ValueError("n must be >= 1 for generated tasks, got 0")
         chosen = parse_arms(arms)
+        opened += [open_task(name, options) for name in companions(chosen, opened)]
         jobs = plan_jobs(chosen, opened)
         # Reads annotations, so that missing data shows before a model is opened.
         total = sum(len(job.arms) * (n if job.task.endless else len(job.task.items(n or None))) for job in jobs)
@@ -86,7 +90,7 @@ def run(
             runner.run(jobs, n or None, advance)
         result = scores(runner.samples, [arm.name for arm in chosen], n or None)
         result |= {"n": n, "output": str(folder), "vision_encodes": engine.counters.vision_encodes}
-        (folder / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        (folder / "results.json").write_text(json.dumps(plainly(result), indent=1) + "\n", encoding="utf-8")
         write_lm_eval(runner.samples, folder / "lm-eval")
         _show(result, as_json)
 
@@ -208,6 +212,21 @@ def list_(as_json: Json = False) -> None:
     terminal().print(ARM_FORMS)
 
 
+def plainly(result: dict[str, Any]) -> dict[str, Any]:
+    """A result as it is printed: generated tasks without their suite's name, ``multi_hop`` for ``tiny/multi_hop``.
+
+    An arm that names its turnover (``stale:8@0.5``) runs on one recall alone, which is then just ``recall``.
+    """
+
+    def short(task: str, arm: str = "") -> str:
+        name = task.removeprefix("tiny/")
+        return "recall" if name.startswith("recall@") and re.fullmatch(r"(stale|update|recall):.+@.+", arm) else name
+
+    arms = {arm: {short(task, arm): made for task, made in cells.items()} for arm, cells in result["arms"].items()}
+    others = {key: {short(task): made for task, made in result[key].items()} for key in ("tasks", "paired", "matched")}
+    return {**result, **others, "arms": arms}
+
+
 def _default_folder(config: dict[str, Any]) -> Path:
     """One folder a configuration, so that the same command continues its run and no other."""
     from ctxwin.identity import digest
@@ -224,7 +243,7 @@ def _frames(text: str) -> tuple[int, ...]:
 
 def _show(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print_json(result)
+        print_json(plainly(result))
         return
     from ctxwin.evals.report import rich_tables
 

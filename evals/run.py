@@ -21,6 +21,7 @@ from ctxwin.evals.items import Item, Task
 from ctxwin.evals.metrics import kl_divergence
 from ctxwin.evals.patching import Patcher, Weighting, load_basis, make_weight, parse_variant
 from ctxwin.evals.samples import FORMAT, Row, Samples, open_samples
+from ctxwin.evals.tasks import SUITES
 from ctxwin.evals.tasks.tiny import TinyOptions, as_item, fit_cases
 from ctxwin.kv import SpanKV
 from ctxwin.operator import Deficit
@@ -85,8 +86,31 @@ class Job:
     arms: tuple[Arm, ...]
 
 
+def fits(arm: Arm, task: Task) -> bool:
+    """Whether an arm runs on a task: it is of its setting, and of its turnover where it names one."""
+    if arm.turnover is not None:
+        return task.name == f"tiny/recall@{arm.turnover:g}"
+    return arm.name == BASES[task.setting].name or task.setting in arm.settings
+
+
+def companions(arms: Sequence[Arm], tasks: Sequence[Task]) -> list[str]:
+    """Generated tasks for arms that fit none of the given ones, where those are all generated: slides, or recalls."""
+    if not all(task.name.startswith("tiny/") for task in tasks):
+        return []
+    found: dict[str, None] = {}
+    for arm in arms:
+        if not any(fits(arm, task) for task in tasks):
+            if arm.turnover is not None:
+                found[f"tiny/recall@{arm.turnover:g}"] = None
+            elif "slide" in arm.settings:
+                found |= dict.fromkeys(("tiny/slide_distractor", "tiny/slide_needed"))
+            elif "recall" in arm.settings:
+                found |= dict.fromkeys(SUITES["tiny-recall"])
+    return list(found)
+
+
 def plan_jobs(arms: Sequence[Arm], tasks: Sequence[Task]) -> list[Job]:
-    """Which arms run on which tasks: those whose setting it is. Raises ValueError for an arm that fits none of them."""
+    """Which arms run on which tasks, see `fits`. Raises ValueError for an arm that fits none of them."""
     jobs = []
     for task in tasks:
         fitting = []
@@ -94,7 +118,7 @@ def plan_jobs(arms: Sequence[Arm], tasks: Sequence[Task]) -> list[Job]:
             base = BASES[task.setting]
             if arm.name == base.name:
                 fitting.append(base)  # doing nothing means something else in every setting
-            elif task.setting in arm.settings:
+            elif fits(arm, task):
                 fitting.append(arm.on(task.setting))
         if fitting:
             jobs.append(Job(task, tuple(fitting)))

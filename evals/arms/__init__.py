@@ -6,7 +6,7 @@ from ctxwin.evals.arms.base import Arm, Served
 from ctxwin.evals.arms.compress import ElasticCache, HeavyHitters, MostRecent
 from ctxwin.evals.arms.layers import Cacheblend, LowRankKeys, ShallowReuse, VlCache
 from ctxwin.evals.arms.prefix import Prefix
-from ctxwin.evals.arms.recall import Recalled, Refresh, Stale, Update
+from ctxwin.evals.arms.recall import Recall, Recalled, Refresh, Stale, Update
 from ctxwin.evals.arms.reuse import Blind, Orbit, Patched, Removal, Reprefill, Survivor, Toggled, Transfer
 from ctxwin.evals.arms.tokens import CacheblendOracle, Epic, FirstK, FullReuse, Mpic, Quest
 from ctxwin.evals.items import Setting
@@ -14,13 +14,13 @@ from ctxwin.evals.items import Setting
 ARMS: dict[str, type[Arm]] = {
     kind.form.partition(":")[0]: kind
     for kind in (
-        Reprefill, Blind, Patched, Orbit, Transfer, Survivor, Removal, Stale, Update, Refresh, Toggled, FirstK,
-        Epic, Mpic, FullReuse, Cacheblend, CacheblendOracle, Quest, VlCache, ShallowReuse, LowRankKeys, Prefix,
+        Reprefill, Blind, Patched, Orbit, Transfer, Survivor, Removal, Stale, Update, Recall, Refresh,
+        Toggled, FirstK, Epic, Mpic, FullReuse, Cacheblend, CacheblendOracle, Quest, VlCache, ShallowReuse, LowRankKeys, Prefix,
         ElasticCache, HeavyHitters, MostRecent,
     )
 }  # fmt: skip
 ARM_FORMS = ", ".join(kind.form for kind in ARMS.values()) + (
-    " (M: a rank >= 0, or full; K: tokens >= 0, or all; R, B, F: a share 0..1)"
+    " (M: a rank >= 0, or full; K: tokens >= 0, or all; R, B, F, T: a share 0..1; stale and update take @T, too)"
 )
 
 REFERENCE: Arm = Reprefill("reprefill")

@@ -63,6 +63,11 @@ class Arm(ABC):
         """Rank of its patches; None where it has none, or full ones."""
         return None
 
+    @property
+    def turnover(self) -> float | None:
+        """The one turnover it was asked for at; None where it runs at any."""
+        return None
+
     def on(self, setting: Setting) -> Arm:
         """This arm on tasks of a setting; itself, where it does the same in all of its settings."""
         return self

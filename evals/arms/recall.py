@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
-from ctxwin.evals.arms.base import PlainArm, RankedArm, Served
+from ctxwin.evals.arms.base import PlainArm, RankedArm, Served, parse_share
 from ctxwin.evals.items import Item, Setting
 from ctxwin.kv import SpanKV
 from ctxwin.operator import Patch, apply_patch, deficit
@@ -27,8 +27,21 @@ class _Rehydrated(RankedArm):
     the exact KV, too: the patch is what later asks behind the same chunks reuse.
     """
 
+    at: float | None = None
+
     settings: ClassVar[tuple[Setting, ...]] = ("recall",)
     fresh: ClassVar[bool] = True
+
+    @property
+    def turnover(self) -> float | None:
+        return self.at
+
+    @classmethod
+    def parse(cls, name: str, argument: str) -> Self | None:
+        size, at, share = argument.partition("@")
+        plain = super().parse(name, size)
+        turnover = parse_share(share) if at else None
+        return None if plain is None or (at and turnover is None) else replace(plain, at=turnover)
 
     @property
     def found(self) -> tuple[str, ...]:
@@ -52,7 +65,7 @@ class _Rehydrated(RankedArm):
 
 @dataclass(frozen=True)
 class Stale(_Rehydrated):
-    """A recalled chunk with the patch it had when it was evicted."""
+    """A recalled chunk with the patch it had when it was evicted; ``stale:M@T`` at turnover T alone."""
 
     form: ClassVar[str] = "stale:M"
     source: ClassVar[str] = "Kamera, section 5, 'Recall' (stale replay); appendix D"
@@ -65,7 +78,7 @@ class Stale(_Rehydrated):
 
 @dataclass(frozen=True)
 class Update(_Rehydrated):
-    """A recalled chunk with a patch formed behind what is in front of it now."""
+    """A recalled chunk with a patch formed behind what is in front of it now; ``update:M@T`` at turnover T alone."""
 
     form: ClassVar[str] = "update:M"
     source: ClassVar[str] = "Kamera, section 5, 'Recall' (fresh patch); appendix D ('The cheapest correct refresh')"
@@ -73,6 +86,18 @@ class Update(_Rehydrated):
     def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
         patch = group.patch(b, place, self.size)
         return group.patched(group.canonical[b][place], patch, place), patch.nbytes
+
+
+@dataclass(frozen=True)
+class Recall(Update):
+    """`Update` of a recall at one turnover, as ``recall:M@T``."""
+
+    form: ClassVar[str] = "recall:M@T"
+
+    @classmethod
+    def parse(cls, name: str, argument: str) -> Self | None:
+        made = super().parse(name, argument)
+        return None if made is None or made.at is None else made
 
 
 @dataclass(frozen=True)

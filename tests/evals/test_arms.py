@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxwin.evals.arms import ARM_FORMS, ARMS, BASES, parse_arm, parse_arms
-from ctxwin.evals.arms.recall import Stale, Update
+from ctxwin.evals.arms.recall import Recall, Stale, Update
 from ctxwin.evals.arms.reuse import Blind, Orbit, Patched, Transfer, other_orders
 from ctxwin.evals.arms.tokens import FirstK
 from ctxwin.evals.run import plan_jobs
@@ -20,6 +20,8 @@ def test_every_form_parses() -> None:
     assert parse_arm("first_k:all") == FirstK("first_k:all", None)
     assert parse_arm("update:8") == Update("", 8)
     assert parse_arm("stale:full") == Stale("", None)
+    assert parse_arm("stale:full@.5") == Stale("", None, 0.5) != Stale("", None)
+    assert parse_arm("recall:8@0.25") == Recall("", 8, 0.25)
     assert parse_arm("patched:8@deep") == Patched("", 8, "deep") != Patched("", 8)
     assert parse_arm("patched:8@shared+deep+output").name == "patched:8@shared+deep+output"
     assert parse_arm("transfer:4") == Transfer("", 4) != Orbit("", 4)
@@ -41,9 +43,9 @@ def test_every_arm_says_what_it_is() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["patched", "patched:", "patched:-1", "patched:x", "patched:1.5", "blind:3", "blind:", "first_k:full", "first_k",
-     "stale:8@0.5", "removal:all", "orbit:8@0.5", "kamera", "patched:8 8", "patched:8@", "patched:8@deeper",
-     "patched:8@joint+shared", "patched:8@deep+deep"],
+    ["patched", "patched:", "patched:-1", "patched:x", "patched:1.5", "blind:3", "blind:", "first_k:full",
+     "first_k", "stale:8@1.5", "stale:8@", "recall:8", "recall:8@-0.5", "removal:all", "orbit:8@0.5", "kamera",
+     "patched:8 8", "patched:8@", "patched:8@deeper", "patched:8@joint+shared", "patched:8@deep+deep"],
 )  # fmt: skip
 def test_a_bad_arm_is_named_with_the_forms(text: str) -> None:
     with pytest.raises(ValueError, match="an arm must be one of") as caught:

@@ -135,11 +135,11 @@ def test_the_command_line(model_dir: Path, tmp_path: Path) -> None:
         for figures in cells.values():
             assert set(figures) >= CELL
             assert 0 <= figures["ci95"][0] <= figures["accuracy"] <= figures["ci95"][1] <= 1
-    assert set(result["arms"]["patched:1"]) == {f"tiny/{t}" for t in ("single_hop", "multi_hop", "graded", "order")}
-    assert {"tiny/slide_distractor", "tiny/slide_needed"} < set(result["arms"]["survivor"])
-    assert result["arms"]["survivor"]["tiny/slide_needed"]["eta"] in (None, 0.0)
-    assert result["arms"]["reprefill"]["tiny/multi_hop"]["kl"] == 0.0
-    assert result["arms"]["orbit:2"]["tiny/order"]["n"] == 3
+    assert set(result["arms"]["patched:1"]) == {"single_hop", "multi_hop", "graded", "order"}
+    assert {"slide_distractor", "slide_needed"} < set(result["arms"]["survivor"])
+    assert result["arms"]["survivor"]["slide_needed"]["eta"] in (None, 0.0)
+    assert result["arms"]["reprefill"]["multi_hop"]["kl"] == 0.0
+    assert result["arms"]["orbit:2"]["order"]["n"] == 3
     assert result["basis_bytes"] == 0
     again = invoke("score", str(folder), "--json")
     assert json.loads(again.stdout)["arms"]["patched:3"] == result["arms"]["patched:3"]
@@ -153,6 +153,20 @@ def test_the_command_line(model_dir: Path, tmp_path: Path) -> None:
     other = invoke("run", tasks, *common, "--seed", "2", "--arms", "blind")
     assert other.exit_code == 2
     assert "seed 1 there, 2 now" in other.stderr
+
+
+def test_arms_of_slides_and_recalls_bring_their_tasks(model_dir: Path, tmp_path: Path) -> None:
+    arms = "blind,patched:2,survivor,removal:2,stale:2@0.5,recall:2@0.5"
+    args = ["run", "tiny", "--model", str(model_dir), "--frames", "3", "--n", "1", "--output", str(tmp_path)]
+    made = invoke(*args, "--arms", arms, "--json")
+    assert made.exit_code == 0, made.output
+    found = {arm: set(cells) for arm, cells in json.loads(made.stdout)["arms"].items()}
+    window, slides = {"single_hop", "multi_hop", "graded", "order"}, {"slide_distractor", "slide_needed"}
+    assert found == {
+        "blind": window | slides | {"recall@0.5"}, "patched:2": window, "survivor": slides, "removal:2": slides,
+        "stale:2@0.5": {"recall"}, "recall:2@0.5": {"recall"},
+    }  # fmt: skip
+    assert json.loads((tmp_path / "results.json").read_text())["arms"].keys() == found.keys()
 
 
 def test_only_the_first_items_are_timed(engine: HFEngine, tmp_path: Path) -> None:
@@ -171,11 +185,11 @@ def test_a_shared_basis_is_kept_and_counted_apart(model_dir: Path, tmp_path: Pat
     assert first["arms"] == second["arms"]
     assert first["basis_bytes"] == (tmp_path / "a" / "basis.safetensors").stat().st_size > 0
     tokens, width = 11, 3 * 2 * 32
-    share = first["arms"]["patched:4"]["tiny/multi_hop"]["bytes_share"]
+    share = first["arms"]["patched:4"]["multi_hop"]["bytes_share"]
     assert share == pytest.approx(tokens * 4 / (tokens * width))
     plain = invoke(*args[:-2], "--arms", "patched:4@shared", "--output", str(tmp_path / "b"), "--json")
     other = json.loads(plain.stdout)
-    assert other["arms"]["patched:4@shared"]["tiny/multi_hop"]["bytes_share"] == pytest.approx(share)
+    assert other["arms"]["patched:4@shared"]["multi_hop"]["bytes_share"] == pytest.approx(share)
     assert other["basis_bytes"] == (tmp_path / "b" / "basis-shared.safetensors").stat().st_size > 0
 
 
@@ -195,7 +209,7 @@ def test_decoded_frames_differ_and_work(model_dir: Path, tmp_path: Path) -> None
     ]
     plain = json.loads(invoke(*args, "--output", str(tmp_path / "plain")).stdout)
     decoded = json.loads(invoke(*args, "--decoded", "--output", str(tmp_path / "decoded")).stdout)
-    figures = [r["arms"]["blind"]["tiny/multi_hop"]["kl"] for r in (plain, decoded)]
+    figures = [r["arms"]["blind"]["multi_hop"]["kl"] for r in (plain, decoded)]
     assert figures[0] != figures[1]
 
 
@@ -208,7 +222,7 @@ def test_decoded_frames_differ_and_work(model_dir: Path, tmp_path: Path) -> None
         (["run", "--video-frames", "0"], "video-frames"),
         (["run", "--arms", "patchd:8"], "an arm must be one of"),
         (["run", "tiny/none"], "must be one of"),
-        (["run", "tiny/multi_hop", "--arms", "stale:8"], "needs a task of setting recall"),
+        (["run", "video-mme", "--arms", "stale:8", "--data", "/no/such"], "needs a task of setting recall"),
         (["run", "--frames", "2-9"], "frames must be numbers from 2 to 6"),
         (["run", "--frames", "two"], "comma-separated"),
         (["run", "--layout", "diagonal"], "layout must be one of"),
