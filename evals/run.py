@@ -18,6 +18,7 @@ from ctxwin.evals.decoder import Decoder
 from ctxwin.evals.generation import continue_, forced_logits
 from ctxwin.evals.group import Group
 from ctxwin.evals.items import Item, Task
+from ctxwin.evals.kv_error import by_layer
 from ctxwin.evals.metrics import kl_divergence
 from ctxwin.evals.patching import Patcher, Weighting, load_basis, make_weight, parse_variant
 from ctxwin.evals.samples import FORMAT, Row, Samples, open_samples
@@ -223,7 +224,7 @@ class Runner:
                     continue
                 reference, before = heard[REFERENCE][1][b], heard[base][1][b]
                 assert reference is not None and before is not None
-                yield row | self._figures(one, said, reference, before) | self._time(arm, item)
+                yield row | self._figures(one, group.exact[b], said, reference, before) | self._time(arm, item)
 
     def _row(self, item: Item, arm: Arm, group: Group) -> Row:
         return {
@@ -234,13 +235,15 @@ class Runner:
             "question": item.query, "target": item.target, "meta": dict(item.meta),
         }  # fmt: skip
 
-    def _figures(self, one: Served, said: _Read, reference: _Read, before: _Read) -> Row:
+    def _figures(self, one: Served, exact: Sequence[SpanKV], said: _Read, reference: _Read, before: _Read) -> Row:
         made: Row = {
             "answer": said.answer, "reference": reference.answer, "base": before.answer,
             "kl": kl_divergence(reference.logits, said.logits), "base_kl": kl_divergence(reference.logits, before.logits),
             "stored": one.stored, "over": one.over, "computed": one.computed, "forwards": one.forwards,
             "encodes": one.encodes, **one.extra,
         }  # fmt: skip
+        if one.begin is None and (error := by_layer(one.spans, exact)) is not None:
+            made["by_layer"] = error
         if reference.forced is not None and said.forced is not None and before.forced is not None:
             made["forced_kl"] = _mean_kl(reference.forced, said.forced)
             made["base_forced_kl"] = _mean_kl(reference.forced, before.forced)
