@@ -197,8 +197,9 @@ def test_ctrl_c_ends_the_command(run: Path) -> None:
     command = [sys.executable, "-m", "ctxwin", "view", str(run), "--serve", "--port", "0"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background may ignore Ctrl-C
+    ) as process:  # fmt: skip
         assert process.stdout is not None
         url = process.stdout.readline().split()[0]
         port = int(url.rstrip("/").rpartition(":")[2])
