@@ -21,6 +21,7 @@ KILLS = 10
 
 SCRIPT = """
 import sys
+import time
 from pathlib import Path
 from ctxwin.evals.samples import FORMAT, open_samples
 
@@ -28,7 +29,8 @@ with open_samples(Path(sys.argv[1]), {"format": FORMAT}) as samples:
     for index in range(int(sys.argv[2])):
         arms = [arm for arm in ("blind", "patched:8") if not samples.has("made/words", arm, index)]
         # Long lines, so that kills tear some.
-        samples.add({"task": "made/words", "arm": arm, "index": index, "kl": index / 7, "long": "x" * 20_000} for arm in arms)
+        samples.add({"task": "made/words", "arm": arm, "index": index, "kl": index / 7, "long": "x" * 6_000} for arm in arms)
+        time.sleep(0.001 if arms else 0)  # a fast disk must not be done before the last kill
 """
 
 
@@ -83,7 +85,7 @@ def check(arguments: Sequence[str], whole: Path, torn: Path, longest: float) -> 
 
 
 def test_ten_kills_of_a_writer_lose_and_double_nothing(tmp_path: Path) -> None:
-    check(["-c", SCRIPT, "{folder}", "200"], tmp_path / "whole", tmp_path / "torn", longest=0.03)
+    check(["-c", SCRIPT, "{folder}", "1500"], tmp_path / "whole", tmp_path / "torn", longest=0.03)
 
 
 @pytest.mark.slow
