@@ -43,6 +43,8 @@ from ctxwin.store.rawdisk import (
 log = logging.getLogger(__name__)
 
 _TEMP: Final = "tmp"
+_LOOKS: Final = 4
+"""Rows a read follows while others put the same key."""
 _FAILURES: Final = (OSError, sqlite3.Error, diskcache.Timeout)
 
 
@@ -134,16 +136,23 @@ class DiskStore(Store):
 
     def _read(self, key: str) -> bytes | None:
         row = self._row(key)
-        if row is None:
-            return None
-        try:
-            return read_blob(self.path / row.filename, key, row.sum)
-        except FileNotFoundError:
-            self._forget(key, row.filename)
-        except StoreCorrupt as error:
-            self._reject(key, row.filename, str(error))
-        except _FAILURES as error:
-            self._failed("read", key, error)
+        for _ in range(_LOOKS):
+            if row is None:
+                return None
+            try:
+                return read_blob(self.path / row.filename, key, row.sum)
+            except FileNotFoundError:
+                gone, row = row, self._row(key)
+                if row == gone:
+                    self._forget(key, gone.filename)
+                    return None
+                # Somebody put the key anew between the row and its file: there is a newer file.
+            except StoreCorrupt as error:
+                self._reject(key, row.filename, str(error))
+                return None
+            except _FAILURES as error:
+                self._failed("read", key, error)
+                return None
         return None
 
     def contains(self, key: str) -> bool:
