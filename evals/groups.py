@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from ctxwin.evals.benchmarks import mm_niah_score
 from ctxwin.evals.samples import Row
 
-LENGTHS = (0, 1_000, 2_000, 4_000, 8_000, 12_000, 16_000, 24_000, 32_000, 40_000, 48_000, 64_000)
+LENGTHS = (0, *mm_niah_score.LENGTHS)
 """Lower edges in tokens of MM-NIAH's bins of context length, and the bin under 1,000 that its own figure leaves out."""
-DEPTH = 0.2
+DEPTH = 1 / mm_niah_score.DEPTHS
 """Width of a bin of the needle's depth, 0 (front) to 1 (end)."""
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
+
+from ctxwin.evals.console import errors
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Small data sets in the layouts of the benchmarks.")
 T = TypeVar("T", int, float)
@@ -32,7 +32,7 @@ def mm_niah(
     """Six tasks: documents with needles in text or pictures."""
     from ctxwin.evals.benchmarks.generate import write_mm_niah
 
-    with _errors():
+    with errors():
         rows = write_mm_niah(out, n, seed, split, _numbers(lengths, int), image_size)
         _say(out, sum(len(r) for r in rows.values()))
 
@@ -48,7 +48,7 @@ def video_mme(
     """Videos of moving shapes, with subtitles and multiple-choice questions."""
     from ctxwin.evals.benchmarks.generate import write_video_mme
 
-    with _errors():
+    with errors():
         _say(out, len(write_video_mme(out, n, seed, _numbers(seconds, float), image_size)))
 
 
@@ -63,7 +63,7 @@ def milebench(
     """Four temporal sets: rows of frames with multiple-choice questions."""
     from ctxwin.evals.benchmarks.generate import write_milebench
 
-    with _errors():
+    with errors():
         made = write_milebench(out, n, seed, steps, image_size)
         _say(out, sum(len(part["data"]) for part in made.values()))
 
@@ -77,15 +77,6 @@ def _numbers(text: str, kind: Callable[[str], T]) -> list[T]:
 
 def _say(out: Path, items: int) -> None:
     typer.echo(f"{items} items in {out}")
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
 
 
 if __name__ == "__main__":
