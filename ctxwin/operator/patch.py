@@ -161,6 +161,13 @@ class Patch:
         if (None if self.right is None else tuple(self.right.shape)) != right:
             raise ValueError(f"right must be {right}, got {None if self.right is None else tuple(self.right.shape)}")
 
+    def check_fits(self, base: SpanKV, spec: KVSpec) -> None:
+        """Raises ValueError where it was formed on another model or on another number of tokens than ``base``; O(1)."""
+        if self.identity != spec.identity:
+            raise ValueError(f"patch must be formed on model {spec.identity}, got {self.identity}; form it again")
+        if self.tokens != base.tokens:
+            raise ValueError(f"patch must cover {base.tokens} tokens, got {self.tokens}; form it again")
+
 
 def form_patch(
     conditioned: SpanKV,
@@ -274,10 +281,7 @@ def apply_patch(base: SpanKV, patch: Patch, spec: KVSpec, start: int) -> SpanKV:
     if start < 0:
         raise ValueError(f"start must be >= 0, got {start}")
     base.validate(spec)
-    if patch.identity != spec.identity:
-        raise ValueError(f"patch must be formed on model {spec.identity}, got {patch.identity}; form it again")
-    if patch.tokens != base.tokens:
-        raise ValueError(f"patch must cover {base.tokens} tokens, got {patch.tokens}; form it again")
+    patch.check_fits(base, spec)
     compute = torch.float64 if base.k.dtype == torch.float64 else torch.float32
     move = shift_angles(spec.rope, base.positions, base.start, start)
     from_origin = shift_angles(spec.rope, base.positions, 0, start)

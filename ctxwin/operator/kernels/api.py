@@ -1,0 +1,77 @@
+"""Loading spans: patch, rotate and line up what an engine is about to write into its cache, one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from ctxwin.kv import KVSpec
+from ctxwin.operator.kernels.cpu import CpuKernel
+from ctxwin.operator.kernels.parts import Part, check_parts, head_range
+from ctxwin.operator.kernels.reference import ReferenceKernel
+
+Kernel = Literal["cpu", "reference"]
+_KERNELS: dict[str, type[CpuKernel] | type[ReferenceKernel]] = {"cpu": CpuKernel, "reference": ReferenceKernel}
+
+
+class Placing:
+    """The KV of a run of parts as it is served, layer by layer: ``R(start) (K0 + dK)``, ``V0 + dV`` (Kamera, eq. 1).
+
+    Exactness is `apply_patch`'s and `relocate`'s: keys turn once, by the float64 difference of the engine's own angles;
+    cosine and sine are float64; arithmetic is float32 (float64 for float64 spans); the result is rounded once, to
+    ``dtype``. A patch that does not cover a layer adds nothing there.
+
+    Args:
+        parts: what stands one behind the other in the prompt, at least one.
+        spec: layout of the whole model.
+        dtype: dtype that is served, that of the engine's cache.
+        device: where the result is wanted; spans and patches may lie elsewhere. Only ``cpu`` is tested.
+        heads: the KV heads to serve (a tensor-parallel rank's share); None is all of them.
+        kernel: which implementation; ``reference`` is the slow oracle.
+
+    Attributes:
+        tokens: tokens of all parts.
+        layers: layers of the model.
+        nbytes: bytes that are served, over all layers.
+
+    Raises:
+        ValueError: parts that do not fit the spec or their patch, no parts, no heads, an unknown kernel.
+        Cost: one pass over the angles; the layers are computed when they are asked for.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        spec: KVSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        heads: slice | None = None,
+        kernel: Kernel = "cpu",
+    ) -> None:
+        if kernel not in _KERNELS:
+            raise ValueError(f"kernel must be one of {', '.join(_KERNELS)}, got {kernel!r}")
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
+        checked = check_parts(parts, spec)
+        first, last = head_range(heads, spec.heads)
+        self.tokens = sum(part.tokens for part in checked)
+        self.layers = spec.layers
+        self.nbytes = self.layers * self.tokens * (last - first) * (spec.k_dim + spec.v_dim) * dtype.itemsize
+        self._kernel = _KERNELS[kernel](checked, spec, dtype=dtype, device=torch.device(device), heads=(first, last))
+
+    def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(k [T, H, k_dim], v [T, H, v_dim])`` of layer ``i``, contiguous.
+
+        They are valid until the next call, which may write over them, and must not be written to: what needs no work
+        may be a view of the stored span. Any order of layers will do.
+
+        Raises:
+            IndexError: a layer out of range. Cost: about one read and one write of the layer; with a patch also one
+            ``[T, m] @ [m, W]`` product.
+        """
+        if not 0 <= i < self.layers:
+            raise IndexError(f"layer must be in [0, {self.layers}), got {i}")
+        return self._kernel.layer(i)
