@@ -1,0 +1,74 @@
+"""KV heads and tensor parallel ranks: what one rank holds of a span, and a span from what all ranks hold.
+
+The store knows nothing of ranks: a span has all KV heads. A worker takes its own at load and hands its own back at
+capture. Tokens, positions and block ids are the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def own_heads(heads: int, rank: int, size: int) -> slice:
+    """The KV heads that vLLM keeps on one rank: an equal share, or one head on several ranks where there are fewer.
+
+    Args:
+        heads: KV heads of the model. Latent attention (MLA) has one, which every rank holds whole.
+        rank: within the tensor parallel group.
+        size: ranks of the group.
+
+    Raises:
+        ValueError: neither of ``heads`` and ``size`` divides the other, which vLLM refuses as well.
+    """
+    if heads < 1 or size < 1:
+        raise ValueError(f"heads and ranks must be at least 1, got {heads} heads and {size} ranks")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank must be in [0, {size}), got {rank}")
+    if heads % size and size % heads:
+        raise ValueError(
+            f"KV heads must be a multiple of the ranks or divide them, got {heads} heads and {size} ranks; "
+            "set tensor_parallel_size accordingly"
+        )
+    if heads >= size:
+        share = heads // size
+        return slice(rank * share, (rank + 1) * share)
+    head = rank // (size // heads)  # vLLM puts the copies of a head on neighbouring ranks
+    return slice(head, head + 1)
+
+
+def gather(parts: Sequence[torch.Tensor], heads: int) -> torch.Tensor:
+    """All KV heads of a span from what the ranks captured of it.
+
+    Args:
+        parts: ``[L, T, h, D]`` of rank 0, 1, ...; h as `own_heads` gives it.
+        heads: KV heads of the model.
+
+    Returns:
+        ``[L, T, heads, D]``. A head that several ranks hold is taken from the first of them: the copies are computed
+        from the same weights and the same activations. One part is returned as it is, several are copied.
+
+    Raises:
+        ValueError: parts that are not the shares of ``heads`` heads of one span.
+    """
+    import torch
+
+    if not parts:
+        raise ValueError("the parts of at least one rank are needed, got none")
+    size = len(parts)
+    layers, tokens, _, dim = parts[0].shape
+    taken, until = [], 0
+    for rank, part in enumerate(parts):
+        own = own_heads(heads, rank, size)
+        want = (layers, tokens, own.stop - own.start, dim)
+        if tuple(part.shape) != want or part.dtype != parts[0].dtype:
+            raise ValueError(
+                f"rank {rank} of {size} must hold {parts[0].dtype} {want}, got {part.dtype} {tuple(part.shape)}"
+            )
+        if own.start == until:  # else a copy of the head before
+            taken.append(part)
+            until = own.stop
+    return taken[0] if len(taken) == 1 else torch.cat(taken, dim=2)
