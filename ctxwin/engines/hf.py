@@ -386,8 +386,10 @@ class HFEngine(EncodingEngine):
             sizes = {} if family.tiles else {"image_grid_thw": grids.to(self._device)}
             seen = self._opened().get_image_features(pixels.to(self._device, self._dtype), **sizes, return_dict=True)
             deep = getattr(seen, "deepstack_features", None) or ()
-            # The model's own order, which is vLLM's too: the bottom first, then layer by layer.
-            return torch.cat([torch.cat(list(part)) for part in (seen.pooler_output, *deep)], dim=-1)
+            # The model's own order, which is vLLM's too: the bottom first, then layer by layer. Items lie apart or, in
+            # transformers before 5.19 behind the first layers, in one tensor.
+            parts = [p if isinstance(p, torch.Tensor) else torch.cat(list(p)) for p in (seen.pooler_output, *deep)]
+            return torch.cat(parts, dim=-1)
 
     def _positions(self, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
         return hf_model.positions(self._opened(), token_ids, media)
