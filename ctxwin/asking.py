@@ -347,7 +347,7 @@ def refresh(window: Window, count: int | None) -> list[str]:
     """See `Window.refresh`."""
     if window._read_only:
         raise ReadOnlyWindow("an old version must not be refreshed; fork() it first")
-    work, done = Work(), []
+    work, done = Work(background=True), []
     with window._writing() as state:
         plan = window._assembly.plan(state, window._fidelity)
         # Front to back: behind an approximation nothing can become exact.
@@ -381,7 +381,7 @@ def compress(window: Window) -> int:
             found = repo.get_span(p.kv.span, token_ids=encoded.token_ids)
             if found is None:
                 continue
-            base, _ = assembly.canonical(state, p, None, Work())
+            base, _ = assembly.canonical(state, p, None, Work(background=True))
             key = assembly.form(found[0], base, p.kv.provenance, encoded, window._fidelity)
             patch = repo.get_patch(key) if key else None
             if key is None or patch is None or patch.nbytes >= found[0].nbytes:

@@ -36,6 +36,7 @@ class Work:
     tokens: int = 0
     misses: int = 0
     header: bool = False  # whether the header was among them
+    background: bool = False  # nobody waits for it
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,15 @@ class Assembly:
             span = formed or self._span(choice.served.span, encoded, work)
             if span is None:
                 return None
+            patch = None
             if choice.served.patch is not None:
                 patch = self._patch(choice.served.patch, work)
                 if patch is None:
                     return None
-                from ctxwin.operator import apply_patch
-
-                span = apply_patch(span, patch, self.engine.spec.kv, start)
-            pieces.append(Piece(encoded, start, span=span, id=choice.served.patch or choice.served.span))
+            served = choice.served
+            pieces.append(
+                Piece(encoded, start, span=span, id=served.patch or served.span, patch=patch, base_id=served.span)
+            )
         return tuple(pieces)
 
     def _header(self, state: State, work: Work) -> Piece:
@@ -137,7 +139,7 @@ class Assembly:
         """``header`` with its KV: computed once for all canonicals that are formed behind it."""
         if header.span is not None:
             return header
-        span = self.engine.prefill([], header.encoded, 0)
+        span = self.engine.prefill([], header.encoded, 0, background=work.background)
         work.forwards += 1
         work.tokens += header.encoded.tokens
         work.header = True
@@ -175,7 +177,7 @@ class Assembly:
             return key, None
         header = self._computed_header(state, header or self._header(state, work), work)
         encoded = self.encode(placed)
-        span = self.engine.prefill([header], encoded, state.header_advance)
+        span = self.engine.prefill([header], encoded, state.header_advance, background=work.background)
         work.forwards += 1
         work.tokens += encoded.tokens
         self.put(key, span, encoded, provenance=provenance, exact=True)
@@ -262,7 +264,8 @@ class Assembly:
         exact = all(f.exact for f in front)
         piece = laid.pieces[index + 1]
         salt = salt_of(laid.choices[:index], laid.pieces)
-        span = self.engine.prefill(laid.pieces[: index + 1], piece.encoded, piece.start, salt=salt)
+        front_pieces = laid.pieces[: index + 1]
+        span = self.engine.prefill(front_pieces, piece.encoded, piece.start, salt=salt, background=work.background)
         work.forwards += 1
         work.tokens += piece.encoded.tokens
         depth = 0 if exact else 1 + max(f.depth for f in front)
@@ -302,12 +305,12 @@ class Assembly:
             pieces, at = [header], state.header_advance
             for i in order:
                 front = self.encode(state.placed[i])
-                span = self.engine.prefill(pieces, front, at)
+                span = self.engine.prefill(pieces, front, at, background=work.background)
                 pieces.append(Piece(front, at, span=span))
                 work.forwards += 1
                 work.tokens += front.tokens
                 at += front.advance
-            met.append(self.engine.prefill(pieces, encoded, at))
+            met.append(self.engine.prefill(pieces, encoded, at, background=work.background))
             work.forwards += 1
             work.tokens += encoded.tokens
         patch = orbit_mean(

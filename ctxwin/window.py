@@ -401,7 +401,7 @@ class Window(Versions):
             if k == len(state.placed):
                 raise ValueError("ids must leave a chunk behind them to form a patch for, got every placed chunk")
             sampled = edits.sampled_orders(k, orders, seed)
-            self._assembly.orbit(state, k, sampled, self._fidelity, Work())
+            self._assembly.orbit(state, k, sampled, self._fidelity, Work(background=True))
             self._told.append(self._event("prepare_orbit", [state.placed[k].id]))
         return [state.placed[k].id]
 

@@ -1,21 +1,25 @@
 """The KV connector: spans go into vLLM's paged blocks before a forward, computed spans come out when a request ends.
 
-vLLM instantiates the class twice in one process, for its scheduler and for its worker. Loading is synchronous: the
-engine runs one request at a time, so there is no other work that an asynchronous load could overlap with, and a
-synchronous one spares the extra scheduler step (2-5 ms at 1,024 tokens). It is also the one whose failures end
-cleanly: with ``kv_load_failure_policy="fail"`` vLLM drops the step's token, evicts the blocks and ends the request, and
-the engine then asks again without loads. ``recompute`` would keep the blocks in front of the failed one, which may be
-approximate, and would count the failed tokens as cached.
+vLLM instantiates the class for its scheduler and for each of its workers, in one process or in several. The connector
+works for requests that carry a ctxwin handle; all others pass untouched.
 
-Spans are read back in `request_finished`, once for the whole request: the blocks are still owned by it, every step's
-forward is complete (no asynchronous scheduling), tokens of any earlier step, of chunked prefill and of vLLM's own
-prefix cache are all there, and nothing is added to the time to the first token.
+**Loading.** KV that only this window can hit (its prefix-cache space is its own) is loaded synchronously, in the step
+that needs it. Exact KV stands in a space that plain requests share; it is loaded asynchronously, because vLLM
+publishes the blocks of an asynchronous load only once they are written, while a plain request that comes in the
+same step could hit those of a synchronous one, and would fail with it. With ``kv_load_failure_policy="fail"`` vLLM
+drops the step's token, evicts the blocks and ends that request alone, and the engine then asks again.
+``recompute`` would keep the blocks in front of the failed one, which may be approximate.
+
+**Reading back** happens when a request has ended, for all its captures at once: every step's forward is complete, tokens of
+earlier steps, of chunked prefill and of vLLM's own prefix cache are all there, and nothing is added to the time to the
+first token. In the engine's own process the blocks are read on the spot; elsewhere vLLM keeps them until the workers
+have written them out in the next step.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +29,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from ctxwin.adapters.vllm.registry import PARAM, Exchange, Transfer, find_exchange
-from ctxwin.operator.relocate import relocate
+from ctxwin.adapters.vllm.paged import PagedKV
+from ctxwin.adapters.vllm.registry import PARAM, Exchange, Job, find_exchange
+from ctxwin.adapters.vllm.spool import SPOOL, SpoolReader
+from ctxwin.operator.kernels import Part, Placing
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,29 +48,55 @@ _log = logging.getLogger("ctxwin.engines")
 class Load:
     """Tokens ``[begin, end)`` of one request, to be written into its blocks."""
 
-    exchange: str
+    source: str
     handle: str
+    request: str
     blocks: tuple[int, ...]
     begin: int
     end: int
+    background: bool
+
+
+@dataclass(frozen=True)
+class Save:
+    """Token ranges of one ended request, to be read out of its blocks, by name."""
+
+    source: str
+    handle: str
+    request: str
+    blocks: tuple[int, ...]
+    ranges: dict[str, tuple[int, int]]
 
 
 @dataclass
-class Loads(KVConnectorMetadata):  # type: ignore[misc]  # mypy sees vLLM as untyped
-    """What the worker loads in one step."""
+class Step(KVConnectorMetadata):  # type: ignore[misc]  # mypy sees vLLM as untyped
+    """What the workers do in one step."""
 
-    loads: list[Load]
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
 
 
 class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vLLM as untyped
-    """Loads and captures the spans of the requests that carry a ctxwin handle; others pass untouched."""
+    """Loads and captures the spans of the requests that carry a ctxwin handle."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        name = self._kv_transfer_config.kv_connector_extra_config.get(PARAM, "")
-        self._exchange: Exchange = find_exchange(name)
-        self._planned: list[Load] = []
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        self._block_size = int(vllm_config.cache_config.block_size)
+        self._step = Step()
+        self._hits: dict[str, int] = {}
         self._failed_blocks: set[int] = set()
+        self._received: set[str] = set()
+        self._sent: set[str] = set()
+        self._paged: PagedKV | None = None
+        self._heads: slice | None = None
+        self._rank = 0
+        self._local: Exchange | None = None
+        self._spool: SpoolReader | None = None
+        if extra.get(SPOOL):
+            self._spool = SpoolReader(str(extra[SPOOL]))
+        else:
+            self._local = find_exchange(str(extra.get(PARAM, "")))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -73,97 +105,195 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
 
     # Scheduler side
 
-    def _transfer(self, request: Request) -> tuple[str, Transfer] | None:
+    def _job(self, request: Request) -> tuple[str, Job] | None:
         handle = (request.kv_transfer_params or {}).get(PARAM)
         if handle is None:
             return None
-        try:
-            return handle, self._exchange.get(handle)
-        except KeyError:
-            # The caller gave up on this request; it is about to be aborted and must not load anything.
-            return None
+        if self._spool is not None:
+            job = self._spool.job(handle)
+        else:
+            assert self._local is not None
+            transfer = self._local.get(handle)
+            job = None if transfer is None else transfer.job
+        # None: the caller gave up on this request; it is about to be aborted and must not load anything.
+        return None if job is None else (handle, job)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """How many tokens the spans cover beyond vLLM's own prefix hit; the last prompt token is always computed."""
-        found = self._transfer(request)
+        """How many tokens the spans cover beyond vLLM's own prefix hit, and whether they are loaded in the background.
+
+        Asked again after a preemption.
+        """
+        found = self._job(request)
         if found is None:
             return 0, False
-        _, transfer = found
-        transfer.local_tokens = num_computed_tokens
-        return max(0, min(transfer.covered, request.num_prompt_tokens - 1) - num_computed_tokens), False
+        handle, job = found
+        count = job.wanted(num_computed_tokens, request.num_prompt_tokens, self._block_size)
+        self._hits[request.request_id] = num_computed_tokens
+        self._seen(handle, num_computed_tokens, count)
+        return count, job.shared and count > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        found = self._transfer(request)
-        if found is None:
+        # Called a second time, with no tokens, when a background load is done.
+        begin = self._hits.pop(request.request_id, None)
+        found = self._job(request) if begin is not None and num_external_tokens else None
+        if found is None or begin is None:
             return
-        handle, transfer = found
-        transfer.planned_tokens = num_external_tokens
-        if num_external_tokens == 0:
-            return
+        handle, job = found
         (ids,) = blocks.get_block_ids()
-        begin = transfer.local_tokens
-        self._planned.append(Load(self._exchange.name, handle, tuple(ids), begin, begin + num_external_tokens))
+        load = Load(
+            self._source, handle, request.request_id, tuple(ids), begin, begin + num_external_tokens, job.shared
+        )
+        self._step.loads.append(load)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Loads:
-        planned, self._planned = self._planned, []
-        return Loads(planned)
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
+        step, self._step = self._step, Step()
+        return step
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Reads the captures back; the blocks may be freed at once."""
-        found = self._transfer(request)
-        if found is None or not found[1].captures or found[1].error is not None:
+        """Reads the captures back, or has vLLM keep the blocks until the workers have."""
+        self._hits.pop(request.request_id, None)
+        found = self._job(request)
+        if found is None or not found[1].captures or _failed(request):
             return False, None
-        transfer = found[1]
+        handle, job = found
+        # Asynchronous scheduling counts tokens of a step that is still running.
+        computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        ranges = {n: (begin, computed if end is None else end) for n, (begin, end) in job.captures.items()}
+        ranges = {name: r for name, r in ranges.items() if r[0] < r[1] <= computed}
+        if self._spool is not None:
+            if len(ranges) < len(job.captures):
+                missing = sorted(set(job.captures) - set(ranges))
+                self._spool.fail(handle, RuntimeError(f"the request ended before {missing} were computed"))
+                return False, None
+            self._step.saves.append(Save(self._source, handle, request.request_id, tuple(block_ids), ranges))
+            return True, None
+        self._read_here(handle, block_ids, ranges)
+        return False, None
+
+    @property
+    def _source(self) -> str:
+        return str(self._spool.path) if self._spool is not None else self._local.name if self._local else ""
+
+    def _seen(self, handle: str, local: int, planned: int) -> None:
+        if self._spool is not None:
+            self._spool.seen(handle, local, planned)
+            return
+        transfer = self._local.get(handle) if self._local else None
+        if transfer is not None:
+            transfer.local_tokens, transfer.planned_tokens = local, planned
+
+    def _read_here(self, handle: str, blocks: list[int], ranges: dict[str, tuple[int, int]]) -> None:
+        assert self._local is not None
+        transfer = self._local.get(handle)
+        if transfer is None or transfer.error is not None:
+            return
         try:
-            assert self._exchange.paged is not None
-            for name, (begin, end) in transfer.captures.items():
-                computed = request.num_computed_tokens
-                until = computed if end is None else end
-                if begin < until <= computed:
-                    transfer.captured[name] = self._exchange.paged.read(block_ids, begin, until)
+            assert self._local.paged is not None
+            for name, (begin, end) in ranges.items():
+                transfer.captured[name] = self._local.paged.read(blocks, begin, end)
         except Exception as error:
             transfer.error = error
             _log.warning("reading spans back from the paged cache failed: %s", error)
-        return False, None
 
     # Worker side
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, Loads)
-        for load in metadata.loads:
-            # vLLM keeps one worker-side connector per process, whichever engine made it; the load names its engine.
-            exchange = find_exchange(load.exchange)
-            transfer = exchange.get(load.handle)
-            try:
-                self._load(exchange, transfer, load)
-            except Exception as error:
-                transfer.error = error
-                size = exchange.paged.block_size if exchange.paged else 1
-                self._failed_blocks.update(load.blocks[load.begin // size : -(-load.end // size)])
-                _log.warning("loading tokens [%d, %d) into the paged cache failed: %s", load.begin, load.end, error)
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Learns the cache's packing, where the engine is in another process.
 
-    @torch.inference_mode()
-    def _load(self, exchange: Exchange, transfer: Transfer, load: Load) -> None:
-        paged = exchange.paged
-        if paged is None:
+        Raises UnsupportedModel, which ends vLLM's start-up; the engine is told why.
+        """
+        if self._spool is None:
+            return  # the engine does this itself: vLLM keeps one worker-side connector for all engines of a process
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+        from ctxwin.adapters.vllm.ranks import own_heads
+
+        try:
+            kv, self._rank = self._spool.kv, get_tensor_model_parallel_rank()
+            self._heads = own_heads(kv.heads, self._rank, get_tensor_model_parallel_world_size())
+            own = replace(kv, heads=self._heads.stop - self._heads.start)
+            layers = self._vllm_config.compilation_config.static_forward_context
+            self._paged = PagedKV(layers, own, self._block_size)
+        except Exception as error:
+            self._spool.refuse(error)
+            raise
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        step = self._get_connector_metadata()
+        assert isinstance(step, Step)
+        for save in step.saves:
+            self._save(save)
+        for load in step.loads:
+            self._load(load)
+
+    def _load(self, load: Load) -> None:
+        try:
+            if self._spool is not None:
+                self._load_files(load)
+            else:
+                self._load_here(load)
+        except Exception as error:
+            # The engine is told before vLLM ends the request, so that it knows why.
+            self._tell(load, error)
+            size = self._block_size
+            self._failed_blocks.update(load.blocks[load.begin // size : -(-load.end // size)])
+            _log.warning("loading tokens [%d, %d) into the paged cache failed: %s", load.begin, load.end, error)
+        if load.background:
+            self._received.add(load.request)
+
+    def _tell(self, load: Load, error: Exception) -> None:
+        if self._spool is not None:
+            self._spool.fail(load.handle, error)
+            return
+        transfer = find_exchange(load.source).get(load.handle)
+        if transfer is not None:
+            transfer.error = error
+
+    def _load_here(self, load: Load) -> None:
+        # vLLM keeps one worker-side connector per process, whichever engine made it; the load names its engine.
+        exchange = find_exchange(load.source)
+        transfer = exchange.get(load.handle)
+        if transfer is None:
+            raise LookupError("the transfer was taken back")
+        if exchange.paged is None:
             raise RuntimeError("the engine is not up yet")
-        keys, values, loaded = [], [], 0
+        parts = []
         for placed in transfer.loads:
-            begin, end = max(placed.begin, load.begin), min(placed.end, load.end)
-            if begin >= end:
-                continue
-            part = placed.span.slice(begin - placed.begin, end - placed.begin)
-            part = relocate(part, exchange.kv, placed.start)
-            keys.append(part.k)
-            values.append(part.v)
-            loaded += end - begin
-        if loaded != load.end - load.begin:
-            raise RuntimeError(f"spans must cover all {load.end - load.begin} tokens of the load, got {loaded}")
-        # One write a layer for all spans: the kernel's call costs more than the copy that joins them.
-        slots = paged.slots(load.blocks, load.begin, load.end)
-        transfer.bytes_loaded += paged.write(torch.cat(keys, 1), torch.cat(values, 1), slots)
-        transfer.loaded_tokens = loaded
+            begin, end = max(placed.begin, load.begin) - placed.begin, min(placed.end, load.end) - placed.begin
+            if begin < end:
+                parts.append(Part(placed.span, placed.start, placed.patch, begin, end))
+        transfer.bytes_loaded += _write(exchange.paged, parts, exchange.kv, load)
+        transfer.loaded_tokens = load.end - load.begin
+
+    def _load_files(self, load: Load) -> None:
+        assert self._spool is not None and self._paged is not None
+        parts = []
+        for entry in self._spool.loads(load.handle):
+            begin, end = max(0, load.begin - entry.begin), min(entry.tokens, load.end - entry.begin)
+            if begin < end:
+                patch = None if entry.patch is None else self._spool.patch(entry.patch)
+                span = self._spool.span(entry.span)
+                if span.tokens != entry.tokens:
+                    raise ValueError(f"{entry.span} must hold {entry.tokens} tokens, got {span.tokens}")
+                parts.append(Part(span, entry.start, patch, begin, end))
+        _write(self._paged, parts, self._spool.kv, load, self._heads)
+
+    def _save(self, save: Save) -> None:
+        assert self._spool is not None and self._paged is not None
+        try:
+            for name, (begin, end) in save.ranges.items():
+                k, v = self._paged.read(save.blocks, begin, end)
+                self._spool.give(save.handle, name, self._rank, k, v)
+        except Exception as error:
+            self._spool.fail(save.handle, error)
+            _log.warning("reading spans back from the paged cache failed: %s", error)
+        self._sent.add(save.request)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """(requests whose blocks may be freed, requests whose background load has ended, well or not)."""
+        sent, received = self._sent, self._received
+        self._sent, self._received = set(), set()
+        return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
@@ -173,7 +303,22 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
         """Nothing to wait for: loads are complete when the forward begins."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing to save by layer: spans are read back whole in `request_finished`."""
+        """Nothing to save by layer: spans are read back whole."""
 
     def wait_for_save(self) -> None:
         """Nothing pending."""
+
+
+@torch.inference_mode()
+def _write(paged: PagedKV, parts: list[Part], kv: Any, load: Load, heads: slice | None = None) -> int:
+    placing = Placing(parts, kv, dtype=paged.dtype, device=paged.device, heads=heads)
+    if placing.tokens != load.end - load.begin:
+        raise RuntimeError(f"spans must cover all {load.end - load.begin} tokens of the load, got {placing.tokens}")
+    return paged.write_placed(placing, paged.slots(load.blocks, load.begin, load.end))
+
+
+def _failed(request: Request) -> bool:
+    from vllm.v1.request import RequestStatus
+
+    failed: bool = request.status == RequestStatus.FINISHED_ERROR
+    return failed

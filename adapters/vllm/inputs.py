@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ctxwin.adapters.vllm.vision import Vision, is_tiled
 from ctxwin.engines.base import MediaSpan
-from ctxwin.engines.families import FAMILIES
 from ctxwin.engines.hf_model import deep_layers
 from ctxwin.errors import EngineFailed, UnsupportedModel
 
@@ -18,22 +18,23 @@ if TYPE_CHECKING:
 
 
 class Inputs:
-    """Reads one started engine's model; holds no state of requests. The engine's lock is held around every call but
-    `positions`, which only reads.
+    """What one started engine's model makes of a prompt; holds no state of requests. Thread-safe.
 
     Args:
-        llm: a started ``vllm.LLM`` that runs in this process.
+        config: vLLM's ``ModelConfig``.
+        renderer: its renderer, whose processor names the fields of media.
+        model: the model, or `bare_model` of its class: only its rule of positions is asked.
+        vision: ``(pixels, grids) -> embeddings``, one run of the vision tower where the model is; see `see`.
     """
 
-    def __init__(self, llm: Any) -> None:
-        engine = llm.llm_engine
-        self._config = engine.vllm_config.model_config
-        self.model: Any = engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
-        self.multimodal = bool(self._config.is_multimodal_model)
-        family = FAMILIES.get(str(getattr(self._config.hf_config, "model_type", "")))
-        self._tiled = family is not None and family.tiles
+    def __init__(self, config: Any, renderer: Any, model: Any, vision: Vision) -> None:
+        self._config = config
+        self.model = model
+        self._vision = vision
+        self.multimodal = bool(config.is_multimodal_model)
+        self._tiled = is_tiled(config.hf_config)
         self._blank: dict[Any, Any] = {}
-        self._processor: Any = engine.renderer.get_mm_processor() if self.multimodal else None
+        self._processor: Any = renderer.get_mm_processor() if self.multimodal else None
 
     def close(self) -> None:
         """Lets go of the model, whose weights would live as long as any of its callers."""
@@ -70,23 +71,10 @@ class Inputs:
             Embeddings ``[tokens, hidden * (1 + D)]`` of all items in order, on the CPU, in the model's dtype; D as in
             `ctxwin.engines.hf_model.Inputs`.
         """
-        import torch
-
         self._check_open()
         if not self.multimodal:
             raise UnsupportedModel(f"{self._config.model} is a text model: it has no vision tower")
-        like = next(self.model.parameters())
-        given: dict[str, Any] = {"pixel_values": pixels.to(device=like.device, dtype=like.dtype)}
-        config = self._config.hf_config
-        if self._tiled:
-            given |= {"image_num_patches": grids[:, 0], "image_token_id": torch.tensor([config.image_token_id])}
-        else:
-            given["image_grid_thw"] = grids
-        with torch.inference_mode():
-            found = self.model.embed_multimodal(**given)
-            joined = torch.cat(list(found)).to("cpu")
-        # A copy outside inference mode is an ordinary tensor, which callers may use anywhere.
-        return joined.clone()
+        return self._vision(pixels, grids)
 
     def prompt(
         self,
@@ -95,7 +83,7 @@ class Inputs:
         embed: Callable[[str], torch.Tensor],
         salt: str,
         covered: int = 0,
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], int]:
         """A rendered engine input, the form that vLLM's own renderer hands to the engine.
 
         Media carry their embeddings, so vLLM's processor and tower never run, and the digest in their key as their
@@ -108,18 +96,23 @@ class Inputs:
             salt: separates prefix-cache entries; "" for none.
             covered: tokens in front whose KV will be loaded. Media among them carry zeros: their embeddings are not
                 read, and need not exist any more. That is safe because a load that does not happen is noticed.
+
+        Returns:
+            the prompt, and how many of its first tokens can not be computed because a medium among them is blank.
         """
         if not media:
             from vllm.inputs.engine import tokens_input
 
-            return dict(tokens_input(list(token_ids), cache_salt=salt or None))
+            return dict(tokens_input(list(token_ids), cache_salt=salt or None)), 0
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
 
         known = min(covered, len(token_ids) - 1)  # vLLM always computes the last token
-        features = []
+        features, blank = [], 0
         for span in sorted(media, key=lambda m: m.offset):
-            found = None if span.offset + span.tokens <= known else embed(span.key)
+            end = span.offset + span.tokens
+            found = None if end <= known else embed(span.key)
+            blank = end if found is None else blank
             features += self._features(span, found)
         items: dict[str, list[Any]] = {}
         hashes: dict[str, list[str]] = {}
@@ -128,7 +121,8 @@ class Inputs:
             items.setdefault(feature.modality, []).append(feature.data)
             hashes.setdefault(feature.modality, []).append(feature.identifier)
             places.setdefault(feature.modality, []).append(feature.mm_position)
-        return dict(mm_input(list(token_ids), MultiModalKwargsItems(items), hashes, places, cache_salt=salt or None))
+        made = mm_input(list(token_ids), MultiModalKwargsItems(items), hashes, places, cache_salt=salt or None)
+        return dict(made), blank
 
     def _check_open(self) -> None:
         if self.model is None:
@@ -207,3 +201,17 @@ class Inputs:
         if span.modality not in items:
             raise UnsupportedModel(f"{type(self.model).__name__} takes no {span.modality} embeddings")
         return items[span.modality][0]
+
+
+def bare_model(config: Any) -> Any:
+    """The model's class with its config and nothing else: enough to count positions where the model itself is in
+    another process."""
+    from torch import nn
+    from vllm.model_executor.model_loader.utils import get_model_cls
+
+    kind = get_model_cls(config)
+    model = kind.__new__(kind)
+    nn.Module.__init__(model)
+    model.config = config.hf_config
+    model.model_config = config
+    return model

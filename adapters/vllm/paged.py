@@ -9,12 +9,15 @@ each number into a scratch block, in digits that the cache dtype holds exactly, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv import KVSpec
+
+if TYPE_CHECKING:
+    from ctxwin.operator.kernels import Placing
 
 _BASE = 128  # digits 0..127 are exact in bfloat16 (8 bits of mantissa) as in every wider dtype
 
@@ -43,6 +46,7 @@ class PagedKV:
         for layer in self._layers:
             self._check_layer(layer)
         self.dtype: torch.dtype = self._layers[0].kv_cache.dtype
+        self.device: torch.device = self._layers[0].kv_cache.device
         self._gather = self._probe()
 
     def _check_layer(self, layer: Any) -> None:
@@ -86,6 +90,27 @@ class PagedKV:
         for i, layer in enumerate(self._layers):
             _update(layer, k[i], v[i], layer.kv_cache, slots)
         return k.numel() * k.element_size() + v.numel() * v.element_size()
+
+    def write_placed(self, placing: Placing, slots: torch.Tensor) -> int:
+        """Writes spans as they are placed, layer by layer, so that each layer's work stays in the processor's cache.
+
+        Args:
+            placing: of as many tokens as there are slots, in the cache's dtype, on its device.
+            slots: int64 ``[T]``.
+
+        Returns:
+            the bytes written. Raises ValueError where the numbers of tokens or layers do not fit.
+        """
+        if placing.tokens != len(slots) or placing.layers != len(self._layers):
+            raise ValueError(
+                f"spans must fill {len(slots)} slots of {len(self._layers)} layers, got {placing.tokens} tokens of "
+                f"{placing.layers}"
+            )
+        slots = slots.to(self.device)
+        for i, layer in enumerate(self._layers):
+            k, v = placing.layer(i)
+            _update(layer, k, v, layer.kv_cache, slots)
+        return placing.nbytes
 
     def read(self, blocks: Sequence[int], begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """KV of the tokens ``[begin, end)`` of a request that owns ``blocks``.

@@ -1,18 +1,22 @@
-"""One request on an in-process vLLM engine, step by step."""
+"""One request on vLLM: hands over what it loads, follows its outputs, collects what it captured."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
+import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ctxwin.adapters.vllm.registry import PARAM, Exchange, Transfer
 from ctxwin.engines.base import Sampling
 
-_serial = itertools.count()
+if TYPE_CHECKING:
+    from ctxwin.adapters.vllm.drivers import Driver
+    from ctxwin.adapters.vllm.spool import Spool
+
+BACKGROUND = 10
+"""Priority of work that nobody waits for; vLLM serves lower numbers first, and plain requests have 0."""
 
 
 class LoadError(Exception):
@@ -41,57 +45,71 @@ class Outcome:
 
 
 def run(
-    llm: Any,
-    exchange: Exchange,
+    driver: Driver,
+    exchange: Exchange | Spool,
     prompt: dict[str, Any],
     transfer: Transfer,
     sampling: Sampling,
     ending: Sequence[int] = (),
     on_token: Callable[[list[int]], bool] | None = None,
+    priority: int = 0,
 ) -> Outcome:
-    """Runs one request to its end; the caller holds the engine's lock.
+    """Runs one request to its end, beside whatever else vLLM has to do.
 
     Args:
-        llm: a started engine.
-        exchange: its exchange.
+        driver: of a started engine.
+        exchange: where its connector finds transfers.
         prompt: a rendered engine input.
         transfer: what to load and capture; filled on return.
         sampling: how to decode.
         ending: token ids that end the answer.
-        on_token: called with all ids after each token that does not end the answer; returning False stops.
+        on_token: called in this thread with all ids after each token that does not end the answer; returning False stops.
+        priority: lower is served first.
 
     Raises:
         LoadError, CallerError: see there. Whatever vLLM raises passes through. The request is taken back in each case.
     """
-    engine = llm.llm_engine
-    handle = exchange.add(transfer)
-    outcome = Outcome()
-    request = None
     try:
-        with _no_compilation(engine.vllm_config):
-            request = engine.add_request(f"ctxwin-{next(_serial)}", prompt, _parameters(sampling, ending, handle))
-            reason = _steps(engine, request, outcome, sampling, on_token)
-            request = None
+        handle = exchange.add(transfer)
+    except OSError as error:
+        raise LoadError(f"no room to hand over what the request loads: {error}") from error
+    outcome = Outcome()
+    try:
+        reason = _follow(driver, prompt, _parameters(sampling, ending, handle), outcome, sampling, on_token, priority)
+        exchange.collect(handle, transfer, reason != "error")
+    except Exception:
+        exchange.collect(handle, transfer, False)  # what it cost counts all the same
+        raise
     finally:
-        if request is not None:
-            with contextlib.suppress(Exception):  # the first error is the one to report
-                engine.abort_request([request], internal=True)
         exchange.remove(handle)
     if transfer.error is not None or reason == "error":
         raise LoadError(str(transfer.error or "vLLM reported a failed load")) from transfer.error
     if transfer.loaded_tokens != transfer.planned_tokens:
         # The scheduler counted on tokens that nobody wrote: their blocks hold garbage under the hashes of real ones.
-        engine.reset_prefix_cache()
+        driver.reset_prefix_cache()
         raise LoadError(f"{transfer.planned_tokens} tokens were to be loaded, got {transfer.loaded_tokens}")
     return outcome
 
 
-def _steps(
-    engine: Any, request: str, outcome: Outcome, sampling: Sampling, on_token: Callable[[list[int]], bool] | None
-) -> str | None:
-    """Steps until the request ends; returns vLLM's reason."""
-    while engine.has_unfinished_requests():
-        for output in engine.step():
+def _follow(
+    driver: Driver,
+    prompt: dict[str, Any],
+    parameters: Any,
+    outcome: Outcome,
+    sampling: Sampling,
+    on_token: Callable[[list[int]], bool] | None,
+    priority: int,
+) -> str:
+    """Reads outputs until the request ends; returns vLLM's reason."""
+    ticket = driver.submit(prompt, parameters, priority)
+    ended = False
+    try:
+        while True:
+            output = _next(driver, ticket.outputs)
+            if isinstance(output, BaseException):
+                ended = True
+                raise output
+            ended = output.finished
             (part,) = output.outputs
             fresh = list(part.token_ids)
             if fresh and not outcome.first_token_at:
@@ -103,13 +121,23 @@ def _steps(
                 outcome.token_ids.append(token)
                 if on_token is not None and not _asked(on_token, outcome.token_ids):
                     outcome.finished = False
-                    break
-            if output.finished:
+                    return str(part.finish_reason) if ended else "abort"
+            if ended:
                 return str(part.finish_reason)
-            if not outcome.finished:
-                engine.abort_request([request], internal=True)
-                return "abort"
-    return "error"
+    finally:
+        if not ended:
+            driver.cancel(ticket)
+
+
+def _next(driver: Driver, outputs: queue.SimpleQueue[Any]) -> Any:
+    """The next output; looks now and then whether vLLM still runs, in case it died without a word."""
+    while True:
+        try:
+            return outputs.get(timeout=5.0)
+        except queue.Empty:
+            dead = driver.dead
+            if dead is not None and outputs.empty():
+                raise dead from None
 
 
 def _asked(on_token: Callable[[list[int]], bool], token_ids: list[int]) -> bool:
@@ -146,15 +174,3 @@ def _first(logprobs: Any, wanted: int) -> dict[int, float]:
         return found
     best = sorted(found, key=lambda token: (-found[token], token))[:wanted]
     return {token: found[token] for token in best}
-
-
-@contextlib.contextmanager
-def _no_compilation(config: Any) -> Iterator[None]:
-    """Runs vLLM's few ``torch.compile``d sampling functions as written on a CPU, whose compiler takes 17 s for them."""
-    import torch
-
-    if config.device_config.device_type == "cpu" and config.model_config.enforce_eager:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    else:
-        yield

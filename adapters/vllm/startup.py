@@ -1,4 +1,4 @@
-"""Starting and stopping vLLM inside this process without leaving traces in it.
+"""Starting and stopping vLLM with the ctxwin connector: in this process, or in processes of its own.
 
 vLLM is made for processes of its own: starting it seeds the global random generators, replaces
 ``torch.set_num_threads``, reads its settings from environment variables and logs a screenful. Here everything that a
@@ -8,91 +8,174 @@ globals.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
-import importlib
-import importlib.util
 import logging
 import os
 import random
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
+from ctxwin.adapters.vllm.drivers import Driver, LoopDriver, StepDriver
 from ctxwin.adapters.vllm.registry import PARAM, Exchange
+from ctxwin.adapters.vllm.spool import SPOOL, Spool, refusal
 from ctxwin.errors import EngineFailed, UnsupportedModel
+
+Processes = Literal["single", "multi", "async"]
+"""``single``: all of vLLM in this process. ``multi``: ``vllm.LLM`` with engine and workers in processes of their own.
+``async``: ``AsyncLLM``, the engine of vLLM's server, likewise in processes of its own."""
 
 CPU_KV_BYTES = 1 << 30
 """Paged cache on a CPU unless told otherwise, or what one request of full length takes where that is more; vLLM's own
 default there is most of the machine's memory."""
 
-_FIXED = {
+_FIXED: dict[str, Any] = {
     "enable_mm_embeds": True,
     "enable_prefix_caching": True,
     "max_logprobs": -1,
-    "async_scheduling": False,
+    "scheduling_policy": "priority",  # what nobody waits for stands behind what somebody does
     "mm_device_do_normalize": False,  # pixels come normalised from the model's own processor
 }
-_OWN_PROCESS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size")
+_ONE = ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
 _log = logging.getLogger("ctxwin.engines")
 _lock = threading.Lock()
 _open = 0
 
 
-def start(model: str, exchange: Exchange, options: dict[str, Any]) -> Any:
-    """An in-process ``vllm.LLM`` with the ctxwin connector.
+def start(model: str, exchange: Exchange | Spool, options: dict[str, Any], processes: Processes = "single") -> Driver:
+    """A running vLLM with the ctxwin connector.
 
     Args:
         model: path or hub name.
-        exchange: where the connector finds its transfers.
-        options: keyword arguments of ``vllm.LLM``; those that ctxwin depends on are refused where they differ.
+        exchange: where the connector finds its transfers; a `Spool` unless ``processes`` is "single".
+        options: engine arguments of vLLM (those of ``vllm.LLM``); what ctxwin depends on is refused where it differs.
+        processes: see `Processes`.
 
     Raises:
-        ValueError: an option that cannot be changed. UnsupportedModel: an option that needs further processes.
-        EngineFailed: vLLM does not start; the cause is chained. Cost: loading the model, 3-30 s.
+        ValueError: an option that cannot be changed. UnsupportedModel: a kind of parallelism that spans cannot follow.
+        EngineFailed: vLLM does not start; the cause is chained. Cost: loading the model, 3-30 s; with processes of
+        its own 10-30 s more.
     """
-    arguments = _arguments(exchange, options)
-    with _lock, _unnoticed():
-        _hide_unloadable("torchcodec")
+    if processes not in get_args(Processes):
+        raise ValueError(f"processes must be one of {', '.join(get_args(Processes))}, got {processes!r}")
+    if processes == "single" and options.get("tensor_parallel_size", 1) != 1:
+        raise ValueError("tensor_parallel_size needs processes='multi' or 'async', got 'single'")
+    with _lock, _unnoticed(single=processes == "single"):
         from transformers import AutoConfig
-        from vllm import LLM
-        from vllm.platforms import current_platform
 
-        config = AutoConfig.from_pretrained(model)
-
-        if current_platform.is_cpu():
-            if exchange.kv.family == "mla":
-                _correct_rotation(arguments)  # the size of its blocks is the platform's choice
-            else:
-                arguments.setdefault("block_size", 32)  # the smallest for CPU kernels: less to load behind a prefix hit
-            arguments.setdefault("enforce_eager", True)  # compiling costs more than a CPU window wins back
-            if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-                longest = arguments.get("max_model_len") or config.get_text_config().max_position_embeddings
-                room = longest + 2 * arguments.get("block_size", 128)
-                whole = exchange.kv.span_bytes(room, _itemsize(exchange.kv.dtype))
-                arguments.setdefault("kv_cache_memory_bytes", max(CPU_KV_BYTES, whole))
-        _import_model_classes(config)
+        arguments = {
+            "disable_log_stats": True,
+            "skip_mm_profiling": True,  # the tower never runs inside a window's request
+            **with_connector(model, options, exchange),
+        }
+        _import_model_classes(AutoConfig.from_pretrained(model))
         try:
-            llm = LLM(model, **arguments)
+            return _in_thread(model, arguments) if processes == "async" else _stepped(model, arguments)
         except Exception as error:
-            _tear_down_groups()
+            if processes == "single":
+                _tear_down_groups()
             if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
-                raise ValueError(f"options of the vLLM engine must be arguments of vllm.LLM: {error}") from error
+                raise ValueError(f"options of the vLLM engine must be engine arguments of vLLM: {error}") from error
+            said = refusal(exchange) if isinstance(exchange, Spool) else None
+            if said is not None:
+                raise UnsupportedModel(said) from error
             raise EngineFailed(f"vLLM could not open {model!r}: {error}") from error
-        global _open
+
+
+def engine_arguments(model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` and what ctxwin needs beside them, as engine arguments of vLLM.
+
+    For whoever starts vLLM himself, a server for example, and then calls ``VLLMEngine.attach`` in the same process.
+
+    Raises:
+        ValueError, UnsupportedModel: options that ctxwin cannot work with; the message says what to do.
+    """
+    from ctxwin.adapters.vllm.core import prepare
+
+    return prepare(model, options)
+
+
+def with_connector(model: str, options: dict[str, Any], exchange: Exchange | Spool) -> dict[str, Any]:
+    """See `engine_arguments`; ``exchange`` is where the connector finds its transfers."""
+    from transformers import AutoConfig
+    from vllm.platforms import current_platform
+
+    arguments = _arguments(exchange, options)
+    if current_platform.is_cpu():
+        kv = exchange.kv
+        if kv.family == "mla":
+            _correct_rotation(arguments)  # the size of its blocks is the platform's choice
+        else:
+            arguments.setdefault("block_size", 32)  # the smallest for CPU kernels: less to load behind a prefix hit
+        arguments.setdefault("enforce_eager", True)  # compiling costs more than a CPU window wins back
+        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            text = AutoConfig.from_pretrained(model).get_text_config()
+            longest = arguments.get("max_model_len") or text.max_position_embeddings
+            room = int(longest) + 2 * arguments.get("block_size", 128)
+            whole = kv.span_bytes(room, _itemsize(kv.dtype))
+            arguments.setdefault("kv_cache_memory_bytes", max(CPU_KV_BYTES, whole))
+    return arguments
+
+
+def _stepped(model: str, arguments: dict[str, Any]) -> StepDriver:
+    global _open
+    from vllm import LLM
+
+    llm = LLM(model, use_tqdm_on_load=False, **arguments)
+    if hasattr(llm.llm_engine.engine_core, "engine_core"):
         _open += 1
-    return llm
+    return StepDriver(llm, stop)
+
+
+def _in_thread(model: str, arguments: dict[str, Any]) -> LoopDriver:
+    """An ``AsyncLLM`` on an event loop of its own."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="ctxwin-vllm", daemon=True)
+    thread.start()
+
+    def stop_loop() -> None:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+    async def make() -> Any:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **arguments))
+
+    try:
+        llm = asyncio.run_coroutine_threadsafe(make(), loop).result()
+    except BaseException:
+        stop_loop()
+        raise
+
+    def stop_all() -> None:
+        with _lock, _quiet():
+            asyncio.run_coroutine_threadsafe(_shut_down(llm), loop).result()
+            stop_loop()
+
+    return LoopDriver(llm, loop, stop_all)
+
+
+async def _shut_down(llm: Any) -> None:
+    llm.shutdown()
+    await asyncio.sleep(0)  # what was cancelled ends before its loop does
 
 
 def stop(llm: Any) -> None:
-    """Shuts an engine down; the last one also takes vLLM's process groups with it."""
+    """Shuts a ``vllm.LLM`` down; the last one of this process also takes vLLM's process groups with it."""
     global _open
     with _lock, _quiet():
-        _open -= 1
         engine = llm.llm_engine
         engine.renderer.shutdown()
+        if not hasattr(engine.engine_core, "engine_core"):
+            engine.engine_core.shutdown()
+            return
+        _open -= 1
         if _open == 0:
             engine.engine_core.shutdown()
         else:
@@ -107,33 +190,34 @@ def stop(llm: Any) -> None:
         gc.collect()
 
 
-def _arguments(exchange: Exchange, options: dict[str, Any]) -> dict[str, Any]:
-    for name in _OWN_PROCESS:
+def _arguments(exchange: Exchange | Spool, options: dict[str, Any]) -> dict[str, Any]:
+    for name in _ONE:
         if options.get(name, 1) != 1:
             raise UnsupportedModel(
-                f"{name} must be 1, got {options[name]!r}: spans are handed over inside one process; "
-                "serve larger models from several replicas"
+                f"{name} must be 1, got {options[name]!r}: spans are handed to every worker whole; use "
+                "tensor_parallel_size, or serve from several replicas"
             )
-    for name, value in _FIXED.items():
-        if options.get(name, value) != value:
+    fixed = dict(_FIXED)
+    spool = isinstance(exchange, Spool)
+    if spool:
+        fixed["worker_extension_cls"] = "ctxwin.adapters.vllm.vision.WorkerExtension"
+    else:
+        fixed["async_scheduling"] = False  # spans are read back the moment that their request ends
+    for name, value in fixed.items():
+        if options.get(name) not in (None, "", value):
             raise ValueError(f"{name} must be {value!r} under ctxwin, got {options[name]!r}; leave it out")
     for name in ("kv_transfer_config", "speculative_config", "enable_lora"):
         if options.get(name):
             raise ValueError(f"{name} must not be set under ctxwin, got {options[name]!r}; leave it out")
-    defaults: dict[str, Any] = {
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-        "skip_mm_profiling": True,  # the tower never runs inside a request
-        "seed": 0,
-    }
+    extra = {SPOOL: exchange.name} if spool else {PARAM: exchange.name}
     connector = {
         "kv_connector": "CtxwinConnector",
         "kv_connector_module_path": "ctxwin.adapters.vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {PARAM: exchange.name},
+        "kv_connector_extra_config": extra,
     }
-    return {**defaults, **options, **_FIXED, "kv_transfer_config": connector}
+    return {"seed": 0, **options, **fixed, "kv_transfer_config": connector}
 
 
 def _correct_rotation(arguments: dict[str, Any]) -> None:
@@ -151,22 +235,6 @@ def _correct_rotation(arguments: dict[str, Any]) -> None:
             "compilation_config must be a dict for a model with latent attention on a CPU, got "
             f"{type(given).__name__}; ctxwin adds to it"
         )
-
-
-def _hide_unloadable(name: str) -> None:
-    """Marks an installed package whose libraries do not load beside this torch as not installed.
-
-    vLLM imports torchcodec for audio where it is installed, and takes it for missing only on an ImportError.
-    """
-    if name in sys.modules or importlib.util.find_spec(name) is None:
-        return
-    try:
-        importlib.import_module(name)
-    except (OSError, RuntimeError, ImportError) as error:
-        for loaded in [n for n in sys.modules if n == name or n.startswith(name + ".")]:
-            del sys.modules[loaded]
-        sys.modules[name] = None  # type: ignore[assignment]  # Python's own mark for "not installed"
-        _log.info("%s does not load and is left out: %s", name, error)
 
 
 def _itemsize(dtype: str) -> int:
@@ -196,7 +264,7 @@ def _tear_down_groups() -> None:
 
 
 @contextlib.contextmanager
-def _unnoticed() -> Iterator[None]:
+def _unnoticed(single: bool) -> Iterator[None]:
     """Restores what starting vLLM changes in the process: environment, random state, threads, logging."""
     import numpy as np
     import torch
@@ -204,7 +272,7 @@ def _unnoticed() -> Iterator[None]:
     before = dict(os.environ)
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if single else "1"
     # The threads of the host program are not ours to pin.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:

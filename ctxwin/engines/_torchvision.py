@@ -3,7 +3,8 @@
 The package index pairs CPU torch with CUDA builds of torchvision and torchaudio. Torchvision then fails on import
 (``operator torchvision::nms does not exist``) although its Python transforms, all that the Qwen processors need, would
 work; torchaudio fails to load its library and takes ``import transformers`` with it. `repair` declares the two missing
-operator schemas and marks an unloadable torchaudio as not installed. On an install where both load, it changes nothing.
+operator schemas and marks an unloadable torchaudio or torchcodec as not installed: both are for audio and video files
+that ctxwin reads by other means. On an install where all load, it changes nothing.
 
 `repair` acts in this process. vLLM inspects models in child processes, so an environment that needs the repair carries
 a ``.pth`` file with the line ``import ctxwin.engines._torchvision as t; t.install_hook()``: it costs nothing until
@@ -21,16 +22,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_TRIGGERS = frozenset({"torchvision", "torchaudio", "transformers", "vllm"})
+_TRIGGERS = frozenset({"torchvision", "torchaudio", "torchcodec", "transformers", "vllm"})
+_OPTIONAL = ("torchaudio", "torchcodec")
 _log = logging.getLogger("ctxwin.engines")
 _library: Any = None  # keeps the operator schemas registered
 _done: tuple[str, ...] | None = None
 
 
 def repair() -> tuple[str, ...]:
-    """Names of what had to be repaired in this process (``torchvision``, ``torchaudio``); idempotent.
+    """Names of what had to be repaired in this process (``torchvision``, ``torchaudio``, ``torchcodec``); idempotent.
 
-    Cost on a healthy install: loading both libraries once, which transformers does anyway.
+    Cost on a healthy install: loading the libraries once, which transformers and vLLM do anyway.
     """
     global _done
     if _done is not None:
@@ -42,8 +44,7 @@ def repair() -> tuple[str, ...]:
     if _torchvision_broken():
         _declare_ops()
         repaired.append("torchvision")
-    if _torchaudio_broken():
-        repaired.append("torchaudio")
+    repaired += [name for name in _OPTIONAL if _unloadable(name)]
     _done = tuple(repaired)
     if _done:
         _log.info("%s do not match this torch build; repaired for this process", " and ".join(_done))
@@ -76,16 +77,17 @@ def _declare_ops() -> None:
         _library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
-def _torchaudio_broken() -> bool:
-    if "torchaudio" in sys.modules or PathFinder.find_spec("torchaudio") is None:
+def _unloadable(name: str) -> bool:
+    """Whether an installed package does not load; it is then marked as not installed."""
+    if name in sys.modules or PathFinder.find_spec(name) is None:
         return False
     try:
-        importlib.import_module("torchaudio")
+        importlib.import_module(name)
     except (OSError, RuntimeError, ImportError):
-        for name in [n for n in sys.modules if n == "torchaudio" or n.startswith("torchaudio.")]:
-            del sys.modules[name]
+        for loaded in [n for n in sys.modules if n == name or n.startswith(name + ".")]:
+            del sys.modules[loaded]
         # None is Python's own mark for "not installed": imports raise ModuleNotFoundError, find_spec returns None.
-        sys.modules["torchaudio"] = None  # type: ignore[assignment]
+        sys.modules[name] = None  # type: ignore[assignment]
         return True
     return False
 
@@ -101,6 +103,6 @@ class _Hook:
 
 
 def install_hook() -> None:
-    """Runs `repair` when torchvision, torchaudio, transformers or vllm is first imported; idempotent, O(1)."""
+    """Runs `repair` when torchvision, torchaudio, torchcodec, transformers or vllm is first imported; idempotent, O(1)."""
     if _Hook not in sys.meta_path:
         sys.meta_path.insert(0, _Hook)

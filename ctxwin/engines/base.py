@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
     from ctxwin.engines.templates import Template
     from ctxwin.kv import KVSpec, SpanKV
+    from ctxwin.operator import Patch
     from ctxwin.store.base import Store
     from ctxwin.store.spans import SpanRepository
 
@@ -99,6 +100,8 @@ class Piece:
         start: position of its origin.
         capture: whether the engine returns the KV it computed (only meaningful where ``span`` is None).
         id: stable name of exactly this KV content (span key, patch key ...), used for prefix-cache salts.
+        patch: reconditions ``span`` on its way to ``start``; None: the span is served as it is.
+        base_id: stable name of ``span`` alone, where a patch goes onto it.
     """
 
     encoded: Encoded
@@ -106,6 +109,8 @@ class Piece:
     span: SpanKV | None = None
     capture: bool = False
     id: str = ""
+    patch: Patch | None = None
+    base_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -161,12 +166,20 @@ class Generation:
 
 @dataclass
 class EngineCounters:
-    """Work done since the engine was opened; every forward of ours counts, background ones too."""
+    """Work done since the engine was opened; every forward of ours counts, background ones too.
+
+    Attributes:
+        fallbacks: requests whose spans could not be loaded and were computed instead.
+        retries: loads that failed and were tried again, or given up.
+        bytes_loaded: bytes of KV written into the engine's cache from spans.
+    """
 
     vision_encodes: int = 0
     prefill_forwards: int = 0
     prefill_tokens: int = 0
     fallbacks: int = 0
+    retries: int = 0
+    bytes_loaded: int = 0
 
 
 class Engine(ABC):
@@ -216,11 +229,13 @@ class Engine(ABC):
         return self.text_ids(text)
 
     @abstractmethod
-    def prefill(self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "") -> SpanKV:
+    def prefill(
+        self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "", background: bool = False
+    ) -> SpanKV:
         """KV of ``target`` computed behind ``context`` (pieces in order, all with spans or computed in place).
 
         Exact to the engine's arithmetic. Returned in the frame ``start``. Counted in `counters`. ``salt`` as in
-        `generate`.
+        `generate`. ``background`` is work that nobody waits for; an engine that batches serves others first.
         """
 
     @abstractmethod

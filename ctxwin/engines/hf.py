@@ -97,8 +97,10 @@ class HFEngine(EncodingEngine):
         self.encoder = Encoder(checkpoint, identity, self.repo, vision, self._positions, self.counters)
         _log.info("transformers engine: %s (%s) on %s, %s", model, checkpoint.config.model_type, self._device, name)
 
-    def prefill(self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "") -> SpanKV:
-        """See `Engine.prefill`. ``salt`` has no effect: this engine has no prefix cache."""
+    def prefill(
+        self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "", background: bool = False
+    ) -> SpanKV:
+        """See `Engine.prefill`. This engine has no prefix cache and no queue: the rest has no effect."""
         with self._lock:
             done = self._run([*context, Piece(target, start)])
             return self._span(done, done.slices[-1], target.positions, start)
@@ -215,6 +217,7 @@ class HFEngine(EncodingEngine):
         """Writes relocated spans into the cache: one rotation a span, one append a layer."""
         import torch
 
+        from ctxwin.operator import apply_patch
         from ctxwin.operator.relocate import relocate
 
         keys, values = [], []
@@ -227,7 +230,10 @@ class HFEngine(EncodingEngine):
                     f"{piece.encoded.chunk_id[:12]})"
                 )
             here = SpanKV(span.k.to(self._device), span.v.to(self._device), span.positions.to(self._device), span.start)
-            moved = relocate(here, self.spec.kv, piece.start)
+            if piece.patch is None:
+                moved = relocate(here, self.spec.kv, piece.start)
+            else:
+                moved = apply_patch(here, piece.patch, self.spec.kv, piece.start)
             keys.append(moved.k.to(self._dtype))
             values.append(moved.v.to(self._dtype))
             done.bytes_loaded += span.nbytes

@@ -1,8 +1,9 @@
 """The embedded vLLM engine: vLLM's kernels, paged cache and prefix cache, with spans loaded through a KV connector.
 
-vLLM runs inside this process and answers one request at a time. What a window holds as spans is written into the paged
-cache before the forward (`ctxwin.adapters.vllm`), and only what is missing and the query are computed. Positions are
-vLLM's own, and so is the vision tower, which runs once for each media; requests carry stored embeddings.
+Any number of windows ask one engine at the same time; vLLM batches them, beside plain requests where it is a server's.
+What a window holds as spans is written into the paged cache before the forward (`ctxwin.adapters.vllm`), and only what
+is missing and the query are computed. Positions are vLLM's own, and so is the vision tower, which runs once for each
+media; requests carry stored embeddings.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -24,15 +25,14 @@ from ctxwin.identity import digest
 from ctxwin.kv import SpanKV
 
 if TYPE_CHECKING:
+    import asyncio
+
+    from ctxwin.adapters.vllm.core import Core
     from ctxwin.adapters.vllm.registry import Transfer
     from ctxwin.adapters.vllm.requests import Outcome
     from ctxwin.store.base import Store
 
-VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl")
-REFUSED = {"kimi_k25": "vLLM 0.32 does not know transformers' class of it"}
-"""Why families of the transformers engine are not served here."""
 _QUERY = "query"
-_DTYPES = ("bfloat16", "float16", "float32")
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -61,6 +61,7 @@ class _Ask:
     salt: str
     capture_query: bool = False
     on_token: Callable[[list[int]], bool] | None = None
+    background: bool = False
 
     @property
     def tail(self) -> list[Encoded]:
@@ -68,78 +69,114 @@ class _Ask:
 
 
 class VLLMEngine(EncodingEngine):
-    """vLLM in this process: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL, and text models with rotary GQA, MHA or latent
-    attention (for which vLLM has no prefix cache on CPUs without AMX; spans are loaded all the same).
+    """vLLM: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL, and text models with rotary GQA, MHA or latent attention (for which
+    vLLM has no prefix cache on CPUs without AMX; spans are loaded all the same).
 
     Args:
         model: local folder or Hub name.
         store: where vision embeddings and spans are kept; a 2 GiB store in memory by default.
         tenant: separates prefix-cache entries of tenants that share an engine.
-        **options: keyword arguments of ``vllm.LLM`` (``dtype``, ``max_model_len``, ``gpu_memory_utilization`` ...). On
-            a CPU the defaults are blocks of 32 tokens, a paged cache of 1 GiB and eager execution.
+        processes: ``single`` runs vLLM in this process; ``multi`` gives it processes of its own, as ``vllm.LLM`` does by
+            default; ``async`` does so with ``AsyncLLM``, which takes requests in while others are prefilled. None is
+            ``single``, or ``multi`` with ``tensor_parallel_size`` above 1. Chunk data then travels in shared memory.
+        **options: engine arguments of vLLM (``dtype``, ``max_model_len``, ``gpu_memory_utilization`` ...). On a CPU the
+            defaults are blocks of 32 tokens, a paged cache of 1 GiB and eager execution.
 
     Raises:
-        UnsupportedModel: a model whose KV cannot be moved, or options that need further processes.
+        UnsupportedModel: a model whose KV cannot be moved, or a kind of parallelism that spans cannot follow.
         ValueError: an option that ctxwin depends on.
-        EngineFailed: vLLM is missing or does not start. Cost: 3-30 s.
+        EngineFailed: vLLM is missing or does not start. Cost: 3-30 s; in processes of its own 10-30 s more.
     """
 
-    def __init__(self, model: str | Path, *, store: Store | None = None, tenant: str = "", **options: Any) -> None:
-        from ctxwin.engines.checkpoint import open_checkpoint
-        from ctxwin.operator.config import kv_spec_from_config
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        store: Store | None = None,
+        tenant: str = "",
+        processes: str | None = None,
+        **options: Any,
+    ) -> None:
+        try:
+            from ctxwin.adapters.vllm.core import Core
+
+            core = Core.start(model, processes, options)
+        except ImportError as error:
+            raise _missing(error) from error
+        self._open(core, store, tenant)
+
+    @classmethod
+    def attach(
+        cls,
+        llm: Any,
+        *,
+        model: str | Path,
+        store: Store | None = None,
+        tenant: str = "",
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> Self:
+        """An engine on a vLLM that somebody else runs, a server for example.
+
+        Args:
+            llm: a ``vllm.LLM`` or ``AsyncLLM`` started with `ctxwin.adapters.vllm.startup.engine_arguments`.
+            model: what it was started with.
+            store, tenant: as above.
+            loop: the running event loop of an ``AsyncLLM``. Calls must come from other threads than the loop's.
+
+        Raises:
+            ValueError: it was started without those arguments. Closing the engine leaves vLLM running.
+        """
+        from ctxwin.adapters.vllm.core import Core
+
+        engine = cls.__new__(cls)
+        engine._open(Core.attach(llm, model, loop), store, tenant)
+        return engine
+
+    def view(self, tenant: str, store: Store | None = None) -> Self:
+        """The same vLLM for another tenant, with a store, counters and prefix-cache spaces of its own.
+
+        vLLM runs until the last of its engines is closed. O(1).
+        """
+        if self._closed:
+            raise EngineFailed("the engine is closed; open a new one")
+        engine = type(self).__new__(type(self))
+        engine._open(self._core, store, tenant)
+        return engine
+
+    def _open(self, core: Core, store: Store | None, tenant: str) -> None:
         from ctxwin.store import open_store
         from ctxwin.store.spans import SpanRepository
 
-        checkpoint = open_checkpoint(model)
-        kind = str(checkpoint.config.model_type)
-        if checkpoint.media is not None and kind not in VISION_MODELS:
-            reason = f" ({REFUSED[kind]})" if kind in REFUSED else ""
-            raise UnsupportedModel(
-                f"a vision model on vLLM must be one of {', '.join(VISION_MODELS)}, got {kind!r}{reason}; "
-                "open it as hf:MODEL"
-            )
-        dtype = _dtype(options.pop("dtype", "auto"), checkpoint.config)
-        identity = checkpoint.identity(dtype, "vllm")
-        kv = kv_spec_from_config(checkpoint.config, identity, dtype, "vllm")
-        try:
-            from ctxwin.adapters.vllm import registry, startup
-            from ctxwin.adapters.vllm.inputs import Inputs
-            from ctxwin.adapters.vllm.paged import PagedKV
-        except ImportError as error:
-            raise _missing(error) from error
-
-        self._inputs: Any = None
+        core.retain()
+        self._core = core
         self._lock = threading.RLock()
+        self._counting = threading.Lock()
         self._closed = False
         self._tenant = tenant
-        self._exchange = registry.open_exchange(kv)
         try:
-            self._llm = startup.start(str(checkpoint.path), self._exchange, {"dtype": dtype, **options})
-        except BaseException as error:
-            registry.close_exchange(self._exchange)
-            if isinstance(error, ImportError):
-                raise _missing(error) from error
-            raise
-        try:
-            config = self._llm.llm_engine.vllm_config
-            self._inputs = Inputs(self._llm)
-            self._exchange.paged = PagedKV(
-                config.compilation_config.static_forward_context, kv, config.cache_config.block_size
-            )
-            vision = self._inputs.see if self._inputs.multimodal and checkpoint.media is not None else None
-            self.store: Store = open_store("memory:") if store is None else store
-            self.repo = SpanRepository(self.store, identity)
+            self.store: Store = open_store("memory:", tenant=tenant) if store is None else store
+            self.repo = SpanRepository(self.store, core.identity)
             self.counters = EngineCounters()
-            self.encoder = Encoder(checkpoint, identity, self.repo, vision, self._inputs.positions, self.counters)
+            vision = core.inputs.see if core.vision else None
+            self.encoder = Encoder(
+                core.checkpoint, core.identity, self.repo, vision, core.inputs.positions, self.counters
+            )
             self.spec = EngineSpec(
-                name="vllm", model=str(model), identity=identity, kv=kv,
-                max_tokens=int(config.model_config.max_model_len), vision=vision is not None,
+                name="vllm", model=core.model, identity=core.identity, kv=core.kv,
+                max_tokens=int(core.driver.config.model_config.max_model_len), vision=core.vision,
             )  # fmt: skip
         except BaseException:
             self.close()
             raise
 
-    def prefill(self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "") -> SpanKV:
+    @property
+    def plain_salt(self) -> str:
+        """The ``cache_salt`` with which a plain request of this tenant shares blocks with its exact windows."""
+        return self._salt("")
+
+    def prefill(
+        self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "", background: bool = False
+    ) -> SpanKV:
         """See `Engine.prefill`.
 
         Args:
@@ -148,9 +185,8 @@ class VLLMEngine(EncodingEngine):
         from ctxwin.operator.relocate import relocate
 
         pieces = [*context, Piece(target, start, capture=True)]
-        with self._lock:
-            work, _, fallbacks = self._serve(pieces, _Ask(None, Sampling(max_tokens=1), salt))
-            self._count(work, fallbacks)
+        work, _, fallbacks = self._serve(pieces, _Ask(None, Sampling(max_tokens=1), salt, background=background))
+        self._count(work, fallbacks)
         span = work.captured[str(len(context))]
         return relocate(span, self.spec.kv, start)
 
@@ -166,9 +202,8 @@ class VLLMEngine(EncodingEngine):
     ) -> Generation:
         began = time.perf_counter()
         ask = _Ask(query, sampling, salt, capture_query, self._streamed(on_token))
-        with self._lock:
-            work, outcome, fallbacks = self._serve(layout, ask)
-            self._count(work, fallbacks)
+        work, outcome, fallbacks = self._serve(layout, ask)
+        self._count(work, fallbacks)
         ended = time.perf_counter()
         return Generation(
             token_ids=outcome.token_ids,
@@ -187,39 +222,37 @@ class VLLMEngine(EncodingEngine):
         )
 
     def close(self) -> None:
-        """Shuts vLLM down and frees its memory; the store stays open. Idempotent."""
-        from ctxwin.adapters.vllm import registry, startup
-
-        with self._lock:
+        """Lets go of vLLM, which its last engine shuts down; the store stays open. Idempotent."""
+        with self._counting:
             if self._closed:
                 return
             self._closed = True
-            registry.close_exchange(self._exchange)
-            self._exchange.paged = None
-            if self._inputs is not None:
-                self._inputs.close()
-            llm, self._llm = self._llm, None
-            startup.stop(llm)
+        self._core.release()
 
     # -- serving -------------------------------------------------------------------------------------------------------
 
     def _serve(self, layout: Sequence[Piece], ask: _Ask) -> tuple[_Work, Outcome, int]:
-        """Serves a layout, once more without its spans where loading them fails (the last value counts that)."""
+        """Serves a layout: with its spans, once more with them where loading fails, then without (the last value counts
+        that). The spans are at hand, so what fails is mostly on its way, and the same KV gives the same answer."""
         from ctxwin.adapters.vllm.requests import LoadError
 
         if self._closed:
             raise EngineFailed("the engine is closed; open a new one")
         base = self._check(layout, ask)
         work = _Work()
-        try:
-            return work, self._guarded(work, layout, base, ask), 0
-        except LoadError as error:
-            _log.warning("loading spans into vLLM failed (%s); the prompt is computed instead", error)
+        for again in (False, True):
+            try:
+                return work, self._guarded(work, layout, base, ask), 0
+            except LoadError as error:
+                what = "the prompt is computed instead" if again else "they are handed over again"
+                _log.warning("loading spans into vLLM failed (%s); %s", error, what)
+                work = _Work(computed=work.computed, forwards=work.forwards)
+                with self._counting:
+                    self.counters.retries += 1
         # Everything is computed in place now, which is exact, so it belongs to (and may use) the exact space.
-        again = _Work(computed=work.computed, forwards=work.forwards)
-        bare = [replace(piece, span=None) for piece in layout]
+        bare = [replace(piece, span=None, patch=None) for piece in layout]
         try:
-            return again, self._guarded(again, bare, base, replace(ask, salt="")), 1
+            return work, self._guarded(work, bare, base, replace(ask, salt="")), 1
         except LoadError as error:
             raise EngineFailed(f"vLLM could not answer the request without its spans either: {error}") from error
 
@@ -247,7 +280,8 @@ class VLLMEngine(EncodingEngine):
         for i, piece in enumerate(pieces[:last]):
             if piece.span is None and pieces[i + 1].span is not None:
                 run = [j for j in range(i + 1) if pieces[j].span is None]
-                self._request(work, pieces[: i + 1], base, _Ask(None, Sampling(max_tokens=1), ask.salt), run)
+                part = _Ask(None, Sampling(max_tokens=1), ask.salt, background=ask.background)
+                self._request(work, pieces[: i + 1], base, part, run)
                 for j in run:
                     pieces[j] = replace(pieces[j], span=work.captured[str(j)])
         wanted = [i for i, piece in enumerate(pieces) if piece.capture and piece.span is None]
@@ -259,8 +293,9 @@ class VLLMEngine(EncodingEngine):
     def _request(self, work: _Work, pieces: Sequence[Piece], base: int, ask: _Ask, capture: Sequence[int]) -> Outcome:
         """One request on vLLM: loads what leads the pieces, captures those of the indices asked for."""
         from ctxwin.adapters.vllm.registry import Placed, Transfer
-        from ctxwin.adapters.vllm.requests import run
+        from ctxwin.adapters.vllm.requests import BACKGROUND, run
 
+        core = self._core
         encoded = [*(piece.encoded for piece in pieces), *ask.tail]
         offsets = [0]
         for part in encoded:
@@ -270,25 +305,31 @@ class VLLMEngine(EncodingEngine):
             if piece.span is None:
                 break
             if piece.encoded.tokens:
-                loads.append(Placed(offset, piece.span, piece.start - base))
+                # Tenants share vLLM, never a file: a name says what was computed, not for whom.
+                span, patch = (f"{self._tenant}/{i}" if i else "" for i in (piece.base_id or piece.id, piece.id))
+                loads.append(Placed(offset, piece.span, piece.start - base, piece.patch, span, patch))
         captures: dict[str, tuple[int, int | None]] = {
             str(i): (offsets[i], offsets[i + 1]) for i in capture if pieces[i].encoded.tokens
         }
         if ask.capture_query:
             captures[_QUERY] = (offsets[len(pieces)], None)
         ids, media = _joined(encoded)
-        transfer = Transfer(loads=tuple(loads), captures=captures)
-        prompt = self._inputs.prompt(ids, media, self.embed, self._salt(ask.salt), transfer.covered)
+        transfer = Transfer(loads=tuple(loads), captures=captures, shared=not ask.salt)
+        prompt, transfer.blank = core.inputs.prompt(ids, media, self.embed, self._salt(ask.salt), transfer.covered)
         eos = sorted(self.encoder.checkpoint.eos)
+        priority = BACKGROUND if ask.background else 0
         try:
-            outcome = run(self._llm, self._exchange, prompt, transfer, ask.sampling, eos, ask.on_token)
+            outcome = run(core.driver, core.exchange, prompt, transfer, ask.sampling, eos, ask.on_token, priority)
         finally:
             self._account(work, transfer, len(ids))
         for i in capture:
             work.captured[str(i)] = self._span(transfer, str(i), pieces[i].encoded, pieces[i].start - base)
         if ask.capture_query and ask.query is not None:
             begin = pieces[-1].start - base + pieces[-1].encoded.advance if pieces else 0
-            work.captured[_QUERY] = self._span(transfer, _QUERY, ask.query, begin)
+            span = self._span(transfer, _QUERY, ask.query, begin)
+            if not outcome.finished:  # vLLM was a step ahead of the caller who stopped it
+                span = span.slice(0, min(span.tokens, ask.query.tokens + len(outcome.token_ids) - 1))
+            work.captured[_QUERY] = span
         return outcome
 
     def _account(self, work: _Work, transfer: Transfer, tokens: int) -> None:
@@ -348,7 +389,7 @@ class VLLMEngine(EncodingEngine):
         for part in encoded:
             parts.append(part.positions + start)
             start += part.advance
-        if not np.array_equal(np.concatenate(parts, axis=1), self._inputs.positions(ids, media)[0]):
+        if not np.array_equal(np.concatenate(parts, axis=1), self._core.inputs.positions(ids, media)[0]):
             raise UnsupportedModel(
                 f"{self.spec.model} places a chunk by what stands before it; its KV cannot be put together from chunks"
             )
@@ -366,9 +407,11 @@ class VLLMEngine(EncodingEngine):
         return digest("salt", self._tenant, salt) if salt or self._tenant else ""
 
     def _count(self, work: _Work, fallbacks: int) -> None:
-        self.counters.fallbacks += fallbacks
-        self.counters.prefill_forwards += work.forwards
-        self.counters.prefill_tokens += work.computed
+        with self._counting:
+            self.counters.fallbacks += fallbacks
+            self.counters.prefill_forwards += work.forwards
+            self.counters.prefill_tokens += work.computed
+            self.counters.bytes_loaded += work.bytes_loaded
 
     def _streamed(self, on_token: Callable[[int, str], bool] | None) -> Callable[[list[int]], bool] | None:
         if on_token is None:
@@ -384,17 +427,6 @@ def _joined(encoded: Sequence[Encoded]) -> tuple[list[int], list[MediaSpan]]:
         media += [replace(span, offset=span.offset + len(ids)) for span in part.media]
         ids += part.token_ids
     return ids, media
-
-
-def _dtype(wanted: Any, config: Any) -> str:
-    """The name of the dtype to serve in: what was asked for, else the checkpoint's."""
-    name = str(wanted).removeprefix("torch.")
-    if name == "auto":
-        own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-        name = str(own or "bfloat16").removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ValueError(f"dtype must be auto, {', '.join(_DTYPES)}, got {wanted!r}")
-    return name
 
 
 def _missing(error: ImportError) -> EngineFailed:

@@ -75,8 +75,10 @@ class ScriptedEngine(Engine):
         made: Encoded = self.inner.encode_exchange(query, answer_ids)
         return made
 
-    def prefill(self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "") -> SpanKV:
-        made: SpanKV = self.inner.prefill(context, target, start, salt=salt)
+    def prefill(
+        self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "", background: bool = False
+    ) -> SpanKV:
+        made: SpanKV = self.inner.prefill(context, target, start, salt=salt, background=background)
         return made
 
     def decode(self, token_ids: Sequence[int]) -> str:

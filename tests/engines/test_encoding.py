@@ -228,4 +228,4 @@ print(json.dumps([before, list(t.repair())]))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     before, repaired = json.loads(done.stdout)
     assert before == []
-    assert set(repaired) <= {"torchvision", "torchaudio"}
+    assert set(repaired) <= {"torchvision", "torchaudio", "torchcodec"}

@@ -171,7 +171,6 @@ PLAIN = """
 import json, sys
 from ctxwin.engines._torchvision import repair
 repair()
-sys.modules.setdefault("torchcodec", None)
 import numpy as np
 from PIL import Image
 from vllm import LLM, SamplingParams
@@ -277,7 +276,7 @@ class TestLoading:
 
     def test_no_tower_inside_a_request(self, engine: Any) -> None:
         parts, query = encoded(engine, [4, 5]), engine.encode_query("what color")
-        with mock.patch.object(engine._inputs.model.visual, "forward", side_effect=AssertionError("tower ran")):
+        with mock.patch.object(engine._core.inputs.model.visual, "forward", side_effect=AssertionError("tower ran")):
             engine.generate(laid(parts), query, ALL, salt="tower")
             with pytest.raises(AssertionError, match="tower ran"):
                 engine.encode(picture(99))
@@ -433,19 +432,17 @@ class TestFaults:
         parts, query = encoded(engine, [1, 2, 3]), engine.encode_query("what color")
         spans = spans_of(engine, [1, 2, 3], "fault-1")
         right = engine.generate(laid(parts), query, ALL, salt="fault-2")
-        real, calls = connector.relocate, [0]
-
-        def third(*args: Any) -> SpanKV:
-            calls[0] += 1
-            if calls[0] == 3:
-                raise OSError("a lost page")
-            return real(*args)
-
-        before = engine.counters.fallbacks
-        with mock.patch.object(connector, "relocate", third):
+        before = replace(engine.counters)
+        with mock.patch.object(connector, "_write", side_effect=OSError("a lost page")):
             made = engine.generate(laid(parts, spans), query, ALL, salt="fault-3")
-        assert made.fallbacks == 1 and engine.counters.fallbacks == before + 1
+        assert made.fallbacks == 1 and engine.counters.fallbacks == before.fallbacks + 1
+        assert engine.counters.retries == before.retries + 2
         assert gap(right, made) < 1e-5 and made.token_ids == right.token_ids
+        # A load that fails once is tried again: the answer is that of the spans.
+        with mock.patch.object(connector, "_write", wraps=connector._write, side_effect=[OSError("once"), mock.DEFAULT]):
+            again = engine.generate(laid(parts, spans), query, ALL, salt="fault-3b")
+        assert again.fallbacks == 0 and engine.counters.retries == before.retries + 3
+        assert gap(right, again) < 1e-5 and again.bytes_loaded == sum(s.nbytes for s in spans)
         # Nothing of the failed load stays behind in the prefix cache.
         healthy = engine.generate(laid(parts, spans), query, ALL, salt="fault-3")
         assert healthy.fallbacks == 0 and healthy.cached_tokens == 0 and gap(right, healthy) < 1e-5
@@ -479,7 +476,7 @@ class TestFaults:
 
     def test_an_error_of_vllm_is_ours(self, engine: Any) -> None:
         parts, query = encoded(engine, [1]), engine.encode_query("what color")
-        llm = engine._llm.llm_engine
+        llm = engine._core.driver.llm.llm_engine
         with (
             mock.patch.object(llm, "add_request", side_effect=RuntimeError("boom")),
             pytest.raises(EngineFailed, match="boom"),
@@ -487,15 +484,19 @@ class TestFaults:
             engine.generate(laid(parts), query, ALL)
         assert engine.generate(laid(parts), query, ALL).token_ids
 
-    def test_other_processes_are_refused(self, model_dir: Path) -> None:
+    def test_options_that_spans_cannot_follow_are_refused(self, model_dir: Path) -> None:
         from ctxwin.adapters.vllm.registry import find_exchange
         from ctxwin.engines.vllm import VLLMEngine
 
-        with pytest.raises(UnsupportedModel, match="tensor_parallel_size must be 1, got 2"):
-            VLLMEngine(model_dir, tensor_parallel_size=2)
+        with pytest.raises(UnsupportedModel, match="pipeline_parallel_size must be 1, got 2"):
+            VLLMEngine(model_dir, pipeline_parallel_size=2)
+        with pytest.raises(ValueError, match="tensor_parallel_size needs processes="):
+            VLLMEngine(model_dir, tensor_parallel_size=2, processes="single")
+        with pytest.raises(ValueError, match="processes must be one of"):
+            VLLMEngine(model_dir, processes="many")
         with pytest.raises(ValueError, match="enable_prefix_caching must be True"):
             VLLMEngine(model_dir, enable_prefix_caching=False)
-        with pytest.raises(RuntimeError, match="VLLM_ENABLE_V1_MULTIPROCESSING=0"):
+        with pytest.raises(RuntimeError, match="processes='multi'"):
             find_exchange("of-another-process")
 
 
@@ -537,7 +538,7 @@ class TestPaging:
     def test_a_packing_that_loses_numbers_is_refused(self, engine: Any) -> None:
         from ctxwin.adapters.vllm.paged import PagedKV
 
-        paged = engine._exchange.paged
+        paged = engine._core.exchange.paged
         layers = {f"layers.{i}.attn": layer for i, layer in enumerate(paged._layers)}
         assert PagedKV(layers, engine.spec.kv, paged.block_size)
         impl = paged._layers[0].impl

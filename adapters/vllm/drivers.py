@@ -1,0 +1,332 @@
+"""How requests get into vLLM and their outputs back, whatever process or event loop vLLM runs in.
+
+A caller submits a request from any thread and reads its outputs from a queue; vLLM batches whatever is in flight. Two
+drivers, one contract:
+
+| driver       | vLLM                                                         |
+|--------------|--------------------------------------------------------------|
+| `StepDriver` | ``vllm.LLM``, in this process or in its own, stepped by one thread |
+| `LoopDriver` | ``AsyncLLM`` on an event loop: its own thread's, or a server's      |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import itertools
+import queue
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from ctxwin.errors import EngineFailed
+
+T = TypeVar("T")
+_serial = itertools.count()
+_running: weakref.WeakSet[Driver] = weakref.WeakSet()
+_DEAD = "vLLM's engine process has ended ({}); close this engine and open a new one"
+
+
+class Ticket:
+    """One request in flight.
+
+    Attributes:
+        outputs: vLLM's ``RequestOutput`` as they come, or the exception that ended the request.
+    """
+
+    def __init__(self) -> None:
+        self.name = f"ctxwin-{next(_serial)}"
+        self.outputs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+
+class Driver(ABC):
+    """Requests to one vLLM engine. Thread-safe.
+
+    Attributes:
+        config: its ``VllmConfig``.
+        renderer: its renderer.
+        local: whether its model runs in this process.
+    """
+
+    config: Any
+    renderer: Any
+    local: bool
+
+    @abstractmethod
+    def submit(self, prompt: dict[str, Any], parameters: Any, priority: int) -> Ticket:
+        """Hands a rendered prompt over. Raises EngineFailed where vLLM has ended."""
+
+    @abstractmethod
+    def cancel(self, ticket: Ticket) -> None:
+        """Takes a request back; returns once vLLM has been told."""
+
+    @abstractmethod
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of every worker's extension between two steps; arguments are strings and numbers only."""
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> None: ...
+
+    @property
+    @abstractmethod
+    def dead(self) -> BaseException | None:
+        """Why vLLM has ended; None while it runs."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends what the driver started; requests in flight get EngineFailed. Idempotent."""
+
+
+class StepDriver(Driver):
+    """Drives a ``vllm.LLM`` with one thread, which alone touches it.
+
+    A multi-process LLM gives no sign between two outputs, so a request that arrives while nothing but long prefills run
+    waits for the next token; `LoopDriver` has no such wait.
+
+    Args:
+        llm: started with the connector.
+        stop: shuts it down.
+    """
+
+    def __init__(self, llm: Any, stop: Callable[[Any], None]) -> None:
+        self.llm = llm
+        self._engine: Any = llm.llm_engine
+        self.config = self._engine.vllm_config
+        self.renderer = self._engine.renderer
+        self.local = hasattr(self._engine.engine_core, "engine_core")
+        self._stop = stop
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._tickets: dict[str, Ticket] = {}
+        self._ids: dict[str, str] = {}
+        self._wake = threading.Condition()
+        self._closing = False
+        self._dead: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="ctxwin-vllm", daemon=True)
+        self._thread.start()
+        _running.add(self)
+
+    def submit(self, prompt: dict[str, Any], parameters: Any, priority: int) -> Ticket:
+        ticket = Ticket()
+
+        def add() -> None:
+            try:
+                request = self._engine.add_request(ticket.name, prompt, parameters, priority=priority)
+            except Exception as error:
+                ticket.outputs.put(error)
+            else:
+                self._tickets[request] = ticket
+                self._tickets[ticket.name] = ticket
+                self._ids[ticket.name] = request
+
+        self._post(add)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        def abort() -> None:
+            request = self._forget(ticket)
+            if request is not None:
+                self._engine.abort_request([request], internal=True)
+
+        with contextlib.suppress(EngineFailed):
+            self.call(abort)
+
+    def call(self, task: Callable[[], T]) -> T:
+        """Runs ``task`` on vLLM's thread, between two steps. Raises EngineFailed where vLLM has ended."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._post(run)
+        return future.result()
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        found: list[Any] = self.call(lambda: self.llm.collective_rpc(method, args=args))
+        return found
+
+    def reset_prefix_cache(self) -> None:
+        self.call(self._engine.reset_prefix_cache)
+
+    @property
+    def dead(self) -> BaseException | None:
+        return self._dead
+
+    def close(self) -> None:
+        with self._wake:
+            if self._closing:
+                return
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._end(EngineFailed("the engine is closed; open a new one"))
+        llm, self.llm, self._engine = self.llm, None, None
+        self._stop(llm)
+
+    # -- vLLM's thread -----------------------------------------------------------------------------------------------
+
+    def _post(self, task: Callable[[], None]) -> None:
+        with self._wake:
+            if self._closing:
+                raise EngineFailed("the engine is closed; open a new one")
+            if self._dead is not None:
+                raise EngineFailed(_DEAD.format(self._dead)) from self._dead
+            self._tasks.append(task)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._tasks and not self._tickets and not self._closing:
+                    self._wake.wait()
+                if self._closing:
+                    return
+                tasks, self._tasks = self._tasks, deque()
+            for task in tasks:
+                task()
+            if not self._tickets:
+                continue
+            try:
+                with _no_compilation(self.config):
+                    outputs = self._engine.step()
+            except Exception as error:
+                self._end(error)
+                return
+            for output in outputs:
+                ticket = self._tickets.get(output.request_id)
+                if ticket is None:
+                    continue
+                if output.finished:
+                    self._forget(ticket)
+                ticket.outputs.put(output)
+
+    def _forget(self, ticket: Ticket) -> str | None:
+        request = self._ids.pop(ticket.name, None)
+        self._tickets.pop(ticket.name, None)
+        if request is not None:
+            self._tickets.pop(request, None)
+        return request
+
+    def _end(self, error: BaseException) -> None:
+        """Nothing will be stepped any more."""
+        with self._wake:
+            if not self._closing:
+                self._dead = error
+            tasks, self._tasks = self._tasks, deque()
+        for task in tasks:  # a request that is added now gets its answer below
+            with contextlib.suppress(Exception):
+                task()
+        waiting = {id(t): t for t in self._tickets.values()}
+        self._tickets.clear()
+        self._ids.clear()
+        told = error if isinstance(error, EngineFailed) else EngineFailed(_DEAD.format(error))
+        for ticket in waiting.values():
+            ticket.outputs.put(told)
+
+
+class LoopDriver(Driver):
+    """Drives an ``AsyncLLM`` on the event loop that it belongs to. Never call it from that loop's own thread.
+
+    Args:
+        llm: started with the connector.
+        loop: the loop it was started on; it must be running.
+        stop: ends both; None where they belong to somebody else, a server.
+    """
+
+    local = False
+
+    def __init__(self, llm: Any, loop: asyncio.AbstractEventLoop, stop: Callable[[], None] | None = None) -> None:
+        self.llm = llm
+        self.config = llm.vllm_config
+        self.renderer = llm.renderer
+        self._loop = loop
+        self._stop = stop
+        self._tasks: dict[str, Future[None]] = {}
+        self._closed = False
+        _running.add(self)
+
+    def submit(self, prompt: dict[str, Any], parameters: Any, priority: int) -> Ticket:
+        ticket = Ticket()
+        if self.dead is not None:
+            raise EngineFailed(_DEAD.format(self.dead))
+
+        async def pump() -> None:
+            try:
+                async for output in self.llm.generate(prompt, parameters, ticket.name, priority=priority):
+                    ticket.outputs.put(output)
+            except asyncio.CancelledError:
+                ticket.outputs.put(EngineFailed("the engine is closed; open a new one"))
+                raise
+            except Exception as error:
+                dead = self.dead
+                ticket.outputs.put(error if dead is None else EngineFailed(_DEAD.format(dead)))
+            finally:
+                self._tasks.pop(ticket.name, None)
+
+        self._tasks[ticket.name] = self._start(pump())
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        task = self._tasks.pop(ticket.name, None)
+        if task is not None and not self._closed:
+            task.cancel()  # reaches vLLM's generator, which aborts the request
+            with contextlib.suppress(Exception):
+                self._start(self.llm.abort(ticket.name)).result(timeout=10)
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        if self.dead is not None:
+            raise EngineFailed(_DEAD.format(self.dead))
+        found: list[Any] = self._start(self.llm.collective_rpc(method, args=args)).result()
+        return found
+
+    def reset_prefix_cache(self) -> None:
+        self._start(self.llm.reset_prefix_cache()).result()
+
+    @property
+    def dead(self) -> BaseException | None:
+        if self._closed:
+            return EngineFailed("the engine is closed")
+        return self.llm.dead_error if self.llm.errored else None
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        for task in list(self._tasks.values()):
+            task.cancel()
+        self._closed = True
+        if self._stop is not None:
+            self._stop()
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._closed or not self._loop.is_running():
+            work.close()
+            raise EngineFailed("the engine is closed; open a new one")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+@contextlib.contextmanager
+def _no_compilation(config: Any) -> Iterator[None]:
+    """Runs vLLM's few ``torch.compile``d sampling functions as written on a CPU, whose compiler takes 17 s for them."""
+    import torch
+
+    if config.device_config.device_type == "cpu" and config.model_config.enforce_eager:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that steps vLLM while the interpreter goes down would crash it."""
+    for driver in list(_running):
+        with contextlib.suppress(Exception):
+            driver.close()

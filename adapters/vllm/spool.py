@@ -1,0 +1,434 @@
+"""Chunk data for vLLM's other processes: files in shared memory, named in a job file under an unguessable handle.
+
+A `Spool` belongs to the process of the engine, a `SpoolReader` to each process of vLLM that runs the connector. Nothing is
+pickled: KV travels as the store's checked blobs (`ctxwin.store.codec`), instructions as JSON.
+
+| file                    | written by | content                                                       |
+|-------------------------|------------|---------------------------------------------------------------|
+| ``spec.json``           | engine     | the model's `KVSpec`                                          |
+| ``span-<digest>-<n>``   | engine     | a span, by the id of its KV; kept while there is room         |
+| ``patch-<digest>-<n>``  | engine     | a patch, with its shared basis                                |
+| ``job-<handle>.json``   | engine     | one `Transfer`: `Job`, and where each span goes               |
+| ``seen-<handle>.json``  | scheduler  | tokens it found in its own prefix cache, tokens it wants      |
+| ``out-<handle>-<name>.<rank>`` | worker | a capture, the KV heads of one rank                       |
+| ``error-<handle>.json`` | worker     | why a load or a capture failed                                |
+| ``refused.json``        | worker     | why the model's cache cannot be served, at start-up           |
+
+Every file is written under another name and renamed, so that a reader sees all of it or nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ctxwin.adapters.vllm.registry import Job, Placed, Transfer, is_handle, new_handle
+from ctxwin.errors import EngineFailed, StoreCorrupt
+from ctxwin.identity import digest
+from ctxwin.kv import KVSpec, RopeSpec, SpanKV
+from ctxwin.store import codec
+
+if TYPE_CHECKING:
+    import torch
+
+    from ctxwin.operator import Patch
+
+SPOOL = "ctxwin_spool"
+"""Key of the spool's folder inside the connector's extra config; absent where everything is one process."""
+MAX_BYTES = 2 << 30
+"""Spans and patches kept in a spool unless told otherwise, or half of what the folder's file system has free."""
+LIVE_BYTES = 512 << 20
+"""Decoded spans and patches that each reader keeps at hand."""
+WAIT_S = 120.0
+"""How long a capture may take after its request has ended: a step of the other requests of the batch."""
+_PREFIX = "ctxwin-"
+_log = logging.getLogger("ctxwin.engines")
+
+
+class Spool:
+    """The engine's side.
+
+    Args:
+        kv: layout of the model's KV (all heads).
+        folder: where the spool is made; shared memory by default.
+        max_bytes: bound on the spans and patches kept for later requests. Those of running requests always stay.
+
+    Raises:
+        EngineFailed: the folder cannot be written.
+    """
+
+    def __init__(self, kv: KVSpec, folder: str | Path | None = None, max_bytes: int | None = None) -> None:
+        root = Path(folder or shared_memory())
+        sweep(root)
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=root))
+            free = shutil.disk_usage(self.path).free
+        except OSError as error:
+            raise EngineFailed(f"the spool folder {str(root)!r} must be writable: {error}") from error
+        self.kv = kv
+        self.max_bytes = min(MAX_BYTES, free // 2) if max_bytes is None else max_bytes
+        self.alive: Callable[[], bool] = lambda: True  # set by the engine: whether vLLM's processes still run
+        self.ranks = 1
+        self._held: OrderedDict[str, int] = OrderedDict()  # bytes by file name, least recently used first
+        self._used: Counter[str] = Counter()  # running jobs by file name
+        self._jobs: dict[str, tuple[list[str], tuple[str, ...]]] = {}  # files and captures of running transfers
+        self._named: dict[str, tuple[str, weakref.ref[torch.Tensor] | None]] = {}  # file and tensor by kind and id
+        self._serial = itertools.count()
+        self._bytes = 0
+        self._lock = threading.Lock()
+        _write(self.path / "spec.json", json.dumps(asdict(kv)).encode())
+
+    @property
+    def name(self) -> str:
+        """What the connector's extra config holds."""
+        return str(self.path)
+
+    def __len__(self) -> int:
+        """Transfers that have not been removed."""
+        with self._lock:
+            return len(self._jobs)
+
+    def add(self, transfer: Transfer) -> str:
+        """Writes a transfer and what it needs; returns its handle.
+
+        Raises OSError where there is no room. Cost: one write of each span that no earlier transfer brought.
+        """
+        handle = new_handle()
+        names: list[str] = []
+        try:
+            entries = []
+            for placed in transfer.loads:
+                span = self._file("span", placed, handle, names)
+                patch = None if placed.patch is None else self._file("patch", placed, handle, names)
+                entries.append(
+                    {
+                        "begin": placed.begin,
+                        "tokens": placed.span.tokens,
+                        "start": placed.start,
+                        "span": span,
+                        "patch": patch,
+                    }
+                )
+            job = {"job": asdict(transfer.job), "loads": entries}
+            _write(self.path / f"job-{handle}.json", json.dumps(job).encode())
+        except BaseException:
+            self._unlease(names, handle)
+            raise
+        with self._lock:
+            self._jobs[handle] = names, tuple(transfer.captures)
+        return handle
+
+    def collect(self, handle: str, transfer: Transfer, finished: bool) -> None:
+        """Brings what vLLM's processes reported into ``transfer``; waits for its captures where it ended well."""
+        seen = _read_json(self.path / f"seen-{handle}.json")
+        if seen is not None:
+            transfer.local_tokens, transfer.planned_tokens = int(seen["local"]), int(seen["planned"])
+        self._failed(handle, transfer)
+        if transfer.error is not None:
+            # What was handed over for it may be what is broken: the next request writes it anew.
+            self._forget(handle)
+            return
+        transfer.loaded_tokens = transfer.planned_tokens
+        transfer.bytes_loaded = transfer.planned_tokens * self.kv.token_bytes
+        if not finished:
+            return
+        until = time.monotonic() + WAIT_S
+        for name in transfer.captures:
+            if transfer.error is None:
+                self._await_capture(handle, name, transfer, until)
+
+    def remove(self, handle: str) -> None:
+        """Forgets a transfer and its files; spans and patches stay for others while there is room."""
+        with self._lock:
+            names, captures = self._jobs.pop(handle, ([], ()))
+        self._unlease(names, handle)
+        own = [f"job-{handle}.json", f"seen-{handle}.json", f"error-{handle}.json"]
+        own += [f"out-{handle}-{name}.{rank}" for name in captures for rank in range(self.ranks)]
+        for name in own:
+            (self.path / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Removes the folder. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _file(self, kind: str, placed: Placed, handle: str, names: list[str]) -> str:
+        """The name of a span's or a patch's file, written where it is not there, and leased into ``names``."""
+        known_as, tensor = placed.id, placed.span.k
+        if kind == "patch":
+            assert placed.patch is not None
+            known_as, tensor = placed.patch_id, placed.patch.left
+        key = f"{kind}-{digest('spool', known_as)}" if known_as else f"{kind}-{handle}-{placed.begin}"
+        with self._lock:
+            name, at_hand = self._named.get(key, ("", None))
+            # The very tensor that was written: a name alone would trust every caller to use it once only.
+            known = name in self._held and at_hand is not None and at_hand() is tensor
+            if not known:
+                name = f"{key}-{next(self._serial)}"
+                self._named[key] = name, weakref.ref(tensor)
+            self._used[name] += 1
+            names.append(name)
+            if known:
+                self._held.move_to_end(name)
+        if known and (self.path / name).exists():
+            return name
+        blob = encode_span(placed.span) if kind == "span" else encode_patch(placed.patch)
+        self._make_room(len(blob))
+        _write(self.path / name, blob)
+        with self._lock:
+            self._bytes += len(blob) - self._held.pop(name, 0)
+            self._held[name] = len(blob)
+        return name
+
+    def _make_room(self, size: int) -> None:
+        with self._lock:
+            for name in [n for n in self._held if not self._used[n]]:
+                if self._bytes + size <= self.max_bytes:
+                    break
+                self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        self._bytes -= self._held.pop(name, 0)
+        key = name.rpartition("-")[0]
+        if self._named.get(key, ("",))[0] == name:
+            del self._named[key]
+        (self.path / name).unlink(missing_ok=True)
+
+    def _unlease(self, names: list[str], handle: str) -> None:
+        with self._lock:
+            for name in names:
+                self._used[name] -= 1
+                if self._used[name] <= 0:
+                    del self._used[name]
+                    if self._bytes > self.max_bytes or handle in name:
+                        self._drop(name)
+
+    def _forget(self, handle: str) -> None:
+        with self._lock:
+            for name in self._jobs.get(handle, ((), ()))[0]:
+                if self._used[name] <= 1:
+                    self._drop(name)
+
+    def _failed(self, handle: str, transfer: Transfer) -> None:
+        error = _read_json(self.path / f"error-{handle}.json")
+        if error is not None and transfer.error is None:
+            transfer.error = RuntimeError(str(error["error"]))
+
+    def _await_capture(self, handle: str, name: str, transfer: Transfer, until: float) -> None:
+        """Polls: a rename in shared memory tells nobody, and the file is there within a step."""
+        from ctxwin.adapters.vllm.ranks import gather
+
+        paths = [self.path / f"out-{handle}-{name}.{rank}" for rank in range(self.ranks)]
+        pause = 0.0002
+        while not all(path.exists() for path in paths):
+            self._failed(handle, transfer)
+            if transfer.error is not None:
+                return
+            if not self.alive():
+                raise EngineFailed("vLLM's processes ended while a request was read back; open a new engine")
+            if time.monotonic() > until:
+                transfer.error = TimeoutError(f"vLLM did not hand back the KV of {name!r} within {WAIT_S:.0f} s")
+                return
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.01)
+        try:
+            parts = [codec.decode_tensors(path.read_bytes())[0] for path in paths]
+        except StoreCorrupt as error:
+            transfer.error = error
+            return
+        heads = self.kv.heads
+        transfer.captured[name] = gather([p["k"] for p in parts], heads), gather([p["v"] for p in parts], heads)
+
+
+@dataclass(frozen=True)
+class SpoolLoad:
+    """One span of a job as the worker reads it: see `Placed`, with names of files for tensors."""
+
+    begin: int
+    tokens: int
+    start: int
+    span: str
+    patch: str | None
+
+
+class SpoolReader:
+    """The side of vLLM's processes: the scheduler reads jobs, workers read spans and write captures."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        raw = _read_json(self.path / "spec.json")
+        if raw is None:
+            raise RuntimeError(f"the ctxwin KV connector must find {self.path / 'spec.json'}; was its engine closed?")
+        rope: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.pop("rope").items()}
+        self.kv = KVSpec(**raw, rope=RopeSpec(**rope))
+        self._live: OrderedDict[tuple[str, int], tuple[Any, int]] = OrderedDict()
+        self._live_bytes = 0
+
+    def job(self, handle: str) -> Job | None:
+        """None for a handle whose job is not there (any more)."""
+        raw = self._raw(handle)
+        if raw is None:
+            return None
+        job = raw["job"]
+        captures = {str(k): (int(v[0]), None if v[1] is None else int(v[1])) for k, v in job.pop("captures").items()}
+        return Job(**job, captures=captures)
+
+    def loads(self, handle: str) -> list[SpoolLoad]:
+        """What to load; raises LookupError where the job is gone."""
+        raw = self._raw(handle)
+        if raw is None:
+            raise LookupError("the transfer was taken back")
+        return [SpoolLoad(**entry) for entry in raw["loads"]]
+
+    def span(self, name: str) -> SpanKV:
+        """Raises FileNotFoundError or StoreCorrupt. Cost: a read and a SHA-256, nothing while it is at hand."""
+        found: SpanKV = self._get(name, decode_span)
+        return found
+
+    def patch(self, name: str) -> Patch:
+        found: Patch = self._get(name, decode_patch)
+        return found
+
+    def seen(self, handle: str, local: int, planned: int) -> None:
+        """Tells the engine what the scheduler counts on."""
+        _write(self.path / f"seen-{handle}.json", json.dumps({"local": local, "planned": planned}).encode())
+
+    def give(self, handle: str, name: str, rank: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Hands a capture (this rank's heads) back."""
+        if (self.path / f"job-{handle}.json").exists():
+            _write(self.path / f"out-{handle}-{name}.{rank}", codec.encode_tensors({"k": k, "v": v}))
+
+    def fail(self, handle: str, error: BaseException) -> None:
+        if (self.path / f"job-{handle}.json").exists():
+            text = f"{type(error).__name__}: {error}"
+            _write(self.path / f"error-{handle}.json", json.dumps({"error": text}).encode())
+
+    def refuse(self, error: BaseException) -> None:
+        """Tells the engine why this process cannot serve its model; it dies of ``error`` next."""
+        _write(self.path / "refused.json", json.dumps({"error": str(error)}).encode())
+
+    def _raw(self, handle: str) -> dict[str, Any] | None:
+        return _read_json(self.path / f"job-{handle}.json") if is_handle(handle) else None
+
+    def _get(self, name: str, decode: Callable[[bytes], Any]) -> Any:
+        path = self.path / name
+        key = name, path.stat().st_mtime_ns  # a file that was written anew is read anew
+        found = self._live.get(key)
+        if found is not None:
+            self._live.move_to_end(key)
+            return found[0]
+        blob = path.read_bytes()
+        record = decode(blob)
+        self._live[key] = record, len(blob)
+        self._live_bytes += len(blob)
+        while self._live_bytes > LIVE_BYTES and len(self._live) > 1:
+            _, (_, size) = self._live.popitem(last=False)
+            self._live_bytes -= size
+        return record
+
+
+def refusal(spool: Spool) -> str | None:
+    """What a worker said in `SpoolReader.refuse`."""
+    found = _read_json(spool.path / "refused.json")
+    return None if found is None else str(found["error"])
+
+
+def encode_span(span: SpanKV) -> bytes:
+    return codec.encode_tensors({"k": span.k, "v": span.v, "positions": span.positions}, {"start": span.start})
+
+
+def decode_span(blob: bytes) -> SpanKV:
+    """Raises StoreCorrupt."""
+    tensors, meta = codec.decode_tensors(blob)
+    try:
+        return SpanKV(tensors["k"], tensors["v"], tensors["positions"], int(meta["start"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreCorrupt(f"a file of the spool is no span: {error!r}") from error
+
+
+def encode_patch(patch: Patch | None) -> bytes:
+    assert patch is not None
+    tensors = {f"patch.{name}": tensor for name, tensor in patch.tensors().items()}
+    meta: dict[str, Any] = {"patch": patch.describe(), "basis": None}
+    if patch.basis is not None:
+        tensors |= {f"basis.{name}": tensor for name, tensor in patch.basis.tensors().items()}
+        meta["basis"] = patch.basis.describe()
+    return codec.encode_tensors(tensors, meta)
+
+
+def decode_patch(blob: bytes) -> Patch:
+    """Raises StoreCorrupt."""
+    from ctxwin.operator.basis import SharedBasis
+    from ctxwin.operator.patch import Patch
+
+    tensors, meta = codec.decode_tensors(blob)
+    try:
+        basis = None if meta["basis"] is None else SharedBasis.from_tensors(_part(tensors, "basis"), meta["basis"])
+        return Patch.from_tensors(_part(tensors, "patch"), meta["patch"], basis)
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreCorrupt(f"a file of the spool is no patch: {error!r}") from error
+
+
+def shared_memory() -> str:
+    """Where spools are made: ``/dev/shm`` where the system has it, else the folder for temporary files."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+
+
+def sweep(root: Path) -> list[str]:
+    """Removes the spools of processes that do not run any more; returns their names."""
+    gone = []
+    for folder in root.glob(f"{_PREFIX}*-*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if folder.is_dir() and pid.isdigit() and not _runs(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+            gone.append(folder.name)
+    if gone:
+        _log.info("removed what ended processes left in %s: %s", root, ", ".join(gone))
+    return gone
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _part(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    return {key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.startswith(name + ".")}
+
+
+def _write(path: Path, data: bytes) -> None:
+    """All of it or nothing; nobody else on the machine may read a tenant's KV."""
+    partial = path.with_name(f".{path.name}-{threading.get_ident()}")
+    try:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    return found if isinstance(found, dict) else None
