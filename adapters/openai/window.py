@@ -1,0 +1,329 @@
+"""`RemoteWindow`: the methods of `ctxwin.Window`, carried out by a server."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, Self, TypeVar
+
+from openai import AsyncOpenAI, OpenAI
+
+from ctxwin.adapters.openai import chunks, transport
+from ctxwin.answer import Answer, Disposability, Plan, PlanEntry
+from ctxwin.chunk import Chunk
+from ctxwin.errors import EngineFailed, ReadOnlyWindow
+from ctxwin.fidelity import Fidelity
+from ctxwin.serve import wire
+from ctxwin.serve.errors import UnknownUpload, UnknownWindow
+from ctxwin.state import State
+
+T = TypeVar("T")
+
+
+class RemoteWindow:
+    """A window that lives on a server started with ``ctxwin serve``; see `ctxwin.Window` for what the methods mean.
+
+    Args:
+        client: an official client, e.g. ``openai.OpenAI(base_url="http://localhost:8000/v1", api_key=KEY)``.
+        header, budget, fidelity, budget_bytes: as for `ctxwin.Window`; fidelity: the server's by default.
+        async_client: what `aask` and `astream` use; by default one is made for each call, set up as ``client`` is.
+
+    Raises:
+        BudgetExceeded: the header alone does not fit. openai.APIError: no such server, a key it does not know.
+
+    Every method is one request (`append` of a new chunk two or three), and raises what `ctxwin.Window` raises. The window
+    stays on the server until `close`, or until it was idle for the server's ``--window-ttl``; then it is brought back at
+    the next call. `attach` reaches a window by its id.
+    """
+
+    def __init__(
+        self, client: OpenAI, header: str = "", budget: int | None = None, fidelity: Fidelity | None = None, *,
+        budget_bytes: int | str | None = None, async_client: AsyncOpenAI | None = None,
+    ) -> None:  # fmt: skip
+        wanted: dict[str, Any] = {"header": header, "budget": budget, "budget_bytes": budget_bytes}
+        body = {name: value for name, value in wanted.items() if value is not None}
+        if fidelity is not None:
+            body["fidelity"] = fidelity.model_dump(mode="json")
+        self._set_up(client, async_client, transport.post(client, "/windows", body))
+
+    def _set_up(self, client: OpenAI, async_client: AsyncOpenAI | None, window: dict[str, Any]) -> None:
+        self._client = client
+        self._async_client = async_client
+        self._id: str = window["id"]
+        self._header: str = window["header"]
+        self._budget: int = window["budget"]
+        self._fidelity = Fidelity(**window["fidelity"])
+        self._closed = False
+
+    @classmethod
+    def _made(cls, client: OpenAI, async_client: AsyncOpenAI | None, window: dict[str, Any]) -> Self:
+        made = cls.__new__(cls)
+        made._set_up(client, async_client, window)
+        return made
+
+    @classmethod
+    def attach(cls, client: OpenAI, window_id: str, *, async_client: AsyncOpenAI | None = None) -> Self:
+        """A window that is on the server already, by its id; raises UnknownWindow."""
+        return cls._made(client, async_client, transport.get(client, f"/windows/{window_id}"))
+
+    @classmethod
+    def restore(
+        cls, client: OpenAI, state: State | dict[str, Any] | str, *, async_client: AsyncOpenAI | None = None
+    ) -> Self:
+        """A window from a snapshot, on any server. Paths in it are not read there; see `Window.restore`."""
+        if isinstance(state, str):
+            state = State.model_validate_json(state)
+        data = state.model_dump(mode="json") if isinstance(state, State) else state
+        return cls._made(client, async_client, transport.post(client, "/windows", {"snapshot": data}))
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    @property
+    def header(self) -> str:
+        return self._header
+
+    @property
+    def budget(self) -> int:
+        return self._budget
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """The fidelity in force."""
+        return self._fidelity
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of header and placed chunks, as the server has them now."""
+        return int(self._now()["tokens"])
+
+    @property
+    def bytes(self) -> int:
+        return int(self._now()["bytes"])
+
+    @property
+    def version(self) -> int:
+        return int(self._now()["version"])
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(self._now()["ids"])
+
+    @property
+    def evicted(self) -> tuple[str, ...]:
+        return tuple(self._now()["evicted"])
+
+    @property
+    def chunks(self) -> tuple[PlanEntry, ...]:
+        return self.plan().entries
+
+    def chunk(self, placement: str) -> Chunk:
+        """The chunk behind a placed or evicted id, without its pixels; raises UnknownChunk."""
+        return self.snapshot().find(placement).chunk
+
+    def dependents(self, placement: str) -> tuple[str, ...]:
+        return tuple(p.id for p in self.snapshot().placed if p.kv and placement in p.kv.antecedents)
+
+    def plan(self) -> Plan:
+        return wire.plan_from(self._get("plan"))
+
+    def snapshot(self) -> State:
+        return State.model_validate(self._get("snapshot"))
+
+    def check(self) -> None:
+        """Asserts every invariant of the window on the server."""
+        self._post("check")
+
+    # -- editing ------------------------------------------------------------------------------------------------------
+
+    def append(self, chunk: Chunk) -> str:
+        return str(self._placing([chunk], lambda refs: self._post("append", chunk=refs[0]))["placement"])
+
+    def extend(self, chunks: Sequence[Chunk]) -> list[str]:
+        return list(self._placing(list(chunks), lambda refs: self._post("extend", chunks=refs))["placements"])
+
+    def insert(self, index: int, chunk: Chunk) -> str:
+        return str(self._placing([chunk], lambda refs: self._post("insert", index=index, chunk=refs[0]))["placement"])
+
+    def evict(self, placement: str, *, forget: bool = False) -> None:
+        self._post("evict", id=placement, forget=forget)
+
+    def slide(self, count: int | None = None, *, room: int = 0) -> list[str]:
+        return list(self._post("slide", count=count, room=room)["evicted"])
+
+    def recall(self, placement: str, at: int | None = None, *, repair: bool = False) -> int:
+        return int(self._post("recall", id=placement, at=at, repair=repair)["index"])
+
+    def look_back(self, query: str | Chunk, *, room: int = 0) -> list[str]:
+        if isinstance(query, str):
+            return list(self._post("look_back", query=query, room=room)["recalled"])
+        return list(self._placing([query], lambda refs: self._post("look_back", query=refs[0], room=room))["recalled"])
+
+    def reorder(self, ids: Sequence[str]) -> None:
+        self._post("reorder", ids=list(ids))
+
+    def toggle(self, placement: str, *, conditioned: bool) -> None:
+        self._post("toggle", id=placement, conditioned=conditioned)
+
+    def pin(self, placement: str, *, pinned: bool = True) -> None:
+        self._post("pin", id=placement, pinned=pinned)
+
+    def touch(self, placement: str) -> None:
+        self._post("touch", id=placement)
+
+    def fork(self, header: str | None = None) -> Self:
+        return self._made(self._client, self._async_client, self._post("fork", header=header)["branch"])
+
+    def adopt(self, branch: RemoteWindow, *, force: bool = False) -> None:
+        self._post("adopt", id=branch.id, force=force)
+        self._fidelity = Fidelity(**self._now()["fidelity"])
+
+    # -- asking -------------------------------------------------------------------------------------------------------
+
+    def ask(self, query: str, max_tokens: int = 32, **options: Any) -> Answer:
+        return wire.answer_from(self._post("ask", query=query, max_tokens=max_tokens, **_listed(options)))
+
+    def stream(self, query: str, max_tokens: int = 32, **options: Any) -> RemoteStream:
+        """Like `ask`, yielding text as it is made; the iterator's ``answer`` holds the Answer at the end.
+
+        Closing the iterator early stops the server and leaves the window unchanged.
+        """
+        self._check_open()
+        body = {"query": query, "max_tokens": max_tokens, "stream": True, **_listed(options)}
+        return RemoteStream(transport.stream(self._client, self._path("ask"), body))
+
+    async def aask(self, query: str, max_tokens: int = 32, **options: Any) -> Answer:
+        """`ask` without blocking the event loop; cancelling it leaves the window unchanged."""
+        async with self._events(query, max_tokens, options) as events:
+            async for event in events:
+                if "answer" in event:
+                    return wire.answer_from(event["answer"])
+        raise EngineFailed("the server ended the answer before its end")
+
+    async def astream(self, query: str, max_tokens: int = 32, **options: Any) -> AsyncIterator[str]:
+        """`stream` for async code."""
+        async with self._events(query, max_tokens, options) as events:
+            async for event in events:
+                if "text" in event:
+                    yield event["text"]
+
+    def remember(self, query: str, answer: str | Sequence[int]) -> str:
+        given = answer if isinstance(answer, str) else list(answer)
+        return str(self._post("remember", query=query, answer=given)["placement"])
+
+    def disposable(self, placement: str, query: str, max_tokens: int = 32, *, clean: bool = False) -> Disposability:
+        made = self._post("disposable", id=placement, query=query, max_tokens=max_tokens, clean=clean)
+        return wire.disposability_from(made["disposability"])
+
+    def prepare_orbit(self, ids: Sequence[str], orders: int = 6, seed: int = 0) -> list[str]:
+        return list(self._post("prepare_orbit", ids=list(ids), orders=orders, seed=seed)["placements"])
+
+    def refresh(self, count: int | None = None) -> list[str]:
+        return list(self._post("refresh", count=count)["refreshed"])
+
+    def compress(self) -> int:
+        return int(self._post("compress")["freed_bytes"])
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Closes the window on the server for good. Idempotent; a window that is gone there is closed, too."""
+        if not self._closed:
+            self._closed = True
+            with contextlib.suppress(UnknownWindow):
+                transport.delete(self._client, f"/windows/{self._id}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<RemoteWindow {self._id} at {self._client.base_url}>"
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _path(self, what: str) -> str:
+        return f"/windows/{self._id}/{what}"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ReadOnlyWindow("this window is closed; restore its snapshot to go on")
+
+    def _get(self, what: str) -> dict[str, Any]:
+        self._check_open()
+        return transport.get(self._client, self._path(what))
+
+    def _now(self) -> dict[str, Any]:
+        return self._get("summary")
+
+    def _post(self, operation: str, **body: Any) -> dict[str, Any]:
+        self._check_open()
+        return transport.post(self._client, self._path(operation), body)
+
+    def _placing(self, placed: list[Chunk], send: Callable[[list[dict[str, Any]]], T]) -> T:
+        """Uploads what the server does not have, then sends; once more where it has dropped one meanwhile."""
+        self._check_open()
+        for chunk in placed:
+            if not isinstance(chunk, Chunk):
+                raise TypeError(f"chunk must be a ctxwin.Chunk, got {type(chunk).__name__}; make one with Chunk.text")
+            chunks.upload(self._client, chunk)
+        refs = [chunks.reference(chunk) for chunk in placed]
+        try:
+            return send(refs)
+        except UnknownUpload:
+            for chunk in placed:
+                chunks.forget_known(self._client, chunk.id)
+                chunks.upload(self._client, chunk)
+            return send(refs)
+
+    @contextlib.asynccontextmanager
+    async def _events(
+        self, query: str, max_tokens: int, options: dict[str, Any]
+    ) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+        self._check_open()
+        body = {"query": query, "max_tokens": max_tokens, "stream": True, **_listed(options)}
+        async with transport.asynchronous(self._client, self._async_client) as client:
+            stream = await transport.astream(client, self._path("ask"), body)
+            try:
+                with transport.our_errors():
+                    yield aiter(stream)
+            finally:
+                await stream.close()  # closing the connection is what stops the server
+
+
+class RemoteStream(Iterator[str]):
+    """Text of an answer as it is made. ``answer`` is None until the stream is exhausted."""
+
+    def __init__(self, events: Any) -> None:
+        self.answer: Answer | None = None
+        self._events = events
+
+    def __iter__(self) -> RemoteStream:
+        return self
+
+    def __next__(self) -> str:
+        with transport.our_errors():
+            for event in self._events:
+                if "answer" in event:
+                    self.answer = wire.answer_from(event["answer"])
+                elif event.get("text"):
+                    return str(event["text"])
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stops the server if it is still answering; the window is then unchanged."""
+        self._events.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+
+def _listed(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as JSON takes them."""
+    return {name: list(value) if name == "stop_ids" else value for name, value in options.items()}

@@ -1,0 +1,112 @@
+"""Errors on the wire: ours as an HTTP status with OpenAI's ``{"error": {...}}``, and back into ours at the client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ctxwin.errors import (
+    BadMedia,
+    BudgetExceeded,
+    ChunkUnavailable,
+    CtxwinError,
+    EngineFailed,
+    ReadOnlyWindow,
+    UnknownChunk,
+    UnsupportedModel,
+    WindowBusy,
+)
+
+
+class UnknownWindow(CtxwinError, KeyError):
+    """A window id that this tenant does not have."""
+
+
+class UnknownUpload(CtxwinError, KeyError):
+    """A chunk id that this tenant has not uploaded, or that left the store since."""
+
+
+class TooLarge(CtxwinError, ValueError):
+    """A body or a picture beyond what the server takes."""
+
+
+class TooManyWindows(CtxwinError, RuntimeError):
+    """Every window that may be open is in use."""
+
+
+class UnknownModel(CtxwinError, LookupError):
+    """Another model than the one that is served."""
+
+
+class NotAllowed(CtxwinError, PermissionError):
+    """A request that this server does not take from a tenant."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How one class of errors is shown.
+
+    Attributes:
+        code: what stands in ``error.code``; the client maps it back to ``error``.
+    """
+
+    error: type[Exception]
+    status: int
+    code: str
+    type: str = "invalid_request_error"
+
+
+KINDS = (
+    Kind(BudgetExceeded, 422, "budget_exceeded"),
+    Kind(UnknownUpload, 404, "unknown_upload", "not_found_error"),
+    Kind(UnknownWindow, 404, "unknown_window", "not_found_error"),
+    Kind(UnknownChunk, 404, "unknown_chunk", "not_found_error"),
+    Kind(UnknownModel, 404, "unknown_model", "not_found_error"),
+    Kind(ChunkUnavailable, 410, "chunk_unavailable", "not_found_error"),
+    Kind(WindowBusy, 409, "window_busy", "conflict_error"),
+    Kind(ReadOnlyWindow, 409, "read_only_window", "conflict_error"),
+    Kind(TooLarge, 413, "too_large"),
+    Kind(TooManyWindows, 429, "too_many_windows", "rate_limit_error"),
+    Kind(NotAllowed, 403, "not_allowed", "permission_error"),
+    Kind(BadMedia, 400, "bad_media"),
+    Kind(UnsupportedModel, 400, "unsupported_model"),
+    Kind(EngineFailed, 503, "engine_failed", "server_error"),
+    Kind(LookupError, 404, "not_found", "not_found_error"),
+    Kind(ValueError, 400, "invalid_value"),
+    Kind(TypeError, 400, "invalid_value"),
+    Kind(AssertionError, 500, "broken_invariant", "server_error"),
+)
+"""The first that fits counts, so subclasses stand before their bases."""
+_INTERNAL = Kind(Exception, 500, "internal_error", "server_error")
+
+
+def kind_of(error: BaseException) -> Kind:
+    return next((kind for kind in KINDS if isinstance(error, kind.error)), _INTERNAL)
+
+
+def to_body(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """The HTTP status, and the body in OpenAI's shape. What was not raised on purpose does not show its message."""
+    kind = kind_of(error)
+    # Python's own LookupErrors are slips of ours; their messages are keys and indices.
+    ours = isinstance(error, CtxwinError | ValueError | TypeError | AssertionError)
+    if kind is _INTERNAL or not ours:
+        kind, message = _INTERNAL, "the server failed on this request; its log says why"
+    else:
+        message = str(error) or type(error).__name__
+    shown: dict[str, Any] = {"message": message, "type": kind.type, "param": None, "code": kind.code}
+    if isinstance(error, BudgetExceeded):
+        shown |= {"needed": error.needed, "budget": error.budget}
+    return kind.status, {"error": shown}
+
+
+def from_body(error: Any) -> Exception | None:
+    """The error that ``{"message": ..., "code": ...}`` was made of; None for what is not one of ours."""
+    if not isinstance(error, dict) or not isinstance(error.get("code"), str):
+        return None
+    kind = next((kind for kind in KINDS if kind.code == error["code"]), None)
+    if kind is None:
+        return None
+    message = str(error.get("message", ""))
+    if kind.error is BudgetExceeded:
+        return BudgetExceeded(message, needed=int(error.get("needed", 0)), budget=int(error.get("budget", 0)))
+    return kind.error(message)

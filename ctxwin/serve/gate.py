@@ -1,0 +1,199 @@
+"""What stands in front of the OpenAI server's own routes: who asks, chats that name chunks, salts of tenants.
+
+A plain ASGI middleware. Without tenants every request passes as it came, except a chat that names chunks, which takes our
+route. With tenants a plain request is bound to its tenant's prefix-cache space, and what cannot be bound is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ctxwin.identity import digest
+from ctxwin.serve.chat import names_chunks
+from ctxwin.serve.errors import NotAllowed, TooLarge, to_body
+from ctxwin.serve.service import Service
+from ctxwin.serve.specs import REFERENCE
+
+TENANT = "ctxwin.tenant"
+"""Where the tenant's name stands in an ASGI scope."""
+CHAT, OUR_CHAT = "/v1/chat/completions", "/v1/ctxwin/chat/completions"
+OURS = ("/v1/chunks", "/v1/windows", OUR_CHAT)
+SALTED = (CHAT, "/v1/completions", "/v1/responses", "/v1/messages")
+"""Routes whose bodies take a ``cache_salt``: what a named tenant may post to, beside ours and `_HARMLESS`."""
+_HARMLESS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+_OPEN = ("/health", "/ping", "/version", "/metrics", "/docs", "/openapi.json", "/redoc", "/load")
+_TRANSFER = ("kv_transfer_params", "ec_transfer_params")
+_log = logging.getLogger("ctxwin.serve")
+
+
+class Gate:
+    """The middleware; ``service`` may start later than it is made."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket") or scope.get("method") == "OPTIONS":
+            await self._app(scope, receive, send)
+            return
+        keys = self._service.keys
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        tenant = keys.tenant(Headers(scope=scope).get("authorization"))
+        ours = path.startswith(OURS)
+        if tenant is None and (ours or (keys.tenants and not _is_open(scope, path))):
+            await _refuse(scope, receive, send, 401, _UNAUTHORIZED)
+            return
+        scope[TENANT] = tenant
+        try:
+            if path == "/metrics":
+                await asyncio.to_thread(self._service.refresh_metrics)
+            if tenant and scope["type"] == "websocket":
+                raise NotAllowed(_UNSALTED.format(path))
+            if tenant and not ours:
+                _check_allowed(scope["method"], path)
+            if tenant is not None and scope.get("method") == "POST" and (path == CHAT or self._bound(path)):
+                receive = await self._looked_at(scope, receive, path, tenant)
+        except (NotAllowed, TooLarge, ValueError) as error:
+            await _refuse(scope, receive, send, *to_body(error))
+            return
+        await self._app(scope, receive, send)
+
+    def _bound(self, path: str) -> bool:
+        return self._service.keys.tenants and path in SALTED
+
+    async def _looked_at(self, scope: Scope, receive: Receive, path: str, tenant: str) -> Receive:
+        """A ``receive`` that gives the body again, bound to the tenant; the scope leads to our route where it must."""
+        limit = self._service.limits.max_upload_bytes
+        messages, body, whole = await _read(receive, limit)
+        if not whole:
+            if self._bound(path):
+                raise TooLarge(f"a body must have at most {limit} bytes, got more; raise --max-upload-bytes")
+            return _again(messages, receive)
+        if path == CHAT and REFERENCE.encode() in body:
+            data = _parsed(body)
+            if isinstance(data, dict) and names_chunks(data):
+                scope["path"] = scope.get("root_path", "") + OUR_CHAT
+                scope["raw_path"] = scope["path"].encode()
+                return _again(messages, receive)
+        if self._bound(path):
+            data = _parsed(body)
+            if isinstance(data, dict):
+                space = self._service.space(tenant)
+                bound = json.dumps(_bind(data, tenant, plain_salt(space.engine))).encode()
+                _resize(scope, len(bound))
+                messages = [{"type": "http.request", "body": bound, "more_body": False}]
+        return _again(messages, receive)
+
+
+def plain_salt(engine: Any) -> str:
+    """The prefix-cache salt of an engine's exact windows, which plain requests of its tenant share; "" is none."""
+    salt = getattr(engine, "plain_salt", "")
+    return salt if isinstance(salt, str) else ""
+
+
+def _bind(data: dict[str, Any], tenant: str, salt: str) -> dict[str, Any]:
+    """A plain request within its tenant's prefix-cache space, and its media names within the tenant's, too."""
+    arguments = data.get("vllm_xargs")
+    for name in _TRANSFER:
+        if data.get(name) is not None or (isinstance(arguments, dict) and name in arguments):
+            raise NotAllowed(f"{name} is set by the server alone; leave it out")
+    if data.get("previous_response_id") is not None and tenant:
+        raise NotAllowed("previous_response_id is not served to tenants; send the earlier items again")
+    given = data.get("cache_salt")
+    if isinstance(given, str) and given:
+        data["cache_salt"] = digest("salt of a request", tenant, given)
+    elif salt and given is None:
+        data["cache_salt"] = salt
+    if tenant:
+        _rename(data.get("messages"), tenant)
+        _rename(data.get("input"), tenant)
+    return data
+
+
+def _rename(value: Any, tenant: str) -> None:
+    """Media names of clients (``uuid``) are keys of a cache that all tenants share: each gets its own."""
+    if isinstance(value, list):
+        for item in value:
+            _rename(item, tenant)
+    elif isinstance(value, dict):
+        if isinstance(value.get("uuid"), str):
+            value["uuid"] = digest("medium of a tenant", tenant, value["uuid"])
+        for item in value.values():
+            _rename(item, tenant)
+
+
+_UNSALTED = "{} is not served to tenants, since it cannot be kept apart from other tenants' caches"
+
+
+def _check_allowed(method: str, path: str) -> None:
+    """Raises NotAllowed for what could reach another tenant's data or cached blocks."""
+    reads = method in ("GET", "HEAD")
+    if (reads and not path.startswith("/v1/responses/")) or path in SALTED or path in _HARMLESS:
+        return
+    raise NotAllowed(_UNSALTED.format(f"{method} {path}"))
+
+
+def _is_open(scope: Scope, path: str) -> bool:
+    return scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and path.startswith(_OPEN)
+
+
+async def _read(receive: Receive, limit: int) -> tuple[list[Message], bytes, bool]:
+    """Messages of a body up to ``limit`` bytes, the bytes, and whether that is all of it."""
+    messages: list[Message] = []
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        messages.append(message)
+        if message["type"] != "http.request":
+            return messages, b"", False
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if not message.get("more_body", False):
+            return messages, b"".join(parts), True
+        if size > limit:
+            return messages, b"", False
+
+
+def _again(messages: list[Message], receive: Receive) -> Receive:
+    left = list(reversed(messages))
+
+    async def again() -> Message:
+        return left.pop() if left else await receive()
+
+    return again
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return None  # the server says what is wrong with it
+
+
+def _resize(scope: Scope, size: int) -> None:
+    kept = [(k, v) for k, v in scope["headers"] if k.lower() not in (b"content-length", b"transfer-encoding")]
+    scope["headers"] = [*kept, (b"content-length", str(size).encode())]
+
+
+_UNAUTHORIZED = {
+    "error": {
+        "message": "the API key must be one this server knows; send it as Authorization: Bearer KEY",
+        "type": "authentication_error", "param": None, "code": "invalid_api_key",
+    }
+}  # fmt: skip
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send, status: int, body: dict[str, Any]) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008, "reason": body["error"]["message"][:100]})
+        return
+    await JSONResponse(body, status_code=status)(scope, receive, send)

@@ -1,0 +1,153 @@
+"""What the server counts, as Prometheus metrics in the registry that vLLM's ``/metrics`` shows.
+
+Counters of prometheus_client, not a collector of our own, so that they also count where ``PROMETHEUS_MULTIPROC_DIR`` is
+set. The ``tenant`` label is there only where tenants are configured.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from ctxwin.events import Event
+from ctxwin.store.base import Store, StoreStats
+from ctxwin.store.tiered import TieredStore
+from ctxwin.store.wrappers import WrapperStore
+
+M = TypeVar("M", Counter, Gauge, Histogram)
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class CountingStore(WrapperStore):
+    """Counts the patches that are put into ``inner``."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.patches = 0
+        self._lock = threading.Lock()
+
+    def put(self, key: str, value: bytes) -> bool:
+        taken = self.inner.put(key, value)
+        if taken and key.startswith(("patch/", "orbit/")):
+            with self._lock:
+                self.patches += 1
+        return taken
+
+
+class Metrics:
+    """The metrics of one server.
+
+    Args:
+        by_tenant: label every metric with its tenant.
+        registry: where they are registered; the default one is what vLLM exposes.
+    """
+
+    def __init__(self, *, by_tenant: bool = False, registry: CollectorRegistry = REGISTRY) -> None:
+        self._by_tenant = by_tenant
+        self._registry = registry
+        self._made: list[Any] = []
+        self._seen: dict[tuple[Any, ...], float] = {}
+        self._lock = threading.Lock()
+        counter, gauge = self._counter, self._gauge
+        self.asks = counter("asks", "Questions answered by windows, chats that name chunks included")
+        self.edits = counter("window_operations", "Window operations that took effect", "op")
+        self.lane_tokens = counter("prompt_tokens", "Tokens of headers and chunks in answered prompts, by lane", "lane")
+        self.computed = counter("computed_tokens", "Prompt tokens that went through a forward, patch forming included")
+        self.cached = counter("prefix_cached_tokens", "Prompt tokens that the engine's own prefix cache served")
+        self.answered = counter("answer_tokens", "Tokens of answers")
+        self.forwards = counter("forwards", "Prefill forwards of answered prompts")
+        self.loads = counter("loads", "Answers for which stored KV was brought into the engine's cache")
+        self.loaded = counter("loaded_bytes", "KV bytes brought into the engine's cache")
+        self.misses = counter("misses", "Stored KV that was expected but gone, and was recomputed")
+        self.fallbacks = counter("fallbacks", "Loads that failed inside the engine and were recomputed")
+        self.encodes = counter("vision_encodes", "Runs of the vision tower for windows and uploads")
+        self.encodes_saved = counter(
+            "vision_encodes_saved", "Images and videos in answered prompts for which the vision tower did not run"
+        )
+        self.patches = counter("patches_formed", "Low-rank patches formed and stored")
+        self.store_reads = counter("store_reads", "Reads of the store by tier, the fastest first", "tier", "result")
+        self.store_evictions = counter("store_evictions", "Values a full store has dropped", "tier")
+        self.store_corrupt = counter("store_corrupt", "Stored values that failed their checks", "tier")
+        self.store_bytes = gauge("store_bytes", "Bytes held", "tier")
+        self.store_items = gauge("store_items", "Values held", "tier")
+        self.open = gauge("windows_open", "Open windows")
+        self.errors = counter("errors", "Requests to windows and chunks that were refused or failed", "code")
+        self.ttft = self._histogram("ttft_seconds", "Seconds to the first token of an answer")
+        self.seconds = self._histogram("answer_seconds", "Seconds to the last token of an answer")
+
+    def close(self) -> None:
+        """Takes the metrics out of their registry again."""
+        for metric in self._made:
+            self._registry.unregister(metric)
+        self._made.clear()
+
+    def labelled(self, metric: Any, tenant: str, *values: str) -> Any:
+        labels = (*((tenant,) if self._by_tenant else ()), *values)
+        return metric.labels(*labels) if labels else metric
+
+    def heard(self, tenant: str, event: Event) -> None:
+        """An observer of windows: counts what one operation did."""
+        self.labelled(self.edits, tenant, event.op).inc()
+        if event.op != "ask" or event.answer is None:
+            return
+        usage = event.answer.usage
+        self.labelled(self.asks, tenant).inc()
+        for lane, tokens in usage.reused_tokens.items():
+            self.labelled(self.lane_tokens, tenant, lane).inc(tokens)
+        media = sum(len(p.chunk.media) for p in event.state.placed)
+        for metric, value in (
+            (self.computed, usage.computed_tokens), (self.cached, usage.cached_tokens),
+            (self.answered, usage.answer_tokens), (self.forwards, usage.forwards), (self.loads, usage.bytes_loaded > 0),
+            (self.loaded, usage.bytes_loaded), (self.misses, usage.misses), (self.fallbacks, usage.fallbacks),
+            (self.encodes_saved, max(0, media - usage.vision_encodes)),
+        ):  # fmt: skip
+            self.labelled(metric, tenant).inc(value)
+        self.labelled(self.ttft, tenant).observe(usage.ttft_s)
+        self.labelled(self.seconds, tenant).observe(usage.total_s)
+
+    def read(self, tenant: str, store: CountingStore, encodes: int, windows: int) -> None:
+        """Brings what is counted elsewhere up to date; called before the metrics are shown."""
+        with self._lock:
+            self._rise(self.patches, store.patches, tenant)
+            self._rise(self.encodes, encodes, tenant)
+            self.labelled(self.open, tenant).set(windows)
+            for tier, stats in _tiers(store.inner):
+                self._rise(self.store_reads, stats.hits, tenant, tier, "hit")
+                self._rise(self.store_reads, stats.misses, tenant, tier, "miss")
+                self._rise(self.store_evictions, stats.evictions, tenant, tier)
+                self._rise(self.store_corrupt, stats.corrupt, tenant, tier)
+                self.labelled(self.store_bytes, tenant, tier).set(stats.bytes)
+                self.labelled(self.store_items, tenant, tier).set(stats.items)
+
+    def _rise(self, metric: Any, total: float, tenant: str, *values: str) -> None:
+        key = (id(metric), tenant, *values)
+        self.labelled(metric, tenant, *values).inc(max(0.0, total - self._seen.get(key, 0.0)))
+        self._seen[key] = total
+
+    def _names(self, labels: tuple[str, ...]) -> tuple[str, ...]:
+        return (*(("tenant",) if self._by_tenant else ()), *labels)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return self._keep(Counter(f"ctxwin_{name}", text, self._names(labels), registry=self._registry))
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        mode: Any = "livemostrecent"  # one process serves; a dead one's figures are gone
+        return self._keep(
+            Gauge(f"ctxwin_{name}", text, self._names(labels), registry=self._registry, multiprocess_mode=mode)
+        )
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return self._keep(Histogram(f"ctxwin_{name}", text, self._names(()), registry=self._registry, buckets=_SECONDS))
+
+    def _keep(self, metric: M) -> M:
+        self._made.append(metric)
+        return metric
+
+
+def _tiers(store: Store) -> Iterator[tuple[str, StoreStats]]:
+    tiers = store.tiers if isinstance(store, TieredStore) else (store,)
+    for depth, tier in enumerate(tiers):
+        yield f"{depth}-{type(tier).__name__.removesuffix('Store').lower()}", tier.stats()

@@ -1,0 +1,239 @@
+"""One server's state: tenants with their engines, stores and windows, and the threads that work for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ctxwin import asking
+from ctxwin.engines.base import Engine
+from ctxwin.errors import EngineFailed
+from ctxwin.serve.chat import Chat
+from ctxwin.serve.limits import Limits
+from ctxwin.serve.metrics import CountingStore, Metrics
+from ctxwin.serve.operations import Around
+from ctxwin.serve.registry import Registry
+from ctxwin.serve.tenants import Keys, Tenant
+from ctxwin.serve.uploads import Uploads
+from ctxwin.window import Window
+
+T = TypeVar("T")
+OpenEngine = Callable[[str, Tenant | None], "tuple[Engine, CountingStore]"]
+"""``(tenant name, its entry)`` -> an engine of that tenant and the store behind it, which the service closes."""
+_REMEMBERED_BYTES = 16 << 20
+_STOPPED = "the answer was stopped before its end: the server is shutting down, or the client has left"
+_log = logging.getLogger("ctxwin.serve")
+
+
+class Results:
+    """Answers to requests by their Idempotency-Key: a client that asks again after a broken connection gets the same.
+
+    The newest 16 MiB are kept.
+    """
+
+    def __init__(self, most: int = _REMEMBERED_BYTES) -> None:
+        self._most = most
+        self._bytes = 0
+        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, path: str, key: str | None) -> Any:
+        with self._lock:
+            found = self._kept.get((path, key)) if key else None
+        return None if found is None else json.loads(found)
+
+    def put(self, path: str, key: str | None, result: Any) -> None:
+        if not key:
+            return
+        raw = json.dumps(result).encode()
+        with self._lock:
+            old = self._kept.pop((path, key), b"")
+            self._kept[path, key] = raw
+            self._bytes += len(raw) - len(old)
+            while self._bytes > self._most and self._kept:
+                self._bytes -= len(self._kept.popitem(last=False)[1])
+
+
+@dataclass(frozen=True)
+class Space:
+    """What one tenant has."""
+
+    tenant: str
+    engine: Engine
+    store: CountingStore
+    windows: Registry
+    uploads: Uploads
+    chat: Chat
+    results: Results
+
+    @property
+    def around(self) -> Around:
+        return Around(self.windows, self.uploads)
+
+
+class Service:
+    """Everything behind the routes.
+
+    Args:
+        open_engine: opens a tenant's engine; called in a worker thread, once for each tenant, the unnamed one first.
+        model: name that answers carry; ``models``: every name that requests may use.
+        tenants: see `ctxwin.serve.tenants`; without any there is one space, for everybody.
+        keys: who asks, by API key.
+        temperature: of chats that name none.
+    """
+
+    def __init__(
+        self,
+        open_engine: OpenEngine,
+        *,
+        models: Sequence[str],
+        limits: Limits | None = None,
+        tenants: Sequence[Tenant] = (),
+        keys: Keys | None = None,
+        metrics: Metrics | None = None,
+        temperature: float = 1.0,
+    ) -> None:
+        self.limits = limits or Limits()
+        self.models = tuple(models)
+        self.keys = keys or Keys()
+        self.metrics = metrics or Metrics(by_tenant=bool(tenants))
+        self._temperature = temperature
+        self._tenants: dict[str, Tenant | None] = {"": None, **{t.name: t for t in tenants}}
+        self._open_engine = open_engine
+        self._spaces: dict[str, Space] = {}
+        self._pool = ThreadPoolExecutor(self.limits.threads, thread_name_prefix="ctxwin-serve")
+        self._sweeper: asyncio.Task[None] | None = None
+        self.closing = threading.Event()
+
+    @property
+    def model(self) -> str:
+        return self.models[0]
+
+    async def start(self) -> None:
+        """Opens every tenant's space and begins to close idle windows."""
+        for name, tenant in self._tenants.items():
+            self._spaces[name] = await self.run(self._open, name, tenant)
+        self._sweeper = asyncio.create_task(self._sweep())
+
+    async def stop(self) -> None:
+        """Puts every window aside, gives back their leases, closes engines and stores. Idempotent."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            self._sweeper = None
+        self.closing.set()
+        await asyncio.to_thread(self._close)
+
+    def space(self, tenant: str) -> Space:
+        return self._spaces[tenant]
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        """``work(*args)`` in a worker thread; the event loop never waits for an engine."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+    def items(self, work: Callable[[Callable[[Any], None], Callable[[], bool]], T]) -> Items[T]:
+        return Items(self._pool, work, self.closing)
+
+    def refresh_metrics(self) -> None:
+        """Brings figures that are counted elsewhere up to date."""
+        for space in self._spaces.values():
+            self.metrics.read(space.tenant, space.store, space.engine.counters.vision_encodes, len(space.windows))
+
+    def _open(self, name: str, tenant: Tenant | None) -> Space:
+        engine, store = self._open_engine(name, tenant)
+        most = (tenant.max_windows if tenant else None) or self.limits.max_windows
+
+        def watch(window: Window) -> None:
+            window.observe(lambda event: self.metrics.heard(name, event))
+
+        uploads = Uploads(engine, self.limits.max_pixels)
+        return Space(
+            name, engine, store,
+            Registry(engine, most, self.limits.window_ttl_s, watch=watch), uploads,
+            Chat(engine, uploads, self.limits.fidelity, self._temperature, watch), Results(),
+        )  # fmt: skip
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(min(30.0, self.limits.window_ttl_s / 4))
+            for space in list(self._spaces.values()):
+                try:
+                    closed = await self.run(space.windows.sweep)
+                except Exception:
+                    _log.exception("idle windows of tenant %r could not be closed", space.tenant)
+                    continue
+                if closed:
+                    _log.info("closed %d idle windows", closed)
+
+    def _close(self) -> None:
+        # No new work is taken; what runs has been told to stop.
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        spaces, self._spaces = self._spaces, {}
+        for space in spaces.values():
+            space.windows.close()
+        # The unnamed tenant's engine is the one the others are views of.
+        for space in reversed(list(spaces.values())):
+            space.engine.close()
+            space.store.close()
+        self.metrics.close()
+
+
+class Items(Generic[T]):
+    """Work in a thread that hands items to the event loop as it goes; iterate it, then read ``result``.
+
+    Leaving it early (`close`, a cancelled task) tells the work to stop and leaves the window as it was.
+    """
+
+    def __init__(
+        self,
+        pool: ThreadPoolExecutor,
+        work: Callable[[Callable[[Any], None], Callable[[], bool]], T],
+        closing: threading.Event,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._stop = threading.Event()
+        self.result: T
+
+        def put(item: Any) -> None:
+            loop.call_soon_threadsafe(self._queue.put_nowait, item)
+
+        def run() -> None:
+            try:
+                made = work(put, lambda: self._stop.is_set() or closing.is_set())
+                put(_End(made))
+            except asking._StoppedError:
+                put(_End(error=EngineFailed(_STOPPED)))
+            except BaseException as error:  # handed to the event loop, which raises it
+                put(_End(error=error))
+
+        def ended(future: asyncio.Future[None]) -> None:
+            if future.cancelled():  # it never ran
+                self._queue.put_nowait(_End(error=EngineFailed(_STOPPED)))
+
+        loop.run_in_executor(pool, run).add_done_callback(ended)
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while True:
+            item = await self._queue.get()
+            if isinstance(item, _End):
+                if item.error is not None:
+                    raise item.error
+                self.result = item.result
+                return
+            yield item
+
+    def close(self) -> None:
+        self._stop.set()
+
+
+@dataclass(frozen=True)
+class _End:
+    result: Any = None
+    error: BaseException | None = None

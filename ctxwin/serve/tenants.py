@@ -1,0 +1,105 @@
+"""Who asks: API keys to tenants, from a file.
+
+```toml
+[[tenant]]
+name = "acme"
+keys = ["sk-acme-1", "sk-acme-2"]
+max_bytes = "20GB"     # of the tenant's own store; default: the server's --store-bytes
+max_windows = 64       # default: the server's --max-windows
+```
+
+JSON takes the same: ``{"tenant": [{"name": ..., "keys": [...]}]}``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from ctxwin.serve.specs import Body, checked
+from ctxwin.store import parse_bytes
+
+
+class Tenant(Body):
+    """One tenant.
+
+    Attributes:
+        name: part of its keys in the store and of its prefix-cache salts; stays the same for as long as its data should.
+        keys: API keys that are this tenant's.
+        max_bytes: quota of its store; max_windows: of its open windows.
+    """
+
+    name: str = Field(min_length=1, max_length=200)
+    keys: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1)
+    max_bytes: int | str | None = None
+    max_windows: Annotated[int, Field(gt=0)] | None = None
+
+
+class _File(Body):
+    tenant: list[Tenant] = Field(min_length=1)
+
+
+def load_tenants(path: str | Path) -> list[Tenant]:
+    """The tenants of a TOML or JSON file; ValueError names what is wrong with it, OSError where it cannot be read."""
+    path = Path(path)
+    text = path.read_text(encoding="utf-8")
+    try:
+        data: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:
+        raise ValueError(f"the tenants file {str(path)!r} must be TOML (or JSON as *.json): {error}") from None
+    tenants: list[Tenant] = checked(_File.model_validate, data).tenant
+    names = [t.name for t in tenants]
+    keys = [key for t in tenants for key in t.keys]
+    for what, values in (("name", names), ("key", keys)):
+        if len(set(values)) < len(values):
+            raise ValueError(f"every {what} in {str(path)!r} must be one tenant's, got one twice")
+    for tenant in tenants:
+        if tenant.max_bytes is not None:
+            parse_bytes(tenant.max_bytes)
+    return tenants
+
+
+@dataclass(frozen=True)
+class Keys:
+    """API keys, hashed, with the tenant each belongs to; "" is the unnamed tenant of the server's own keys.
+
+    Attributes:
+        tenants: whether there are tenants at all; then a request without a key is nobody's.
+    """
+
+    by_hash: Mapping[bytes, str] = field(default_factory=dict)
+    tenants: bool = False
+
+    @classmethod
+    def of(cls, own: Sequence[str], tenants: Sequence[Tenant]) -> Keys:
+        table = {_hash(key): "" for key in own}
+        for tenant in tenants:
+            for key in tenant.keys:
+                if table.setdefault(_hash(key), tenant.name) != tenant.name:
+                    raise ValueError(f"a key of tenant {tenant.name!r} is the server's own --api-key, too; remove it")
+        return cls(table, bool(tenants))
+
+    def tenant(self, authorization: str | None) -> str | None:
+        """Whose request it is by its Authorization header; None: nobody's. Compares in constant time."""
+        if not self.by_hash:
+            return ""
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        found, given = None, _hash(key)
+        for known, tenant in self.by_hash.items():
+            if hmac.compare_digest(known, given):
+                found = tenant
+        return found
+
+
+def _hash(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8")).digest()

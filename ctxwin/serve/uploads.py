@@ -1,0 +1,94 @@
+"""Chunks a tenant has uploaded, by content id, in the tenant's own store."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ctxwin.chunk import Chunk
+from ctxwin.engines.base import Engine
+from ctxwin.keeping import keep_source
+from ctxwin.serve.errors import TooLarge, UnknownUpload
+from ctxwin.serve.specs import Builder, check_spec
+
+_ID = re.compile(r"[0-9a-f]{64}")
+
+
+class Uploads:
+    """Uploaded chunks of one engine's store. Thread-safe; nothing is held in memory.
+
+    A record is not leased: what a full store drops is unknown, and is uploaded again.
+    """
+
+    def __init__(self, engine: Engine, max_pixels: int) -> None:
+        self._engine = engine
+        self._max_pixels = max_pixels
+
+    def put(self, data: Any, files: Mapping[str, bytes] | None = None) -> tuple[dict[str, Any], bool]:
+        """Stores a chunk and encodes it; returns its description and whether it is new. Idempotent by content.
+
+        Raises ValueError, BadMedia, TooLarge, UnsupportedModel. Cost: decoding, and one run of the vision tower for new
+        media.
+        """
+        chunk = self.build(data, files)
+        new = not self._whole(chunk)
+        encoded = self._engine.encode(chunk)
+        if new:
+            keep_source(self._engine, chunk)
+            kept = self._engine.repo.put_json(_key(chunk.id), chunk.light().model_dump(mode="json"), bound=False)
+            if not kept or not self._whole(chunk):
+                raise TooLarge("the store refused the chunk: it is full of what open windows use; close some first")
+        return _described(chunk, encoded.tokens), new
+
+    def build(self, data: Any, files: Mapping[str, bytes] | None = None) -> Chunk:
+        """The chunk that ``data`` is: an id, or a chunk as `ctxwin.serve.specs` takes it."""
+        if isinstance(data, str):
+            return self.find(data)
+        return Builder(files or {}, self._max_pixels, self.find).build(check_spec(data))
+
+    def find(self, chunk_id: str) -> Chunk:
+        """An uploaded chunk, without its pixels; raises UnknownUpload."""
+        record = self._engine.repo.get_json(_key(chunk_id), bound=False) if _ID.fullmatch(chunk_id) else None
+        if record is None:
+            raise UnknownUpload(f"chunk must be the id of an uploaded chunk, got {chunk_id[:80]!r}; upload it first")
+        return Chunk.model_validate(record)
+
+    def describe(self, chunk_id: str) -> dict[str, Any]:
+        """What is known of an uploaded chunk; UnknownUpload, too, where its pixels have left the store."""
+        chunk = self.find(chunk_id)
+        if not self._whole(chunk):
+            raise UnknownUpload(f"the content of chunk {chunk_id} has left the store; upload it again")
+        return _described(chunk, self._engine.encode(chunk).tokens)
+
+    def delete(self, chunk_id: str) -> None:
+        """Forgets an upload, and its pixels where no open window and no other upload shows them.
+
+        KV stays in the store under its own keys until it is dropped; `Window.evict` with ``forget`` deletes that, too.
+        """
+        chunk, repo = self.find(chunk_id), self._engine.repo
+        repo.delete(_key(chunk_id))
+        shown: set[str] = set()
+        if chunk.media:
+            for key in list(repo.store.list("upload/")):
+                record = repo.get_json(key, bound=False)
+                if record is not None:
+                    shown |= {m.content for m in Chunk.model_validate(record).media}
+        for part in chunk.media:
+            key = f"source/{part.content}"
+            if part.content not in shown and not repo.leased(key):
+                repo.delete(key)
+
+    def _whole(self, chunk: Chunk) -> bool:
+        repo = self._engine.repo
+        sources = (f"source/{m.content}" for m in chunk.media if chunk.keep_source)
+        return repo.contains(_key(chunk.id)) and all(map(repo.contains, sources))
+
+
+def _key(chunk_id: str) -> str:
+    return f"upload/{chunk_id}"
+
+
+def _described(chunk: Chunk, tokens: int) -> dict[str, Any]:
+    media = [{"type": m.media, "frames": m.shape[0], "height": m.shape[1], "width": m.shape[2]} for m in chunk.media]
+    return {"object": "ctxwin.chunk", "id": chunk.id, "tokens": tokens, "role": chunk.role, "media": media}
