@@ -52,10 +52,10 @@ class PagedKV:
     def _check_layer(self, layer: Any) -> None:
         cache = layer.kv_cache
         per_token = self._kv.heads * (self._kv.k_dim + self._kv.v_dim)
-        if layer.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32") or not cache.dtype.is_floating_point:
+        if cache.dtype != getattr(torch, self._kv.dtype) or layer.kv_cache_dtype not in ("auto", self._kv.dtype):
             raise UnsupportedModel(
-                f"kv_cache_dtype must be the model's own dtype, got {layer.kv_cache_dtype!r}: "
-                "a quantised cache cannot be moved losslessly"
+                f"kv_cache_dtype must be the model's own dtype ({self._kv.dtype}), got {layer.kv_cache_dtype!r} "
+                f"({cache.dtype}): a cache that rounds or quantises cannot be moved losslessly"
             )
         if cache[0].numel() != self.block_size * per_token:
             raise UnsupportedModel(
