@@ -1,0 +1,164 @@
+"""A random vision-language model of half a billion parameters, so that a benchmark needs no download.
+
+Architecture and sizes are Qwen2-VL's around Qwen2-0.5B's decoder, with a small vision tower. What it says is noise; what it
+costs is what a trained model of its size costs, the vocabulary's share of the last step included.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from ctxwin.identity import digest
+
+FORMAT = 1
+"""Part of the folder's name: a change of what `write_model` writes makes another model."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the decoder and of the vision tower.
+
+    The defaults are Qwen2-0.5B's: 494 million parameters, 12 KiB of KV a token in bf16. Its vocabulary of 151,936 is kept: the
+    tokenizer knows 1,000 of them, but reading the output matrix (272 MB) is a part of every first token.
+    """
+
+    hidden: int = 896
+    layers: int = 24
+    heads: int = 14
+    kv_heads: int = 2
+    intermediate: int = 4864
+    vocabulary: int = 151_936
+    max_tokens: int = 4096
+    vision_depth: int = 4
+    vision_width: int = 256
+    vision_heads: int = 4
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+def cache_folder() -> Path:
+    """Where generated models lie unless told otherwise: ``ctxwin/bench`` in the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "ctxwin" / "bench"
+
+
+def model_folder(sizes: Sizes, seed: int, where: Path | None = None) -> Path:
+    """The folder of one generated model below ``where`` (default `cache_folder`); it may not exist yet."""
+    name = f"qwen2-vl-random-{sizes.layers}x{sizes.hidden}-{digest('bench', FORMAT, asdict(sizes), seed)[:8]}"
+    return (cache_folder() if where is None else where) / name
+
+
+def ensure_model(sizes: Sizes, seed: int, where: Path | None = None) -> tuple[Path, bool]:
+    """The folder of a generated model, written first where it is missing; and whether it was.
+
+    It appears as a whole or not at all; what a killed run left behind is cleared away by the next one.
+    Cost: 10-20 s and 1 GB of disk for the default sizes, once. Raises OSError where the folder cannot be written.
+    """
+    folder = model_folder(sizes, seed, where)
+    if (folder / "config.json").is_file():
+        return folder, False
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(f"{folder.name}.*.partial"):
+        if not _alive(int(left.name.split(".")[-2].partition("-")[0])):
+            shutil.rmtree(left, ignore_errors=True)
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}-{uuid4().hex[:6]}.partial")
+    try:
+        write_model(partial, sizes, seed)
+        partial.rename(folder)
+    except OSError:
+        if not (folder / "config.json").is_file():  # else another process was faster, and wrote the same
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder, True
+
+
+def write_model(folder: Path, sizes: Sizes, seed: int) -> None:
+    """Writes random bf16 weights, config, tokenizer and processor in transformers layout. One picture token is 28 px."""
+    from ctxwin.tiny._transformers import transformers
+    from ctxwin.tiny.tokenizer import SPECIAL_TOKENS, build_tokenizer
+
+    library = transformers()
+    tokenizer = build_tokenizer()
+    ids = {token: int(tokenizer.convert_tokens_to_ids(token)) for token in SPECIAL_TOKENS}
+    quarter = sizes.head_dim // 8
+    config = library.Qwen2VLConfig(
+        text_config={
+            "vocab_size": max(sizes.vocabulary, len(tokenizer)),
+            "hidden_size": sizes.hidden,
+            "intermediate_size": sizes.intermediate,
+            "num_hidden_layers": sizes.layers,
+            "num_attention_heads": sizes.heads,
+            "num_key_value_heads": sizes.kv_heads,
+            "max_position_embeddings": sizes.max_tokens,
+            "rms_norm_eps": 1e-6,
+            # A quarter of the frequencies for time and three eighths each for height and width, as in the released ones.
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_section": [quarter, (sizes.head_dim // 2 - quarter) // 2, (sizes.head_dim // 2 - quarter) // 2],
+                "rope_theta": 1_000_000.0,
+            },
+            "tie_word_embeddings": True,
+            "bos_token_id": ids["<|endoftext|>"],
+            "eos_token_id": ids["<|im_end|>"],
+            "pad_token_id": ids["<|endoftext|>"],
+        },
+        vision_config={
+            "depth": sizes.vision_depth,
+            "embed_dim": sizes.vision_width,
+            "hidden_size": sizes.hidden,
+            "num_heads": sizes.vision_heads,
+            "mlp_ratio": 4,
+            "patch_size": 14,
+        },
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=True,
+    )
+    _random(library, config, seed).save_pretrained(folder)
+    pixels = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * sizes.max_tokens}
+    library.Qwen2VLProcessor(
+        image_processor=library.Qwen2VLImageProcessor(size=pixels, patch_size=14, merge_size=2),
+        video_processor=library.Qwen2VLVideoProcessor(
+            size=pixels, patch_size=14, merge_size=2, do_sample_frames=False, cap_pixels_per_frame=False
+        ),
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(folder)
+
+
+def _random(library: Any, config: Any, seed: int) -> Any:
+    """The model with weights drawn in bf16; built without values first, which spares transformers' own slow start."""
+    import torch
+
+    with torch.device("meta"):
+        model = library.Qwen2VLForConditionalGeneration(config).to(torch.bfloat16)
+    model = model.to_empty(device="cpu")
+    model.tie_weights()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 and name.endswith("weight"):  # norms
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, 0.02, generator=generator)
+    return model
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True

