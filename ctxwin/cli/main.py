@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ctxwin.cli import demo, doctor, store, view
+from ctxwin.cli import bench, demo, doctor, store, view
 from ctxwin.errors import CtxwinError, EngineFailed, WindowBusy
 
 BAD_INPUT, FAILED = 2, 1
@@ -45,6 +45,7 @@ app = typer.Typer(
     help="A context window whose edits are cache edits.",
 )
 app.add_typer(store.app, name="store")
+app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.demo)
 app.command("view")(view.view)
 app.command("doctor")(doctor.doctor)
