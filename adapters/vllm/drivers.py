@@ -302,8 +302,10 @@ class LoopDriver(Driver):
         for task in list(self._tasks.values()):
             task.cancel()
         self._closed = True
-        if self._stop is not None:
-            self._stop()
+        stop, self._stop = self._stop, None
+        self.llm = None
+        if stop is not None:
+            stop()
 
     def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if self._closed or not self._loop.is_running():

