@@ -11,14 +11,17 @@ of the engine sees. A file is checked (checksum, model, shape, dtype) before vLL
 until the request has ended. A request without data of its own whose file is not there fails alone, with vLLM's finish
 reason ``error``: an encoder that ran on nothing would stop the engine.
 
-With ``"save"`` in a request's ``ec_transfer_params`` under `PARAM`, what the tower makes of its pixels is written to the
-folder under the items' names.
+A request whose ``ec_transfer_params`` hold ``{"ctxwin": {"save": token}}`` has what the tower makes of its pixels written
+to the folder, under the items' names. Clients of a server choose those names (``multi_modal_uuids``), so whoever may save
+may replace what others load: only a request with the engine's own token may.
 
-Extra config: ``folder``, and ``identity`` of the model. One instance serves the scheduler, one each worker.
+Extra config: ``folder``, ``identity`` of the model, and ``save_token``, without which nothing is saved. One instance
+serves the scheduler, one each worker.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -75,7 +78,8 @@ class CtxwinECConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees vLL
             raise ValueError("ec_connector_extra_config must name the folder of the embeddings; add 'folder'")
         self._files = EmbeddingFiles(folder, str(config.get_from_extra_config("identity", "")))
         if role is ECConnectorRole.SCHEDULER:
-            self._scheduler = _Scheduler(self._files, *_form(vllm_config.model_config))
+            token = str(config.get_from_extra_config("save_token", ""))
+            self._scheduler = _Scheduler(self._files, *_form(vllm_config.model_config), token)
 
     # Scheduler side
 
@@ -151,7 +155,7 @@ class _Scheduler:
         unavailable: requests that cannot be served.
     """
 
-    def __init__(self, files: EmbeddingFiles, width: int, dtype: str) -> None:
+    def __init__(self, files: EmbeddingFiles, width: int, dtype: str, save_token: str) -> None:
         self.pins = Pins(files)
         self.loads: dict[str, str] = {}
         self.saves: dict[str, str] = {}
@@ -159,6 +163,7 @@ class _Scheduler:
         self._files = files
         self._width = width
         self._dtype = dtype
+        self._save_token = save_token
         self._asked = ""  # the request that vLLM is about to schedule
         self._ready: dict[str, int] = {}  # token from which on everything was found, by request
         self._names: dict[str, set[str]] = {}  # pinned, by request
@@ -200,7 +205,7 @@ class _Scheduler:
         path = self.pins.find(name, request.request_id)
         if path is not None:
             self.loads[identifier] = str(path)
-        elif _wants_saved(request):
+        elif self._may_save(request):
             self.saves[identifier] = name
 
     def forget(self, request: str) -> None:
@@ -214,6 +219,11 @@ class _Scheduler:
             self._threads.shutdown(cancel_futures=True)
             self._threads = None
         self.pins.close()
+
+    def _may_save(self, request: Request) -> bool:
+        params = (request.ec_transfer_params or {}).get(PARAM)
+        given = params.get("save") if isinstance(params, dict) else None
+        return bool(self._save_token) and hmac.compare_digest(str(given).encode(), self._save_token.encode())
 
     def _find(self, request: str, feature: MultiModalFeatureSpec) -> bool | None:
         """Whether an item's file is there and fits; it is then pinned. None while it is being checked."""
@@ -255,11 +265,6 @@ def _form(model: Any) -> tuple[int, str]:
 def _bare(feature: MultiModalFeatureSpec) -> bool:
     """Whether an item carries neither pixels nor embeddings, only what positions are counted from."""
     return feature.data is None or all(element.field.keep_on_cpu for element in feature.data.values())
-
-
-def _wants_saved(request: Request) -> bool:
-    params = (request.ec_transfer_params or {}).get(PARAM)
-    return isinstance(params, dict) and bool(params.get("save"))
 
 
 def _device() -> Any:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _TENSOR = "embeddings"
 _MOST_CHECKED = 4096
+_PINS = ".pins-"
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -170,7 +171,8 @@ class Pins:
     """Hard links that keep files of one folder readable while requests use them, whoever removes or replaces them.
 
     A link outlives its last user by some steps of the engine: one that is being computed may still read it. Not
-    thread-safe: the scheduler is one thread. `close` removes the links; those of a killed process go with the folder.
+    thread-safe: the scheduler is one thread. `close` removes the links; those of a killed process go with the folder, or
+    when the next process pins something in it.
 
     Args:
         files: what is pinned.
@@ -195,7 +197,8 @@ class Pins:
         """The pinned file of ``name``, held for ``user`` as well; None where there is no such file."""
         if name not in self._paths:
             if self._folder is None:
-                self._folder = Path(tempfile.mkdtemp(prefix=f".pins-{os.getpid()}-", dir=self._files.folder))
+                _sweep(self._files.folder)
+                self._folder = Path(tempfile.mkdtemp(prefix=f"{_PINS}{os.getpid()}-", dir=self._files.folder))
             self._serial += 1
             link = self._folder / f"{self._serial}-{file_name(name)}"
             try:
@@ -233,3 +236,15 @@ class Pins:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+
+def _sweep(folder: Path) -> None:
+    """Removes the links of processes that do not run any more."""
+    for left in folder.glob(f"{_PINS}*"):
+        pid = left.name.removeprefix(_PINS).partition("-")[0]
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            shutil.rmtree(left, ignore_errors=True)
+        except (PermissionError, ValueError):
+            continue
