@@ -104,7 +104,9 @@ class Core:
         else:
             exchange.alive = lambda: driver.dead is None
             exchange.ranks = int(driver.config.parallel_config.tensor_parallel_size)
-            self.inputs = Inputs(config, driver.renderer, bare_model(config), remote(driver.rpc, exchange.path))
+            self.inputs = Inputs(
+                config, driver.renderer, bare_model(config), remote(driver.rpc, exchange.path), files=True
+            )
         self.vision = self.inputs.multimodal and self.checkpoint.media is not None
 
     @classmethod

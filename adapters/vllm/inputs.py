@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,9 +12,25 @@ from ctxwin.adapters.vllm.vision import Vision, is_tiled
 from ctxwin.engines.base import MediaSpan
 from ctxwin.engines.hf_model import deep_layers
 from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.identity import digest
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt for vLLM.
+
+    Attributes:
+        prompt: an engine input, the form that vLLM's own renderer hands to the engine.
+        blank: its first tokens that can not be computed, because a medium among them carries no embeddings.
+        embeddings: what the EC connector has to find, by multimodal identifier.
+    """
+
+    prompt: dict[str, Any]
+    blank: int = 0
+    embeddings: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Inputs:
@@ -25,10 +41,12 @@ class Inputs:
         renderer: its renderer, whose processor names the fields of media.
         model: the model, or `bare_model` of its class: only its rule of positions is asked.
         vision: ``(pixels, grids) -> embeddings``, one run of the vision tower where the model is; see `see`.
+        files: whether embeddings reach vLLM as files, through its EC connector, and not inside requests.
     """
 
-    def __init__(self, config: Any, renderer: Any, model: Any, vision: Vision) -> None:
+    def __init__(self, config: Any, renderer: Any, model: Any, vision: Vision, *, files: bool = False) -> None:
         self._config = config
+        self._files = files
         self.model = model
         self._vision = vision
         self.multimodal = bool(config.is_multimodal_model)
@@ -83,37 +101,41 @@ class Inputs:
         embed: Callable[[str], torch.Tensor],
         salt: str,
         covered: int = 0,
-    ) -> tuple[dict[str, Any], int]:
+        tenant: str = "",
+    ) -> Rendered:
         """A rendered engine input, the form that vLLM's own renderer hands to the engine.
 
-        Media carry their embeddings, so vLLM's processor and tower never run, and the digest in their key as their
-        hash, so nothing is hashed again.
+        vLLM's processor and tower never run: media carry their embeddings, or (``files``) only the shape that positions
+        follow from, and their embeddings are named beside the prompt. The digest in their key is their hash, so
+        nothing is hashed again.
 
         Args:
             token_ids: placeholders expanded.
             media: with offsets within ``token_ids``.
             embed: embeddings by key.
             salt: separates prefix-cache entries; "" for none.
-            covered: tokens in front whose KV will be loaded. Media among them carry zeros: their embeddings are not
-                read, and need not exist any more. That is safe because a load that does not happen is noticed.
-
-        Returns:
-            the prompt, and how many of its first tokens can not be computed because a medium among them is blank.
+            covered: tokens in front whose KV will be loaded. The embeddings of media among them are not read, and need
+                not exist any more; they are zeros, which is safe because a load that does not happen is noticed.
+            tenant: whose embeddings these are: no tenant hits another's entry in vLLM's encoder cache.
         """
         if not media:
             from vllm.inputs.engine import tokens_input
 
-            return dict(tokens_input(list(token_ids), cache_salt=salt or None)), 0
+            return Rendered(dict(tokens_input(list(token_ids), cache_salt=salt or None)))
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
 
         known = min(covered, len(token_ids) - 1)  # vLLM always computes the last token
         features, blank = [], 0
+        embeddings: dict[str, torch.Tensor] = {}
         for span in sorted(media, key=lambda m: m.offset):
             end = span.offset + span.tokens
             found = None if end <= known else embed(span.key)
             blank = end if found is None else blank
-            features += self._features(span, found)
+            for feature, part in self._features(span, found, tenant):
+                features.append(feature)
+                if part is not None and self._files:
+                    embeddings[feature.identifier] = part
         items: dict[str, list[Any]] = {}
         hashes: dict[str, list[str]] = {}
         places: dict[str, list[Any]] = {}
@@ -122,48 +144,45 @@ class Inputs:
             hashes.setdefault(feature.modality, []).append(feature.identifier)
             places.setdefault(feature.modality, []).append(feature.mm_position)
         made = mm_input(list(token_ids), MultiModalKwargsItems(items), hashes, places, cache_salt=salt or None)
-        return dict(made), blank
+        return Rendered(dict(made), blank, embeddings)
 
     def _check_open(self) -> None:
         if self.model is None:
             raise EngineFailed("the engine is closed; open a new one")
 
-    def _features(self, span: MediaSpan, embeddings: torch.Tensor | None) -> list[Any]:
+    def _features(
+        self, span: MediaSpan, embeddings: torch.Tensor | None, tenant: str
+    ) -> list[tuple[Any, torch.Tensor | None]]:
         """One media item as vLLM describes it, or its tiles: InternVL takes embeddings of one shape only."""
         import torch
 
         tiles = span.grid_thw[0] if self._tiled else 1
         if tiles == 1:
-            return [self._feature(span, embeddings)]
+            return [(self._feature(span, embeddings, tenant), embeddings)]
         each = span.tokens // tiles
         parts = [None] * tiles if embeddings is None else list(torch.split(embeddings, each))
-        return [
-            self._feature(
-                replace(
-                    span,
-                    key=f"{span.key}-{i}",
-                    offset=span.offset + i * each,
-                    tokens=each,
-                    grid_thw=(1, *span.grid_thw[1:]),
-                ),
-                part,
-            )
-            for i, part in enumerate(parts)
-        ]
+        made = []
+        for i, part in enumerate(parts):
+            tile = replace(
+                span, key=f"{span.key}-{i}", offset=span.offset + i * each, tokens=each,
+                grid_thw=(1, *span.grid_thw[1:]),
+            )  # fmt: skip
+            made.append((self._feature(tile, part, tenant), part))
+        return made
 
-    def _feature(self, span: MediaSpan, embeddings: torch.Tensor | None) -> Any:
+    def _feature(self, span: MediaSpan, embeddings: torch.Tensor | None, tenant: str = "") -> Any:
         """One media item as vLLM describes it; without embeddings it is good for positions and covered media only."""
         import torch
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-        if embeddings is not None:
-            if embeddings.shape[0] != span.tokens:
-                raise ValueError(f"{span.key} must hold {span.tokens} embeddings, got {embeddings.shape[0]}")
+        if embeddings is not None and embeddings.shape[0] != span.tokens:
+            raise ValueError(f"{span.key} must hold {span.tokens} embeddings, got {embeddings.shape[0]}")
+        if embeddings is not None and not self._files:
             item = self._item(span, embeddings)
         else:
             shape = (span.modality, span.grid_thw, span.seconds_per_grid)
             if shape not in self._blank:  # a handful of shapes in a stream of frames, and a millisecond each
-                self._blank[shape] = self._item(span, self._zeros(span.tokens))
+                self._blank[shape] = self._item(span, None if self._files else self._zeros(span.tokens))
             item = self._blank[shape]
         place = PlaceholderRange(offset=span.offset, length=span.tokens)
         if span.modality == "video" and span.seconds_per_grid is None:
@@ -171,9 +190,9 @@ class Inputs:
             embedded = torch.ones(span.tokens + 1, dtype=torch.bool)
             embedded[0] = False
             place = PlaceholderRange(offset=span.offset - 1, length=span.tokens + 1, is_embed=embedded)
-        return MultiModalFeatureSpec(
-            data=item, modality=span.modality, identifier=span.key.rpartition("/")[2], mm_position=place
-        )
+        name = span.key.rpartition("/")[2]
+        identifier = digest("tenant", tenant, name) if tenant else name
+        return MultiModalFeatureSpec(data=item, modality=span.modality, identifier=identifier, mm_position=place)
 
     def _zeros(self, tokens: int) -> torch.Tensor:
         import torch
@@ -181,19 +200,23 @@ class Inputs:
         width = self._config.get_inputs_embeds_size() * (1 + deep_layers(self._config.hf_config))
         return torch.zeros(1).expand(tokens, width)
 
-    def _item(self, span: MediaSpan, embeddings: torch.Tensor) -> Any:
+    def _item(self, span: MediaSpan, embeddings: torch.Tensor | None) -> Any:
+        """The fields of one item; without embeddings only those that positions follow from."""
         import torch
         from transformers import BatchFeature
-        from vllm.multimodal.inputs import MultiModalKwargsItems
+        from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems
 
         if self._processor is None:
             raise UnsupportedModel(f"{self._config.model} takes no {span.modality}s: it is a text model")
         data: dict[str, torch.Tensor] = {}
         if self._tiled:
+            if embeddings is None:
+                return MultiModalKwargsItem({})
             data["image_embeds"] = embeddings[None]
         else:
             data[f"{span.modality}_grid_thw"] = torch.tensor([span.grid_thw], dtype=torch.int64)
-            data[f"{span.modality}_embeds"] = embeddings
+            if embeddings is not None:
+                data[f"{span.modality}_embeds"] = embeddings
         if span.modality == "video" and span.seconds_per_grid is not None:
             data["second_per_grid_ts"] = torch.tensor([span.seconds_per_grid])
         batch = BatchFeature(data)

@@ -98,6 +98,7 @@ class Transfer:
     Attributes:
         loads: spans that cover one contiguous prefix of the prompt, in order.
         captures, blank, shared: see `Job`.
+        embeddings: vision embeddings ``[tokens, width]`` for vLLM's EC connector, by multimodal identifier.
         local_tokens: prompt tokens that vLLM's own prefix cache served.
         planned_tokens: prompt tokens that vLLM's scheduler counts on the connector to write.
         loaded_tokens: prompt tokens that it wrote, as far as the connector runs in this process.
@@ -110,6 +111,7 @@ class Transfer:
     captures: dict[str, tuple[int, int | None]] = field(default_factory=dict)
     blank: int = 0
     shared: bool = False
+    embeddings: dict[str, torch.Tensor] = field(default_factory=dict)
     local_tokens: int = 0
     planned_tokens: int = 0
     loaded_tokens: int = 0

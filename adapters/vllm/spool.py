@@ -8,6 +8,7 @@ pickled: KV travels as the store's checked blobs (`ctxwin.store.codec`), instruc
 | ``spec.json``           | engine     | the model's `KVSpec`                                          |
 | ``span-<digest>-<n>``   | engine     | a span, by the id of its KV; kept while there is room         |
 | ``patch-<digest>-<n>``  | engine     | a patch, with its shared basis                                |
+| ``embed/``              | engine     | vision embeddings for the EC connector (`ecfiles`)            |
 | ``job-<handle>.json``   | engine     | one `Transfer`: `Job`, and where each span goes               |
 | ``seen-<handle>.json``  | scheduler  | tokens it found in its own prefix cache, tokens it wants      |
 | ``out-<handle>-<name>.<rank>`` | worker | a capture, the KV heads of one rank                       |
@@ -34,6 +35,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ctxwin.adapters.vllm import ecfiles
 from ctxwin.adapters.vllm.registry import Job, Placed, Transfer, is_handle, new_handle
 from ctxwin.errors import EngineFailed, StoreCorrupt
 from ctxwin.identity import digest
@@ -54,6 +56,7 @@ LIVE_BYTES = 512 << 20
 WAIT_S = 120.0
 """How long a capture may take after its request has ended: a step of the other requests of the batch."""
 _PREFIX = "ctxwin-"
+_EMBEDDINGS = "embed"
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -88,6 +91,8 @@ class Spool:
         self._serial = itertools.count()
         self._bytes = 0
         self._lock = threading.Lock()
+        self.embeddings = self.path / _EMBEDDINGS
+        self.embeddings.mkdir()
         _write(self.path / "spec.json", json.dumps(asdict(kv)).encode())
 
     @property
@@ -121,6 +126,8 @@ class Spool:
                         "patch": patch,
                     }
                 )
+            for identifier, tensor in transfer.embeddings.items():
+                self._embedding(identifier, tensor, names)
             job = {"job": asdict(transfer.job), "loads": entries}
             _write(self.path / f"job-{handle}.json", json.dumps(job).encode())
         except BaseException:
@@ -186,12 +193,27 @@ class Spool:
         if known and (self.path / name).exists():
             return name
         blob = encode_span(placed.span) if kind == "span" else encode_patch(placed.patch)
+        self._put(name, blob)
+        return name
+
+    def _embedding(self, identifier: str, tensor: torch.Tensor, names: list[str]) -> None:
+        """Vision embeddings where vLLM's EC connector looks for them; their name is a digest of their content."""
+        name = f"{_EMBEDDINGS}/{ecfiles.file_name(identifier)}"
+        with self._lock:
+            known = name in self._held
+            self._used[name] += 1
+            names.append(name)
+            if known:
+                self._held.move_to_end(name)
+        if not (known and (self.path / name).exists()):
+            self._put(name, ecfiles.encode(tensor, self.kv.identity))
+
+    def _put(self, name: str, blob: bytes) -> None:
         self._make_room(len(blob))
         _write(self.path / name, blob)
         with self._lock:
             self._bytes += len(blob) - self._held.pop(name, 0)
             self._held[name] = len(blob)
-        return name
 
     def _make_room(self, size: int) -> None:
         with self._lock:

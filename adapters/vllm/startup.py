@@ -217,6 +217,15 @@ def _arguments(exchange: Exchange | Spool, options: dict[str, Any]) -> dict[str,
     for name in ("kv_transfer_config", "speculative_config", "enable_lora"):
         if options.get(name):
             raise ValueError(f"{name} must not be set under ctxwin, got {options[name]!r}; leave it out")
+    if isinstance(exchange, Spool):
+        if options.get("ec_transfer_config"):
+            raise ValueError("ec_transfer_config must not be set under ctxwin; leave it out")
+        fixed["ec_transfer_config"] = {
+            "ec_connector": "CtxwinECConnector",
+            "ec_connector_module_path": "ctxwin.adapters.vllm.ec",
+            "ec_role": "ec_both",
+            "ec_connector_extra_config": {"folder": str(exchange.embeddings), "identity": exchange.kv.identity},
+        }
     extra = {SPOOL: exchange.name} if spool else {PARAM: exchange.name}
     connector = {
         "kv_connector": "CtxwinConnector",

@@ -307,8 +307,8 @@ class VLLMEngine(EncodingEngine):
                 break
             if piece.encoded.tokens:
                 # Tenants share vLLM, never a file: a name says what was computed, not for whom.
-                span, patch = (f"{self._tenant}/{i}" if i else "" for i in (piece.base_id or piece.id, piece.id))
-                loads.append(Placed(offset, piece.span, piece.start - base, piece.patch, span, patch))
+                base_id, patch_id = (f"{self._tenant}/{i}" if i else "" for i in (piece.base_id or piece.id, piece.id))
+                loads.append(Placed(offset, piece.span, piece.start - base, piece.patch, base_id, patch_id))
         captures: dict[str, tuple[int, int | None]] = {
             str(i): (offsets[i], offsets[i + 1]) for i in capture if pieces[i].encoded.tokens
         }
@@ -316,11 +316,15 @@ class VLLMEngine(EncodingEngine):
             captures[_QUERY] = (offsets[len(pieces)], None)
         ids, media = _joined(encoded)
         transfer = Transfer(loads=tuple(loads), captures=captures, shared=not ask.salt)
-        prompt, transfer.blank = core.inputs.prompt(ids, media, self.embed, self._salt(ask.salt), transfer.covered)
+        salt = self._salt(ask.salt)
+        rendered = core.inputs.prompt(ids, media, self.embed, salt, transfer.covered, self._tenant)
+        transfer.blank, transfer.embeddings = rendered.blank, rendered.embeddings
         eos = sorted(self.encoder.checkpoint.eos)
         priority = BACKGROUND if ask.background else 0
         try:
-            outcome = run(core.driver, core.exchange, prompt, transfer, ask.sampling, eos, ask.on_token, priority)
+            outcome = run(
+                core.driver, core.exchange, rendered.prompt, transfer, ask.sampling, eos, ask.on_token, priority
+            )
         finally:
             self._account(work, transfer, len(ids))
         for i in capture:

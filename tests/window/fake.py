@@ -135,7 +135,9 @@ class FakeEngine(Engine):
                     captured[i] = spans[-1]
         return spans, captured, tokens, loaded
 
-    def prefill(self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "") -> SpanKV:
+    def prefill(
+        self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "", background: bool = False
+    ) -> SpanKV:
         if self.fail:
             raise self.fail
         spans, _, tokens, _ = self._run(context)
