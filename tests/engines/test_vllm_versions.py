@@ -90,6 +90,16 @@ class TestVersions:
             pinned.append(versions.minor_of(found[1]))
         assert tuple(pinned) == versions.supported()
 
+    def test_pins_of_the_earlier_version_are_those_that_differ(self) -> None:
+        pins = {}
+        for name in ("constraints-earlier.txt", "constraints.txt"):
+            lines = (ROOT / name).read_text().splitlines()
+            pins[name] = dict(line.split("==") for line in lines if not line.startswith("#"))
+        whole = pins["constraints.txt"]
+        for name, version in pins["constraints-earlier.txt"].items():
+            assert name in whole, f"{name} must be spelled as in constraints.txt"
+            assert version != whole[name], f"{name} has the same pin in both; leave it out"
+
     @needs_vllm
     def test_the_installed_one_is_tested(self) -> None:
         assert versions.minor_of(versions.check()) in versions.supported()
