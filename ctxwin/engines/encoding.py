@@ -36,6 +36,7 @@ Positions = Callable[[Sequence[int], Sequence[MediaSpan]], "tuple[np.ndarray, in
 _Item = tuple[str, int, Grid, float | None, str]
 """Key, tokens, grid, seconds a temporal step, and the text in front, of what stands as one run of placeholders."""
 _FRAMES_AT_ONCE = 16
+_HEADERS = 64
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -73,16 +74,30 @@ class Encoder:
         self._positions = positions
         self._counters = counters
         self._cache: OrderedDict[str, Encoded] = OrderedDict()
+        self._headers: OrderedDict[str, Encoded] = OrderedDict()
+        self._closing: tuple[int, ...] | None = None
         self._cache_size = cache
         self._lock = threading.RLock()
 
     def encode_header(self, header: str) -> Encoded:
-        """Tokens of the system turn and the opening of the user turn; raises UnsupportedModel without a system turn."""
+        """Tokens of the system turn and the opening of the user turn; raises UnsupportedModel without a system turn.
+
+        The newest headers are remembered: every ask of a window needs its own.
+        """
+        with self._lock:
+            if header in self._headers:
+                self._headers.move_to_end(header)
+                return self._headers[header]
         before, after = self.checkpoint.template.header(header)
         ids = [*self.template_ids(before), *self.text_ids(header), *self.template_ids(after)]
         if self.checkpoint.template.plain:
             ids = [*self.checkpoint.bos, *ids]
-        return self._made(digest("header", header), ids, ())
+        made = self._made(digest("header", header), ids, ())  # may wait for the engine, so not under the lock
+        with self._lock:
+            self._headers[header] = made
+            while len(self._headers) > _HEADERS:
+                self._headers.popitem(last=False)
+        return made
 
     def encode_query(self, query: str) -> Encoded:
         """Tokens of the query and of the turn's closing."""
@@ -157,7 +172,9 @@ class Encoder:
         return [int(i) for i in made["input_ids"]]
 
     def _query_ids(self, query: str) -> list[int]:
-        return [*self.text_ids(query), *self.template_ids(self.checkpoint.template.closing)]
+        if self._closing is None:
+            self._closing = tuple(self.template_ids(self.checkpoint.template.closing))
+        return [*self.text_ids(query), *self._closing]
 
     def _raw_ids(self, part: TokensPart) -> tuple[int, ...]:
         media = self.checkpoint.media

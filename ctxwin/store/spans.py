@@ -113,7 +113,7 @@ class SpanRepository:
             return span, header
 
         def same(header: Mapping[str, Any]) -> bool:
-            return token_ids is None or list(header["user"]["token_ids"]) == [int(i) for i in token_ids]
+            return token_ids is None or list(header["user"]["token_ids"]) == list(token_ids)
 
         found = self._get(_key(key, "span"), "span", decode, same)
         return None if found is None else (found.record, dict(found.meta["user"]))
