@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ctxwin.cli import bench, demo, doctor, store, view
+from ctxwin.cli import bench, demo, doctor, serve, store, view
 from ctxwin.errors import CtxwinError, EngineFailed, WindowBusy
 
 BAD_INPUT, FAILED = 2, 1
@@ -49,6 +49,7 @@ app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.demo)
 app.command("view")(view.view)
 app.command("doctor")(doctor.doctor)
+app.command("serve", context_settings=serve.CONTEXT)(serve.serve)
 
 
 @app.callback()

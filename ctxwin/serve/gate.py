@@ -6,7 +6,6 @@ route. With tenants a plain request is bound to its tenant's prefix-cache space,
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from typing import Any
@@ -21,6 +20,8 @@ from ctxwin.serve.errors import NotAllowed, TooLarge, to_body
 from ctxwin.serve.service import Service
 from ctxwin.serve.specs import REFERENCE
 
+STATE = "ctxwin_service"
+"""Where the service stands in the app's state."""
 TENANT = "ctxwin.tenant"
 """Where the tenant's name stands in an ASGI scope."""
 CHAT, OUR_CHAT = "/v1/chat/completions", "/v1/ctxwin/chat/completions"
@@ -34,17 +35,18 @@ _log = logging.getLogger("ctxwin.serve")
 
 
 class Gate:
-    """The middleware; ``service`` may start later than it is made."""
+    """The middleware. The service is looked up in the app's state (`ctxwin.serve.app.install` puts it there): a server
+    that makes its middleware from a name, as vLLM's ``--middleware`` does, has no service yet."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket") or scope.get("method") == "OPTIONS":
             await self._app(scope, receive, send)
             return
-        keys = self._service.keys
+        service: Service = getattr(scope["app"].state, STATE)
+        keys = service.keys
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         tenant = keys.tenant(Headers(scope=scope).get("authorization"))
         ours = path.startswith(OURS)
@@ -54,43 +56,44 @@ class Gate:
         scope[TENANT] = tenant
         try:
             if path == "/metrics":
-                await asyncio.to_thread(self._service.refresh_metrics)
+                await service.run(service.refresh_metrics)
             if tenant and scope["type"] == "websocket":
                 raise NotAllowed(_UNSALTED.format(path))
             if tenant and not ours:
                 _check_allowed(scope["method"], path)
-            if tenant is not None and scope.get("method") == "POST" and (path == CHAT or self._bound(path)):
-                receive = await self._looked_at(scope, receive, path, tenant)
+            if tenant is not None and scope.get("method") == "POST" and (path == CHAT or _bound(service, path)):
+                receive = await _looked_at(service, scope, receive, path, tenant)
         except (NotAllowed, TooLarge, ValueError) as error:
             await _refuse(scope, receive, send, *to_body(error))
             return
         await self._app(scope, receive, send)
 
-    def _bound(self, path: str) -> bool:
-        return self._service.keys.tenants and path in SALTED
 
-    async def _looked_at(self, scope: Scope, receive: Receive, path: str, tenant: str) -> Receive:
-        """A ``receive`` that gives the body again, bound to the tenant; the scope leads to our route where it must."""
-        limit = self._service.limits.max_upload_bytes
-        messages, body, whole = await _read(receive, limit)
-        if not whole:
-            if self._bound(path):
-                raise TooLarge(f"a body must have at most {limit} bytes, got more; raise --max-upload-bytes")
-            return _again(messages, receive)
-        if path == CHAT and REFERENCE.encode() in body:
-            data = _parsed(body)
-            if isinstance(data, dict) and names_chunks(data):
-                scope["path"] = scope.get("root_path", "") + OUR_CHAT
-                scope["raw_path"] = scope["path"].encode()
-                return _again(messages, receive)
-        if self._bound(path):
-            data = _parsed(body)
-            if isinstance(data, dict):
-                space = self._service.space(tenant)
-                bound = json.dumps(_bind(data, tenant, plain_salt(space.engine))).encode()
-                _resize(scope, len(bound))
-                messages = [{"type": "http.request", "body": bound, "more_body": False}]
+def _bound(service: Service, path: str) -> bool:
+    return service.keys.tenants and path in SALTED
+
+
+async def _looked_at(service: Service, scope: Scope, receive: Receive, path: str, tenant: str) -> Receive:
+    """A ``receive`` that gives the body again, bound to the tenant; the scope leads to our route where it must."""
+    limit, bound = service.limits.max_upload_bytes, _bound(service, path)
+    messages, body, whole = await _read(receive, limit)
+    if not whole:
+        if bound:
+            raise TooLarge(f"a body must have at most {limit} bytes, got more; raise --max-upload-bytes")
         return _again(messages, receive)
+    if path == CHAT and REFERENCE.encode() in body:
+        data = _parsed(body)
+        if isinstance(data, dict) and names_chunks(data):
+            scope["path"] = scope.get("root_path", "") + OUR_CHAT
+            scope["raw_path"] = scope["path"].encode()
+            return _again(messages, receive)
+    if bound:
+        data = _parsed(body)
+        if isinstance(data, dict):
+            made = json.dumps(_bind(data, tenant, plain_salt(service.space(tenant).engine))).encode()
+            _resize(scope, len(made))
+            messages = [{"type": "http.request", "body": made, "more_body": False}]
+    return _again(messages, receive)
 
 
 def plain_salt(engine: Any) -> str:
@@ -107,6 +110,8 @@ def _bind(data: dict[str, Any], tenant: str, salt: str) -> dict[str, Any]:
             raise NotAllowed(f"{name} is set by the server alone; leave it out")
     if data.get("previous_response_id") is not None and tenant:
         raise NotAllowed("previous_response_id is not served to tenants; send the earlier items again")
+    if tenant and isinstance(data.get("priority"), int | float) and data["priority"] < 0:
+        raise NotAllowed("priority must be at least 0 for tenants; lower ones would be served before everybody else's")
     given = data.get("cache_salt")
     if isinstance(given, str) and given:
         data["cache_salt"] = digest("salt of a request", tenant, given)

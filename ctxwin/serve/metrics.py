@@ -7,6 +7,7 @@ set. The ``tenant`` label is there only where tenants are configured.
 from __future__ import annotations
 
 import threading
+from collections import Counter as Counts
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -50,6 +51,7 @@ class Metrics:
         self._registry = registry
         self._made: list[Any] = []
         self._seen: dict[tuple[Any, ...], float] = {}
+        self._media: Counts[str] = Counts()  # images and videos of answered prompts, by tenant
         self._lock = threading.Lock()
         counter, gauge = self._counter, self._gauge
         self.asks = counter("asks", "Questions answered by windows, chats that name chunks included")
@@ -65,7 +67,7 @@ class Metrics:
         self.fallbacks = counter("fallbacks", "Loads that failed inside the engine and were recomputed")
         self.encodes = counter("vision_encodes", "Runs of the vision tower for windows and uploads")
         self.encodes_saved = counter(
-            "vision_encodes_saved", "Images and videos in answered prompts for which the vision tower did not run"
+            "vision_encodes_saved", "Images and videos in answered prompts beyond the runs of the vision tower"
         )
         self.patches = counter("patches_formed", "Low-rank patches formed and stored")
         self.store_reads = counter("store_reads", "Reads of the store by tier, the fastest first", "tier", "result")
@@ -97,12 +99,12 @@ class Metrics:
         self.labelled(self.asks, tenant).inc()
         for lane, tokens in usage.reused_tokens.items():
             self.labelled(self.lane_tokens, tenant, lane).inc(tokens)
-        media = sum(len(p.chunk.media) for p in event.state.placed)
+        with self._lock:
+            self._media[tenant] += sum(len(p.chunk.media) for p in event.state.placed)
         for metric, value in (
             (self.computed, usage.computed_tokens), (self.cached, usage.cached_tokens),
             (self.answered, usage.answer_tokens), (self.forwards, usage.forwards), (self.loads, usage.bytes_loaded > 0),
             (self.loaded, usage.bytes_loaded), (self.misses, usage.misses), (self.fallbacks, usage.fallbacks),
-            (self.encodes_saved, max(0, media - usage.vision_encodes)),
         ):  # fmt: skip
             self.labelled(metric, tenant).inc(value)
         self.labelled(self.ttft, tenant).observe(usage.ttft_s)
@@ -113,6 +115,7 @@ class Metrics:
         with self._lock:
             self._rise(self.patches, store.patches, tenant)
             self._rise(self.encodes, encodes, tenant)
+            self._rise(self.encodes_saved, max(0, self._media[tenant] - encodes), tenant)
             self.labelled(self.open, tenant).set(windows)
             for tier, stats in _tiers(store.inner):
                 self._rise(self.store_reads, stats.hits, tenant, tier, "hit")
@@ -125,7 +128,7 @@ class Metrics:
     def _rise(self, metric: Any, total: float, tenant: str, *values: str) -> None:
         key = (id(metric), tenant, *values)
         self.labelled(metric, tenant, *values).inc(max(0.0, total - self._seen.get(key, 0.0)))
-        self._seen[key] = total
+        self._seen[key] = max(total, self._seen.get(key, 0.0))
 
     def _names(self, labels: tuple[str, ...]) -> tuple[str, ...]:
         return (*(("tenant",) if self._by_tenant else ()), *labels)

@@ -269,7 +269,8 @@ def _counted(service: Service, request: Request, error: Exception) -> tuple[int,
     status, body = to_body(error)
     if status >= 500:
         _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    service.metrics.labelled(service.metrics.errors, request.scope.get(TENANT) or "", kind_of(error).code).inc()
+    if request.method != "GET":  # whether a chunk is there is a question, and no is an answer
+        service.metrics.labelled(service.metrics.errors, request.scope.get(TENANT) or "", kind_of(error).code).inc()
     return status, body
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ctxwin.answer import Answer, Disposability, Plan, PlanEntry, Usage
+from ctxwin.answer import Answer, Disposability, Plan, PlanEntry, PlanRequest, Usage
 
 if TYPE_CHECKING:
     from ctxwin.window import Window
@@ -51,6 +51,8 @@ def plan_to(plan: Plan) -> dict[str, Any]:
         "header_resident": plan.header_resident,
         "salted": plan.salted,
         "entries": [asdict(entry) for entry in plan.entries],
+        "steps": [asdict(step) for step in plan.steps],
+        "requests": plan.requests,
         "tokens": plan.tokens,
         "computed_tokens": plan.computed_tokens,
         "repair_tokens": plan.repair_tokens,
@@ -64,7 +66,8 @@ def plan_from(data: dict[str, Any]) -> Plan:
     for entry in data["entries"]:
         lists = {name: tuple(entry[name]) for name in ("unseen", "missing")}
         entries.append(PlanEntry(**{**entry, **lists}))
-    return Plan(data["header_tokens"], data["header_resident"], tuple(entries), data["salted"])
+    steps = tuple(PlanRequest(**step) for step in data["steps"])
+    return Plan(data["header_tokens"], data["header_resident"], tuple(entries), data["salted"], steps)
 
 
 def disposability_to(found: Disposability) -> dict[str, Any]:

