@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ctxwin.answer import Answer, Disposability, Plan, PlanEntry, Usage
+    from ctxwin.answer import Answer, Disposability, Plan, PlanEntry, PlanRequest, Usage
     from ctxwin.chunk import Chunk
     from ctxwin.engines.open import open_engine
     from ctxwin.errors import (
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "Answer": "answer", "Disposability": "answer", "Plan": "answer", "PlanEntry": "answer", "Usage": "answer",
-    "Chunk": "chunk", "open_engine": "engines.open", "Fidelity": "fidelity", "State": "state", "open_store": "store",
-    "Window": "window",
+    "Answer": "answer", "Disposability": "answer", "Plan": "answer", "PlanEntry": "answer", "PlanRequest": "answer",
+    "Usage": "answer", "Chunk": "chunk", "open_engine": "engines.open", "Fidelity": "fidelity", "State": "state",
+    "open_store": "store", "Window": "window",
     **dict.fromkeys(
         ("BadMedia", "BudgetExceeded", "ChunkUnavailable", "CtxwinError", "EngineFailed", "ReadOnlyWindow", "StoreCorrupt",
          "UnknownChunk", "UnsupportedModel", "WindowBusy"),
@@ -45,8 +45,8 @@ _HOME = {
 
 __all__ = [
     "Answer", "BadMedia", "BudgetExceeded", "Chunk", "ChunkUnavailable", "CtxwinError", "Disposability", "EngineFailed",
-    "Fidelity", "Plan", "PlanEntry", "ReadOnlyWindow", "State", "StoreCorrupt", "UnknownChunk", "UnsupportedModel", "Usage",
-    "Window", "WindowBusy", "open_engine", "open_store",
+    "Fidelity", "Plan", "PlanEntry", "PlanRequest", "ReadOnlyWindow", "State", "StoreCorrupt", "UnknownChunk",
+    "UnsupportedModel", "Usage", "Window", "WindowBusy", "open_engine", "open_store",
 ]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ctxwin.fidelity import Lane
 
@@ -93,10 +93,37 @@ class PlanEntry:
 
 
 @dataclass(frozen=True)
+class PlanRequest:
+    """One request to the engine.
+
+    An engine takes the KV it is given as one prefix, so chunks that must be computed in front of held ones take a
+    request of their own, whose KV the next one is given along with the rest.
+
+    Attributes:
+        purpose: ``header`` and ``canonical`` form KV that the layout needs; ``chunks`` computes chunks with held ones
+            behind them; ``answer``, always the last, computes the rest and the query.
+        tokens: prompt tokens, the query left out.
+        computed: how many of them run a forward.
+    """
+
+    purpose: Literal["header", "canonical", "chunks", "answer"]
+    tokens: int
+    computed: int
+
+    @property
+    def reused(self) -> int:
+        """Prompt tokens that are loaded, or found in the engine's own prefix cache: earlier requests leave them there.
+        vLLM computes less than a block of them again where that is cheaper than a load."""
+        return self.tokens - self.computed
+
+
+@dataclass(frozen=True)
 class Plan:
     """What the next ask would do, before paying. The query's own tokens come on top.
 
     Attributes:
+        steps: the engine's requests in order; those of one ask run one after the other, those of several windows
+            together.
         computed_tokens: tokens of header and chunks that would run a forward.
         repair_tokens: further tokens that re-forming every kept approximation (`Window.recall` with ``repair=True``,
             `Window.refresh`) would run.
@@ -109,6 +136,12 @@ class Plan:
     header_resident: bool
     entries: tuple[PlanEntry, ...]
     salted: bool
+    steps: tuple[PlanRequest, ...] = ()
+
+    @property
+    def requests(self) -> int:
+        """How many requests the engine gets: `Usage.forwards` of the answer, unless something held turns out to be gone."""
+        return len(self.steps)
 
     @property
     def tokens(self) -> int:
@@ -148,6 +181,9 @@ class Plan:
         total = (
             f"computes {self.computed_tokens} of {self.tokens} tokens; repairing everything: {self.repair_tokens} more"
         )
+        if self.requests > 1:
+            each = ", ".join(f"{step.computed} behind {step.reused} ({step.purpose})" for step in self.steps)
+            total += f"\n{self.requests} requests: {each}"
         return "\n".join([*rows, total])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ctxwin.answer import Plan, PlanEntry
+from ctxwin.answer import Plan, PlanEntry, PlanRequest
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.state import Conditioning, Placed, State, orbit_key, patch_key, provenance_of, span_key
 
@@ -166,8 +166,14 @@ def _held(kv: Conditioning, has: Has) -> bool:
 def plan_of(state: State, choices: Sequence[Choice], token_bytes: int, header_resident: bool) -> Plan:
     """Prices ``choices``; ``token_bytes`` is the KV bytes of one token."""
     entries, offset = [], state.header_tokens
+    canonicals: dict[str, int] = {}  # tokens by chunk: placed twice, it is formed once
     for choice, start in zip(choices, state.starts(), strict=True):
         p = choice.placed
+        compute = choice.computed_tokens()
+        if choice.form_canonical:
+            if p.chunk_id in canonicals:
+                compute = 0
+            canonicals[p.chunk_id] = p.tokens
         entries.append(
             PlanEntry(
                 id=p.id,
@@ -176,7 +182,7 @@ def plan_of(state: State, choices: Sequence[Choice], token_bytes: int, header_re
                 tokens=p.tokens,
                 offset=offset,
                 start=start,
-                compute=choice.computed_tokens(),
+                compute=compute,
                 bytes=0 if choice.compute else p.tokens * token_bytes,
                 exact=choice.served.exact,
                 depth=choice.served.depth,
@@ -187,4 +193,28 @@ def plan_of(state: State, choices: Sequence[Choice], token_bytes: int, header_re
             )
         )
         offset += p.tokens
-    return Plan(state.header_tokens, header_resident, tuple(entries), salted=not all(e.exact for e in entries))
+    steps = _steps(state.header_tokens, header_resident, choices, list(canonicals.values()))
+    return Plan(state.header_tokens, header_resident, tuple(entries), not all(e.exact for e in entries), steps)
+
+
+def _steps(
+    header: int, header_resident: bool, choices: Sequence[Choice], canonicals: Sequence[int]
+) -> tuple[PlanRequest, ...]:
+    """The engine's requests in order: canonicals behind the header, then one for each run of computed chunks with held
+    ones behind it, then the answering one."""
+    steps: list[PlanRequest] = []
+    if canonicals and header and not header_resident:
+        steps.append(PlanRequest("header", header, header))
+        header_resident = True
+    steps += [PlanRequest("canonical", header + tokens, tokens) for tokens in canonicals]
+    layout = [(header, not header_resident), *((c.placed.tokens, c.compute) for c in choices)]
+    layout = [(tokens, compute) for tokens, compute in layout if tokens]  # an empty header is neither
+    last = max((i for i, (_, compute) in enumerate(layout) if not compute), default=0)
+    total = computed = 0
+    for i, (tokens, compute) in enumerate(layout):
+        if computed and not compute and i <= last:
+            steps.append(PlanRequest("chunks", total, computed))
+            computed = 0
+        total += tokens
+        computed += tokens * compute
+    return (*steps, PlanRequest("answer", total, computed))
