@@ -19,6 +19,7 @@ have written them out in the next step.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ctxwin.adapters.vllm.paged import PagedKV
-from ctxwin.adapters.vllm.registry import PARAM, Exchange, Job, find_exchange
+from ctxwin.adapters.vllm.registry import PARAM, Exchange, Job, find_exchange, is_handle
 from ctxwin.adapters.vllm.spool import SPOOL, SpoolReader
 from ctxwin.operator.kernels import Part, Placing
 
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+ABORT_S = 30.0
+"""How long a request whose transfer is gone waits for its abort; a client of a server may have made its handle up, and is
+served without spans then."""
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -84,7 +88,8 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
         extra = self._kv_transfer_config.kv_connector_extra_config
         self._block_size = int(vllm_config.cache_config.block_size)
         self._step = Step()
-        self._hits: dict[str, int] = {}
+        self._asked: dict[str, tuple[int, str, Job]] = {}  # local hit, handle and job of requests that may load
+        self._orphans: dict[str, float] = {}  # requests whose transfer is gone, and since when
         self._failed_blocks: set[int] = set()
         self._received: set[str] = set()
         self._sent: set[str] = set()
@@ -95,6 +100,7 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
         self._spool: SpoolReader | None = None
         if extra.get(SPOOL):
             self._spool = SpoolReader(str(extra[SPOOL]))
+            self._spool.end_with_engine()
         else:
             self._local = find_exchange(str(extra.get(PARAM, "")))
 
@@ -107,7 +113,7 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
 
     def _job(self, request: Request) -> tuple[str, Job] | None:
         handle = (request.kv_transfer_params or {}).get(PARAM)
-        if handle is None:
+        if not is_handle(handle):
             return None
         if self._spool is not None:
             job = self._spool.job(handle)
@@ -118,27 +124,27 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
         # None: the caller gave up on this request; it is about to be aborted and must not load anything.
         return None if job is None else (handle, job)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens the spans cover beyond vLLM's own prefix hit, and whether they are loaded in the background.
 
-        Asked again after a preemption.
+        Asked again after a preemption. A request whose transfer was taken back waits for its abort: computed in place it
+        would leave KV and embeddings of blank media under the names of real ones.
         """
         found = self._job(request)
         if found is None:
-            return 0, False
+            return (None if self._orphaned(request) else 0), False
         handle, job = found
         count = job.wanted(num_computed_tokens, request.num_prompt_tokens, self._block_size)
-        self._hits[request.request_id] = num_computed_tokens
+        self._asked[request.request_id] = num_computed_tokens, handle, job
         self._seen(handle, num_computed_tokens, count)
         return count, job.shared and count > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         # Called a second time, with no tokens, when a background load is done.
-        begin = self._hits.pop(request.request_id, None)
-        found = self._job(request) if begin is not None and num_external_tokens else None
-        if found is None or begin is None:
+        asked = self._asked.pop(request.request_id, None)
+        if asked is None or not num_external_tokens:
             return
-        handle, job = found
+        begin, handle, job = asked
         (ids,) = blocks.get_block_ids()
         load = Load(
             self._source, handle, request.request_id, tuple(ids), begin, begin + num_external_tokens, job.shared
@@ -151,7 +157,8 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Reads the captures back, or has vLLM keep the blocks until the workers have."""
-        self._hits.pop(request.request_id, None)
+        self._asked.pop(request.request_id, None)
+        self._orphans.pop(request.request_id, None)
         found = self._job(request)
         if found is None or not found[1].captures or _failed(request):
             return False, None
@@ -169,6 +176,13 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
             return True, None
         self._read_here(handle, block_ids, ranges)
         return False, None
+
+    def _orphaned(self, request: Request) -> bool:
+        """Whether a request carries a handle whose transfer is gone, and its abort may still be on its way."""
+        if not is_handle((request.kv_transfer_params or {}).get(PARAM)):
+            return False
+        now = time.monotonic()
+        return now - self._orphans.setdefault(request.request_id, now) < ABORT_S
 
     @property
     def _source(self) -> str:

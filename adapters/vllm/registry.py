@@ -12,7 +12,7 @@ import re
 import secrets
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ def new_handle() -> str:
     return secrets.token_hex(16)
 
 
-def is_handle(name: object) -> bool:
+def is_handle(name: object) -> TypeGuard[str]:
     """Whether ``name`` can be a handle at all; over HTTP anything may arrive."""
     return isinstance(name, str) and _HANDLE.fullmatch(name) is not None
 

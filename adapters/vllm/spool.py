@@ -25,6 +25,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -55,6 +56,8 @@ LIVE_BYTES = 512 << 20
 """Decoded spans and patches that each reader keeps at hand."""
 WAIT_S = 120.0
 """How long a capture may take after its request has ended: a step of the other requests of the batch."""
+WATCH_S = 1.0
+"""How often vLLM's processes look whether the engine's still runs."""
 _PREFIX = "ctxwin-"
 _EMBEDDINGS = "embed"
 _log = logging.getLogger("ctxwin.engines")
@@ -299,6 +302,24 @@ class SpoolReader:
         self._live: OrderedDict[tuple[str, int], tuple[Any, int]] = OrderedDict()
         self._live_bytes = 0
 
+    def end_with_engine(self) -> None:
+        """Ends this process soon after the engine's: vLLM's own processes do not notice that theirs was killed, and would
+        hold their memory for ever."""
+        engine = _owner(self.path)
+        if engine is None or engine in (os.getpid(), *_watched):
+            return
+        _watched.add(engine)
+
+        def watch() -> None:
+            while _runs(engine):
+                time.sleep(WATCH_S)
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.kill(os.getpid(), signal.SIGTERM)  # vLLM ends its workers and frees its shared memory on this one
+            time.sleep(10 * WATCH_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=watch, name="ctxwin-watch", daemon=True).start()
+
     def job(self, handle: str) -> Job | None:
         """None for a handle whose job is not there (any more)."""
         raw = self._raw(handle)
@@ -413,13 +434,22 @@ def sweep(root: Path) -> list[str]:
     """Removes the spools of processes that do not run any more; returns their names."""
     gone = []
     for folder in root.glob(f"{_PREFIX}*-*"):
-        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        if folder.is_dir() and pid.isdigit() and not _runs(int(pid)):
+        pid = _owner(folder)
+        if folder.is_dir() and pid is not None and not _runs(pid):
             shutil.rmtree(folder, ignore_errors=True)
             gone.append(folder.name)
     if gone:
         _log.info("removed what ended processes left in %s: %s", root, ", ".join(gone))
     return gone
+
+
+_watched: set[int] = set()  # engines whose end this process waits for
+
+
+def _owner(folder: Path) -> int | None:
+    """The process that made a spool's folder."""
+    pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+    return int(pid) if pid.isdigit() else None
 
 
 def _runs(pid: int) -> bool:
@@ -429,7 +459,11 @@ def _runs(pid: int) -> bool:
         return False
     except PermissionError:
         return True
-    return True
+    try:  # one that was killed keeps its number until its parent has asked for its end
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state not in ("Z", "X")
 
 
 def _part(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
