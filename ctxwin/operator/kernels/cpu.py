@@ -39,8 +39,9 @@ class CpuKernel:
         at = 0
         for part in parts:
             rows = slice(at, at + part.tokens)
-            self._pieces.append(_Piece(part, spec, rows, heads, compute, device))
+            self._pieces.append(_Piece(part, spec, rows, heads, (self._sum_k, self._sum_v), (self._k, self._v)))
             at = rows.stop
+        self._alone = self._pieces[0] if len(self._pieces) == 1 else None
         self._turns = [
             (run, Turn(spec, self._delta(run, spec).to(device), heads=count, compute=compute))
             for run in _joined(piece.rows for piece in self._pieces if piece.moved)
@@ -59,29 +60,29 @@ class CpuKernel:
         return self._keys(i), values
 
     def _values(self, i: int) -> torch.Tensor:
-        patched = [piece for piece in self._pieces if piece.patched(i)]
-        if not patched and len(self._pieces) == 1:
-            return _served(self._pieces[0].v[i], self._v)
+        if self._alone is not None and not self._alone.patched(i):
+            return _served(self._alone.v[i], self._v)
+        rows = []
         for piece in self._pieces:
-            if not piece.patched(i):
-                self._v[piece.rows].copy_(piece.v[i])
-        for piece in patched:
-            self._sum_v[piece.rows].copy_(piece.v[i])
-            piece.add_values(i, self._sum_v[piece.rows])
-        for run in _joined(piece.rows for piece in patched):
+            if piece.patched(i):
+                piece.sum_v.copy_(piece.v[i])
+                piece.add_values(i)
+                rows.append(piece.rows)
+            else:
+                piece.out_v.copy_(piece.v[i])
+        for run in _joined(rows):
             self._v[run].copy_(self._sum_v[run])
         return self._v
 
     def _keys(self, i: int) -> torch.Tensor:
-        if len(self._pieces) == 1 and not self._pieces[0].moved and not self._pieces[0].patched(i):
-            return _served(self._pieces[0].k[i], self._k)
+        if self._alone is not None and not self._alone.moved and not self._alone.patched(i):
+            return _served(self._alone.k[i], self._k)
         still = []
         for piece in self._pieces:
             patched = piece.patched(i)
-            target = self._sum_k if patched or piece.moved else self._k
-            target[piece.rows].copy_(piece.k[i])
+            (piece.sum_k if patched or piece.moved else piece.out_k).copy_(piece.k[i])
             if patched:
-                piece.add_keys(i, self._sum_k[piece.rows])
+                piece.add_keys(i)
                 if not piece.moved:
                     still.append(piece.rows)
         for run in _joined(still):
@@ -92,7 +93,15 @@ class CpuKernel:
 
 
 class _Piece:
-    """A part, cut to its tokens and heads: views of every layer, taken once."""
+    """A part, cut to its tokens and heads: views of every layer and of its rows in the buffers, taken once.
+
+    Args:
+        part: the part.
+        spec: layout of the whole model.
+        rows: where its tokens stand in the run.
+        heads: first and last-plus-one KV head that is served.
+        sums, outs: the keys and values of all parts, as they are summed and as they are served.
+    """
 
     def __init__(
         self,
@@ -100,8 +109,8 @@ class _Piece:
         spec: KVSpec,
         rows: slice,
         heads: tuple[int, int],
-        compute: torch.dtype,
-        device: torch.device,
+        sums: tuple[torch.Tensor, torch.Tensor],
+        outs: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         self.part, self.rows = part, rows
         self.moved = part.start != part.span.start
@@ -109,35 +118,39 @@ class _Piece:
         self.positions = part.span.positions[:, tokens].to("cpu")
         self.k = part.span.k[:, tokens, slice(*heads)].unbind(0)
         self.v = part.span.v[:, tokens, slice(*heads)].unbind(0)
-        self._factors = None
-        if part.patch is not None:
-            self._factors = Factors(part.patch, spec, tokens, heads, compute, device)
+        self.sum_k, self.sum_v = sums[0][rows], sums[1][rows]
+        self.out_k, self.out_v = outs[0][rows], outs[1][rows]
+        self._flat_k, self._flat_v = self.sum_k.flatten(1), self.sum_v.flatten(1)
+        self._factors: Factors | None = None
         # Keys outside the canonical frame: what is added to them turns there first.
-        self._turn = None
-        if self._factors is not None and part.span.start != 0:
-            delta = angles(spec.rope, self.positions + part.span.start) - angles(spec.rope, self.positions)
-            self._turn = Turn(spec, delta.to(device), heads=heads[1] - heads[0], compute=compute)
+        self._turn: Turn | None = None
+        if part.patch is not None:
+            device, compute = self.sum_k.device, self.sum_k.dtype
+            self._factors = Factors(part.patch, spec, tokens, heads, compute, device)
+            if part.span.start != 0:
+                delta = angles(spec.rope, self.positions + part.span.start) - angles(spec.rope, self.positions)
+                self._turn = Turn(spec, delta.to(device), heads=heads[1] - heads[0], compute=compute)
 
     def patched(self, layer: int) -> bool:
         """Whether its patch covers ``layer``."""
         return self._factors is not None and layer in self._factors.layers
 
-    def add_keys(self, layer: int, keys: torch.Tensor) -> None:
-        """Adds the patch to ``keys [T, H, k_dim]``, which stand in the span's frame."""
+    def add_keys(self, layer: int) -> None:
+        """Adds the patch to the summed keys, which stand in the span's frame."""
         assert self._factors is not None
         if self._turn is None:
-            self._factors.add_keys(layer, keys.flatten(1))
+            self._factors.add_keys(layer, self._flat_k)
             return
-        delta = torch.zeros_like(keys)
+        delta = torch.zeros_like(self.sum_k)
         self._factors.add_keys(layer, delta.flatten(1))
         turned = torch.empty_like(delta)
         self._turn(delta, turned, turned)
-        keys.add_(turned)
+        self.sum_k.add_(turned)
 
-    def add_values(self, layer: int, values: torch.Tensor) -> None:
-        """Adds the patch to ``values [T, H, v_dim]``."""
+    def add_values(self, layer: int) -> None:
+        """Adds the patch to the summed values."""
         assert self._factors is not None
-        self._factors.add_values(layer, values.flatten(1))
+        self._factors.add_values(layer, self._flat_v)
 
 
 def _served(stored: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
