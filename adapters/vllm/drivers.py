@@ -70,7 +70,8 @@ class Driver(ABC):
         """Calls a method of every worker's extension between two steps; arguments are strings and numbers only."""
 
     @abstractmethod
-    def reset_prefix_cache(self) -> None: ...
+    def reset_prefix_cache(self) -> bool:
+        """Empties vLLM's prefix cache; False, and nothing done, while requests hold blocks of it."""
 
     @property
     @abstractmethod
@@ -152,8 +153,8 @@ class StepDriver(Driver):
         found: list[Any] = self.call(lambda: self.llm.collective_rpc(method, args=args))
         return found
 
-    def reset_prefix_cache(self) -> None:
-        self.call(self._engine.reset_prefix_cache)
+    def reset_prefix_cache(self) -> bool:
+        return bool(self.call(self._engine.reset_prefix_cache))
 
     @property
     def dead(self) -> BaseException | None:
@@ -287,8 +288,8 @@ class LoopDriver(Driver):
         found: list[Any] = self._start(self.llm.collective_rpc(method, args=args)).result()
         return found
 
-    def reset_prefix_cache(self) -> None:
-        self._start(self.llm.reset_prefix_cache()).result()
+    def reset_prefix_cache(self) -> bool:
+        return bool(self._start(self.llm.reset_prefix_cache()).result())
 
     @property
     def dead(self) -> BaseException | None:

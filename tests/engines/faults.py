@@ -1,0 +1,206 @@
+"""Faults for tests of the vLLM engine, and what may be left of it: nothing.
+
+Faults strike between an engine and vLLM: in the connector's write where vLLM runs in this process, in the files that are
+handed over where it runs in processes of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from ctxwin.adapters.vllm import connector
+from ctxwin.adapters.vllm.registry import Exchange
+from ctxwin.adapters.vllm.spool import Spool, shared_memory
+
+KINDS = {Exchange: ("refused", "torn"), Spool: ("gone", "cut", "turned")}
+"""What can happen to a load. In process: the write raises, before or after it has written garbage. Elsewhere: a file that
+the job names is not there, ends in the middle, or has a bit turned."""
+
+
+class Faults:
+    """Strikes the loads of one engine while it is entered.
+
+    Args:
+        engine: a `VLLMEngine`; its views share what is struck.
+        choose: called in the thread of each request that loads something, before it is handed over; returns the kind
+            of fault, or "" for none.
+
+    Attributes:
+        struck: loads that failed because of it, by kind. One that vLLM's prefix cache made needless does not count.
+    """
+
+    def __init__(self, engine: Any, choose: Callable[[], str]) -> None:
+        self.exchange: Any = engine._core.exchange
+        self.kinds = KINDS[type(self.exchange)]
+        self.struck: Counter[str] = Counter()
+        self._choose = choose
+        self._doomed: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self) -> Faults:
+        exchange, add, collect, remove = self.exchange, self.exchange.add, self.exchange.collect, self.exchange.remove
+
+        def handed_over(transfer: Any) -> str:
+            kind = self._choose() if transfer.loads else ""
+            handle: str = add(transfer)
+            if kind:
+                assert kind in self.kinds
+                with self._lock:
+                    self._doomed[handle] = kind
+                if isinstance(exchange, Spool):
+                    _damage(exchange.path, handle, kind)
+            return handle
+
+        def collected(handle: str, transfer: Any, finished: bool) -> None:
+            collect(handle, transfer, finished)
+            kind = self._doomed.get(handle)
+            if kind and transfer.error is not None:
+                with self._lock:
+                    self.struck[kind] += 1
+
+        def removed(handle: str) -> None:
+            remove(handle)
+            if self._doomed.pop(handle, None) and isinstance(exchange, Spool):
+                (exchange.path / f"span-bad-{handle}").unlink(missing_ok=True)
+
+        self._patch(exchange, "add", handed_over)
+        self._patch(exchange, "collect", collected)
+        self._patch(exchange, "remove", removed)
+        if isinstance(exchange, Exchange):
+            self._patch(connector, "_write", self._write(connector._write))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._patches.close()
+
+    def _patch(self, target: Any, name: str, value: Any) -> None:
+        self._patches.enter_context(mock.patch.object(target, name, value))
+
+    def _write(self, real: Any) -> Any:
+        def write(paged: Any, parts: Any, kv: Any, load: Any, heads: slice | None = None) -> int:
+            kind = self._doomed.get(load.handle)
+            if kind is None:
+                written: int = real(paged, parts, kv, load, heads)
+                return written
+            if kind == "torn":
+                blocks = list(load.blocks[load.begin // paged.block_size : -(-load.end // paged.block_size)])
+                for layer in paged._layers[1:]:
+                    layer.kv_cache[blocks] = 1e4
+            raise OSError(f"a {kind} page")
+
+        return write
+
+
+def _damage(folder: Path, handle: str, kind: str) -> None:
+    """Points the first span of a job at a damaged copy of its file, which no other job reads."""
+    path, bad = folder / f"job-{handle}.json", folder / f"span-bad-{handle}"
+    job = json.loads(path.read_bytes())
+    blob = bytearray((folder / job["loads"][0]["span"]).read_bytes())
+    if kind == "cut":
+        bad.write_bytes(blob[: len(blob) // 2])
+    elif kind == "turned":
+        blob[len(blob) * 2 // 3] ^= 1
+        bad.write_bytes(blob)
+    job["loads"][0]["span"] = bad.name
+    path.write_text(json.dumps(job))
+
+
+class Seeded:
+    """A share of all loads, drawn from a generator of each thread's own, which `seed` starts."""
+
+    def __init__(self, share: float, kinds: tuple[str, ...]) -> None:
+        self.share, self.kinds = share, kinds
+        self._local = threading.local()
+
+    def seed(self, seed: str) -> None:
+        self._local.random = random.Random(seed)
+
+    def __call__(self) -> str:
+        draw: random.Random = self._local.random
+        return draw.choice(self.kinds) if draw.random() < self.share else ""
+
+
+def free_blocks(engine: Any) -> bool:
+    """Whether no request holds a block of the paged cache; empties the prefix cache if so."""
+    freed: bool = engine._core.driver.reset_prefix_cache()
+    return freed
+
+
+def assert_released(engine: Any, *stores: Any) -> None:
+    """Nothing is left of any request: no transfer, no block of the paged cache, no file, no lease."""
+    exchange = engine._core.exchange
+    assert len(exchange) == 0
+    until = time.monotonic() + 20  # vLLM frees the blocks of an aborted request in its next step
+    while not free_blocks(engine):
+        assert time.monotonic() < until, "blocks of the paged cache are still held"
+        time.sleep(0.05)
+    if isinstance(exchange, Spool):
+        assert files(exchange.path) == []
+    for store in (engine.store, *stores):
+        assert store.stats().leased == 0
+
+
+def files(folder: Path) -> list[str]:
+    """What a spool holds of single requests; spans and patches stay for later ones."""
+    kept = ("span-", "patch-", "spec.json", "embed")
+    return sorted(p.name for p in folder.iterdir() if not p.name.startswith(kept) or p.name.startswith("span-bad"))
+
+
+def spools(pid: int) -> list[str]:
+    """Folders in shared memory that belong to a process."""
+    return sorted(p.name for p in Path(shared_memory()).glob(f"ctxwin-{pid}-*"))
+
+
+def shared_files() -> set[str]:
+    """All of shared memory, by name, without other programs' semaphores that come and go."""
+    return {p.name for p in Path(shared_memory()).iterdir() if not p.name.startswith("sem.")}
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes started by a process, and by those, without zombies and Python's resource trackers."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                if fields[0] != "Z" and b"resource_tracker" not in (folder / "cmdline").read_bytes():
+                    children.setdefault(int(fields[1]), []).append(int(folder.name))
+
+    def below(parent: int) -> Iterator[int]:
+        for child in children.get(parent, ()):
+            yield child
+            yield from below(child)
+
+    return list(below(pid))
+
+
+def running(pids: list[int]) -> list[int]:
+    """Those that still run."""
+    alive = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                alive.append(pid)
+    return alive
+
+
+def wait_until(done: Callable[[], bool], seconds: float) -> bool:
+    """Whether ``done`` became true in time."""
+    until = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
