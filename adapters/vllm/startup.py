@@ -223,7 +223,7 @@ def _arguments(exchange: Exchange | Spool, options: dict[str, Any]) -> dict[str,
         fixed["ec_transfer_config"] = {
             "ec_connector": "CtxwinECConnector",
             "ec_connector_module_path": "ctxwin.adapters.vllm.ec",
-            "ec_role": "ec_both",
+            "ec_role": "ec_consumer",  # a producer encodes an item of the largest size at start-up, and must have a tower
             "ec_connector_extra_config": {"folder": str(exchange.embeddings), "identity": exchange.kv.identity},
         }
     extra = {SPOOL: exchange.name} if spool else {PARAM: exchange.name}
