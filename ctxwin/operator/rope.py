@@ -12,6 +12,9 @@ import torch
 
 from ctxwin.kv import RopeSpec
 
+# Numbers that are turned at once.
+_BLOCK = 1 << 18
+
 
 def axes(rope: RopeSpec) -> torch.Tensor:
     """Which position row (0 = t, 1 = h, 2 = w) drives each frequency: int64 ``[rotary_dim / 2]``.
@@ -89,11 +92,15 @@ def turn(rope: RopeSpec, k: torch.Tensor, delta_angles: torch.Tensor) -> torch.T
         first, second = slice(0, half), slice(half, rope.rotary_dim)
     else:
         first, second = slice(0, rope.rotary_dim, 2), slice(1, rope.rotary_dim, 2)
-    x, y = k[..., first].to(compute), k[..., second].to(compute)
     out = torch.empty_like(k)
-    out[..., first] = (x * cos - y * sin).to(k.dtype)
-    out[..., second] = (y * cos + x * sin).to(k.dtype)
-    out[..., rope.rotary_dim :] = k[..., rope.rotary_dim :]
+    # A few layers at a time: temporaries that stay in cache, not tens of megabytes of fresh pages.
+    whole, turned = (k, out) if k.ndim > 3 else (k.unsqueeze(0), out.unsqueeze(0))
+    size = max(1, _BLOCK // max(1, whole[:1].numel()))
+    for old, new in zip(torch.split(whole, size), torch.split(turned, size), strict=True):
+        x, y = old[..., first].to(compute), old[..., second].to(compute)
+        new[..., first] = (x * cos - y * sin).to(k.dtype)
+        new[..., second] = (y * cos + x * sin).to(k.dtype)
+        new[..., rope.rotary_dim :] = old[..., rope.rotary_dim :]
     return out
 
 

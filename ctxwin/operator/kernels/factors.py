@@ -34,13 +34,13 @@ class Factors:
     ) -> None:
         self.layers = frozenset(patch.layers)
         self._patch, self._tokens = patch, tokens
-        self._to = {"device": device, "dtype": compute}
+        self._device, self._dtype = device, compute
         values = spec.heads * spec.k_dim
         self._keys = slice(heads[0] * spec.k_dim, heads[1] * spec.k_dim)
         self._values = slice(values + heads[0] * spec.v_dim, values + heads[1] * spec.v_dim)
         # One left side for all layers, where the layout has one; else it goes with its layer.
         shared = not patch.dense and patch.left.ndim == 2
-        self._left = patch.left[tokens].to(device=device, dtype=compute) if shared else None
+        self._left = self._moved(patch.left[tokens]) if shared else None
         self._last: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
     def add_keys(self, layer: int, keys: torch.Tensor) -> None:
@@ -64,6 +64,9 @@ class Factors:
         if self._last is None or self._last[0] != layer:
             sides = self._patch.factors(layer)
             assert sides is not None
-            left = self._left if self._left is not None else sides[0][self._tokens].to(**self._to)
-            self._last = layer, left, sides[1].to(**self._to)
+            left = self._left if self._left is not None else self._moved(sides[0][self._tokens])
+            self._last = layer, left, self._moved(sides[1])
         return self._last[1], self._last[2]
+
+    def _moved(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(device=self._device, dtype=self._dtype)
