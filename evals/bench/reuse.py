@@ -1,8 +1,8 @@
 """Time to the first token of an ask behind an edit: a window's, a prefix cache's, and the floor. In paired runs.
 
 Each repetition asks for all three, in turns, so that a machine that is busy with something else is busy for all of them.
-A repetition starts as the first one did: prefix-cache spaces of earlier ones are out of reach, and what an ask would store is
-stored.
+Each starts as the first one did: the prefix cache is emptied and filled again by an ask before the edit, and all that an ask
+would store is stored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from ctxwin.evals.bench.moves import HEADER, MOVES, QUERY, Scene, ask
 from ctxwin.evals.bench.opponent import Opponent, Plain, opponent_of
 from ctxwin.fidelity import Fidelity
-from ctxwin.identity import digest
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine, Generation
@@ -87,26 +86,25 @@ class Run:
 
 
 class Clocked:
-    """An engine that remembers what its last answer took, and that can start afresh.
+    """An engine that remembers what its last answer took, and whose prefix cache can be emptied.
 
-    A window's approximate KV has prefix-cache spaces named by their content, so a second run of the same edit would find the
-    first one's blocks. ``fresh`` puts them out of reach. The exact space stays as it is: there a window's earlier prompt lies.
+    A second run of the same edit would find the blocks of the first one in it, and measure nothing.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._space = ""
         self.last: Generation | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def fresh(self, space: str) -> None:
-        self._space = space
+    def fresh(self) -> None:
+        """Empties the prefix cache, where the engine has one."""
+        if self._engine.spec.name == "vllm":
+            self._core.driver.reset_prefix_cache()
 
-    def generate(self, *args: Any, salt: str = "", **options: Any) -> Generation:
-        own = digest("bench", self._space, salt) if salt else ""
-        self.last = self._engine.generate(*args, salt=own, **options)
+    def generate(self, *args: Any, **options: Any) -> Generation:
+        self.last = self._engine.generate(*args, **options)
         return self.last
 
 
@@ -169,7 +167,7 @@ def measure(
         with scene.window:
             if i == 0:
                 _repeat(clocked, opponent, scene, f"{settings.seed}/warm", 0)  # first calls of kernels take seconds
-            _timed(clocked, scene, f"{op}/{tokens}/warm")  # reads what is stored
+            _timed(clocked, scene)  # reads what is stored
             runs = []
             for run in range(settings.runs):
                 done += 1
@@ -194,9 +192,9 @@ def _repeat(clocked: Clocked, opponent: Opponent, scene: Scene, name: str, numbe
     """One repetition; who goes first changes from one to the next."""
     if number % 2:
         plain = _plain(opponent, clocked, scene, name)
-        ours, served = _timed(clocked, scene, name)
+        ours, served = _timed(clocked, scene)
     else:
-        ours, served = _timed(clocked, scene, name)
+        ours, served = _timed(clocked, scene)
         plain = _plain(opponent, clocked, scene, name)
     return Run(ours.ttft_s, ours.engine_s, plain, ours.back_s), served
 
@@ -208,10 +206,10 @@ class _Ours:
     back_s: float | None
 
 
-def _timed(clocked: Clocked, scene: Scene, name: str) -> tuple[_Ours, _Served]:
+def _timed(clocked: Clocked, scene: Scene) -> tuple[_Ours, _Served]:
     """The window's side of one repetition: an ask before the edit, the edit, and the ask that counts."""
     served = _Served()
-    clocked.fresh(name)
+    clocked.fresh()
     with scene.window.fork() as branch:
         ask(branch)
         scene.edit(branch)
@@ -233,6 +231,8 @@ def _first_token(clocked: Clocked, window: Window) -> tuple[float, float]:
 
 
 def _plain(opponent: Opponent, clocked: Clocked, scene: Scene, name: str) -> Plain:
+    """The other side of it: an ask of the prompt before the edit, and two of the one behind it."""
+    clocked.fresh()
     header = clocked.encode_header(HEADER)
     with scene.window.fork() as branch:
         chunks = {i: branch.chunk(i) for i in scene.names}

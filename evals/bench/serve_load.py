@@ -1,0 +1,195 @@
+"""Open loop: turns are due at times of their own, whether earlier ones are done or not, and wait where they must.
+
+A session asks one thing at a time, so a turn also waits for the ones before it in its session. Latency counts from when a
+turn was due: a queue anywhere shows.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ctxwin.evals.bench.serve_policies import Served
+from ctxwin.evals.bench.serve_trace import Turn
+
+Row = dict[str, Any]
+
+
+class Serves(Protocol):
+    """What the turns are sent to."""
+
+    def serve(self, turn: Turn, heard: Callable[[], None]) -> Served: ...
+
+
+@dataclass
+class Record:
+    """One turn. Times are seconds from the start of the run.
+
+    Attributes:
+        due: when it was meant to be asked; begun: when its session came to it.
+        heard: when each token of the answer came.
+        served: None where the run was over first, or it failed.
+        error: what it failed with.
+    """
+
+    turn: Turn
+    due: float
+    begun: float = math.inf
+    heard: list[float] = field(default_factory=list)
+    served: Served | None = None
+    error: str = ""
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from when it was due to its first token; infinite without one."""
+        return self.heard[0] - self.due if self.served is not None and self.heard else math.inf
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between tokens."""
+        return [b - a for a, b in zip(self.heard, self.heard[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the open loop.
+
+    Attributes:
+        seconds: from the start to the end of arrivals, or to the last token where that is later.
+        cpu_s: processor time of this process and its children meanwhile.
+        load: the machine's load average (1 minute) at the start and at the end.
+    """
+
+    records: list[Record]
+    seconds: float
+    cpu_s: float
+    load: tuple[float, float]
+
+
+def open_loop(
+    policy: Serves, turns: Sequence[Turn], due: Sequence[float], seconds: float, *, patience: float = math.inf
+) -> Run:
+    """Asks ``turns[i]`` at ``due[i]`` seconds.
+
+    Args:
+        due: ascending; as many as there are turns.
+        seconds: for which requests arrive.
+        patience: seconds behind the last arrival after which what has not begun is dropped.
+
+    Turns that fail are recorded with their error; the run goes on.
+    """
+    if len(turns) != len(due):
+        raise ValueError(f"every turn must have a time, got {len(turns)} turns and {len(due)} times")
+    records = [Record(turn, at) for turn, at in zip(turns, due, strict=True)]
+    sessions = sorted({turn.session for turn in turns})
+    queues: dict[int, queue.SimpleQueue[Record | None]] = {s: queue.SimpleQueue() for s in sessions}
+    load, cpu, start = os.getloadavg()[0], cpu_seconds(), time.perf_counter()
+    end = start + seconds + patience
+
+    def now() -> float:
+        return time.perf_counter() - start
+
+    def session(waiting: queue.SimpleQueue[Record | None]) -> None:
+        while (record := waiting.get()) is not None:
+            if time.perf_counter() > end:
+                continue
+            record.begun = now()
+            try:
+                record.served = policy.serve(record.turn, lambda: record.heard.append(now()))  # noqa: B023  # used in this round only
+            except Exception as error:
+                record.error = f"{type(error).__name__}: {error}"
+
+    threads = [threading.Thread(target=session, args=(q,), name="bench-session", daemon=True) for q in queues.values()]
+    for thread in threads:
+        thread.start()
+    for record in records:
+        delay = record.due - now()
+        if delay > 0:
+            time.sleep(delay)
+        queues[record.turn.session].put(record)
+    for waiting in queues.values():
+        waiting.put(None)
+    for thread in threads:
+        thread.join()
+    last = max((r.heard[-1] for r in records if r.heard), default=0.0)
+    return Run(records, max(seconds, last), cpu_seconds() - cpu, (load, os.getloadavg()[0]))
+
+
+def cpu_seconds() -> float:
+    """Processor time of this process and of its living descendants so far."""
+    import psutil  # comes with vLLM
+
+    total = 0.0
+    own = psutil.Process()
+    for process in (own, *own.children(recursive=True)):
+        try:
+            times = process.cpu_times()
+        except psutil.Error:  # it has just ended
+            continue
+        total += times.user + times.system
+    return total
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that ``share`` of the values do not exceed, between neighbours; infinite where one of those is."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
+    if math.isinf(low) or math.isinf(high):
+        return high if at > math.floor(at) else low
+    return low + (high - low) * (at - math.floor(at))
+
+
+def quantiles(values: Sequence[float]) -> Row:
+    """p50, p95 and p99; None where there is none or it is infinite."""
+    found = {f"p{round(100 * share)}": quantile(values, share) for share in (0.5, 0.95, 0.99)}
+    return {name: value if math.isfinite(value) else None for name, value in found.items()}
+
+
+def row_of(run: Run) -> Row:
+    """The figures of one run, as JSON; goodput is added when the bound is known (`goodput`)."""
+    done = [r for r in run.records if r.served is not None]
+    served = [r.served for r in done if r.served is not None]
+    lanes: dict[str, int] = {}
+    for one in served:
+        for lane, tokens in one.lanes.items():
+            lanes[lane] = lanes.get(lane, 0) + tokens
+    kinds = sorted({r.turn.kind for r in run.records})
+    return {
+        "requests": len(run.records),
+        "completed": len(done),
+        "dropped": sum(r.served is None and not r.error for r in run.records),
+        "failed": sum(bool(r.error) for r in run.records),
+        "errors": sorted({r.error for r in run.records if r.error})[:3],
+        "seconds": run.seconds,
+        "requests_per_s": len(done) / run.seconds,
+        "ttft_s": quantiles([r.ttft for r in run.records]),
+        "ttft_by_turn_s": {k: quantiles([r.ttft for r in run.records if r.turn.kind == k]) for k in kinds},
+        "inter_token_s": quantiles([gap for r in done for gap in r.gaps]),
+        "wait_s": quantiles([r.begun - r.due for r in run.records]),
+        "prompt_tokens": sum(s.prompt for s in served),
+        "computed_tokens": sum(s.computed for s in served),
+        "cached_tokens": sum(s.cached for s in served),
+        "answer_tokens": sum(len(s.token_ids) for s in served),
+        "loads": sum(s.loaded > 0 for s in served),
+        "bytes_loaded": sum(s.loaded for s in served),
+        "misses": sum(s.misses for s in served),
+        "fallbacks": sum(s.fallbacks for s in served),
+        "tokens_by_lane": lanes,
+        "cpu_s_per_request": run.cpu_s / len(done) if done else None,
+        "load": [round(x, 2) for x in run.load],
+        "ttfts_s": [round(r.ttft, 5) if math.isfinite(r.ttft) else None for r in run.records],
+    }
+
+
+def goodput(row: Row, slo_s: float) -> float:
+    """Requests a second whose first token came within ``slo_s`` of when they were due."""
+    return sum(t is not None and t <= slo_s for t in row["ttfts_s"]) / float(row["seconds"])

@@ -1,0 +1,382 @@
+"""The four ways to serve a session: windows, and three users of vLLM's prefix cache (as in `ctxwin.ledger`).
+
+| policy | what it sends                                                                                      |
+|--------|----------------------------------------------------------------------------------------------------|
+| ctxwin | edits of a window                                                                                    |
+| naive  | the same prompts as token ids: the prefix cache keeps the header, every slide misses behind it        |
+| trim   | frames until the budget is full, then the older half leaves; a looked-back frame goes to its place    |
+| append | the same, but a looked-back frame goes to the end                                                      |
+
+The last two keep a looked-back frame until they trim it, and swap two frames where they hold them. All four have one
+budget, one vLLM, a prefix-cache space of their own, and stored vision embeddings: a picture is seen once, when it
+arrives, by whom ever it is looked at again. Users of the prefix cache send plain requests, straight to vLLM, with whatever
+can be kept of a picture kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ctxwin.engines.base import Encoded, Engine
+from ctxwin.evals.bench.content import make_chunk
+from ctxwin.evals.bench.serve_trace import QUESTIONS, Mix, Turn
+from ctxwin.fidelity import Fidelity
+from ctxwin.identity import digest
+from ctxwin.window import Window
+
+if TYPE_CHECKING:
+    from ctxwin.answer import Answer
+    from ctxwin.chunk import Chunk
+    from ctxwin.engines.vllm import VLLMEngine
+
+POLICIES = ("ctxwin", "naive", "trim", "append")
+HEADER = "You watch a camera."
+WARMING = 8
+"""Sessions that are made ready at a time."""
+
+
+@dataclass
+class Served:
+    """What serving one turn took, beside its time.
+
+    Attributes:
+        token_ids: of the answer.
+        prompt: tokens of the prompt; computed: of them, by a forward; cached: found in vLLM's prefix cache; loaded: bytes
+            of KV that were written into the paged cache.
+        lanes: tokens of placed chunks by lane; empty for users of the prefix cache.
+        misses, fallbacks: KV that was gone from the store, and loads that failed.
+    """
+
+    token_ids: tuple[int, ...]
+    prompt: int
+    computed: int
+    cached: int
+    loaded: int = 0
+    lanes: dict[str, int] = field(default_factory=dict)
+    misses: int = 0
+    fallbacks: int = 0
+
+
+class Film:
+    """The frames of all sessions, made before anybody is timed. Numbers below `Mix.past` are the same in every run.
+
+    Args:
+        engine: counts tokens; what it sees is not seen by the engines that are measured.
+        tokens: of every frame.
+    """
+
+    def __init__(self, engine: Engine, mix: Mix, tokens: int, past_seed: int) -> None:
+        self._engine, self._mix, self._tokens, self._past_seed = engine, mix, tokens, past_seed
+        self._past: list[list[Chunk]] = []
+        self._new: list[list[Chunk]] = [[] for _ in range(mix.sessions)]
+
+    def past(self, session: int) -> int:
+        return self._mix.past(session, self._past_seed)
+
+    def shoot(self, seed: int, seen: dict[int, int]) -> None:
+        """Makes the frames up to number ``seen[session]`` of every session; those of another seed are dropped."""
+        if not self._past:
+            self._past = [
+                [self._frame(self._past_seed, s, n) for n in range(self.past(s))] for s in range(self._mix.sessions)
+            ]
+        self._new = [[self._frame(seed, s, n) for n in range(self.past(s), seen[s])] for s in range(self._mix.sessions)]
+
+    def frame(self, session: int, number: int) -> Chunk:
+        past = self._past[session]
+        return past[number] if number < len(past) else self._new[session][number - len(past)]
+
+    def _frame(self, seed: int, session: int, number: int) -> Chunk:
+        return make_chunk(self._engine, self._tokens, int(digest("film", seed, session, number)[:12], 16))
+
+
+class Policy(ABC):
+    """One way to serve. Sessions may be served at the same time, each by one thread.
+
+    Args:
+        engine: a view of its own of the vLLM that all policies share.
+        budget: most tokens of a prompt and its answer.
+        answer: tokens to generate.
+    """
+
+    name: str
+
+    def __init__(self, engine: VLLMEngine, mix: Mix, film: Film, budget: int, answer: int) -> None:
+        self.engine, self.mix, self.film, self.budget, self.answer = engine, mix, film, budget, answer
+
+    def begin(self, told: Callable[[int], None] = lambda _: None) -> None:
+        """Every session as it is before its first turn, its prompt in the prefix cache. ``told``: of each session."""
+
+        def ready(session: int) -> None:
+            self.open(session)
+            told(session)
+
+        with ThreadPoolExecutor(WARMING) as pool:
+            for _ in pool.map(ready, range(self.mix.sessions)):
+                pass
+
+    @abstractmethod
+    def open(self, session: int) -> None: ...
+
+    @abstractmethod
+    def serve(self, turn: Turn, heard: Callable[[], None]) -> Served:
+        """Serves one turn; ``heard`` is called at each token of the answer."""
+
+    def end(self) -> None:
+        """Forgets what the turns did."""
+
+    def close(self) -> None:
+        self.end()
+        self.engine.close()
+
+
+class Windows(Policy):
+    """Each session is a window. What it was before the first turn is made once; every run begins with forks of that."""
+
+    name = "ctxwin"
+
+    def __init__(
+        self, engine: VLLMEngine, mix: Mix, film: Film, budget: int, answer: int, fidelity: Fidelity | None = None
+    ) -> None:
+        super().__init__(engine, mix, film, budget, answer)
+        self.fidelity = fidelity or Fidelity("patched")
+        self._bases: dict[int, tuple[Window, list[str]]] = {}
+        self._open: dict[int, tuple[Window, list[str]]] = {}
+
+    def open(self, session: int) -> None:
+        if session not in self._bases:
+            self._bases[session] = self._watched(session)
+        base, ids = self._bases[session]
+        window = base.fork()
+        self._open[session] = (window, list(ids))
+        window.ask(QUESTIONS[0], max_tokens=1)
+
+    def _watched(self, session: int) -> tuple[Window, list[str]]:
+        window = Window(self.engine, header=HEADER, budget=self.budget, fidelity=self.fidelity)
+        ids: list[str] = []
+        for number in range(self.film.past(session)):
+            self._arrive(window, ids, session, number)
+            window.ask(QUESTIONS[0], max_tokens=1)
+        return window, ids
+
+    def _arrive(self, window: Window, ids: list[str], session: int, number: int) -> None:
+        ids.append(window.append(self.film.frame(session, number)))
+        window.slide(max(0, len(window.ids) - self.mix.frames))
+
+    def serve(self, turn: Turn, heard: Callable[[], None]) -> Served:
+        window, ids = self._open[turn.session]
+        if turn.kind == "now":
+            self._arrive(window, ids, turn.session, turn.frame)
+            return self._ask(window, turn, heard)
+        if turn.kind == "back":
+            window.recall(ids[turn.frame])
+            try:
+                return self._ask(window, turn, heard)
+            finally:
+                window.evict(ids[turn.frame])
+        with window.fork() as branch:
+            if turn.kind == "reorder":
+                branch.reorder([ids[n] for n in turn.placed])
+            return self._ask(branch, turn, heard)
+
+    def _ask(self, window: Window, turn: Turn, heard: Callable[[], None]) -> Served:
+        def on_token(*_: object) -> bool:
+            heard()
+            return True
+
+        answer: Answer = window.ask(turn.query, max_tokens=self.answer, on_token=on_token)
+        usage = answer.usage
+        return Served(
+            answer.token_ids, usage.prompt_tokens, usage.computed_tokens, usage.cached_tokens, usage.bytes_loaded,
+            dict(usage.reused_tokens), usage.misses, usage.fallbacks,
+        )  # fmt: skip
+
+    def end(self) -> None:
+        for window, _ in self._open.values():
+            window.close()
+        self._open.clear()
+
+    def close(self) -> None:
+        for window, _ in self._bases.values():
+            window.close()
+        super().close()
+
+
+class Prompts(Policy):
+    """A user of vLLM's prefix cache. Holds frame numbers, in prompt order, for each session."""
+
+    def __init__(self, name: str, engine: VLLMEngine, mix: Mix, film: Film, budget: int, answer: int) -> None:
+        if name not in POLICIES[1:]:
+            raise ValueError(f"a user of the prefix cache must be one of {', '.join(POLICIES[1:])}, got {name!r}")
+        super().__init__(engine, mix, film, budget, answer)
+        self.name = name
+        self.plain = Plain(engine)
+        self._held: dict[int, list[int]] = {}
+        header = engine.encode_header(HEADER)
+        self._header = header
+        self._room = header.tokens + answer + max(engine.encode_query(q).tokens for q in QUESTIONS)
+
+    def held(self, session: int) -> tuple[int, ...]:
+        """Frame numbers in prompt order."""
+        return tuple(self._held[session])
+
+    def open(self, session: int) -> None:
+        past = self.film.past(session)
+        self._held[session] = []
+        for number in range(past):
+            self._arrive(session, number, at_end=True)
+        if self.name == "naive":
+            self._held[session] = list(range(past - self.mix.frames, past))
+        self._ask(session, self._held[session], QUESTIONS[0], 1, lambda: None)
+
+    def serve(self, turn: Turn, heard: Callable[[], None]) -> Served:
+        return self._ask(turn.session, self.prompt(turn), turn.query, self.answer, heard)
+
+    def prompt(self, turn: Turn) -> list[int]:
+        """The frames that this user sends for a turn; what it holds then is remembered."""
+        if self.name == "naive":
+            return list(turn.placed)
+        if turn.kind == "now":
+            self._arrive(turn.session, turn.frame, at_end=True)
+        elif turn.kind == "back":
+            self._arrive(turn.session, turn.frame, at_end=self.name == "append")
+        held = list(self._held[turn.session])
+        if turn.kind == "reorder":  # in a branch
+            last, before = turn.placed[-2:]
+            if last in held and before in held:
+                i, k = held.index(last), held.index(before)
+                held[i], held[k] = before, last
+        return held
+
+    def _arrive(self, session: int, number: int, *, at_end: bool) -> None:
+        held = self._held[session]
+        if number in held:
+            return
+        size = self.film.frame(session, number)
+        while held and self._room + self._tokens(session, held) + self.engine.encode(size).tokens > self.budget:
+            del held[: max(1, len(held) // 2)]
+        at = len(held) if at_end else next((k for k, n in enumerate(held) if n > number), len(held))
+        held.insert(at, number)
+
+    def _tokens(self, session: int, numbers: Iterable[int]) -> int:
+        return sum(self.engine.encode(self.film.frame(session, n)).tokens for n in numbers)
+
+    def _ask(self, session: int, numbers: Sequence[int], query: str, answer: int, heard: Callable[[], None]) -> Served:
+        frames = [self.engine.encode(self.film.frame(session, n)) for n in numbers]
+        return self.plain.ask([self._header, *frames, self.engine.encode_query(query)], answer, heard)
+
+    def end(self) -> None:
+        self._held.clear()
+
+
+class Plain:
+    """Plain requests to an engine's vLLM: no transfer, nothing that the connector would act on.
+
+    What vLLM's own processor cache would keep of a picture is kept, so that a request costs its caller no more than there.
+    """
+
+    def __init__(self, engine: VLLMEngine) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._engine, self._core = engine, engine._core
+        eos = sorted(self._core.checkpoint.eos)
+
+        def parameters(answer: int) -> Any:
+            return SamplingParams(
+                max_tokens=answer, temperature=0.0, ignore_eos=True, stop_token_ids=eos, detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )  # fmt: skip
+
+        self._parameters = parameters
+        self._rendered: dict[str, dict[str, Any]] = {}
+
+    def ask(self, parts: Sequence[Encoded], answer: int, heard: Callable[[], None]) -> Served:
+        """One request over encoded parts. Raises what vLLM raises."""
+        ids = list(itertools.chain.from_iterable(part.token_ids for part in parts))
+        ticket = self._core.driver.submit(self._prompt(parts, ids), self._parameters(answer), 0)
+        tokens: list[int] = []
+        cached = 0
+        while True:
+            output = _next(ticket.outputs, self._core.driver)
+            if isinstance(output, BaseException):
+                raise output
+            (part,) = output.outputs
+            cached = max(cached, output.num_cached_tokens or 0)
+            for token in part.token_ids:
+                tokens.append(token)
+                heard()
+            if output.finished:
+                if part.finish_reason == "stop":
+                    tokens.pop()
+                return Served(tuple(tokens), len(ids), len(ids) - cached, cached)
+
+    def _prompt(self, parts: Sequence[Encoded], ids: list[int]) -> dict[str, Any]:
+        from vllm.inputs.engine import mm_input, tokens_input
+        from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+        salt = self._engine.plain_salt or None
+        items: dict[str, list[Any]] = {}
+        hashes: dict[str, list[str]] = {}
+        places: dict[str, list[Any]] = {}
+        at = 0
+        for part in parts:
+            if part.media:
+                made = self._render(part)
+                for kind, found in made["mm_kwargs"].items():
+                    items.setdefault(kind, []).extend(found)
+                    hashes.setdefault(kind, []).extend(made["mm_hashes"][kind])
+                    places.setdefault(kind, []).extend(
+                        PlaceholderRange(offset=p.offset + at, length=p.length, is_embed=p.is_embed)
+                        for p in made["mm_placeholders"][kind]
+                    )
+            at += part.tokens
+        if not items:
+            return dict(tokens_input(ids, cache_salt=salt))
+        return dict(mm_input(ids, MultiModalKwargsItems(items), hashes, places, cache_salt=salt))
+
+    def _render(self, part: Encoded) -> dict[str, Any]:
+        found = self._rendered.get(part.chunk_id)
+        if found is None:
+            found, _ = self._core.inputs.prompt(part.token_ids, part.media, self._engine.embed, "")
+            self._rendered[part.chunk_id] = found
+        return found
+
+
+def _next(outputs: queue.SimpleQueue[Any], driver: Any) -> Any:
+    while True:
+        try:
+            return outputs.get(timeout=5.0)
+        except queue.Empty:
+            if driver.dead is not None and outputs.empty():
+                raise driver.dead from None
+
+
+def make_policy(
+    name: str, engine: VLLMEngine, mix: Mix, film: Film, budget: int, answer: int, fidelity: Fidelity
+) -> Policy:
+    """The policy of a name in `POLICIES`, on a view of ``engine`` that is its own."""
+    view = engine.view(f"bench-{name}")
+    if name == Windows.name:
+        return Windows(view, mix, film, budget, answer, fidelity)
+    return Prompts(name, view, mix, film, budget, answer)
+
+
+def budget_of(engine: Engine, mix: Mix, tokens: int, answer: int) -> int:
+    """Tokens of a prompt that holds all frames of a session and a looked-back one, and its answer.
+
+    Raises ValueError where that is more than the model takes.
+    """
+    query = max(engine.encode_query(q).tokens for q in QUESTIONS)
+    budget = engine.encode_header(HEADER).tokens + (mix.frames + 1) * tokens + query + answer
+    if budget > engine.spec.max_tokens:
+        raise ValueError(
+            f"{mix.frames} frames and a looked-back one of {tokens} tokens must fit the {engine.spec.max_tokens} that the "
+            f"model takes, got {budget}; lower --frames or --tokens"
+        )
+    return budget
