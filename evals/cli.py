@@ -1,4 +1,4 @@
-"""``ctxwin eval``: probe, run, score, report, ls, drift, toggles, elastic."""
+"""``ctxwin eval``: probe, run, score, report, ls, drift, toggles, engines, elastic."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import typer
 from ctxwin.evals.console import Json, Model, Threads, errors, numbers, open_model, print_json, progress, terminal
 from ctxwin.evals.elastic.cli import elastic_app
 from ctxwin.evals.probe.cli import probe
+from ctxwin.evals.serving_gap_cli import engines
 from ctxwin.evals.toggles_cli import toggles
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="How close reuse stays to a full re-prefill.")
 app.command("probe")(probe)
 app.command("elastic")(elastic_app)
 app.command("toggles")(toggles)
+app.command("engines")(engines)
 
 ALL_ARMS = "reprefill,blind,patched:1,patched:2,patched:4,patched:8,first_k:4,orbit:8,transfer:8"
 
