@@ -48,15 +48,26 @@ class Laid:
     salt: str
 
 
-def salt_of(choices: Sequence[Choice], pieces: Sequence[Piece]) -> str:
+def salt_of(pieces: Sequence[Piece]) -> str:
     """The prefix-cache space of a layout: "" (the exact one) or a digest of the KV that a forward would not give.
 
-    Everything up to the last chunk that is served otherwise than computed in place (a survivor, a patch, a canonical) names
-    the space; what stands behind it was computed behind exactly that, so the engine's own chain of block hashes tells it
-    apart. An append or a fork therefore stays in its space, and an edit undone comes back to it.
+    Everything up to the last piece that is `apart` names the space; what stands behind it was computed behind exactly
+    that, so the engine's own chain of block hashes tells it apart. An append or a fork therefore stays in its space, and
+    an edit undone comes back to it.
     """
-    last = max((i for i, c in enumerate(choices, start=1) if c.lane not in IN_PLACE and not c.served.exact), default=0)
+    last = max((i for i, piece in enumerate(pieces) if piece.apart), default=0)
     return digest("salt", [piece.id for piece in pieces[: last + 1]]) if last else ""
+
+
+def is_apart(choice: Choice, behind: bool) -> bool:
+    """Whether a chunk is served with KV that a forward behind what is in front of it would not give.
+
+    So are survivors, patches and canonicals. Resident KV was computed behind the provenance that is in front now, which
+    may have been approximate where it is exact by now; ``behind``: whether something apart still is in front.
+    """
+    if choice.compute or choice.served.exact:
+        return False
+    return choice.lane not in IN_PLACE or not behind
 
 
 @dataclass
@@ -100,7 +111,7 @@ class Assembly:
             choices = choose(state, fidelity, self.has)
             pieces = self._pieces(state, choices, work)
             if pieces is not None:
-                return Laid(tuple(choices), pieces, salt_of(choices, pieces))
+                return Laid(tuple(choices), pieces, salt_of(pieces))
 
     def _pieces(self, state: State, choices: Sequence[Choice], work: Work) -> tuple[Piece, ...] | None:
         header = self._header(state, work)
@@ -124,9 +135,13 @@ class Assembly:
                 if patch is None:
                     return None
             served = choice.served
+            apart = is_apart(choice, any(piece.apart for piece in pieces))
             pieces.append(
-                Piece(encoded, start, span=span, id=served.patch or served.span, patch=patch, base_id=served.span)
-            )
+                Piece(
+                    encoded, start, span=span, id=served.patch or served.span, patch=patch, base_id=served.span,
+                    apart=apart,
+                )
+            )  # fmt: skip
         return tuple(pieces)
 
     def _header(self, state: State, work: Work) -> Piece:
@@ -263,8 +278,8 @@ class Assembly:
         now = provenance_of(state.header_key, choice.placed.chunk_id, [f.provenance for f in front])
         exact = all(f.exact for f in front)
         piece = laid.pieces[index + 1]
-        salt = salt_of(laid.choices[:index], laid.pieces)
         front_pieces = laid.pieces[: index + 1]
+        salt = salt_of(front_pieces)
         span = self.engine.prefill(front_pieces, piece.encoded, piece.start, salt=salt, background=work.background)
         work.forwards += 1
         work.tokens += piece.encoded.tokens

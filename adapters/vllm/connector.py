@@ -3,8 +3,8 @@
 vLLM instantiates the class for its scheduler and for each of its workers, in one process or in several. The connector
 works for requests that carry a ctxwin handle; all others pass untouched.
 
-**Loading.** KV that only this window can hit (its prefix-cache space is its own) is loaded synchronously, in the step
-that needs it. Exact KV stands in a space that plain requests share; it is loaded asynchronously, because vLLM
+**Loading.** KV that only this window can hit (its blocks are its own, see `spaces`) is loaded synchronously, in the step
+that needs it. Exact KV stands in blocks that plain requests share; it is loaded asynchronously, because vLLM
 publishes the blocks of an asynchronous load only once they are written, while a plain request that comes in the
 same step could hit those of a synchronous one, and would fail with it. With ``kv_load_failure_policy="fail"`` vLLM
 drops the step's token, evicts the blocks and ends that request alone, and the engine then asks again.
@@ -137,7 +137,7 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
         count = job.wanted(num_computed_tokens, request.num_prompt_tokens, self._block_size)
         self._asked[request.request_id] = num_computed_tokens, handle, job
         self._seen(handle, num_computed_tokens, count)
-        return count, job.shared and count > 0
+        return count, count > 0 and job.background(num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         # Called a second time, with no tokens, when a background load is done.
@@ -146,8 +146,9 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
             return
         begin, handle, job = asked
         (ids,) = blocks.get_block_ids()
+        background = job.background(begin)
         load = Load(
-            self._source, handle, request.request_id, tuple(ids), begin, begin + num_external_tokens, job.shared
+            self._source, handle, request.request_id, tuple(ids), begin, begin + num_external_tokens, background
         )
         self._step.loads.append(load)
 

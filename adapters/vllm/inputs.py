@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +102,7 @@ class Inputs:
         salt: str,
         covered: int = 0,
         tenant: str = "",
+        marks: Mapping[int, str] | None = None,
     ) -> Rendered:
         """A rendered engine input, the form that vLLM's own renderer hands to the engine.
 
@@ -117,6 +118,7 @@ class Inputs:
             covered: tokens in front whose KV will be loaded. The embeddings of media among them are not read, and need
                 not exist any more; they are zeros, which is safe because a load that does not happen is noticed.
             tenant: whose embeddings these are: no tenant hits another's entry in vLLM's encoder cache.
+            marks: what tells the blocks from a medium on apart, by the medium's offset; see `spaces`.
         """
         if not media:
             from vllm.inputs.engine import tokens_input
@@ -132,10 +134,13 @@ class Inputs:
             end = span.offset + span.tokens
             found = None if end <= known else embed(span.key)
             blank = end if found is None else blank
+            mark = (marks or {}).get(span.offset, "")
             for feature, part in self._features(span, found, tenant):
-                features.append(feature)
                 if part is not None and self._files:
                     embeddings[feature.identifier] = part
+                if mark:
+                    feature.identifier = f"{feature.identifier}@{mark}"
+                features.append(feature)
         items: dict[str, list[Any]] = {}
         hashes: dict[str, list[str]] = {}
         places: dict[str, list[Any]] = {}

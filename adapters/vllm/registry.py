@@ -71,24 +71,31 @@ class Job:
             these can not be computed.
         captures: token ranges ``[begin, end)`` to read back when the request finishes, by name; an ``end`` of None is
             the last token whose KV was computed.
-        shared: whether the KV is exact and its blocks may be hit by requests that know nothing of ctxwin.
+        own: prompt token from which on nobody else finds the blocks; those in front may be hit by requests that know
+            nothing of ctxwin. See `spaces.Space`.
+        settled: prompt token from which on a forward gives what is loaded.
     """
 
     covered: int = 0
     blank: int = 0
     captures: dict[str, tuple[int, int | None]] = field(default_factory=dict)
-    shared: bool = False
+    own: int = 0
+    settled: int = 0
 
     def wanted(self, hit: int, prompt: int, block: int) -> int:
         """Tokens to load behind a prefix hit of ``hit`` tokens; vLLM computes the last prompt token in any case.
 
-        Exact KV that would fill less than a block is computed together with what is new: it costs nothing there, and
-        an append to a warm window reloads nothing.
+        What a forward gives anyway and would fill less than a block is computed together with what is new: it costs
+        nothing there, and an append to a warm window reloads nothing.
         """
         count = max(0, min(self.covered, prompt - 1) - hit)
-        if self.shared and 0 < count < block and hit >= max(1, self.blank):
+        if 0 < count < block and hit >= max(1, self.blank, self.settled):
             return 0
         return count
+
+    def background(self, hit: int) -> bool:
+        """Whether what is loaded behind a prefix hit of ``hit`` tokens must be there before anybody can find it."""
+        return hit < self.own
 
 
 @dataclass
@@ -97,7 +104,7 @@ class Transfer:
 
     Attributes:
         loads: spans that cover one contiguous prefix of the prompt, in order.
-        captures, blank, shared: see `Job`.
+        captures, blank, own, settled: see `Job`.
         embeddings: vision embeddings ``[tokens, width]`` for vLLM's EC connector, by multimodal identifier.
         local_tokens: prompt tokens that vLLM's own prefix cache served.
         planned_tokens: prompt tokens that vLLM's scheduler counts on the connector to write.
@@ -110,7 +117,8 @@ class Transfer:
     loads: tuple[Placed, ...] = ()
     captures: dict[str, tuple[int, int | None]] = field(default_factory=dict)
     blank: int = 0
-    shared: bool = False
+    own: int = 0
+    settled: int = 0
     embeddings: dict[str, torch.Tensor] = field(default_factory=dict)
     local_tokens: int = 0
     planned_tokens: int = 0
@@ -126,7 +134,7 @@ class Transfer:
 
     @property
     def job(self) -> Job:
-        return Job(self.covered, self.blank, self.captures, self.shared)
+        return Job(self.covered, self.blank, self.captures, self.own, self.settled)
 
 
 class Exchange:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ctxwin.adapters.vllm.core import Core
     from ctxwin.adapters.vllm.registry import Transfer
     from ctxwin.adapters.vllm.requests import Outcome
+    from ctxwin.adapters.vllm.spaces import Space
     from ctxwin.store.base import Store
 
 _QUERY = "query"
@@ -251,7 +252,7 @@ class VLLMEngine(EncodingEngine):
                 with self._counting:
                     self.counters.retries += 1
         # Everything is computed in place now, which is exact, so it belongs to (and may use) the exact space.
-        bare = [replace(piece, span=None, patch=None) for piece in layout]
+        bare = [replace(piece, span=None, patch=None, apart=False) for piece in layout]
         try:
             return work, self._guarded(work, bare, base, replace(ask, salt="")), 1
         except LoadError as error:
@@ -276,22 +277,31 @@ class VLLMEngine(EncodingEngine):
         vLLM takes external KV as one prefix only, so a missing piece with spans behind it is computed by a request of
         its own and then loaded with the others.
         """
+        from ctxwin.adapters.vllm.spaces import space_of
+
         pieces = list(layout)
+        for i, piece in enumerate(pieces):
+            if piece.span is None and not piece.encoded.tokens:  # an empty header has nothing to compute
+                work.captured[str(i)] = empty = self._empty_span(piece.start - base)
+                pieces[i] = replace(piece, span=empty)
+        space = space_of(pieces, ask.salt, self._core.driver.config.cache_config.block_size)
         last = max((i for i, piece in enumerate(pieces) if piece.span is not None), default=0)
         for i, piece in enumerate(pieces[:last]):
             if piece.span is None and pieces[i + 1].span is not None:
                 run = [j for j in range(i + 1) if pieces[j].span is None]
                 part = _Ask(None, Sampling(max_tokens=1), ask.salt, background=ask.background)
-                self._request(work, pieces[: i + 1], base, part, run)
+                self._request(work, pieces[: i + 1], base, part, run, space)
                 for j in run:
                     pieces[j] = replace(pieces[j], span=work.captured[str(j)])
         wanted = [i for i, piece in enumerate(pieces) if piece.capture and piece.span is None]
-        outcome = self._request(work, pieces, base, ask, wanted)
+        outcome = self._request(work, pieces, base, ask, wanted, space)
         keep = {str(i) for i, piece in enumerate(layout) if piece.capture and piece.span is None} | {_QUERY}
         work.captured = {name: span for name, span in work.captured.items() if name in keep}
         return outcome
 
-    def _request(self, work: _Work, pieces: Sequence[Piece], base: int, ask: _Ask, capture: Sequence[int]) -> Outcome:
+    def _request(
+        self, work: _Work, pieces: Sequence[Piece], base: int, ask: _Ask, capture: Sequence[int], space: Space
+    ) -> Outcome:
         """One request on vLLM: loads what leads the pieces, captures those of the indices asked for."""
         from ctxwin.adapters.vllm.registry import Placed, Transfer
         from ctxwin.adapters.vllm.requests import BACKGROUND, run
@@ -315,9 +325,9 @@ class VLLMEngine(EncodingEngine):
         if ask.capture_query:
             captures[_QUERY] = (offsets[len(pieces)], None)
         ids, media = _joined(encoded)
-        transfer = Transfer(loads=tuple(loads), captures=captures, shared=not ask.salt)
-        salt = self._salt(ask.salt)
-        rendered = core.inputs.prompt(ids, media, self.embed, salt, transfer.covered, self._tenant)
+        transfer = Transfer(loads=tuple(loads), captures=captures, own=space.own, settled=space.settled)
+        salt = self._salt(space.salt)
+        rendered = core.inputs.prompt(ids, media, self.embed, salt, transfer.covered, self._tenant, space.marks)
         transfer.blank, transfer.embeddings = rendered.blank, rendered.embeddings
         eos = sorted(self.encoder.checkpoint.eos)
         priority = BACKGROUND if ask.background else 0
@@ -349,12 +359,8 @@ class VLLMEngine(EncodingEngine):
         """A captured span; one with generated tokens behind the encoded ones is a query's."""
         import torch
 
-        kv = self.spec.kv
-        if not encoded.tokens and name not in transfer.captured:  # an empty header, for example
-            dtype = getattr(torch, kv.dtype)
-            k = torch.empty(kv.layers, 0, kv.heads, kv.k_dim, dtype=dtype)
-            v = torch.empty(kv.layers, 0, kv.heads, kv.v_dim, dtype=dtype)
-            return SpanKV(k, v, torch.empty(3, 0, dtype=torch.int64), start)
+        if not encoded.tokens and name not in transfer.captured:
+            return self._empty_span(start)
         if name not in transfer.captured:
             raise EngineFailed(f"the KV of piece {name} was not captured; vLLM ended the request early")
         k, v = transfer.captured[name]
@@ -362,6 +368,15 @@ class VLLMEngine(EncodingEngine):
         behind = np.tile(np.arange(encoded.advance, encoded.advance + extra, dtype=np.int64), (3, 1))
         positions = torch.from_numpy(np.concatenate([encoded.positions, behind], axis=1))
         return SpanKV(k.to("cpu"), v.to("cpu"), positions, start)
+
+    def _empty_span(self, start: int) -> SpanKV:
+        import torch
+
+        kv = self.spec.kv
+        dtype = getattr(torch, kv.dtype)
+        k = torch.empty(kv.layers, 0, kv.heads, kv.k_dim, dtype=dtype)
+        v = torch.empty(kv.layers, 0, kv.heads, kv.v_dim, dtype=dtype)
+        return SpanKV(k, v, torch.empty(3, 0, dtype=torch.int64), start)
 
     def _check(self, layout: Sequence[Piece], ask: _Ask) -> int:
         """Validates a request before anything is submitted; returns the position its first token is shifted by.
