@@ -17,7 +17,6 @@ from starlette.types import Message, Receive
 
 from ctxwin import asking
 from ctxwin.answer import Answer
-from ctxwin.errors import EngineFailed
 from ctxwin.serve import chat, wire
 from ctxwin.serve.errors import TooLarge, UnknownModel, kind_of, to_body
 from ctxwin.serve.gate import OUR_CHAT, TENANT
@@ -26,6 +25,11 @@ from ctxwin.serve.service import Items, Service, Space
 from ctxwin.serve.specs import checked
 from ctxwin.state import State
 from ctxwin.window import Window
+
+
+class _LeftError(Exception):
+    """The client has closed the connection: nobody reads the answer."""
+
 
 _NO_RETRY = {409, 410, 422}
 _log = logging.getLogger("ctxwin.serve")
@@ -257,8 +261,10 @@ def _bounded(receive: Receive, limit: int, headers: Any) -> Receive:
 
 
 def _shown(service: Service, request: Request, error: Exception) -> Response:
+    if isinstance(error, _LeftError):
+        return Response(status_code=499)
     if isinstance(error, HTTPException):
-        found = {"message": str(error.detail), "type": "not_found_error", "param": None, "code": "not_found"}
+        found = {"message": str(error.detail), "type": "not_found_error", "param": None, "code": "unknown_route"}
         return JSONResponse({"error": found}, status_code=error.status_code)
     status, body = _counted(service, request, error)
     headers = {"x-should-retry": "false"} if status in _NO_RETRY else None
@@ -291,7 +297,7 @@ async def _whole(items: Items[Any], request: Request) -> Any:
         done, _ = await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
         if working in done:
             return working.result()
-        raise EngineFailed("the client has left")
+        raise _LeftError
     finally:
         items.close()
         working.cancel()

@@ -28,7 +28,7 @@ def parse(model: str, given: Sequence[str]) -> Namespace:
 
     cli_env_setup()
     parser = make_arg_parser(FlexibleArgumentParser(prog="ctxwin serve"))
-    args = parser.parse_args([model, *given])
+    args: Namespace = parser.parse_args([model, *given])
     args.model = args.model_tag
     if model == "tiny":
         args.model = args.model_tag = str(checkpoint_dir())

@@ -1,0 +1,331 @@
+"""`RemoteWindow` against a server on loopback: what `ctxwin.Window` does in process on the same engine."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import APIStatusError, OpenAI
+
+from ctxwin import (
+    BudgetExceeded,
+    Chunk,
+    ChunkUnavailable,
+    Fidelity,
+    ReadOnlyWindow,
+    UnknownChunk,
+    Window,
+    WindowBusy,
+    open_engine,
+)
+from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
+from ctxwin.engines.base import Engine
+from ctxwin.serve.errors import UnknownUpload, UnknownWindow
+from ctxwin.tiny import world
+from serve.serving import Server
+
+FRAMES = world.make_stream(seed=5, n_frames=12)
+CHUNKS = [Chunk.image(world.render(f), text=f"t={i} s") for i, f in enumerate(FRAMES)]
+QUESTION = f"color of {FRAMES[2].marks[0]:02d}?"
+TIMES = ("ttft_s", "total_s")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with open_engine("tiny:hf") as opened:
+        yield opened
+
+
+@pytest.fixture
+def window(client: OpenAI) -> Iterator[RemoteWindow]:
+    with RemoteWindow(client, header="You watch a camera.", budget=900) as made:
+        yield made
+
+
+def program(seed: int, window: Any) -> Iterator[Any]:
+    """A random program; what it sees, with placement ids as ranks of their arrival."""
+    draw = random.Random(seed)
+    names: list[str] = []
+    for _ in range(9):
+        placed, evicted = list(window.ids), list(window.evicted)
+        op = draw.choice(["append", "append", "insert", "slide", "evict", "recall", "reorder", "toggle", "ask", "fork"])
+        if op == "append" or not placed:
+            names.append(window.append(draw.choice(CHUNKS)))
+        elif op == "insert":
+            names.append(window.insert(draw.randrange(len(placed) + 1), draw.choice(CHUNKS)))
+        elif op == "slide":
+            window.slide(1)
+        elif op == "evict":
+            window.evict(draw.choice(placed))
+        elif op == "recall" and evicted:
+            yield window.recall(draw.choice(evicted))
+        elif op == "reorder":
+            window.reorder(draw.sample(placed, len(placed)))
+        elif op == "toggle":
+            window.toggle(draw.choice(placed), conditioned=draw.random() < 0.5)
+        elif op == "fork":
+            branch = window.fork()
+            names.append(branch.append(draw.choice(CHUNKS)))
+            window.adopt(branch)
+            branch.close()
+        answer = asdict(window.ask(QUESTION, 3, logprobs=5, remember=draw.random() < 0.2))
+        usage = answer.pop("usage")
+        # Uploads run the tower before a window is asked.
+        yield {k: v for k, v in usage.items() if k not in (*TIMES, "vision_encodes", "bytes_loaded")}
+        remembered = answer.pop("remembered")
+        names += [remembered] if remembered else []
+        yield answer
+        yield [names.index(i) for i in window.ids], [names.index(i) for i in window.evicted]
+        plan = window.plan()
+        yield [(names.index(e.id), e.chunk_id, e.lane, e.tokens, e.start, e.exact, e.depth) for e in plan.entries]
+        yield window.tokens, window.version, plan.salted, plan.computed_tokens
+        window.check()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_programs_see_what_the_same_program_sees_in_process(client: OpenAI, seed: int) -> None:
+    # Engines of their own, so that neither finds in its store what the other one left.
+    from serve.serving import serving
+
+    with (
+        open_engine("tiny:hf") as engine,
+        Window(engine, "You watch.", 4000) as local,
+        serving() as other,
+        RemoteWindow(other.client(max_retries=0), "You watch.", 4000) as remote,
+    ):
+        here, there = list(program(seed, local)), list(program(seed, remote))
+    assert len(here) == len(there) > 20
+    assert here == there
+
+
+def test_it_has_the_methods_of_a_window() -> None:
+    public = {name for name, _ in inspect.getmembers(Window) if not name.startswith("_")}
+    assert public - set(dir(RemoteWindow)) == {"at", "observe"}  # old versions and observers stay in process
+    for name in ("append", "insert", "evict", "slide", "recall", "reorder", "toggle", "fork", "adopt", "disposable"):
+        ours, theirs = (inspect.signature(getattr(w, name)).parameters for w in (Window, RemoteWindow))
+        assert list(ours) == list(theirs), name
+
+
+def test_a_chunk_is_uploaded_once(client: OpenAI, server: Server, window: RemoteWindow) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (40, 50, 3), dtype=np.uint8)
+    chunk = Chunk.image(pixels, text="new", label="first")
+    before = server.engines[""].counters.vision_encodes
+    first, second = window.append(chunk), window.append(Chunk.image(pixels, text="new", label="again", pin=True))
+    assert server.engines[""].counters.vision_encodes == before + 1
+    assert first != second and window.chunk(first).id == chunk.id == window.chunk(second).id
+    assert window.chunk(second).label == "again" and [e.pinned for e in window.chunks] == [False, True]
+    assert upload(client, chunk) == chunk.id
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Chunk.text("a note"),
+        lambda: Chunk.tokens([5, 6, 7]),
+        lambda: Chunk.image(world.render(FRAMES[0])),
+        lambda: Chunk.video([world.render(f) for f in FRAMES[:4]], fps=4.0, text="clip"),
+        lambda: Chunk.video([world.render(f) for f in FRAMES[:2]], as_frames=True),
+        lambda: Chunk.message("user", ["look", {"type": "image", "image": world.render(FRAMES[1])}, "there"]),
+        lambda: Chunk.message("assistant", "fine"),
+    ],
+)
+def test_every_kind_of_chunk_arrives_as_it_is(window: RemoteWindow, engine: Engine, make: Callable[[], Chunk]) -> None:
+    chunk = make()
+    try:
+        tokens = engine.encode(chunk).tokens
+    except ValueError as refused:  # not every template has every turn: refused here, refused there
+        with pytest.raises(type(refused)):
+            window.append(chunk)
+        return
+    placed = window.append(chunk)
+    assert window.chunk(placed).id == chunk.id
+    assert window.chunks[0].tokens == tokens
+
+
+def test_a_chunk_from_a_file_leaves_its_path_here(tmp_path: Path, client: OpenAI, window: RemoteWindow) -> None:
+    from PIL import Image
+
+    Image.fromarray(world.render(FRAMES[3])).save(tmp_path / "frame.png")
+    chunk = Chunk.image(tmp_path / "frame.png")
+    assert chunk.source is not None
+    placed = window.append(chunk)
+    assert window.chunk(placed).source is None and window.chunk(placed).id == chunk.id
+
+
+def test_content_that_the_server_lost_is_sent_again(client: OpenAI, server: Server, window: RemoteWindow) -> None:
+    window.append(CHUNKS[7])
+    server.service.space("").uploads.delete(CHUNKS[7].id)
+    assert window.chunk(window.append(CHUNKS[7])).id == CHUNKS[7].id
+    with pytest.raises(ChunkUnavailable, match="pixels"):
+        window.append(Chunk.image(np.full((30, 30, 3), 7, np.uint8)).light())
+
+
+def test_errors_are_those_of_a_window(client: OpenAI, window: RemoteWindow) -> None:
+    first = window.append(CHUNKS[0])
+    with pytest.raises(UnknownChunk, match="nobody"):
+        window.evict("nobody")
+    with pytest.raises(ValueError, match="permutation"):
+        window.reorder([first, first])
+    with pytest.raises(ValueError, match="temperature"):
+        window.ask("x", 2, temperature=-1.0)
+    with pytest.raises(ValueError, match="streem"):
+        window.ask("x", 2, streem=True)
+    with pytest.raises(BudgetExceeded) as full:
+        window.ask(QUESTION, 2000)
+    assert full.value.needed > full.value.budget == 900
+    with pytest.raises(BudgetExceeded):
+        RemoteWindow(client, header="far too long " * 40, budget=20)
+    with pytest.raises(UnknownWindow):
+        RemoteWindow.attach(client, "0" * 12)
+    with pytest.raises(TypeError, match="Chunk"):
+        window.append("text")  # type: ignore[arg-type]
+    window.close()
+    window.close()
+    with pytest.raises(ReadOnlyWindow):
+        window.ask(QUESTION, 2)
+    assert window.id not in repr(client)
+
+
+def test_an_error_that_is_not_ours_stays_the_official_clients(client: OpenAI, window: RemoteWindow) -> None:
+    with pytest.raises(APIStatusError) as found:
+        window._post("dance")
+    assert found.value.status_code == 404
+
+
+def test_a_second_writer_is_refused_at_once(client: OpenAI, server: Server, window: RemoteWindow) -> None:
+    window.append(CHUNKS[0])
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with server.service.space("").windows.using(window.id) as held, held._writing():
+            entered.set()
+            leave.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    entered.wait(10)
+    try:
+        with pytest.raises(WindowBusy):  # also by a client that would retry conflicts
+            RemoteWindow.attach(server.client(max_retries=2), window.id).ask(QUESTION, 2)
+    finally:
+        leave.set()
+        holder.join()
+    assert window.ask(QUESTION, 2).text
+
+
+def test_streaming(window: RemoteWindow) -> None:
+    window.extend(CHUNKS[:3])
+    whole = window.ask(QUESTION, 6)
+    stream = window.stream(QUESTION, 6)
+    assert stream.answer is None
+    assert "".join(stream) == whole.text
+    assert stream.answer is not None and stream.answer.token_ids == whole.token_ids
+    with pytest.raises(BudgetExceeded):
+        window.stream(QUESTION, 2000)
+
+
+def test_a_stream_that_is_closed_leaves_the_window_as_it_was(window: RemoteWindow) -> None:
+    window.extend(CHUNKS[:3])
+    before = window.version, window.ids
+    stream = window.stream(QUESTION, 400, remember=True, temperature=2.0, seed=1)
+    next(stream)
+    stream.close()
+    for _ in range(100):
+        try:
+            window.touch(window.ids[0])  # waits for the writer
+            break
+        except WindowBusy:
+            threading.Event().wait(0.05)
+    assert (window.version - 1, window.ids) == before
+
+
+def test_async_asks_stream_and_cancel(client: OpenAI, window: RemoteWindow) -> None:
+    window.extend(CHUNKS[:3])
+    expected = window.ask(QUESTION, 4)
+
+    async def use() -> None:
+        answer = await window.aask(QUESTION, 4)
+        assert answer.token_ids == expected.token_ids
+        assert "".join([text async for text in window.astream(QUESTION, 4)]) == expected.text
+        with pytest.raises(BudgetExceeded):
+            await window.aask(QUESTION, 2000)
+        task = asyncio.ensure_future(window.aask(QUESTION, 400, remember=True, temperature=2.0, seed=1))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    before = window.ids
+    asyncio.run(use())
+    for _ in range(100):
+        try:
+            window.touch(window.ids[0])
+            break
+        except WindowBusy:
+            threading.Event().wait(0.05)
+    assert window.ids == before
+
+
+def test_snapshots_and_attaching(client: OpenAI, engine: Engine, window: RemoteWindow) -> None:
+    ids = window.extend(CHUNKS[:3])
+    window.evict(ids[0])
+    answer = window.ask(QUESTION, 3)
+    state = window.snapshot()
+    with RemoteWindow.restore(client, state) as same:
+        assert same.ids == window.ids and same.evicted == window.evicted and same.id != window.id
+        assert same.ask(QUESTION, 3).text == answer.text
+    attached = RemoteWindow.attach(client, window.id)
+    assert attached.header == window.header and attached.budget == 900
+    assert attached.append(CHUNKS[5]) in window.ids
+    assert window.fidelity == Fidelity(**window.fidelity.model_dump())
+
+
+def test_what_is_disposable(engine: Engine, window: RemoteWindow) -> None:
+    ids = window.extend(CHUNKS[:3])
+    with Window(engine, header="You watch a camera.", budget=900) as local:
+        here = local.extend(CHUNKS[:3])
+        expected = local.disposable(here[2], QUESTION, 3)
+    found = window.disposable(ids[2], QUESTION, 3)
+    assert found == expected
+
+
+def test_chats_name_chunks_by_id(client: OpenAI, engine: Engine) -> None:
+    for chunk in CHUNKS[:3]:
+        upload(client, chunk)
+    content: list[Any] = [*map(chunk_part, CHUNKS[:3]), {"type": "text", "text": QUESTION}]
+    messages: list[Any] = [{"role": "system", "content": "You watch."}, {"role": "user", "content": content}]
+    with Window(engine, "You watch.") as local:
+        local.extend(CHUNKS[:3])
+        expected = local.ask(QUESTION, 4)
+    made = client.chat.completions.create(model="tiny", messages=messages, max_tokens=4)
+    assert made.choices[0].message.content == expected.text
+    assert made.usage is not None and made.usage.prompt_tokens == expected.usage.prompt_tokens
+
+
+def test_unknown_chunks_in_a_chat_are_not_found(client: OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": [chunk_part("0" * 64), {"type": "text", "text": "what?"}]}]
+    with pytest.raises(APIStatusError) as found:
+        client.chat.completions.create(model="tiny", messages=messages)
+    assert found.value.status_code == 404 and found.value.code == "unknown_upload"
+    with pytest.raises(UnknownUpload):
+        from ctxwin.adapters.openai.transport import get
+
+        get(client, "/chunks/" + "0" * 64)
+
+
+def test_importing_the_adapter_loads_no_engine() -> None:
+    code = (
+        "import sys, ctxwin.adapters.openai as a; a.RemoteWindow; "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'vllm', 'transformers', 'fastapi')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

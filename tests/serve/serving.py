@@ -1,0 +1,115 @@
+"""A server on loopback for tests: our routes and gate in front of a stand-in for an OpenAI server's own chat route."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from openai import OpenAI
+from prometheus_client import CollectorRegistry, generate_latest
+
+from ctxwin.engines.base import Engine
+from ctxwin.engines.hf import HFEngine
+from ctxwin.serve.app import install
+from ctxwin.serve.gate import Gate
+from ctxwin.serve.limits import Limits
+from ctxwin.serve.metrics import CountingStore, Metrics
+from ctxwin.serve.service import Service
+from ctxwin.serve.tenants import Keys, Tenant
+from ctxwin.store import open_store
+from ctxwin.tiny import checkpoint_dir
+
+Opener = Callable[[str, "Tenant | None"], "tuple[Engine, CountingStore]"]
+
+
+@dataclass
+class Server:
+    """A running server.
+
+    Attributes:
+        engines: by tenant.
+        passed: bodies that reached the stand-in's chat route.
+    """
+
+    url: str
+    service: Service
+    engines: dict[str, Engine]
+    passed: list[Any]
+
+    def client(self, key: str = "none", **options: Any) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
+
+
+def open_tiny(engines: dict[str, Engine], url: str = "memory:") -> Opener:
+    """An engine of its own for each tenant, as views of one vLLM would be."""
+
+    def opener(name: str, tenant: Tenant | None) -> tuple[Engine, CountingStore]:
+        quota = tenant.max_bytes if tenant else None
+        store = CountingStore(open_store(url, max_bytes=quota, tenant=name))
+        engines[name] = HFEngine(checkpoint_dir(), store=store)
+        if name:
+            engines[name].plain_salt = f"salt-of-{name}"  # type: ignore[attr-defined]
+        return engines[name], store
+
+    return opener
+
+
+@contextlib.contextmanager
+def serving(
+    limits: Limits | None = None, tenants: Sequence[Tenant] = (), api_keys: Sequence[str] = (), store: str = "memory:"
+) -> Iterator[Server]:
+    """A server that answers on a free port until the block ends."""
+    registry, engines, passed = CollectorRegistry(), dict[str, Engine](), list[Any]()
+    service = Service(
+        open_tiny(engines, store),
+        models=["tiny"],
+        limits=limits,
+        tenants=tenants,
+        keys=Keys.of(api_keys, tenants),
+        metrics=Metrics(by_tenant=bool(tenants), registry=registry),
+        temperature=0.0,
+    )
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        yield
+        await service.stop()
+
+    app = FastAPI(lifespan=lifespan)
+
+    @app.post("/v1/chat/completions")
+    async def plain(request: Request) -> dict[str, Any]:
+        passed.append(await request.json())
+        return {"plain": True}
+
+    @app.post("/invocations")
+    async def invocations(request: Request) -> dict[str, Any]:
+        return {"plain": True}
+
+    @app.get("/metrics")
+    async def metrics() -> Any:
+        from fastapi.responses import PlainTextResponse
+
+        return PlainTextResponse(generate_latest(registry))
+
+    install(app, service)
+    app.add_middleware(Gate)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the server did not start"
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield Server(f"http://127.0.0.1:{port}", service, engines, passed)
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -1,0 +1,384 @@
+"""The routes over plain HTTP: uploads, limits, retries, chats, metrics; and windows that are put aside and come back."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import OpenAI
+from PIL import Image
+
+from ctxwin import Chunk, ChunkUnavailable, Window, open_engine
+from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
+from ctxwin.serve.chat import Stops
+from ctxwin.serve.errors import TooManyWindows, UnknownWindow
+from ctxwin.serve.limits import Limits
+from ctxwin.tiny import world
+from serve.serving import Server, serving
+
+FRAMES = world.make_stream(seed=9, n_frames=6)
+CHUNKS = [Chunk.image(world.render(f), text=f"t={i} s") for i, f in enumerate(FRAMES)]
+QUESTION = f"color of {FRAMES[2].marks[0]:02d}?"
+PIXELS = np.arange(36 * 48 * 3, dtype=np.uint8).reshape(36, 48, 3)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(Limits(max_upload_bytes=200_000, max_pixels=100_000, max_windows=3, window_ttl_s=1000)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> OpenAI:
+    return server.client(max_retries=0)
+
+
+def call(server: Server, path: str, body: Any = None, method: str | None = None, **headers: str) -> tuple[int, Any]:
+    """A bare request; returns the status and the parsed body."""
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    if data is not None and "content-type" not in named:
+        named["content-type"] = "application/json"
+    request = urllib.request.Request(server.url + path, data, named, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def png(pixels: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def multipart(**parts: bytes) -> tuple[bytes, str]:
+    rows = []
+    for name, value in parts.items():
+        kind = f'; filename="{name}"\r\nContent-Type: image/png' if value[:4] == b"\x89PNG" else ""
+        rows.append(
+            b'--edge\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
+            % (name.encode(), kind.encode(), value)
+        )
+    return b"".join(rows) + b"--edge--\r\n", "multipart/form-data; boundary=edge"
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_upload_is_idempotent_by_content(server: Server) -> None:
+    data = base64.b64encode(png(PIXELS)).decode()
+    first = call(server, "/v1/chunks", {"type": "image", "image": data, "text": "a"})
+    url = f"data:image/png;base64,{data}"
+    second = call(server, "/v1/chunks", {"type": "image", "image": url, "text": "a", "label": "again"})
+    assert (first[0], second[0]) == (201, 200)
+    assert first[1]["id"] == second[1]["id"] == Chunk.image(PIXELS, text="a").id
+    assert call(server, f"/v1/chunks/{first[1]['id']}")[1] == first[1]
+    assert call(server, f"/v1/chunks/{first[1]['id']}", method="DELETE")[1]["deleted"]
+    assert call(server, f"/v1/chunks/{first[1]['id']}")[0] == 404
+
+
+def test_a_picture_comes_as_a_form_too(server: Server) -> None:
+    body, kind = multipart(file=png(PIXELS), text=b"b")
+    assert call(server, "/v1/chunks", body, content_type=kind)[1]["id"] == Chunk.image(PIXELS, text="b").id
+    spec = {"type": "video", "frames": [{"file": "x"}, {"file": "y"}], "fps": 1.5}
+    body, kind = multipart(chunk=json.dumps(spec).encode(), x=png(PIXELS), y=png(PIXELS[::-1]))
+    made = call(server, "/v1/chunks", body, content_type=kind)
+    assert made[1]["id"] == Chunk.video([PIXELS, PIXELS[::-1]], fps=1.5).id
+
+
+def test_deleting_one_upload_leaves_pixels_that_another_shows(server: Server, client: OpenAI) -> None:
+    pixels = PIXELS[:, ::-1].copy()
+    one, other = upload(client, Chunk.image(pixels)), upload(client, Chunk.image(pixels, text="other"))
+    call(server, f"/v1/chunks/{one}", method="DELETE")
+    assert call(server, f"/v1/chunks/{other}")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ({"type": "image", "image": "/etc/passwd"}, 400, "bad_media"),
+        ({"type": "image", "image": "http://10.0.0.1/x.png"}, 400, "bad_media"),
+        ({"type": "image", "image": ""}, 400, "bad_media"),
+        ({"type": "image", "image": base64.b64encode(b"no picture").decode()}, 400, "bad_media"),
+        ({"type": "image", "image": {"file": "none"}}, 400, "invalid_value"),
+        ({"type": "image", "image": base64.b64encode(png(np.zeros((400, 400, 3), np.uint8))).decode()}, 413, "too_large"),
+        ({"type": "text", "text": ""}, 400, "invalid_value"),
+        ({"type": "text", "text": "x", "id": "0" * 64}, 400, "invalid_value"),
+        ({"type": "text", "text": "x", "source": "/etc/passwd"}, 400, "invalid_value"),
+        ({"type": "tokens", "ids": [-1]}, 400, "invalid_value"),
+        ({"type": "song"}, 400, "invalid_value"),
+        ({"type": "ctxwin_chunk", "chunk": "../../x"}, 404, "unknown_upload"),
+        ([], 400, "invalid_value"),
+        (b"{", 400, "invalid_value"),
+        (b" " * 300_000, 413, "too_large"),
+    ],
+)  # fmt: skip
+def test_bad_uploads_are_refused_with_their_reason(server: Server, body: Any, status: int, code: str) -> None:
+    got, answer = call(server, "/v1/chunks", body)
+    assert (got, answer["error"]["code"]) == (status, code)
+    assert answer["error"]["message"] and "Traceback" not in answer["error"]["message"]
+
+
+# -- windows -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_is_sent_again_is_done_once(server: Server) -> None:
+    made = [call(server, "/v1/windows", {"header": "h"}, idempotency_key="open-1")[1]["id"] for _ in range(2)]
+    assert made[0] == made[1]
+    path, body = f"/v1/windows/{made[0]}/append", {"chunk": {"type": "text", "text": "once"}}
+    first, again = (call(server, path, body, idempotency_key="k1")[1]["placement"] for _ in range(2))
+    other = call(server, path, body, idempotency_key="k2")[1]["placement"]
+    assert first == again != other
+    assert call(server, f"/v1/windows/{made[0]}")[1]["ids"] == [first, other]
+    asked = {"query": "what?", "max_tokens": 2, "remember": True}
+    twice = [call(server, f"/v1/windows/{made[0]}/ask", asked, idempotency_key="k3")[1]["remembered"] for _ in range(2)]
+    assert twice[0] == twice[1] is not None
+    call(server, f"/v1/windows/{made[0]}", method="DELETE")
+
+
+def test_a_snapshot_cannot_make_the_server_read_files(client: OpenAI, server: Server, tmp_path: Path) -> None:
+    Image.fromarray(255 - PIXELS).save(tmp_path / "secret.png")
+    with open_engine("tiny:hf") as engine, Window(engine, "h") as local:
+        local.append(Chunk.image(tmp_path / "secret.png"))
+        state = local.snapshot()
+    assert state.placed[0].chunk.source is not None
+    with RemoteWindow.restore(client, state) as remote:
+        kept = server.service.space("").windows
+        with kept.using(remote.id) as window:
+            assert window.snapshot().placed[0].chunk.source is None
+        with pytest.raises(ChunkUnavailable):
+            remote.ask(QUESTION, 2)
+
+
+def test_idle_windows_are_put_aside_and_come_back(client: OpenAI, server: Server) -> None:
+    windows = server.service.space("").windows
+    with RemoteWindow(client, "h", 900) as window:
+        ids = window.extend(CHUNKS[:3])
+        window.evict(ids[0])
+        before = window.ask(QUESTION, 3)
+        windows._ttl_s = 0.0
+        try:
+            assert windows.sweep() >= 1 and len(windows) == 0
+        finally:
+            windows._ttl_s = 1000.0
+        assert window.ids == tuple(ids[1:]) and window.evicted == (ids[0],)
+        assert window.ask(QUESTION, 3).text == before.text
+        assert window.recall(ids[0]) == 0
+        window.check()
+    with pytest.raises(UnknownWindow):
+        RemoteWindow.attach(client, window.id)
+
+
+def test_the_oldest_idle_window_makes_room(client: OpenAI, server: Server) -> None:
+    windows = server.service.space("").windows
+    made = [RemoteWindow(client, f"header {i}") for i in range(5)]
+    assert len(windows) == 3
+    assert [w.header for w in map(lambda w: RemoteWindow.attach(client, w.id), made)] == [w.header for w in made]
+    with (
+        windows.using(made[0].id), windows.using(made[1].id), windows.using(made[2].id),
+        pytest.raises(TooManyWindows, match="all 3"),
+    ):  # fmt: skip
+        RemoteWindow(client, "one more")
+    for window in made:
+        window.close()
+    assert len(windows) == 0 and not list(server.engines[""].store.list("window/"))
+
+
+def test_closing_gives_every_lease_back() -> None:
+    with serving() as server:
+        client = server.client()
+        window = RemoteWindow(client, "h")
+        window.extend(CHUNKS[:2])
+        window.ask(QUESTION, 2)
+        window.fork().append(CHUNKS[2])
+        store = server.service.space("").store
+        assert store.stats().leased > 0
+    assert store.stats().leased == 0
+
+
+def test_windows_outlive_the_server_on_a_durable_store(tmp_path: Path) -> None:
+    url = f"disk:{tmp_path / 'kv'}"
+    with serving(store=url) as server:
+        window = RemoteWindow(server.client(), "h", 900)
+        window.extend(CHUNKS[:3])
+        before = window.ask(QUESTION, 3)
+    with serving(store=url) as server:
+        same = RemoteWindow.attach(server.client(), window.id)
+        after = same.ask(QUESTION, 3)
+        assert after.text == before.text and same.ids
+        assert after.usage.computed_tokens < before.usage.computed_tokens / 3
+        assert server.engines[""].counters.vision_encodes == 0
+        assert upload(server.client(), CHUNKS[0]) == CHUNKS[0].id
+
+
+# -- chats -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_is_the_chat_templates_own_prompt(client: OpenAI, server: Server) -> None:
+    """The layout of a chat, piece by piece, is what the template makes of the whole conversation."""
+    from ctxwin.serve.chat import lay_out, parse
+
+    note = upload(client, Chunk.text("a note\n"))
+    ask = [
+        {"type": "text", "text": "first "},
+        {"type": "ctxwin_chunk", "chunk": note},
+        {"type": "text", "text": "one?"},
+    ]
+    messages = [
+        {"role": "system", "content": "be brief"}, {"role": "user", "content": ask},
+        {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and two?"},
+    ]  # fmt: skip
+    space = server.service.space("")
+    layout = lay_out(space.engine, space.uploads, parse({"messages": messages}).messages)
+    engine = space.engine
+    pieces = [
+        engine.encode_header(layout.header),
+        *map(engine.encode, layout.chunks),
+        engine.encode_query(layout.query),
+    ]
+    made = [i for piece in pieces for i in piece.token_ids]
+    plain = [{**m, "content": "first a note\none?"} if m["content"] == ask else m for m in messages]
+    tokenizer = engine.encoder.checkpoint.tokenizer  # type: ignore[attr-defined]
+    whole = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(made) == whole
+
+
+def test_a_chat_reuses_what_a_window_computed(client: OpenAI) -> None:
+    with RemoteWindow(client, "A camera.", 900) as window:
+        window.extend(CHUNKS[:3])
+        window.ask(QUESTION, 3)
+    content: list[Any] = [*map(chunk_part, CHUNKS[:3]), {"type": "text", "text": QUESTION}]
+    messages: list[Any] = [{"role": "system", "content": "A camera."}, {"role": "user", "content": content}]
+    made = client.chat.completions.create(model="tiny", messages=messages, max_tokens=3)
+    assert made.usage is not None and made.usage.prompt_tokens_details is not None
+    cached, prompt = made.usage.prompt_tokens_details.cached_tokens, made.usage.prompt_tokens
+    assert cached is not None and cached > 0.9 * prompt
+    content[:3] = content[2::-1]
+    other = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=3, extra_body={"ctxwin": {"fidelity": {"mode": "blind"}}}
+    )
+    assert other.model_extra is not None and other.model_extra["ctxwin"]["usage"]["reused_tokens"]["canonical"] > 0
+
+
+def test_a_chat_streams_and_stops(client: OpenAI) -> None:
+    ids = [upload(client, chunk) for chunk in CHUNKS[:3]]
+    content: list[Any] = [*map(chunk_part, ids), {"type": "text", "text": QUESTION}]
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 6}
+    whole = client.chat.completions.create(**asked).choices[0]
+    stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    events = list(stream)
+    text = "".join(e.choices[0].delta.content or "" for e in events if e.choices)
+    assert text == whole.message.content and text
+    assert [e.choices[0].finish_reason for e in events if e.choices][-1] == whole.finish_reason == "stop"
+    assert events[-1].usage is not None and events[-1].usage.completion_tokens > 0
+    cut = client.chat.completions.create(**asked, stop=[text[1:3]])
+    assert cut.choices[0].message.content == text[:1]
+    short = client.chat.completions.create(**{**asked, "max_tokens": 1, "temperature": 2.0, "seed": 3})
+    assert short.usage is not None and short.usage.completion_tokens <= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "said"),
+    [
+        ({"model": "other"}, 404, "other"),
+        ({"n": 2}, 400, "n:"),
+        ({"top_p": 0.5}, 400, "top_p"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+        ({"max_tokens": 10**6}, 422, "must fit"),
+        ({"best_of": 2}, 400, "best_of"),
+        ({"messages": [{"role": "user", "content": [chunk_part("1" * 64)]}]}, 404, "upload it first"),
+    ],
+)
+def test_what_a_chat_of_chunks_cannot_do_is_refused(
+    client: OpenAI, server: Server, change: dict[str, Any], status: int, said: str
+) -> None:
+    known = upload(client, Chunk.text("x"))
+    content = [chunk_part(known), {"type": "text", "text": "?"}]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 2, **change}
+    for stream in (False, True):
+        got, answer = call(server, "/v1/chat/completions", {**body, "stream": stream})
+        assert got == status and said in answer["error"]["message"]
+
+
+def test_a_plain_chat_is_passed_on_as_it_came(server: Server) -> None:
+    for text in ("hello", 'say "ctxwin_chunk"'):
+        body = {"messages": [{"role": "user", "content": text}], "cache_salt": "mine", "anything": 1}
+        assert call(server, "/v1/chat/completions", body) == (200, {"plain": True})
+        assert server.passed.pop() == body
+
+
+@pytest.mark.parametrize("stops", [("END",), ("\n\n", "b"), ("aa",), ("x", "xy")])
+def test_stops_cut_alike_however_a_text_arrives(stops: tuple[str, ...]) -> None:
+    text = "a\nxENb\n\nENDaab"
+    whole = Stops(stops)
+    whole.feed(text, last=True)
+    for step in (1, 2, 3):
+        by_piece, heard = Stops(stops), ""
+        for end in range(step, len(text) + step, step):
+            heard += by_piece.feed(text[:end], last=end >= len(text))
+        assert (
+            heard == by_piece.text == whole.text == text[: min((text.find(s) for s in stops if s in text), default=99)]
+        )
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_count_what_happened() -> None:
+    with serving() as server:
+        client = server.client()
+        with RemoteWindow(client, "h", 900) as window:
+            ids = window.extend(CHUNKS[:3])
+            one = window.ask(QUESTION, 2).usage
+            window.evict(ids[0])
+            two = window.ask(QUESTION, 2).usage
+            found = read_metrics(server)
+            with pytest.raises(ValueError, match="count"):
+                window.slide(-1)
+        assert found["ctxwin_asks_total"] == 2
+        assert found["ctxwin_windows_open"] == 1
+        assert found["ctxwin_computed_tokens_total"] == one.computed_tokens + two.computed_tokens
+        for lane in {*one.reused_tokens, *two.reused_tokens}:
+            tokens = one.reused_tokens.get(lane, 0) + two.reused_tokens.get(lane, 0)
+            assert found[f'ctxwin_prompt_tokens_total{{lane="{lane}"}}'] == tokens
+        assert found["ctxwin_loaded_bytes_total"] == two.bytes_loaded > 0 and found["ctxwin_loads_total"] == 1
+        assert found["ctxwin_vision_encodes_total"] == 3
+        assert found["ctxwin_vision_encodes_saved_total"] == 3 + 2 - 3
+        assert found['ctxwin_store_reads_total{result="hit",tier="0-memory"}'] > 0
+        after = read_metrics(server)
+        assert after["ctxwin_windows_open"] == 0 and after['ctxwin_errors_total{code="invalid_value"}'] == 1
+
+
+def read_metrics(server: Server) -> dict[str, float]:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+
+def test_many_windows_at_once(client: OpenAI, server: Server) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with serving(Limits(threads=4)) as running:
+        shared = running.client()
+
+        def one(i: int) -> str:
+            with RemoteWindow(shared, "h", 900) as window:
+                window.extend(CHUNKS[i % 3 : i % 3 + 2])
+                return window.ask(QUESTION, 2).text
+
+        began = time.monotonic()
+        with ThreadPoolExecutor(12) as pool:
+            answers = list(pool.map(one, range(12)))
+        assert answers[:3] * 4 == answers
+        assert time.monotonic() - began < 60

@@ -1,0 +1,171 @@
+"""Tenants: whose request it is, that nobody reaches another's windows, chunks or cached blocks, and the tenants file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import APIStatusError, AuthenticationError
+
+from ctxwin import Chunk
+from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
+from ctxwin.serve.errors import NotAllowed, TooLarge, TooManyWindows, UnknownUpload, UnknownWindow
+from ctxwin.serve.tenants import Keys, Tenant, load_tenants
+from serve.serving import Server, serving
+from serve.test_routes import call, read_metrics
+
+ACME = Tenant(name="acme", keys=["key-a", "key-a2"], max_windows=2)
+BOLT = Tenant(name="bolt", keys=["key-b"], max_bytes="300KB")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(tenants=[ACME, BOLT], api_keys=["key-own"]) as running:
+        yield running
+
+
+def chat(server: Server, key: str, **body: Any) -> dict[str, Any]:
+    """What reaches the server's own chat route of a plain request."""
+    asked = {"messages": [{"role": "user", "content": "hello"}], **body}
+    status, answer = call(server, "/v1/chat/completions", asked, authorization=f"Bearer {key}")
+    if status != 200:
+        raise AssertionError((status, answer))
+    return server.passed.pop()  # type: ignore[no-any-return]
+
+
+def test_without_a_key_nothing_is_served(server: Server) -> None:
+    for key in ("", "wrong", "key-"):
+        with pytest.raises(AuthenticationError):
+            RemoteWindow(server.client(key or "none", max_retries=0), "h")
+    for path in ("/v1/chat/completions", "/v1/chunks", "/invocations"):
+        assert call(server, path, {"messages": []})[0] == 401
+        assert call(server, path, {"messages": []}, authorization="Basic key-a")[0] == 401
+    assert not server.passed
+    assert read_metrics(server)['ctxwin_windows_open{tenant="acme"}'] == 0  # scrapers have no key
+
+
+def test_another_tenants_windows_and_chunks_do_not_exist(server: Server) -> None:
+    acme, bolt, own = (server.client(key, max_retries=0) for key in ("key-a", "key-b", "key-own"))
+    with RemoteWindow(acme, "h", 500) as window:
+        window.append(Chunk.text("a secret"))
+        chunk = upload(acme, Chunk.text("a secret"))
+        for other in (bolt, own):
+            with pytest.raises(UnknownWindow):
+                RemoteWindow.attach(other, window.id)
+            with RemoteWindow(other, "h") as mine:
+                with pytest.raises(UnknownUpload):
+                    mine._post("append", chunk=chunk)
+                with pytest.raises(UnknownWindow):
+                    mine._post("adopt", id=window.id, force=True)
+            with pytest.raises(APIStatusError) as found:
+                asked: list[Any] = [{"role": "user", "content": [chunk_part(chunk), {"type": "text", "text": "?"}]}]
+                other.chat.completions.create(model="tiny", messages=asked)
+            assert found.value.status_code == 404
+        again = RemoteWindow.attach(server.client("key-a2"), window.id)
+        assert again.ids == window.ids  # the same tenant by its other key
+
+
+def test_quotas(server: Server) -> None:
+    acme, bolt = server.client("key-a", max_retries=0), server.client("key-b", max_retries=0)
+    open_ones = [RemoteWindow(acme, f"h{i}") for i in range(3)]
+    windows = server.service.space("acme").windows
+    assert len(windows) == 2
+    with windows.using(open_ones[1].id), windows.using(open_ones[2].id), pytest.raises(TooManyWindows):
+        RemoteWindow(acme, "one more")
+    noise = np.random.default_rng(1).integers(0, 255, (500, 500, 3), dtype=np.uint8)  # 750 KB, and does not compress
+    with pytest.raises(TooLarge, match="store"):
+        upload(bolt, Chunk.image(noise))
+    assert upload(acme, Chunk.image(noise))
+    for window in open_ones:
+        window.close()
+
+
+def test_plain_requests_are_bound_to_their_tenants_cached_blocks(server: Server) -> None:
+    assert chat(server, "key-a")["cache_salt"] == "salt-of-acme"
+    assert chat(server, "key-b")["cache_salt"] == "salt-of-bolt"
+    assert "cache_salt" not in chat(server, "key-own")
+    given = [chat(server, key, cache_salt="salt-of-acme")["cache_salt"] for key in ("key-a", "key-b", "key-own")]
+    assert len({*given, "salt-of-acme"}) == 4  # a salt that a client guesses leads nowhere
+    assert chat(server, "key-a", cache_salt="x") == chat(server, "key-a2", cache_salt="x")
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}, "uuid": "cat"}
+    named = [
+        chat(server, key, messages=[{"role": "user", "content": [picture]}])["messages"][0]["content"][0]["uuid"]
+        for key in ("key-a", "key-b", "key-own")
+    ]
+    assert len({*named[:2], "cat"}) == 3 and named[2] == "cat"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [], "kv_transfer_params": {"ctxwin": "x"}}),
+        ("/v1/chat/completions", {"messages": [], "vllm_xargs": {"kv_transfer_params": "x"}}),
+        ("/v1/chat/completions", {"messages": [], "priority": -1}),
+        ("/v1/responses", {"previous_response_id": "resp_1"}),
+        ("/v1/load_lora_adapter", {}),
+        ("/invocations", {}),
+        ("/v1/anything/new", {}),
+    ],
+)
+def test_what_cannot_be_kept_apart_is_not_served_to_tenants(server: Server, path: str, body: dict[str, Any]) -> None:
+    status, answer = call(server, path, body, authorization="Bearer key-a")
+    assert (status, answer["error"]["code"]) == (403, "not_allowed")
+    assert not server.passed
+
+
+def test_metrics_are_by_tenant(server: Server) -> None:
+    with RemoteWindow(server.client("key-b"), "h") as window:
+        window.append(Chunk.text("x"))
+        window.ask("what?", 1)
+        found = read_metrics(server)
+    assert found['ctxwin_asks_total{tenant="bolt"}'] == 1
+    assert found['ctxwin_windows_open{tenant="bolt"}'] == 1
+    assert found.get('ctxwin_asks_total{tenant="acme"}', 0) == 0
+
+
+def test_one_key_without_tenants_guards_our_routes() -> None:
+    with serving(api_keys=["only"]) as server:
+        assert call(server, "/v1/windows", {})[0] == 401
+        with RemoteWindow(server.client("only"), "h") as window:
+            assert window.tokens > 0
+        body = {"messages": [], "kv_transfer_params": {"own": 1}}
+        assert call(server, "/v1/chat/completions", body, authorization="Bearer only")[0] == 200
+        assert server.passed == [body]
+
+
+def test_the_tenants_file(tmp_path: Path) -> None:
+    toml = tmp_path / "tenants.toml"
+    entries = [{"name": "acme", "keys": ["k1", "k2"], "max_bytes": "2GB"}, {"name": "b", "keys": ["k3"]}]
+    rows = ["[[tenant]]\n" + "\n".join(f"{k} = {json.dumps(v)}" for k, v in entry.items()) for entry in entries]
+    toml.write_text("\n".join(rows))
+    plain = tmp_path / "tenants.json"
+    plain.write_text(json.dumps({"tenant": entries}))
+    assert load_tenants(toml) == load_tenants(plain)
+    keys = Keys.of(["own"], load_tenants(toml))
+    found = [keys.tenant(f"Bearer {key}") for key in ("k1", "k2", "k3", "own", "k4", "")]
+    assert found == ["acme", "acme", "b", "", None, None]
+    assert Keys.of([], []).tenant(None) == "" and keys.tenant(None) is None
+    for text, said in (
+        ("name = 1", "tenant"),
+        ('[[tenant]]\nname = "a"\nkeys = []', "keys"),
+        ('[[tenant]]\nname = "a"\nkeys = ["k"]\n[[tenant]]\nname = "b"\nkeys = ["k"]', "key"),
+        ('[[tenant]]\nname = "a"\nkeys = ["k"]\nmax_bytes = "lots"', "size"),
+        ('[[tenant]]\nname = "a"\nkeys = ["k"]\nquota = 1', "quota"),
+        ("[[", "TOML"),
+    ):
+        toml.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            load_tenants(toml)
+    with pytest.raises(ValueError, match="api-key"):
+        Keys.of(["k3"], load_tenants(plain))
+
+
+def test_refusals_reach_the_client_as_ours(server: Server) -> None:
+    from ctxwin.adapters.openai.transport import post
+
+    with pytest.raises(NotAllowed):
+        post(server.client("key-a", max_retries=0), "/load_lora_adapter", {})
