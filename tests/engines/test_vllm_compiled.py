@@ -50,18 +50,18 @@ def chunk(seed: int) -> Chunk:
     return Chunk.image(pixels, text=f"frame {seed}")
 
 
-def program(engine: Any, mode: Any, run: str) -> Iterator[tuple[Window, dict[int, float], int]]:
-    """Slide, recall, append, reorder: each answer's logprobs of the first token, and the tokens served from spans.
+def program(engine: Any, mode: Any, run: str) -> Iterator[tuple[list[Chunk], dict[int, float], int]]:
+    """Slide, recall, append, reorder: what is placed, logprobs of the first token, and the tokens served from spans.
 
     Each run has a store and prefix-cache spaces of its own, so that none is served by what another one left.
     """
     with engine.view(run) as own, Window(own, HEADER, fidelity=Fidelity(mode)) as window:
-        window.extend([chunk(i) for i in range(4)])
+        chunks = {window.append(chunk(i)): chunk(i) for i in range(4)}
 
-        def ask() -> tuple[Window, dict[int, float], int]:
+        def ask() -> tuple[list[Chunk], dict[int, float], int]:
             answer = window.ask(QUERY, max_tokens=3, logprobs=-1)
             reused = sum(count for lane, count in answer.usage.reused_tokens.items() if lane != "computed")
-            return window, answer.first_token_logprobs, reused
+            return [chunks[placement] for placement in window.ids], answer.first_token_logprobs, reused
 
         yield ask()
         first, second = window.ids[:2]
@@ -69,18 +69,18 @@ def program(engine: Any, mode: Any, run: str) -> Iterator[tuple[Window, dict[int
         yield ask()
         window.recall(first, at=0)
         yield ask()
-        window.append(chunk(9))
+        chunks[window.append(chunk(9))] = chunk(9)
         yield ask()
         window.recall(second)
         window.reorder(window.ids[::-1])
         yield ask()
 
 
-def reprefill(engine: Engine, window: Window) -> dict[int, float]:
+def reprefill(engine: Engine, chunks: list[Chunk]) -> dict[int, float]:
     header = engine.encode_header(HEADER)
     pieces, at = [Piece(header, 0)], header.advance
-    for placement in window.ids:
-        encoded = engine.encode(window.chunk(placement))
+    for placed in chunks:
+        encoded = engine.encode(placed)
         pieces.append(Piece(encoded, at))
         at += encoded.advance
     query = engine.encode_query(QUERY)
@@ -93,8 +93,8 @@ def gap(a: dict[int, float], b: dict[int, float]) -> float:
 
 
 def check(engine: Any, eager: Any, run: str) -> None:
-    for window, answer, _ in program(engine, "exact", "compiled-exact"):
-        assert gap(answer, reprefill(eager, window)) < CLOSE
+    for placed, answer, _ in program(engine, "exact", "compiled-exact"):
+        assert gap(answer, reprefill(eager, placed)) < CLOSE
     served = list(program(engine, "blind", "compiled"))
     for (_, ours, reused), (_, theirs, same) in zip(served, program(eager, "blind", run), strict=True):
         assert gap(ours, theirs) < CLOSE and reused == same
