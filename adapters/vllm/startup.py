@@ -67,6 +67,7 @@ def start(model: str, exchange: Exchange | Spool, options: dict[str, Any], proce
     versions.check(options.get("allow_untested_vllm"))
     with _lock, _unnoticed(processes, options):
         from transformers import AutoConfig
+        from vllm import envs
 
         arguments = {
             "disable_log_stats": True,
@@ -75,6 +76,7 @@ def start(model: str, exchange: Exchange | Spool, options: dict[str, Any], proce
             **with_connector(model, options, exchange),
         }
         _import_model_classes(AutoConfig.from_pretrained(model))
+        envs.disable_envs_cache()  # vLLM keeps the settings of the first engine of a process, which may be of another kind
         try:
             return _in_thread(model, arguments) if processes == "async" else _stepped(model, arguments)
         except Exception as error:
