@@ -90,6 +90,7 @@ class Chunk(BaseModel):
     priority: int = 0
     keep_source: bool = True
     _frames: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _named: tuple[tuple[Any, ...], Role | None, bool, str] | None = PrivateAttr(default=None)
 
     def __eq__(self, other: object) -> bool:
         # Pixels held in memory are a cache, not a part of the value.
@@ -100,7 +101,11 @@ class Chunk(BaseModel):
 
     @property
     def id(self) -> str:
-        """Content identity: SHA-256, hexadecimal. Cost: a hash over part descriptions, not over pixels."""
+        """Content identity: SHA-256, hexadecimal. Cost: a hash over part descriptions, not over pixels; once a chunk."""
+        held = self._named
+        # A copy made with other parts takes along what was remembered of the original.
+        if held is not None and held[0] is self.parts and held[1:3] == (self.role, self.as_frames):
+            return held[3]
         described: list[Any] = []
         for part in self.parts:
             if isinstance(part, TextPart):
@@ -109,7 +114,9 @@ class Chunk(BaseModel):
                 described.append(["tokens", list(part.ids)])
             else:
                 described.append(["media", part.media, part.content, list(part.shape), part.fps])
-        return digest("chunk", self.role, self.as_frames, described)
+        made = digest("chunk", self.role, self.as_frames, described)
+        self._named = (self.parts, self.role, self.as_frames, made)
+        return made
 
     @property
     def source(self) -> str | None:

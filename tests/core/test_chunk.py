@@ -63,6 +63,19 @@ def test_a_chunk_is_what_the_model_sees(picture: np.ndarray, tmp_path: Path) -> 
     assert Chunk.image(path).source == str(path.resolve())
 
 
+def test_a_copy_of_other_content_has_an_id_of_its_own() -> None:
+    """The id is remembered, and copies take along what was remembered."""
+    chunk = Chunk.text("a")
+    first = chunk.id
+    assert chunk.id == first
+    other = chunk.model_copy(update={"parts": Chunk.text("b").parts})
+    assert other.id == Chunk.text("b").id != first
+    turn = chunk.model_copy(update={"role": "user"})
+    assert turn.id == Chunk.message("user", "a").id != first
+    assert chunk.model_copy(update={"label": "x"}).id == chunk.id == first
+    assert chunk.model_copy(update={"as_frames": True}).id != first
+
+
 def test_a_chunk_survives_json_without_pixels(picture: np.ndarray) -> None:
     chunk = Chunk.message("user", ["look", {"type": "image", "image": picture}, Chunk.text("!")])
     again = Chunk.model_validate_json(chunk.model_dump_json())

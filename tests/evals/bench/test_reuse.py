@@ -141,7 +141,7 @@ def test_the_held_prefix_computes_what_a_prefix_cache_would(hf: Any) -> None:
 def test_a_move_that_is_about_patches_must_be_served_by_one() -> None:
     """Where a patch outweighs the KV it stands for, the window keeps the KV."""
     row = {"op": "recall", "tokens": 64, "rank": 512, "lanes": {"resident": 64}}
-    with pytest.raises(ValueError, match="rank must be so small .* got 512 for recall at 64 tokens"):
+    with pytest.raises(ValueError, match=r"rank must be so small .* got 512 for recall at 64 tokens"):
         reuse._check_patches(row, True)
     reuse._check_patches(row, False)
     reuse._check_patches(row | {"lanes": {"resident": 16, "patched": 48}}, True)
