@@ -48,6 +48,10 @@ def check_config(config: Any) -> None:
     _check_parallel(config.parallel_config)
     _check_connector(config.kv_transfer_config)
     _check_model(config.model_config)
+    if str(config.load_config.load_format) == "dummy":
+        raise _refusal(
+            "load_format", "one that reads the weights", "'dummy'", "stored KV is named by the checkpoint's own weights"
+        )
     kept, own = str(config.cache_config.cache_dtype), _name(config.model_config.dtype)
     if kept not in ("auto", own):
         raise _refusal("kv_cache_dtype", f"'auto' or {own!r}", kept, "spans are moved in the model's own dtype")
@@ -89,6 +93,13 @@ def _check_model(model: Any) -> None:
             "hf_overrides", "empty", model.hf_overrides,
             "stored KV is named, and keys are turned, by the checkpoint's own config; change its config.json instead",
         )  # fmt: skip
+    for name in ("revision", "hf_config_path"):
+        given = getattr(model, name, None)
+        if given is not None:
+            raise _refusal(
+                name, "unset", repr(given),
+                "ctxwin reads the model's config and weights where its name leads; open a local folder of that revision",
+            )  # fmt: skip
     quantised = getattr(model, "quantization", None)
     if quantised and not getattr(model.hf_config, "quantization_config", None):
         raise _refusal(

@@ -269,7 +269,7 @@ def config(**changes: Any) -> SimpleNamespace:
             pipeline_parallel_size=1, data_parallel_size=1, decode_context_parallel_size=1, enable_dbo=False
         ),
         kv_transfer_config=SimpleNamespace(kv_connector="CtxwinConnector", kv_load_failure_policy="fail"),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto"), load_config=SimpleNamespace(load_format="auto"),
         model_config=SimpleNamespace(
             dtype=torch.bfloat16, hf_overrides={}, quantization=None, hf_config=SimpleNamespace(),
             is_encoder_decoder=False, runner_type="generate",
@@ -318,6 +318,9 @@ class TestConfigurations:
                 "hf_overrides must be empty .*change its config.json",
             ),
             ({"model_config__quantization": "fp8"}, "quantization must be the checkpoint's own .*'fp8'"),
+            ({"model_config__revision": "v2"}, "revision must be unset .*'v2'.*local folder"),
+            ({"model_config__hf_config_path": "other"}, "hf_config_path must be unset"),
+            ({"load_config__load_format": "dummy"}, "load_format must be one that reads the weights"),
             ({"model_config__is_encoder_decoder": True}, "the model must be a decoder"),
             ({"model_config__runner_type": "pooling"}, "runner must be 'generate' .*'pooling'"),
         ],
