@@ -139,7 +139,7 @@ class Encoder:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of generated ids, special tokens left out."""
-        with self._lock:
+        with self.checkpoint.tokenizing:
             return str(self.checkpoint.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def embed(self, key: str) -> torch.Tensor:
@@ -159,7 +159,7 @@ class Encoder:
         """Ids of content: special tokens spelled out in it stay text."""
         if not text:
             return []
-        with self._lock:
+        with self.checkpoint.tokenizing:
             made = self.checkpoint.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
         return [int(i) for i in made["input_ids"]]
 
@@ -167,7 +167,7 @@ class Encoder:
         """Ids of a piece of the template: special tokens count."""
         if not text:
             return []
-        with self._lock:
+        with self.checkpoint.tokenizing:
             made = self.checkpoint.tokenizer(text, add_special_tokens=False)
         return [int(i) for i in made["input_ids"]]
 
