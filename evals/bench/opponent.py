@@ -5,6 +5,7 @@ Everything is handed over as token ids and ready embeddings, so no time of token
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -24,12 +25,15 @@ class Plain:
         prefix_cache_s: with what the prefix cache held of the prompt before the edit.
         local_hit_s: once more, now held as a whole.
         prefix_hit: prompt tokens that the cache had in the first of both; local_hit: in the second.
+        prefix_cpu_s, local_cpu_s: seconds of all of this process's threads on a CPU meanwhile.
     """
 
     prefix_cache_s: float
     local_hit_s: float
     prefix_hit: int
     local_hit: int
+    prefix_cpu_s: float = 0.0
+    local_cpu_s: float = 0.0
 
 
 class Opponent(Protocol):
@@ -56,9 +60,9 @@ class PrefixCache:
     def ask(self, before: Sequence[Encoded], after: Sequence[Encoded], query: Encoded, run: str) -> Plain:
         salt = digest("plain", run)
         _generate(self.engine, _placed(before), query, salt)
-        first = _generate(self.engine, _placed(after), query, salt)
-        again = _generate(self.engine, _placed(after), query, salt)
-        return Plain(first.ttft_s, again.ttft_s, first.cached_tokens, again.cached_tokens)
+        first, first_cpu = _timed(self.engine, _placed(after), query, salt)
+        again, again_cpu = _timed(self.engine, _placed(after), query, salt)
+        return Plain(first.ttft_s, again.ttft_s, first.cached_tokens, again.cached_tokens, first_cpu, again_cpu)
 
 
 @dataclass
@@ -73,9 +77,11 @@ class HeldPrefix:
             same += 1
         pieces = _placed(after)
         front = _held(self.engine, pieces[:same], query)
-        first = _generate(self.engine, [*front, *pieces[same:]], query, "")
-        again = _generate(self.engine, _held(self.engine, pieces, query), query, "")
-        return Plain(first.ttft_s, again.ttft_s, sum(p.encoded.tokens for p in front), sum(e.tokens for e in after))
+        whole = _held(self.engine, pieces, query)
+        first, first_cpu = _timed(self.engine, [*front, *pieces[same:]], query, "")
+        again, again_cpu = _timed(self.engine, whole, query, "")
+        hits = sum(piece.encoded.tokens for piece in front), sum(part.tokens for part in after)
+        return Plain(first.ttft_s, again.ttft_s, *hits, first_cpu, again_cpu)
 
 
 def _placed(encoded: Sequence[Encoded]) -> list[Piece]:
@@ -98,3 +104,10 @@ def _held(engine: Engine, pieces: Sequence[Piece], query: Encoded) -> list[Piece
 
 def _generate(engine: Engine, pieces: Sequence[Piece], query: Encoded, salt: str) -> Generation:
     return engine.generate(pieces, query, Sampling(max_tokens=1), salt=salt)
+
+
+def _timed(engine: Engine, pieces: Sequence[Piece], query: Encoded, salt: str) -> tuple[Generation, float]:
+    """The answer, and the CPU seconds it took."""
+    began = time.process_time()
+    made = _generate(engine, pieces, query, salt)
+    return made, time.process_time() - began

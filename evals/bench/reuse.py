@@ -77,12 +77,14 @@ class Run:
     Attributes:
         engine_s: of ``ttft_s``, what the engine took from being called; the rest is the window's own work.
         back_s: of the ask behind the undone edit.
+        cpu_s: seconds of all of this process's threads on a CPU during the whole ask.
     """
 
     ttft_s: float
     engine_s: float
     plain: Plain
     back_s: float | None = None
+    cpu_s: float = 0.0
 
 
 class Clocked:
@@ -97,6 +99,11 @@ class Clocked:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+    @property
+    def local(self) -> bool:
+        """Whether it computes in this process."""
+        return self._engine.spec.name != "vllm" or bool(self._core.driver.local)
 
     def fresh(self) -> None:
         """Empties the prefix cache, where the engine has one."""
@@ -149,6 +156,7 @@ def measure(
     settings.check(engine)
     load = os.getloadavg()
     clocked, opponent = Clocked(engine), opponent_of(engine)
+    local = clocked.local
     cells = [(op, tokens) for tokens in sorted(settings.tokens) for op in settings.ops]
     total, done = len(cells) * (settings.runs + 1), 0
     rows = []
@@ -176,7 +184,7 @@ def measure(
                 runs.append(made)
         done += 1
         query = engine.encode_query(QUERY).tokens
-        row = summary(runs) | {"forward_free": served.computed <= query, "computed_tokens": served.computed}
+        row = summary(runs, local) | {"forward_free": served.computed <= query, "computed_tokens": served.computed}
         rows.append(
             {"op": op, "tokens": tokens, "rank": settings.rank if move.patches else 0}
             | row
@@ -196,13 +204,14 @@ def _repeat(clocked: Clocked, opponent: Opponent, scene: Scene, name: str, numbe
     else:
         ours, served = _timed(clocked, scene)
         plain = _plain(opponent, clocked, scene, name)
-    return Run(ours.ttft_s, ours.engine_s, plain, ours.back_s), served
+    return Run(ours.ttft_s, ours.engine_s, plain, ours.back_s, ours.cpu_s), served
 
 
 @dataclass(frozen=True)
 class _Ours:
     ttft_s: float
     engine_s: float
+    cpu_s: float
     back_s: float | None
 
 
@@ -214,13 +223,15 @@ def _timed(clocked: Clocked, scene: Scene) -> tuple[_Ours, _Served]:
         ask(branch)
         scene.edit(branch)
         stop = branch.observe(served.hear)
+        cpu = time.process_time()
         ttft, engine = _first_token(clocked, branch)
+        cpu = time.process_time() - cpu
         stop()
         back = None
         if scene.back is not None:
             scene.back(branch)
             back, _ = _first_token(clocked, branch)
-    return _Ours(ttft, engine, back), served
+    return _Ours(ttft, engine, cpu, back), served
 
 
 def _first_token(clocked: Clocked, window: Window) -> tuple[float, float]:
@@ -245,8 +256,12 @@ def _plain(opponent: Opponent, clocked: Clocked, scene: Scene, name: str) -> Pla
 # -- figures -------------------------------------------------------------------------------------------------------
 
 
-def summary(runs: Sequence[Run]) -> Row:
-    """Medians of the runs; ratios both of the medians and, paired, as the median of the runs' own ratios."""
+def summary(runs: Sequence[Run], local: bool = True) -> Row:
+    """Medians of the runs; ratios both of the medians and, paired, as the median of the runs' own ratios.
+
+    ``local``: whether the engine computes in this process; only then CPU seconds say something. They hardly change on a machine
+    that is busy with something else, where times do.
+    """
     ours = [r.ttft_s for r in runs]
     cache, floor = [r.plain.prefix_cache_s for r in runs], [r.plain.local_hit_s for r in runs]
     speedups, over = (
@@ -272,10 +287,22 @@ def summary(runs: Sequence[Run]) -> Row:
             "ttft_s": quartiles(ours), "ttft_prefix_cache_s": quartiles(cache), "ttft_local_hit_s": quartiles(floor),
             "speedup": quartiles(speedups), "over_floor": quartiles(over),
         },
+        "cpu_s": _cpu_seconds(runs) if local else None,
         "runs": len(runs),
         "prefix_hit_tokens": runs[-1].plain.prefix_hit,
         "local_hit_tokens": runs[-1].plain.local_hit,
     }  # fmt: skip
+
+
+def _cpu_seconds(runs: Sequence[Run]) -> Row:
+    cache, floor = [r.plain.prefix_cpu_s for r in runs], [r.plain.local_cpu_s for r in runs]
+    over = [r.cpu_s / f for r, f in zip(runs, floor, strict=True) if f]
+    return {
+        "ask": statistics.median(r.cpu_s for r in runs),
+        "prefix_cache": statistics.median(cache),
+        "local_hit": statistics.median(floor),
+        "over_floor_paired": statistics.median(over) if over else None,
+    }
 
 
 def quartiles(values: Sequence[float]) -> list[float]:

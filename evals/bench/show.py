@@ -18,13 +18,26 @@ def reuse_table(result: dict[str, Any]) -> Table:
         title=f"time to the first token behind an edit, {result['meta']['engine']}, medians of {runs} paired runs (ms)",
         title_justify="left",
     )
-    columns = ("op", "tokens", "rank", "ctxwin", "prefix cache", "floor", "speedup", "over floor", "forward", "lanes")
+    columns = (
+        "op",
+        "tokens",
+        "rank",
+        "ctxwin",
+        "prefix cache",
+        "floor",
+        "speedup",
+        "over floor",
+        "by CPU",
+        "forward",
+        "lanes",
+    )
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i in (0, 9) else "right", no_wrap=i != 9)
+        table.add_column(column, justify="left" if i in (0, 10) else "right", no_wrap=i != 10)
     for row in result["rows"]:
         table.add_row(
             row["op"], str(row["tokens"]), str(row["rank"]), _ms(row["ttft_s"]), _ms(row["ttft_prefix_cache_s"]),
             _ms(row["ttft_local_hit_s"]), f"{row['speedup']:.1f}x", f"{row['over_floor']:.2f}x",
+            _by_cpu(row["cpu_s"]),
             "none" if row["forward_free"] else f"{row['computed_tokens']} tokens",
             ", ".join(f"{lane} {n}" for lane, n in row["lanes"].items()),
         )  # fmt: skip
@@ -47,6 +60,11 @@ def check_lines(result: dict[str, Any]) -> list[str]:
             what = f"{c['value']:.2f} floors without a forward, at most {c['bound']:.1f}"
         lines.append(f"{told}: {c['op']} at {c['tokens']} tokens: {what}")
     return lines
+
+
+def _by_cpu(cpu: dict[str, Any] | None) -> str:
+    """``over floor`` in CPU seconds, which a busy machine changes less."""
+    return "" if cpu is None or cpu["over_floor_paired"] is None else f"{cpu['over_floor_paired']:.2f}x"
 
 
 def _ms(seconds: float) -> str:

@@ -19,7 +19,7 @@ def row(op: str, tokens: int, ttft: float, cache: float, floor: float, forward_f
     return {
         "op": op, "tokens": tokens, "rank": 0, "ttft_s": ttft, "ttft_prefix_cache_s": cache, "ttft_local_hit_s": floor,
         "speedup": cache / ttft, "over_floor": ttft / floor, "forward_free": forward_free, "computed_tokens": 12,
-        "lanes": {"survivor": tokens},
+        "lanes": {"survivor": tokens}, "cpu_s": {"over_floor_paired": 1.1},
     }  # fmt: skip
 
 
@@ -42,6 +42,13 @@ def test_paired_ratios_are_the_runs_own() -> None:
     made = summary([Run(t, t, Plain(4 * t, t / 2, 0, 0)) for t in (1.0, 9.0, 2.0)])
     assert made["speedup_paired"] == 4.0 and made["over_floor_paired"] == 2.0
     assert made["quartiles"]["speedup"] == [4.0, 4.0]
+
+
+def test_cpu_seconds_are_those_of_an_engine_in_this_process() -> None:
+    runs = [Run(1.0, 1.0, Plain(4.0, 1.0, 0, 0, 3.0, 0.5), cpu_s=c) for c in (0.6, 0.5, 2.0)]
+    cpu = summary(runs)["cpu_s"]
+    assert cpu == {"ask": 0.6, "prefix_cache": 3.0, "local_hit": 0.5, "over_floor_paired": 1.2}
+    assert summary(runs, local=False)["cpu_s"] is None
 
 
 def test_one_run_has_quartiles() -> None:
@@ -87,7 +94,7 @@ def test_the_table_has_a_line_a_row() -> None:
     rows = [row("slide", 256, 0.1, 1.0, 0.1), row("toggle", 256, 0.1, 1.0, 0.1, forward_free=False)]
     table = reuse_table({"rows": rows, "meta": meta})
     assert table.row_count == 2
-    assert list(table.columns[8].cells) == ["none", "12 tokens"]
+    assert list(table.columns[9].cells) == ["none", "12 tokens"]
     assert "load 0.5 before and 0.7 after" in str(table.caption)
 
 

@@ -165,6 +165,7 @@ def check_rows(result: dict[str, Any], runs: int) -> None:
         assert r["forward_free"] and r["computed_tokens"] <= query
         assert sum(r["lanes"].values()) == sum(c["tokens"] for c in r["chunks"]) == r["tokens"]
         assert (r["ttft_back_s"] is not None) == (r["op"] == "toggle")
+        assert r["cpu_s"]["ask"] > 0 and r["cpu_s"]["local_hit"] > 0
         assert 0 <= r["phases_s"]["window"] < r["ttft_s"]
     by_op = {r["op"]: r["chunks"] for r in result["rows"] if r["tokens"] == 128}
     assert [(c["chunk"], c["lane"]) for c in by_op["reorder"]] == [
