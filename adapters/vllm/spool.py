@@ -94,6 +94,8 @@ class Spool:
         self._serial = itertools.count()
         self._bytes = 0
         self._lock = threading.Lock()
+        # Also when it is collected, and when the interpreter ends.
+        self._remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
         self.embeddings = self.path / _EMBEDDINGS
         self.embeddings.mkdir()
         _write(self.path / "spec.json", json.dumps(asdict(kv)).encode())
@@ -171,7 +173,7 @@ class Spool:
 
     def close(self) -> None:
         """Removes the folder. Idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._remove()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
