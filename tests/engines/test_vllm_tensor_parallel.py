@@ -1,0 +1,167 @@
+"""Tensor parallel 2 on a CPU: spans cut to each rank's heads at load, and joined from all ranks at capture.
+
+Held against the same model in one process; spans and patches go from either to the other, since a store knows nothing of
+ranks. Four processes on a small machine take a minute to start, so these tests are slow ones.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from ctxwin import Chunk
+from ctxwin.engines.base import Encoded, Engine, Piece, Sampling
+from ctxwin.kv import SpanKV
+from ctxwin.operator.patch import form_patch
+from engines import models
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+HEADER, QUERY = "watch a camera", "what color"
+FIRST = Sampling(max_tokens=3, logprobs=-1)
+# Float32: two ranks add halves of each projection that one rank adds at once.
+CLOSE = 1e-4
+
+
+def write_two_heads(folder: Path) -> Path:
+    """A text model with two KV heads of 32, one for each rank."""
+    fields = models._text_fields
+
+    def wider(vocab: int) -> dict[str, Any]:
+        return {**fields(vocab), "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+    with mock.patch.object(models, "_text_fields", wider):
+        return models.write_text_model(folder)
+
+
+def write_one_head(folder: Path) -> Path:
+    """A vision model with one KV head, which both ranks hold."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    return models.wide(models.write_vision_model, folder, rope_parameters=rope)
+
+
+@pytest.fixture(scope="module", params=[write_two_heads, write_one_head], ids=["heads cut", "head copied, pictures"])
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """The model in one process, and on two ranks."""
+    from ctxwin.engines.vllm import VLLMEngine
+
+    folder = request.param(tmp_path_factory.mktemp("ranks") / "model")
+    one = VLLMEngine(folder, dtype="float32", max_model_len=512)
+    try:
+        two = VLLMEngine(folder, dtype="float32", max_model_len=512, tensor_parallel_size=2)
+        try:
+            yield one, two
+        finally:
+            two.close()
+    finally:
+        one.close()
+
+
+def chunk(engine: Engine, seed: int) -> Chunk:
+    if engine.spec.vision:
+        pixels = np.random.default_rng(seed).integers(0, 255, (84, 84, 3), dtype=np.uint8)
+        return Chunk.image(pixels, text=f"frame {seed}")
+    return Chunk.text(f"the color of frame {seed} is red now, and of the shape behind it blue {seed * 7}")
+
+
+def parts_of(engine: Engine, seeds: list[int]) -> list[Encoded]:
+    return [engine.encode_header(HEADER), *(engine.encode(chunk(engine, seed)) for seed in seeds)]
+
+
+def laid(parts: list[Encoded], spans: list[SpanKV] | None = None, patches: dict[int, Any] | None = None) -> list[Piece]:
+    start, out = 0, []
+    for i, part in enumerate(parts):
+        span = None if spans is None else spans[i]
+        out.append(Piece(part, start, span=span, capture=span is None, patch=(patches or {}).get(i)))
+        start += part.advance
+    return out
+
+
+def far(a: dict[int, float], b: dict[int, float]) -> float:
+    assert a.keys() == b.keys() and len(a) > 100
+    return max(abs(a[token] - b[token]) for token in a)
+
+
+def computed(engine: Any, seeds: list[int], salt: str) -> tuple[Any, list[SpanKV]]:
+    made = engine.generate(laid(parts_of(engine, seeds)), engine.encode_query(QUERY), FIRST, salt=salt)
+    return made, [made.captured[i] for i in range(len(seeds) + 1)]
+
+
+def test_captures_are_whole(engines: tuple[Any, Any]) -> None:
+    one, two = engines
+    (answer, spans), (answer2, spans2) = (computed(engine, [1, 2, 3], "a") for engine in (one, two))
+    assert answer2.token_ids == answer.token_ids and far(answer.logprobs, answer2.logprobs) < CLOSE
+    for span, span2 in zip(spans, spans2, strict=True):
+        span2.validate(two.spec.kv)
+        assert torch.equal(span.positions, span2.positions) and span.start == span2.start
+        torch.testing.assert_close(span2.k, span.k, atol=CLOSE, rtol=0)
+        torch.testing.assert_close(span2.v, span.v, atol=CLOSE, rtol=0)
+
+
+def test_spans_go_from_either_to_the_other(engines: tuple[Any, Any]) -> None:
+    """In another order, so that every span is turned on its way into both ranks' caches."""
+    one, two = engines
+    answers = []
+    for make, serve in ((one, two), (two, one), (one, one)):
+        _, spans = computed(make, [1, 2, 3], "a")
+        order = [0, 3, 1, 2]
+        layout = laid([parts_of(serve, [1, 2, 3])[i] for i in order], [spans[i] for i in order])
+        salt = f"moved by {make is one}, {serve is one}"
+        answers.append(serve.generate(layout, serve.encode_query(QUERY), FIRST, salt=salt))
+        assert answers[-1].computed_tokens == serve.encode_query(QUERY).tokens
+        assert answers[-1].bytes_loaded == sum(span.nbytes for span in spans) and answers[-1].fallbacks == 0
+    for answer in answers:
+        assert far(answer.logprobs, answers[-1].logprobs) < CLOSE
+        assert answer.token_ids == answers[-1].token_ids
+
+
+def test_a_patch_formed_from_two_ranks(engines: tuple[Any, Any]) -> None:
+    """The deficit runs over all heads: formed where they are joined, served where they are cut."""
+    one, two = engines
+    answers = {}
+    for engine in (one, two):
+        parts = parts_of(engine, [4, 5])
+        whole, spans = computed(engine, [4, 5], "patched")
+        canonical = engine.prefill([Piece(parts[0], 0, span=spans[0])], parts[2], parts[0].advance, salt="canonical")
+        patch = form_patch(spans[2], canonical, engine.spec.kv, dtype=torch.float32)
+        layout = laid(parts, [spans[0], spans[1], canonical], {2: patch})
+        query = engine.encode_query(QUERY)
+        served = engine.generate(layout, query, FIRST, salt="served")
+        assert served.computed_tokens == query.tokens and served.fallbacks == 0
+        assert far(served.logprobs, whole.logprobs) < CLOSE
+        bare = engine.generate(laid(parts, [*spans[:2], canonical]), query, FIRST, salt="bare")
+        assert far(bare.logprobs, whole.logprobs) > 10 * CLOSE  # the patch is what makes them equal
+        answers[engine] = served.logprobs
+    assert far(answers[one], answers[two]) < CLOSE
+
+
+def test_a_prefix_hit_and_a_hole(engines: tuple[Any, Any]) -> None:
+    _, two = engines
+    whole, spans = computed(two, [6, 7, 8], "hole")
+    again = two.generate(laid(parts_of(two, [6, 7, 8])), two.encode_query(QUERY), FIRST, salt="hole")
+    assert again.cached_tokens > 0 and far(again.logprobs, whole.logprobs) < CLOSE
+    holed = laid(parts_of(two, [6, 7, 8]), [spans[0], spans[1], None, spans[3]])  # type: ignore[list-item]
+    found = two.generate(holed, two.encode_query(QUERY), FIRST, salt="holed")
+    assert far(found.logprobs, whole.logprobs) < CLOSE and list(found.captured) == [2]
+    torch.testing.assert_close(found.captured[2].k, spans[2].k, atol=CLOSE, rtol=0)
+
+
+def test_a_corrupt_file_of_one_span(engines: tuple[Any, Any]) -> None:
+    """Both ranks fail, the request alone ends, and the engine serves it in another way."""
+    _, two = engines
+    whole, spans = computed(two, [9, 10], "corrupt")
+    layout = laid(parts_of(two, [9, 10]), spans)
+    query = two.encode_query(QUERY)
+    with mock.patch("ctxwin.adapters.vllm.spool.encode_span", return_value=b"nothing that anybody can read"):
+        found = two.generate(layout, query, FIRST, salt="corrupt load")
+    assert found.fallbacks == 1 and far(found.logprobs, whole.logprobs) < CLOSE
+    assert two.generate(layout, query, FIRST, salt="sound load").fallbacks == 0
