@@ -63,7 +63,7 @@ def reuse(
     if out is not None and not out.parent.is_dir():
         raise ValueError(f"--out must lie in a folder that exists, got {str(out)!r}")
     from ctxwin.evals.bench.reuse import measure
-    from ctxwin.evals.bench.show import check_lines, reuse_table
+    from ctxwin.evals.bench.show import check_lines, note_lines, reuse_table
     from ctxwin.evals.console import print_json, say, stages, terminal
 
     with stages() as told:
@@ -79,7 +79,7 @@ def reuse(
         print_json(result)
         return
     terminal().print(reuse_table(result))
-    for line in check_lines(result):
+    for line in (*note_lines(result), *check_lines(result)):
         say(line)
 
 

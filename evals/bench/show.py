@@ -62,6 +62,18 @@ def check_lines(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def note_lines(result: dict[str, Any]) -> list[str]:
+    """What the table has no room for, at the largest size: what was formed beforehand, every chunk's lane, the way back."""
+    most = max(row["tokens"] for row in result["rows"])
+    lines = []
+    for row in (r for r in result["rows"] if r["tokens"] == most):
+        chunks = ", ".join(f"{c['chunk']} {c['lane']}" for c in row["chunks"])
+        formed = f"{row['prepared']['tokens']:,} tokens in {row['prepared']['forwards']} forwards beforehand"
+        back = f"; back again {_ms(row['ttft_back_s'])} ms" if row["ttft_back_s"] is not None else ""
+        lines.append(f"{row['op']} at {most} tokens: {chunks}; {formed}{back}")
+    return lines
+
+
 def _by_cpu(cpu: dict[str, Any] | None) -> str:
     """``over floor`` in CPU seconds, which a busy machine changes less."""
     return "" if cpu is None or cpu["over_floor_paired"] is None else f"{cpu['over_floor_paired']:.2f}x"

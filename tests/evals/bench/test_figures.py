@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from ctxwin.cli.main import app
 from ctxwin.evals.bench.opponent import Plain
 from ctxwin.evals.bench.reuse import Run, Settings, checks, quartiles, summary
-from ctxwin.evals.bench.show import check_lines, reuse_table
+from ctxwin.evals.bench.show import check_lines, note_lines, reuse_table
 
 
 def row(op: str, tokens: int, ttft: float, cache: float, floor: float, forward_free: bool = True) -> dict[str, Any]:
@@ -85,6 +85,16 @@ def test_a_check_that_fails_says_so() -> None:
     lines = check_lines(result)
     assert lines[0].startswith("FAILS: toggle at 2048 tokens: speedup 35.7x, at least 37.5x")
     assert lines[1].startswith("FAILS: toggle at 2048 tokens: 1.40 floors")
+
+
+def test_what_was_formed_beforehand_is_told_with_every_chunks_lane() -> None:
+    chunks = [{"chunk": "P3", "tokens": 9, "lane": "resident"}, {"chunk": "T", "tokens": 9, "lane": "orbit"}]
+    more = {"chunks": chunks, "prepared": {"tokens": 4321, "forwards": 30, "seconds": 1.0}, "ttft_back_s": None}
+    rows = [row("slide", 64, 1.0, 2.0, 1.0), row("reorder", 128, 1.0, 2.0, 1.0) | more]
+    told = "reorder at 128 tokens: P3 resident, T orbit; 4,321 tokens in 30 forwards beforehand"
+    assert note_lines({"rows": rows}) == [told]
+    rows[1]["ttft_back_s"] = 0.05
+    assert note_lines({"rows": rows}) == [f"{told}; back again 50.0 ms"]
 
 
 def test_the_table_has_a_line_a_row() -> None:
