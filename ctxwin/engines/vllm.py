@@ -234,19 +234,22 @@ class VLLMEngine(EncodingEngine):
     # -- serving -------------------------------------------------------------------------------------------------------
 
     def _serve(self, layout: Sequence[Piece], ask: _Ask) -> tuple[_Work, Outcome, int]:
-        """Serves a layout: with its spans, once more with them where loading fails, then without (the last value counts
-        that). The spans are at hand, so what fails is mostly on its way, and the same KV gives the same answer."""
+        """Serves a layout: with its spans, again with them where loading fails, then without (the last value counts that).
+
+        The spans are at hand, so what fails is mostly on its way, and the same KV gives the same answer. Without them it
+        is the exact one, which for approximations is another: they are handed over once more often.
+        """
         from ctxwin.adapters.vllm.requests import LoadError
 
         if self._closed:
             raise EngineFailed("the engine is closed; open a new one")
         base = self._check(layout, ask)
         work = _Work()
-        for again in (False, True):
+        for left in range(2 if ask.salt else 1, -1, -1):
             try:
                 return work, self._guarded(work, layout, base, ask), 0
             except LoadError as error:
-                what = "the prompt is computed instead" if again else "they are handed over again"
+                what = "they are handed over again" if left else "the prompt is computed instead"
                 _log.warning("loading spans into vLLM failed (%s); %s", error, what)
                 work = _Work(computed=work.computed, forwards=work.forwards)
                 with self._counting:
