@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import random
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ctxwin.adapters.vllm import connector
+from ctxwin.adapters.vllm import connector, requests
 from ctxwin.adapters.vllm.registry import Exchange
 from ctxwin.adapters.vllm.spool import Spool, shared_memory
 
@@ -126,8 +128,44 @@ class Seeded:
         self._local.random = random.Random(seed)
 
     def __call__(self) -> str:
-        draw: random.Random = self._local.random
+        draw = getattr(self._local, "random", None)  # none in the thread of a stream
+        if draw is None:
+            return ""
         return draw.choice(self.kinds) if draw.random() < self.share else ""
+
+
+class GaveUpError(Exception):
+    """A caller did not wait for an answer."""
+
+
+class Impatient:
+    """While it is entered, threads that set `patience` take a request back when an output is that late (seconds)."""
+
+    def __init__(self) -> None:
+        self.patience = threading.local()
+        self._patch = mock.patch.object(requests, "_next", self._next)
+        self._real = requests._next
+
+    def _next(self, driver: Any, outputs: Any) -> Any:
+        seconds = getattr(self.patience, "seconds", None)
+        if seconds is None:
+            return self._real(driver, outputs)
+        try:
+            return outputs.get(timeout=seconds)
+        except queue.Empty:
+            raise GaveUpError from None
+
+    def __enter__(self) -> Impatient:
+        self._patch.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._patch.stop()
+
+
+def endless(engine: Any) -> None:
+    """From now on no generated token ends an answer of this view."""
+    engine.encoder.checkpoint = replace(engine.encoder.checkpoint, eos=frozenset())
 
 
 def free_blocks(engine: Any) -> bool:
@@ -166,6 +204,17 @@ def shared_files() -> set[str]:
     return {p.name for p in Path(shared_memory()).iterdir() if not p.name.startswith("sem.")}
 
 
+def orphaned(names: set[str]) -> list[str]:
+    """Those files of shared memory that are there although no process has them mapped or open."""
+    used = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            used |= {
+                line.rpartition("/dev/shm/")[2].strip() for line in maps.read_text().splitlines() if "/dev/shm/" in line
+            }
+    return sorted(name for name in names if name not in used and (Path(shared_memory()) / name).is_file())
+
+
 def descendants(pid: int) -> list[int]:
     """Processes started by a process, and by those, without zombies and Python's resource trackers."""
     children: dict[int, list[int]] = {}
@@ -202,5 +251,3 @@ def wait_until(done: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.05)
     return True
-
-
