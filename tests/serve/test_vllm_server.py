@@ -1,0 +1,311 @@
+"""``ctxwin serve`` as a process on loopback, with vLLM and the bundled model, through the official client."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import APIStatusError, AuthenticationError, OpenAI
+from PIL import Image
+
+from ctxwin import BudgetExceeded, Chunk, Fidelity, Window, open_engine
+from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
+from ctxwin.engines.open import vllm_installed
+from ctxwin.serve.errors import UnknownWindow
+from ctxwin.tiny import world
+
+pytestmark = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
+
+HEADER = "You watch a camera."
+FRAMES = world.make_stream(seed=5, n_frames=8)
+CHUNKS = [Chunk.image(world.render(f), text=f"t={i} s") for i, f in enumerate(FRAMES)]
+TENANTS = """
+[[tenant]]
+name = "acme"
+keys = ["key-acme"]
+
+[[tenant]]
+name = "bolt"
+keys = ["key-bolt"]
+"""
+
+
+@dataclass
+class Process:
+    """A running server; ``log`` is what it has written."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def client(self, key: str = "key-own") -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
+
+    def metrics(self) -> dict[str, float]:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            lines = [line for line in answer.read().decode().splitlines() if line and line[0] != "#"]
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    folder, port = tmp_path_factory.mktemp("server"), free_port()
+    (folder / "tenants.toml").write_text(TENANTS)
+    command = [
+        sys.executable, "-m", "ctxwin", "serve", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
+        "--api-key", "key-own", "--tenants", str(folder / "tenants.toml"), "--enable-prompt-tokens-details",
+        "--store", f"disk:{folder / 'kv'}",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    log = folder / "log.txt"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    made = Process(f"http://127.0.0.1:{port}", process, log)
+    try:
+        for _ in range(600):
+            assert process.poll() is None, f"the server ended: {log.read_text()[-4000:]}"
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{made.url}/health", timeout=5):
+                break
+            time.sleep(0.5)
+        else:
+            raise AssertionError(f"the server did not start: {log.read_text()[-4000:]}")
+        yield made
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def running_in(group: int) -> list[str]:
+    """Processes of a group that still run; an ended one that nobody has waited for does not."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(pgrp) == group and state != "Z":
+                found.append(stat.parent.name)
+    return found
+
+
+def question(i: int) -> str:
+    return f"color of {FRAMES[i].marks[0]:02d}?"
+
+
+def plain_messages(indices: list[int], query: str) -> list[Any]:
+    """The same prompt with the pictures in it."""
+    parts: list[Any] = []
+    for i in indices:
+        buffer = io.BytesIO()
+        Image.fromarray(world.render(FRAMES[i])).save(buffer, "PNG")
+        url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        parts += [{"type": "text", "text": f"t={i} s\n"}, {"type": "image_url", "image_url": {"url": url}}]
+    parts.append({"type": "text", "text": query})
+    return [{"role": "system", "content": HEADER}, {"role": "user", "content": parts}]
+
+
+def cached(completion: Any) -> int:
+    details = completion.usage.prompt_tokens_details
+    return 0 if details is None else details.cached_tokens or 0
+
+
+def program(window: Any) -> Iterator[str]:
+    """What a window answers after each kind of edit."""
+    ids = window.extend(CHUNKS[:4])
+    yield window.ask(question(3), 4).text
+    window.slide(1)
+    ids.append(window.append(CHUNKS[4]))
+    yield window.ask(question(4), 4).text
+    window.recall(ids[0])
+    yield window.ask(question(0), 4).text
+    window.reorder([ids[2], *[i for i in window.ids if i != ids[2]]])
+    yield window.ask(question(2), 4).text
+    window.toggle(ids[3], conditioned=False)
+    yield window.ask(question(3), 4).text
+    window.toggle(ids[3], conditioned=True)
+    window.insert(1, CHUNKS[5])
+    yield window.ask(question(5), 4, remember=True).text
+    branch = window.fork()
+    branch.evict(ids[1])
+    yield branch.ask(question(4), 4).text
+    window.adopt(branch)
+    window.evict(ids[4], forget=True)
+    yield window.ask(question(0), 4).text
+    window.check()
+    branch.close()
+
+
+def test_the_servers_own_endpoints_work_as_before(server: Process) -> None:
+    client = server.client()
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 4, "temperature": 0}
+    whole = client.chat.completions.create(**asked, messages=plain_messages([0, 1], question(1)))
+    stream = client.chat.completions.create(**asked, messages=plain_messages([0, 1], question(1)), stream=True)
+    assert "".join(e.choices[0].delta.content or "" for e in stream) == whole.choices[0].message.content
+    assert client.completions.create(**asked, prompt="color of").choices[0].text
+    with pytest.raises(AuthenticationError):
+        server.client("nobody").models.list()
+    with pytest.raises(APIStatusError) as unknown:
+        client.chat.completions.create(model="other", messages=[{"role": "user", "content": "x"}])
+    assert unknown.value.status_code == 404
+
+
+@pytest.mark.parametrize("mode", ["exact", "patched"])
+def test_a_remote_window_answers_as_one_in_process(server: Process, mode: Any) -> None:
+    fidelity = Fidelity(mode, rank=11)
+    with open_engine("tiny:hf", dtype="float32") as engine, Window(engine, HEADER, 1500, fidelity) as local:
+        expected = list(program(local))
+    with RemoteWindow(server.client(), HEADER, 1500, fidelity) as remote:
+        assert list(program(remote)) == expected
+        answer = remote.ask(question(0), 4)
+        assert answer.usage.engine == "vllm" and answer.usage.reused_tokens["resident"] > 0
+        stream = remote.stream(question(0), 4)
+        assert "".join(stream) == answer.text
+        assert stream.answer is not None and stream.answer.token_ids == answer.token_ids
+        with pytest.raises(BudgetExceeded):
+            remote.ask(question(0), 4000)
+
+
+def test_a_chat_that_names_chunks_is_the_same_prompt_and_reuses_their_kv(server: Process) -> None:
+    client = server.client()
+    for chunk in CHUNKS[:4]:
+        upload(client, chunk)
+    content: list[Any] = [*map(chunk_part, CHUNKS[:4]), {"type": "text", "text": question(2)}]
+    messages: list[Any] = [{"role": "system", "content": HEADER}, {"role": "user", "content": content}]
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 4, "temperature": 0}
+    named = client.chat.completions.create(**asked, messages=messages)
+    plain = client.chat.completions.create(**asked, messages=plain_messages([0, 1, 2, 3], question(2)))
+    assert named.choices[0].message.content == plain.choices[0].message.content
+    assert named.usage is not None and plain.usage is not None
+    assert named.usage.prompt_tokens == plain.usage.prompt_tokens
+    encodes = server.metrics()['ctxwin_vision_encodes_total{tenant=""}']
+    again = client.chat.completions.create(**asked, messages=messages)
+    assert cached(again) > 0.9 * named.usage.prompt_tokens
+    content[:4] = [content[3], content[0]]
+    events = list(client.chat.completions.create(**asked, messages=messages, stream=True))
+    assert "".join(e.choices[0].delta.content or "" for e in events)
+    assert server.metrics()['ctxwin_vision_encodes_total{tenant=""}'] == encodes
+
+
+def test_tenants_share_nothing(server: Process) -> None:
+    acme, bolt = server.client("key-acme"), server.client("key-bolt")
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 2, "temperature": 0}
+    talk: list[Any] = [{"role": "user", "content": "a long story of a long day " * 20}]
+    first, second = (acme.chat.completions.create(**asked, messages=talk) for _ in range(2))
+    assert cached(first) == 0 and cached(second) > 64
+    assert cached(bolt.chat.completions.create(**asked, messages=talk)) == 0
+    guessed = {"cache_salt": "acme"}
+    assert cached(bolt.chat.completions.create(**asked, messages=talk, extra_body=guessed)) == 0
+    with RemoteWindow(acme, HEADER, 1500) as window:
+        window.extend(CHUNKS[:3])
+        window.ask(question(1), 3)
+        for call in (
+            lambda: RemoteWindow.attach(bolt, window.id),
+            lambda: RemoteWindow.attach(server.client(), window.id),
+        ):
+            with pytest.raises(UnknownWindow):
+                call()
+    with RemoteWindow(bolt, HEADER, 1500) as other:
+        other.extend(CHUNKS[:3])
+        usage = other.ask(question(1), 3).usage
+        assert usage.computed_tokens == usage.prompt_tokens and usage.cached_tokens == 0
+    found = server.metrics()
+    assert (
+        found['ctxwin_vision_encodes_total{tenant="acme"}'] == found['ctxwin_vision_encodes_total{tenant="bolt"}'] == 3
+    )
+
+
+def test_exact_windows_share_blocks_with_plain_requests_of_their_tenant(server: Process) -> None:
+    client = server.client("key-bolt")
+    story = "the rain went on for hours and " * 12
+    with RemoteWindow(client, HEADER, 2000, Fidelity("exact")) as window:
+        window.append(Chunk.text(story))
+        window.ask("why?", 2)
+    talk: list[Any] = [{"role": "system", "content": HEADER}, {"role": "user", "content": story + "why?"}]
+    plain = client.chat.completions.create(model="tiny", max_tokens=2, temperature=0, messages=talk)
+    assert plain.usage is not None and cached(plain) > plain.usage.prompt_tokens - 64
+
+
+def test_windows_at_once_beside_plain_requests(server: Process) -> None:
+    client = server.client()
+
+    def windowed(i: int) -> tuple[str, str]:
+        with RemoteWindow(client, HEADER, 1500) as window:
+            ids = window.extend([CHUNKS[(i + k) % 6] for k in range(3)])
+            first = window.ask(question(i % 6), 3).text
+            window.slide(1)
+            window.recall(ids[0])
+            return first, window.ask(question(i % 6), 3).text
+
+    def plain(i: int) -> str:
+        made = client.chat.completions.create(
+            model="tiny", max_tokens=3, temperature=0, messages=plain_messages([i % 6], question(i % 6))
+        )
+        return made.choices[0].message.content or ""
+
+    alone = [windowed(i) for i in range(6)], [plain(i) for i in range(6)]
+    with ThreadPoolExecutor(12) as pool:
+        windows, plains = [pool.submit(windowed, i) for i in range(6)], [pool.submit(plain, i) for i in range(6)]
+        assert ([w.result() for w in windows], [p.result() for p in plains]) == alone
+
+
+def test_metrics_stand_beside_vllms(server: Process) -> None:
+    found = server.metrics()
+    assert any(name.startswith("vllm:prompt_tokens_total") for name in found)
+    assert found['ctxwin_asks_total{tenant=""}'] > 10
+    assert found['ctxwin_loaded_bytes_total{tenant=""}'] > 0 and found['ctxwin_loads_total{tenant=""}'] > 0
+    assert found['ctxwin_patches_formed_total{tenant=""}'] > 0
+    assert found['ctxwin_prompt_tokens_total{lane="survivor",tenant=""}'] > 0
+    assert found['ctxwin_vision_encodes_saved_total{tenant=""}'] > 50
+    assert found['ctxwin_store_reads_total{result="hit",tenant="",tier="0-disk"}'] > 0
+    assert found['ctxwin_fallbacks_total{tenant=""}'] == 0
+    assert found['ctxwin_windows_open{tenant=""}'] == 0
+
+
+def test_it_ends_cleanly_and_keeps_snapshots(server: Process) -> None:
+    """Last: the server is gone afterwards."""
+    window = RemoteWindow(server.client(), HEADER, 900)
+    window.append(CHUNKS[0])
+    group = server.process.pid
+    server.process.terminate()
+    server.process.wait(60)
+    for _ in range(100):
+        if not running_in(group):
+            break
+        time.sleep(0.1)
+    assert not running_in(group), "a process of the server is left"
+    assert not list(Path("/dev/shm").glob(f"ctxwin-{group}-*"))
+    from ctxwin.store import open_store
+
+    store = open_store(f"disk:{server.log.parent / 'kv'}")
+    try:
+        assert [key for key in store.list("window/") if window.id in key]
+    finally:
+        store.close()
+    text = server.log.read_text()
+    assert "Traceback" not in text and "key-own" not in text and "key-acme" not in text
