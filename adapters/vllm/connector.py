@@ -195,7 +195,8 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
             return
         transfer = self._local.get(handle) if self._local else None
         if transfer is not None:
-            transfer.local_tokens, transfer.planned_tokens = local, planned
+            # Asked anew after a preemption: what was loaded before has left, or is a hit now.
+            transfer.local_tokens, transfer.planned_tokens, transfer.loaded_tokens = local, planned, 0
 
     def _read_here(self, handle: str, blocks: list[int], ranges: dict[str, tuple[int, int]]) -> None:
         assert self._local is not None
