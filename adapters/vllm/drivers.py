@@ -21,12 +21,14 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any, TypeVar
 
 from ctxwin.errors import EngineFailed
 
 T = TypeVar("T")
+WATCH_S = 0.5
+"""How often is looked whether vLLM's engine process still runs."""
 _serial = itertools.count()
 _running: weakref.WeakSet[Driver] = weakref.WeakSet()
 _DEAD = "vLLM's engine process has ended ({}); close this engine and open a new one"
@@ -107,8 +109,11 @@ class StepDriver(Driver):
         self._wake = threading.Condition()
         self._closing = False
         self._dead: BaseException | None = None
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ctxwin-vllm", daemon=True)
         self._thread.start()
+        if not self.local:
+            threading.Thread(target=self._watch, name="ctxwin-vllm-watch", daemon=True).start()
         _running.add(self)
 
     def submit(self, prompt: dict[str, Any], parameters: Any, priority: int) -> Ticket:
@@ -166,6 +171,7 @@ class StepDriver(Driver):
                 return
             self._closing = True
             self._wake.notify()
+        self._ended.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._end(EngineFailed("the engine is closed; open a new one"))
@@ -209,6 +215,21 @@ class StepDriver(Driver):
                     self._forget(ticket)
                 ticket.outputs.put(output)
 
+    def _watch(self) -> None:
+        """Wakes vLLM's thread where its engine process was killed: vLLM notices, but leaves whoever waits for it waiting."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        client = self._engine.engine_core
+        while not client.resources.engine_dead:
+            if self._ended.wait(WATCH_S):
+                return
+        error = EngineDeadError()
+        for future in list(client.utility_results.values()):
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(error)
+        client.outputs_queue.put_nowait(error)
+        self._end(error)
+
     def _forget(self, ticket: Ticket) -> str | None:
         request = self._ids.pop(ticket.name, None)
         self._tickets.pop(ticket.name, None)
@@ -225,7 +246,7 @@ class StepDriver(Driver):
         for task in tasks:  # a request that is added now gets its answer below
             with contextlib.suppress(Exception):
                 task()
-        waiting = {id(t): t for t in self._tickets.values()}
+        waiting = {id(t): t for t in list(self._tickets.values())}
         self._tickets.clear()
         self._ids.clear()
         told = error if isinstance(error, EngineFailed) else EngineFailed(_DEAD.format(error))
@@ -285,11 +306,11 @@ class LoopDriver(Driver):
     def rpc(self, method: str, *args: Any) -> list[Any]:
         if self.dead is not None:
             raise EngineFailed(_DEAD.format(self.dead))
-        found: list[Any] = self._start(self.llm.collective_rpc(method, args=args)).result()
+        found: list[Any] = self._wait(self._start(self.llm.collective_rpc(method, args=args)))
         return found
 
     def reset_prefix_cache(self) -> bool:
-        return bool(self._start(self.llm.reset_prefix_cache()).result())
+        return bool(self._wait(self._start(self.llm.reset_prefix_cache())))
 
     @property
     def dead(self) -> BaseException | None:
@@ -313,6 +334,15 @@ class LoopDriver(Driver):
             work.close()
             raise EngineFailed("the engine is closed; open a new one")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _wait(self, future: Future[T]) -> T:
+        """The result of work on the loop; vLLM never answers calls that were on their way when its process died."""
+        while not wait([future], timeout=WATCH_S).done:
+            dead = self.dead
+            if dead is not None:
+                future.cancel()
+                raise EngineFailed(_DEAD.format(dead))
+        return future.result()
 
 
 @contextlib.contextmanager
