@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -199,20 +199,19 @@ def spools(pid: int) -> list[str]:
     return sorted(p.name for p in Path(shared_memory()).glob(f"ctxwin-{pid}-*"))
 
 
-def shared_files() -> set[str]:
-    """All of shared memory, by name, without other programs' semaphores that come and go."""
-    return {p.name for p in Path(shared_memory()).iterdir() if not p.name.startswith("sem.")}
-
-
-def orphaned(names: set[str]) -> list[str]:
-    """Those files of shared memory that are there although no process has them mapped or open."""
-    used = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+def mapped(pids: Sequence[int]) -> set[str]:
+    """Files in shared memory that processes have mapped, by name."""
+    found = set()
+    for pid in pids:
         with contextlib.suppress(OSError):
-            used |= {
-                line.rpartition("/dev/shm/")[2].strip() for line in maps.read_text().splitlines() if "/dev/shm/" in line
-            }
-    return sorted(name for name in names if name not in used and (Path(shared_memory()) / name).is_file())
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            found |= {line.rpartition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line}
+    return {name for name in found if not name.endswith("(deleted)")}
+
+
+def left(names: set[str]) -> list[str]:
+    """Those of them that are still there."""
+    return sorted(name for name in names if Path("/dev/shm", name).exists())
 
 
 def descendants(pid: int) -> list[int]:

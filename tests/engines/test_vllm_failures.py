@@ -177,7 +177,7 @@ class TestLoads:
         cold(engine)
         with faults.Faults(engine, lambda: kinds(engine)[0]) as injected, ThreadPoolExecutor(6) as threads:
             asked = [
-                threads.submit(engine.generate, laid(parts, spans if i % 2 else None), query, ALL) for i in range(6)
+                threads.submit(engine.generate, laid(parts, None if i % 2 else spans), query, ALL) for i in range(6)
             ]
             assert all(same(right, future.result(timeout=120)) for future in asked)
         assert sum(injected.struck.values()) > 0
@@ -261,7 +261,7 @@ class TestStore:
         first.store.close()
         first.close()
         blobs = sorted(p for p in (folder / BLOBS).rglob("*") if p.is_file())
-        assert len(blobs) == held >= 5
+        assert len(blobs) >= held >= 5
         for i, path in enumerate(blobs):
             data = bytearray(path.read_bytes())
             data[len(data) // 2] ^= 1
@@ -429,16 +429,17 @@ def test_tenants_at_once_tokenise_as_alone(engine: Any) -> None:
 
 
 class TestKilled:
-    def test_vllms_process(self, opened: Any) -> None:
+    def test_vllms_engine(self, opened: Any) -> None:
         """The last test of the engine: whoever waits is told, closing takes no time, and nothing is left."""
         if opened._core.driver.local:
             pytest.skip("vLLM has no process of its own")
-        assert_killed_well(opened)
+        assert_killed_well(opened, "EngineCor")
 
     @pytest.mark.slow
-    def test_vllms_process_under_llm(self, model_dir: Path) -> None:
-        assert_killed_well(open_engine(model_dir, "multi"))
-        after = open_engine(model_dir, "multi")
+    @pytest.mark.parametrize(("processes", "name"), [("multi", "EngineCor"), ("multi", "Worker"), ("async", "Worker")])
+    def test_one_of_vllms_processes(self, model_dir: Path, processes: str, name: str) -> None:
+        assert_killed_well(open_engine(model_dir, processes), name)
+        after = open_engine(model_dir, processes)
         with after, Window(after, "watch a camera") as window:
             window.append(picture(1))
             assert window.ask("what color", max_tokens=2).text
@@ -458,29 +459,29 @@ class TestKilled:
                 print("up", flush=True)
                 time.sleep(600)
         """
-        before = faults.shared_files()
         child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None and child.stdout.readline() == "up\n"
         below = faults.descendants(child.pid)
-        assert len(below) >= 2 and len(faults.spools(child.pid)) == 1
+        files = faults.mapped([child.pid, *below])
+        assert len(below) >= 2 and len(faults.spools(child.pid)) == 1 and files
         child.kill()
         assert faults.wait_until(lambda: not faults.running(below), 60)
         assert faults.spools(child.pid) == []
         child.wait(timeout=10)
         child.stdout.close()
-        assert faults.orphaned(faults.shared_files() - before) == []
+        assert faults.left(files) == []
 
 
-def assert_killed_well(engine: Any) -> None:
-    """Kills the process of vLLM's engine under three waiting asks, and closes."""
+def assert_killed_well(engine: Any, name: str) -> None:
+    """Kills the process of that name under three waiting asks and a call, and closes."""
     windows = [Window(engine, "watch a camera", fidelity=Fidelity("exact")) for _ in range(3)]
     for window in windows:
         window.extend([picture(1), text(2, 80)])
         window.ask("what color", max_tokens=1)
     below = faults.descendants(os.getpid())
-    (core,) = [pid for pid in below if "EngineCor" in Path(f"/proc/{pid}/comm").read_text()]
+    (core,) = [pid for pid in below if name in Path(f"/proc/{pid}/comm").read_text()]
     waiting = threading.Barrier(4)
-    before = faults.shared_files()
+    files = faults.mapped([os.getpid(), *below])
 
     def ask(window: Window) -> str:
         stream = window.stream("what color", max_tokens=600)
@@ -489,9 +490,17 @@ def assert_killed_well(engine: Any) -> None:
         return "".join(stream)
 
     faults.endless(engine)
-    with ThreadPoolExecutor(3) as threads:
-        asked: list[Future[str]] = [threads.submit(ask, window) for window in windows]
+
+    def see() -> None:
+        """Vision encodes, one after the other."""
+        for seed in range(10_000):
+            engine.encode(picture(seed))
+
+    with ThreadPoolExecutor(4) as threads:
+        asked: list[Future[Any]] = [threads.submit(ask, window) for window in windows]
         waiting.wait(timeout=60)
+        asked.append(threads.submit(see))
+        time.sleep(0.2)
         os.kill(core, signal.SIGKILL)
         killed = time.monotonic()
         for future in asked:
@@ -508,7 +517,7 @@ def assert_killed_well(engine: Any) -> None:
     assert time.monotonic() - begin < 20
     assert faults.spools(os.getpid()) == []
     assert faults.wait_until(lambda: not faults.running(below), 30)
-    assert faults.wait_until(lambda: not faults.orphaned(before | faults.shared_files()), 10)
+    assert files and faults.wait_until(lambda: not faults.left(files), 10), faults.left(files)
 
 
 def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:

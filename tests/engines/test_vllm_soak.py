@@ -275,13 +275,14 @@ def opened(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """An engine, and nothing of it left in the system once it is closed."""
     from ctxwin.engines.vllm import VLLMEngine
 
-    before, children = faults.shared_files(), set(faults.descendants(os.getpid()))
+    children = set(faults.descendants(os.getpid()))
     engine = VLLMEngine(model_dir, dtype="float32", processes=request.param)
     yield engine
+    files = faults.mapped([os.getpid(), *faults.descendants(os.getpid())])
     engine.close()
     assert len(engine._core.exchange) == 0 and faults.spools(os.getpid()) == []
     assert faults.wait_until(lambda: set(faults.descendants(os.getpid())) <= children, 20)
-    assert faults.wait_until(lambda: not faults.orphaned(faults.shared_files() - before), 20)
+    assert faults.wait_until(lambda: not faults.left(files), 20), faults.left(files)
 
 
 @pytest.mark.parametrize("opened", ["single"], indirect=True)

