@@ -123,7 +123,7 @@ class StepDriver(Driver):
             try:
                 request = self._engine.add_request(ticket.name, prompt, parameters, priority=priority)
             except Exception as error:
-                ticket.outputs.put(error)
+                ticket.outputs.put(_ours(error))
             else:
                 self._tickets[request] = ticket
                 self._tickets[ticket.name] = ticket
@@ -149,7 +149,7 @@ class StepDriver(Driver):
             try:
                 future.set_result(task())
             except BaseException as error:
-                future.set_exception(error)
+                future.set_exception(_ours(error))
 
         self._post(run)
         return future.result()
@@ -185,7 +185,7 @@ class StepDriver(Driver):
             if self._closing:
                 raise EngineFailed("the engine is closed; open a new one")
             if self._dead is not None:
-                raise EngineFailed(_DEAD.format(self._dead)) from self._dead
+                raise EngineFailed(_DEAD.format(_said(self._dead))) from self._dead
             self._tasks.append(task)
             self._wake.notify()
 
@@ -224,11 +224,11 @@ class StepDriver(Driver):
             if self._ended.wait(WATCH_S):
                 return
         error = EngineDeadError()
+        self._end(error)
         for future in list(client.utility_results.values()):
             with contextlib.suppress(InvalidStateError):
                 future.set_exception(error)
         client.outputs_queue.put_nowait(error)
-        self._end(error)
 
     def _forget(self, ticket: Ticket) -> str | None:
         request = self._ids.pop(ticket.name, None)
@@ -249,7 +249,7 @@ class StepDriver(Driver):
         waiting = {id(t): t for t in list(self._tickets.values())}
         self._tickets.clear()
         self._ids.clear()
-        told = error if isinstance(error, EngineFailed) else EngineFailed(_DEAD.format(error))
+        told = error if isinstance(error, EngineFailed) else EngineFailed(_DEAD.format(_said(error)))
         for ticket in waiting.values():
             ticket.outputs.put(told)
 
@@ -278,7 +278,7 @@ class LoopDriver(Driver):
     def submit(self, prompt: dict[str, Any], parameters: Any, priority: int) -> Ticket:
         ticket = Ticket()
         if self.dead is not None:
-            raise EngineFailed(_DEAD.format(self.dead))
+            raise EngineFailed(_DEAD.format(_said(self.dead)))
 
         async def pump() -> None:
             try:
@@ -289,7 +289,7 @@ class LoopDriver(Driver):
                 raise
             except Exception as error:
                 dead = self.dead
-                ticket.outputs.put(error if dead is None else EngineFailed(_DEAD.format(dead)))
+                ticket.outputs.put(error if dead is None else EngineFailed(_DEAD.format(_said(dead))))
             finally:
                 self._tasks.pop(ticket.name, None)
 
@@ -305,7 +305,7 @@ class LoopDriver(Driver):
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         if self.dead is not None:
-            raise EngineFailed(_DEAD.format(self.dead))
+            raise EngineFailed(_DEAD.format(_said(self.dead)))
         found: list[Any] = self._wait(self._start(self.llm.collective_rpc(method, args=args)))
         return found
 
@@ -341,8 +341,25 @@ class LoopDriver(Driver):
             dead = self.dead
             if dead is not None:
                 future.cancel()
-                raise EngineFailed(_DEAD.format(dead))
-        return future.result()
+                raise EngineFailed(_DEAD.format(_said(dead)))
+        try:
+            return future.result()
+        except Exception as error:
+            raise _ours(error) from None
+
+
+def _ours(error: BaseException) -> BaseException:
+    """vLLM's word for the end of its process as ours; any other error as it is."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return EngineFailed(_DEAD.format(_said(error))) if isinstance(error, EngineDeadError) else error
+
+
+def _said(error: BaseException | None) -> str:
+    """What an error says; vLLM's own of a dead engine points to a stack trace that is not there."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return "it was killed, or failed by itself" if isinstance(error, EngineDeadError) else str(error)
 
 
 @contextlib.contextmanager
