@@ -274,6 +274,15 @@ def test_windows_at_once_beside_plain_requests(server: Process) -> None:
         assert ([w.result() for w in windows], [p.result() for p in plains]) == alone
 
 
+def test_the_example_runs(server: Process) -> None:
+    example = Path(__file__).parents[2] / "examples" / "remote_window.py"
+    command = [sys.executable, str(example), "--base-url", f"{server.url}/v1", "--api-key", "key-own"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    names = [line.split(":")[0] for line in done.stdout.splitlines()]
+    assert names == [*(f"t={i}" for i in range(8)), "first frame again", "chat"]
+
+
 def test_metrics_stand_beside_vllms(server: Process) -> None:
     found = server.metrics()
     assert any(name.startswith("vllm:prompt_tokens_total") for name in found)

@@ -1,0 +1,88 @@
+"""``ctxwin serve`` up to the point where vLLM would start: which arguments are taken, refused and explained."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ctxwin.cli.main import app
+from ctxwin.engines.open import vllm_installed
+
+needs_vllm = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    return result.exit_code, result.output
+
+
+def test_help_says_that_vllms_arguments_follow() -> None:
+    code, text = run("--help")
+    assert code == 0 and "every argument of `vllm serve`" in " ".join(text.split())
+    for option in ("--store", "--tenants", "--fidelity", "--max-windows", "--window-ttl", "--max-upload-bytes"):
+        assert option in text
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("tiny", "--fidelity", "good"), "exact, patched or blind"),
+        (("tiny", "--max-upload-bytes", "much"), "a size must be"),
+        (("tiny", "--tenants", "/nowhere/tenants.toml"), "/nowhere/tenants.toml"),
+    ],
+)
+def test_bad_options_of_ours_are_one_line(arguments: tuple[str, ...], said: str) -> None:
+    code, text = run(*arguments)
+    assert code == 2 and said in text and "Traceback" not in text
+
+
+PROGRAM = """
+import json, sys
+from ctxwin.adapters.vllm.serving.arguments import own_keys, parse
+found = {}
+for given in json.loads(sys.argv[1]):
+    try:
+        args = parse("tiny", given)
+        found[" ".join(given)] = [args.model, args.served_model_name, args.kv_transfer_config["kv_connector"],
+                                  args.max_model_len, args.disable_log_stats, own_keys(args)]
+    except (Exception, SystemExit) as error:
+        found[" ".join(given)] = f"{type(error).__name__}: {error}"
+print(json.dumps(found))
+"""
+
+
+@needs_vllm
+def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
+    """In a process of its own: parsing sets what vLLM wants in the environment."""
+    config = tmp_path / "config.yaml"
+    config.write_text("max-model-len: 96\n")
+    cases = [
+        [],
+        ["--max-model-len", "128", "--served-model-name", "a", "b", "--api-key", "k"],
+        ["--config", str(config)],
+        ["--pipeline-parallel-size", "2"],
+        ["--api-server-count", "2"],
+        ["--headless"],
+        ["--no-enable-prefix-caching"],
+        ["--kv-transfer-config", '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'],
+        ["--no-such-argument"],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(cases)], capture_output=True, text=True, check=True, timeout=300
+    )
+    found = dict(zip(range(len(cases)), json.loads(done.stdout.splitlines()[-1]).values(), strict=True))
+    assert found[0][1:] == [["tiny"], "CtxwinConnector", None, False, []] and Path(found[0][0]).is_dir()
+    assert found[1][1:] == [["a", "b"], "CtxwinConnector", 128, False, ["k"]]
+    assert found[2][3] == 96
+    assert "pipeline_parallel_size must be 1" in found[3]
+    assert "--api-server-count must be 1" in found[4] and "--store redis" in found[4]
+    assert "--headless" in found[5]
+    assert "enable_prefix_caching must be True" in found[6]
+    assert "kv_transfer_config must not be set" in found[7]
+    assert found[8] == "SystemExit: 2"
