@@ -1,0 +1,147 @@
+"""Low priority: a background request with loaded KV gives way to plain ones, and comes back with its KV loaded anew."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ctxwin import Chunk
+from ctxwin.engines.base import Encoded, Piece, Sampling
+from ctxwin.kv import SpanKV
+from engines import models
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+BLOCKS, BLOCK = 13, 32
+LONG = Sampling(max_tokens=40, logprobs=-1)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A paged cache that holds one long request, not two."""
+    from ctxwin.engines.vllm import VLLMEngine
+
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    folder = models.wide(models.write_vision_model, tmp_path_factory.mktemp("low") / "model", rope_parameters=rope)
+    token = 3 * 2 * 32 * 4  # 3 layers of one head of 32, K and V, float32
+    opened = VLLMEngine(
+        folder,
+        dtype="float32",
+        max_model_len=(BLOCKS - 1) * BLOCK,
+        kv_cache_memory_bytes=BLOCKS * BLOCK * token,
+        max_num_seqs=4,
+    )
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def asked(engine: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Counter[str]]:
+    """What vLLM's scheduler did with each request: times preempted, times it was to be loaded."""
+    scheduler = engine._core.driver.llm.llm_engine.engine_core.engine_core.scheduler
+    seen: dict[str, Counter[str]] = {"preempted": Counter(), "loaded": Counter()}
+    preempt, allocated = scheduler._preempt_request, scheduler.connector.update_state_after_alloc
+
+    def preempted(request: Any, *args: Any, **kwargs: Any) -> Any:
+        seen["preempted"][request.request_id] += 1
+        return preempt(request, *args, **kwargs)
+
+    def loaded(request: Any, blocks: Any, tokens: int) -> Any:
+        seen["loaded"][request.request_id] += tokens > 0
+        return allocated(request, blocks, tokens)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", preempted)
+    monkeypatch.setattr(scheduler.connector, "update_state_after_alloc", loaded)
+    return seen
+
+
+def picture(seed: int) -> Chunk:
+    pixels = np.random.default_rng(seed).integers(0, 255, (84, 84, 3), dtype=np.uint8)
+    return Chunk.image(pixels, text=f"frame {seed}")
+
+
+def laid(parts: list[Encoded], spans: list[SpanKV] | None = None) -> list[Piece]:
+    start, out = 0, []
+    for i, part in enumerate(parts):
+        span = None if spans is None else spans[i]
+        out.append(Piece(part, start, span=span, capture=span is None))
+        start += part.advance
+    return out
+
+
+def plain(engine: Any, seed: int, tokens: int = 200, answer: int = 60, priority: int = 0) -> Any:
+    """A request of somebody else, of more than half of the cache unless told otherwise."""
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
+
+    ids = np.random.default_rng(seed).integers(20, 200, tokens).tolist()
+    sampling = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True, detokenize=False)
+    return engine._core.driver.submit(dict(tokens_input(ids)), sampling, priority)
+
+
+def drain(ticket: Any) -> Any:
+    while True:
+        output = ticket.outputs.get(timeout=60)
+        if isinstance(output, BaseException):
+            raise output
+        if output.finished:
+            return output
+
+
+@pytest.mark.parametrize("salt", ["a window's own space", ""], ids=["loaded at once", "loaded in the background"])
+def test_a_preempted_background_request(engine: Any, asked: dict[str, Counter[str]], salt: str) -> None:
+    from ctxwin.engines.vllm import _Ask
+
+    parts = [engine.encode_header("watch a camera"), *(engine.encode(picture(seed)) for seed in (1, 2, 3))]
+    query = engine.encode_query("what color")
+    whole = engine.generate(laid(parts), query, LONG, salt=salt)
+    spans = [whole.captured[i] for i in range(4)]
+    drain(plain(engine, 1))  # leaves no block of the prompt in vLLM's own prefix cache
+    drain(plain(engine, 2))
+    others: list[Any] = []
+    tokens = sum(part.tokens for part in parts) + query.tokens
+    free = (BLOCKS - 1) - -(-(tokens + 10) // BLOCK)  # vLLM keeps one block for itself
+
+    def on_token(ids: list[int]) -> bool:
+        if len(ids) == 2:  # there is room for its prompt; its answer takes every other block
+            prompt = free * BLOCK - 6
+            others.append(plain(engine, 3, prompt, (BLOCKS - 1) * BLOCK - prompt))
+        return True
+
+    ask = _Ask(query, LONG, salt, on_token=on_token, background=True)
+    work, outcome, fallbacks = engine._serve(laid(parts, spans), ask)
+    assert drain(others[0]).outputs[0].finish_reason == "length"
+    (name,) = [request for request, times in asked["preempted"].items() if times]
+    assert name.startswith("ctxwin-") and asked["preempted"][name] == 1
+    assert asked["loaded"][name] == 2
+    # Its KV is loaded twice; the answer is the undisturbed one.
+    assert work.bytes_loaded == 2 * sum(span.nbytes for span in spans) and fallbacks == 0
+    assert outcome.token_ids == whole.token_ids and len(outcome.token_ids) > 5
+    assert max(abs(outcome.logprobs[t] - p) for t, p in whole.logprobs.items()) < 1e-5
+
+
+def test_submitted_last_and_answered_first(engine: Any) -> None:
+    """One runs, and there is no room for a second: of those that wait, the background request is the last."""
+    from ctxwin.adapters.vllm.requests import BACKGROUND
+
+    order: list[str] = []
+
+    def follow(name: str, ticket: Any) -> None:
+        drain(ticket)
+        order.append(name)
+
+    def submit() -> list[Any]:  # on vLLM's thread: they come in together
+        names = {"running": 0, "background": BACKGROUND, "plain": 0}
+        return [(name, plain(engine, seed, 200, 60, names[name])) for seed, name in enumerate(names)]
+
+    followers = [Thread(target=follow, args=pair) for pair in engine._core.driver.call(submit)]
+    for follower in followers:
+        follower.start()
+    for follower in followers:
+        follower.join(timeout=60)
+    assert order == ["running", "plain", "background"]
