@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ctxwin.cli.bench_serve import serve
+
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
 
@@ -21,6 +23,9 @@ QUIET = {
     "TQDM_DISABLE": "1",
 }
 """Set where unset: nothing but the result may stand on standard output, and nothing beside the bar on standard error."""
+
+
+app.command("serve")(serve)
 
 
 @app.callback()

@@ -127,6 +127,7 @@ class Policy(ABC):
     def serve(self, turn: Turn, heard: Callable[[], None]) -> Served:
         """Serves one turn; ``heard`` is called at each token of the answer."""
 
+    @abstractmethod
     def end(self) -> None:
         """Forgets what the turns did."""
 
@@ -229,7 +230,7 @@ class Prompts(Policy):
         past = self.film.past(session)
         self._held[session] = []
         for number in range(past):
-            self._arrive(session, number, at_end=True)
+            self._arrive(session, number)
         if self.name == "naive":
             self._held[session] = list(range(past - self.mix.frames, past))
         self._ask(session, self._held[session], QUESTIONS[0], 1, lambda: None)
@@ -242,9 +243,11 @@ class Prompts(Policy):
         if self.name == "naive":
             return list(turn.placed)
         if turn.kind == "now":
-            self._arrive(turn.session, turn.frame, at_end=True)
+            self._arrive(turn.session, turn.frame)
         elif turn.kind == "back":
-            self._arrive(turn.session, turn.frame, at_end=self.name == "append")
+            # In front of the first frame it holds that stands behind it in the window, or at the end.
+            behind = turn.placed[turn.placed.index(turn.frame) + 1 :]
+            self._arrive(turn.session, turn.frame, behind if self.name == "trim" else ())
         held = list(self._held[turn.session])
         if turn.kind == "reorder":  # in a branch
             last, before = turn.placed[-2:]
@@ -253,15 +256,13 @@ class Prompts(Policy):
                 held[i], held[k] = before, last
         return held
 
-    def _arrive(self, session: int, number: int, *, at_end: bool) -> None:
+    def _arrive(self, session: int, number: int, behind: Sequence[int] = ()) -> None:
         held = self._held[session]
         if number in held:
             return
-        size = self.film.frame(session, number)
-        while held and self._room + self._tokens(session, held) + self.engine.encode(size).tokens > self.budget:
+        while held and self._room + self._tokens(session, [*held, number]) > self.budget:
             del held[: max(1, len(held) // 2)]
-        at = len(held) if at_end else next((k for k, n in enumerate(held) if n > number), len(held))
-        held.insert(at, number)
+        held.insert(next((k for k, n in enumerate(held) if n in behind), len(held)), number)
 
     def _tokens(self, session: int, numbers: Iterable[int]) -> int:
         return sum(self.engine.encode(self.film.frame(session, n)).tokens for n in numbers)
@@ -284,7 +285,12 @@ class Plain:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        from ctxwin.adapters.vllm.inputs import Inputs
+
         self._engine, self._core = engine, engine._core
+        config, model = self._core.driver.config.model_config, self._core.inputs.model
+        # Embeddings travel inside the requests, as those of other users of vLLM do, in whatever process it runs.
+        self._inputs = Inputs(config, self._core.driver.renderer, model, self._core.inputs.see)
         eos = sorted(self._core.checkpoint.eos)
 
         def parameters(answer: int) -> Any:
@@ -343,7 +349,7 @@ class Plain:
     def _render(self, part: Encoded) -> dict[str, Any]:
         found = self._rendered.get(part.chunk_id)
         if found is None:
-            found, _ = self._core.inputs.prompt(part.token_ids, part.media, self._engine.embed, "")
+            found = self._inputs.prompt(part.token_ids, part.media, self._engine.embed, "").prompt
             self._rendered[part.chunk_id] = found
         return found
 

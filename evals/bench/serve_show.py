@@ -1,0 +1,122 @@
+"""The result of `ctxwin bench serve` for a terminal, and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ctxwin.evals.bench.serve_policies import POLICIES
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+COLORS = {"ctxwin": "#0b6e4f", "naive": "#b23a48", "trim": "#c98a1b", "append": "#3a5a98"}
+
+
+def serve_table(result: dict[str, Any]) -> Table:
+    """One line a policy and rate; times in milliseconds."""
+    from rich.table import Table
+
+    settings = result["meta"]["settings"]
+    slo = result["comparison"]["slo_s"]
+    table = Table(
+        title=(
+            f"{settings['windows']} sessions of {settings['frames']} frames of {settings['tokens']} tokens, one vLLM "
+            f"({settings['processes']}), look-back trace; latency from when a request was due (ms)"
+        ),
+        title_justify="left",
+    )
+    columns = (
+        "rate", "policy", "done/s", "goodput/s", "TTFT p50", "p95", "p99", "inter-token p50", "p95", "p99",
+        "computed", "prefix hits", "loads", "CPU s/request", "load",
+    )  # fmt: skip
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 1 else "right")
+    for row in result["rows"]:
+        ttft, gap = row["ttft_s"], row["inter_token_s"]
+        done = row["completed"]
+        good, cpu = row["goodput_per_s"], row["cpu_s_per_request"]
+        table.add_row(
+            f"{row['rate']:.3g}", row["policy"], f"{row['requests_per_s']:.2f}", "" if good is None else f"{good:.2f}",
+            *(_ms(ttft[p]) for p in ("p50", "p95", "p99")), *(_ms(gap[p]) for p in ("p50", "p95", "p99")),
+            _each(row["computed_tokens"], done), _each(row["cached_tokens"], done), str(row["loads"]),
+            "" if cpu is None else f"{cpu:.3f}", f"{row['load'][1]:.1f}",
+        )  # fmt: skip
+    table.caption = "computed and prefix hits: tokens a request"
+    if slo is not None:
+        table.caption += f"; goodput: first token within {1e3 * slo:.0f} ms ({result['comparison']['slo_is']})"
+    return table
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """What follows from the table, a line each."""
+    told = []
+    at = result["comparison"]["at_slo"]
+    if at is None:
+        told.append("no comparison: no prefix-cache policy was measured")
+    else:
+        for compared in (at, *result["comparison"]["around"]):
+            rates = ", ".join(
+                f"{p} {'none' if compared['rates'][p] is None else format(compared['rates'][p], '.2f')}"
+                + ("+" if p in compared["at_least"] else "")
+                for p in POLICIES
+                if p in compared["rates"]
+            )
+            ratio = "" if compared["ratio"] is None else f": {compared['ratio']:.2f}x ({compared['ratio_is']})"
+            told.append(f"requests/s at p95 TTFT <= {1e3 * compared['bound_s']:.0f} ms: {rates}{ratio}")
+    plain = result["plain"]
+    if plain is not None:
+        for side, row in plain["sides"].items():
+            gap = row["inter_token_s"]
+            told.append(
+                f"plain traffic, {_SIDES[side]}: {row['burst_tokens_per_s']:.1f} tokens/s at once; inter-token p50 "
+                f"{_ms(gap['p50'])}, p99 {_ms(gap['p99'])} ms; {1e3 * row['cpu_s_per_token']:.1f} ms of CPU a token"
+            )
+    for check in result["checks"]:
+        verdict = "holds" if check["holds"] else "FAILS"
+        told.append(f"{verdict}: {_CHECKS[check['check']]} {check['value']:.3f}, wanted {check['bound']:g}")
+    return told
+
+
+_SIDES = {"without": "no connector", "with": "connector, no windows", "windows": "connector, windows beside"}
+_CHECKS = {
+    "ratio": "requests/s over the best prefix-cache policy's at equal p95 TTFT:",
+    "inter_token_p99": "p99 between tokens of plain traffic, with the connector over without:",
+    "throughput": "throughput of plain traffic, with the connector over without:",
+}
+
+
+def picture(result: dict[str, Any], path: Path) -> None:
+    """p95 of the time to the first token over the request rate, a line a policy. The suffix says PNG or SVG."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.0, 4.2), layout="constrained")
+    for policy in POLICIES:
+        points = [
+            (row["rate"], row["ttft_s"]["p95"])
+            for row in result["rows"]
+            if row["policy"] == policy and row["ttft_s"]["p95"] is not None
+        ]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", color=COLORS[policy], label=policy)
+    at = result["comparison"]["at_slo"]
+    if at is not None:
+        axes.axhline(at["bound_s"], color="0.5", linestyle="--", linewidth=1)
+        if at["ratio"] is not None:
+            axes.set_title(f"at p95 = {at['bound_s']:.2f} s: {at['ratio']:.2f}x {at['best_prefix_cache']}", fontsize=10)
+    axes.set(xlabel="requests a second (open loop)", ylabel="p95 time to first token (s)", yscale="log")
+    axes.grid(visible=True, which="both", alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _ms(seconds: float | None) -> str:
+    return "none" if seconds is None else f"{1e3 * seconds:.0f}"
+
+
+def _each(total: int, count: int) -> str:
+    return f"{total / count:.0f}" if count else ""

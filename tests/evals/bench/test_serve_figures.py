@@ -1,0 +1,324 @@
+"""Figures of `ctxwin bench serve` from records and curves that are known, and the trace; no engine."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from ctxwin.evals.bench import serve, serve_curves, serve_load, serve_plain
+from ctxwin.evals.bench.serve_load import Record, Run, open_loop, quantile, row_of
+from ctxwin.evals.bench.serve_policies import Served
+from ctxwin.evals.bench.serve_trace import KINDS, Mix, Turn, arrivals, frames_of, trace
+
+
+def turn(session: int = 0, number: int = 0) -> Turn:
+    return Turn(session, number, "now", 0, (0,), 0)
+
+
+class Takes:
+    """Serves every turn in a fixed time: half of it to the first token, half to the second."""
+
+    def __init__(self, seconds: float, fails: frozenset[int] = frozenset()) -> None:
+        self.seconds, self.fails = seconds, fails
+        self.most = self.now = 0
+        self._lock = threading.Lock()
+
+    def serve(self, turn: Turn, heard: Callable[[], None]) -> Served:
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        try:
+            if turn.number in self.fails:
+                raise RuntimeError("out of memory")
+            for _ in range(2):
+                time.sleep(self.seconds / 2)
+                heard()
+            return Served((1, 2), 10, 4, 6)
+        finally:
+            with self._lock:
+                self.now -= 1
+
+
+# -- trace ---------------------------------------------------------------------------------------------------------
+
+
+def test_trace_is_what_a_window_does() -> None:
+    mix = Mix(sessions=3, frames=4, look_backs=0.4)
+    turns = trace(mix, 300, seed=1, past_seed=0)
+    seen = {s: mix.past(s, 0) for s in range(3)}
+    for t in turns:
+        if t.kind == "now":
+            assert t.frame == seen[t.session]
+            seen[t.session] += 1
+        view = list(range(seen[t.session] - 4, seen[t.session]))
+        if t.kind == "back":
+            assert t.placed == (t.frame, *view)
+            assert 0 <= t.frame < view[0]
+        elif t.kind == "reorder":
+            assert t.placed == (*view[:-2], view[-1], view[-2])
+        else:
+            assert t.placed == tuple(view)
+    assert seen == frames_of(turns, mix, 0)
+    assert {t.kind for t in turns} == set(KINDS)
+    assert abs(sum(t.kind == "back" for t in turns) / 300 - 0.4) < 0.1
+    assert [t.number for t in turns if t.session == 1] == list(range(100))
+
+
+def test_trace_is_the_seeds() -> None:
+    mix = Mix(sessions=5)
+    assert trace(mix, 40, 1, 0) == trace(mix, 40, 1, 0)
+    assert trace(mix, 40, 1, 0) != trace(mix, 40, 2, 0)
+    assert trace(mix, 40, 1, 0)[:20] == trace(mix, 20, 1, 0)
+    # Every session has its turn in every round.
+    assert sorted(t.session for t in trace(mix, 5, 9, 0)) == [0, 1, 2, 3, 4]
+
+
+def test_arrivals_are_poisson() -> None:
+    times = arrivals(50.0, 100.0, seed=3)
+    assert times == sorted(times)
+    assert times[-1] < 100
+    assert abs(len(times) / 5000 - 1) < 0.05
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    deviation = math.sqrt(sum((g - mean) ** 2 for g in gaps) / len(gaps))
+    assert abs(deviation / mean - 1) < 0.1  # an exponential's deviation is its mean
+
+
+# -- the open loop -------------------------------------------------------------------------------------------------
+
+
+def test_latency_counts_from_when_a_turn_was_due() -> None:
+    """One session, three turns due at once, 0.1 s each: the second waits for the first, the third for both."""
+    run = open_loop(Takes(0.1), [turn(0, n) for n in range(3)], [0.0] * 3, 0.0)
+    first, second, third = (r.ttft for r in run.records)
+    assert 0.045 < first < 0.095
+    assert first + 0.09 < second < first + 0.16
+    assert second + 0.09 < third < second + 0.16
+    assert all(0.04 < gap < 0.09 for r in run.records for gap in r.gaps)
+    assert run.seconds == run.records[-1].heard[-1]
+
+
+def test_sessions_do_not_wait_for_one_another() -> None:
+    policy = Takes(0.2)
+    run = open_loop(policy, [turn(s) for s in range(4)], [0.0, 0.01, 0.02, 0.03], 0.1)
+    assert policy.most == 4
+    assert all(r.ttft < 0.18 for r in run.records)
+    assert row_of(run)["completed"] == 4
+
+
+def test_requests_come_when_they_are_due_however_slow_the_answers_are() -> None:
+    run = open_loop(Takes(0.3), [turn(s) for s in range(5)], [0.0, 0.05, 0.1, 0.15, 0.2], 0.25)
+    for record in run.records:
+        assert record.due <= record.begun < record.due + 0.04
+
+
+def test_failures_and_drops_are_counted_and_are_no_goodput() -> None:
+    run = open_loop(Takes(0.1, frozenset({1})), [turn(0, n) for n in range(5)], [0.0] * 5, 0.0, patience=0.15)
+    row = row_of(run)
+    assert (row["requests"], row["completed"], row["failed"], row["dropped"]) == (5, 2, 1, 2)
+    assert row["errors"] == ["RuntimeError: out of memory"]
+    assert row["ttft_s"]["p95"] is None  # a first token that never came is later than any
+    assert row["ttft_s"]["p50"] is None or row["ttft_s"]["p50"] > 0
+    assert serve_load.goodput(row, 10.0) == pytest.approx(2 / row["seconds"])
+
+
+def test_cpu_clock_skips_what_nobody_uses_and_sleeps() -> None:
+    """Two turns due 30 s apart that take no processor time are over at once, by a clock that says 30 s."""
+    began = time.perf_counter()
+    run = open_loop(Takes(0.1), [turn(0, 0), turn(1, 1)], [0.0, 30.0], 40.0, clock="cpu")
+    assert time.perf_counter() - began < 5
+    assert run.records[1].begun == pytest.approx(30.0, abs=0.05)
+    assert all(r.ttft < 0.05 for r in run.records)  # it slept; nobody computed
+
+
+def test_cpu_clock_counts_computation() -> None:
+    class Computes:
+        def serve(self, turn: Turn, heard: Callable[[], None]) -> Served:
+            until = time.process_time() + 0.2
+            while time.process_time() < until:
+                pass
+            heard()
+            return Served((1,), 1, 1, 0)
+
+    run = open_loop(Computes(), [turn(0, 0), turn(0, 1)], [0.0, 0.0], 0.0, clock="cpu")
+    assert run.records[0].ttft == pytest.approx(0.2, abs=0.08)
+    assert run.records[1].ttft == pytest.approx(0.4, abs=0.12)
+
+
+def test_quantiles() -> None:
+    assert quantile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
+    assert quantile([1.0], 0.99) == 1.0
+    assert quantile([1.0, 2.0, math.inf], 0.5) == 2.0
+    assert math.isinf(quantile([1.0, 2.0, math.inf], 0.6))
+    assert math.isnan(quantile([], 0.5))
+
+
+def test_row_adds_up() -> None:
+    records = [
+        Record(
+            turn(s),
+            float(s),
+            float(s),
+            [s + 0.5, s + 0.6, s + 0.8],
+            Served((1, 2, 3), 100, 30, 70, 5, {"survivor": 64}),
+        )
+        for s in range(4)
+    ]
+    row = row_of(Run(records, 8.0, 2.0, (0.1, 0.2)))
+    assert (row["requests_per_s"], row["cpu_s_per_request"]) == (0.5, 0.5)
+    assert (row["prompt_tokens"], row["computed_tokens"], row["cached_tokens"]) == (400, 120, 280)
+    assert (row["loads"], row["bytes_loaded"], row["tokens_by_lane"]) == (4, 20, {"survivor": 256})
+    assert row["ttft_s"] == {name: pytest.approx(0.5) for name in ("p50", "p95", "p99")}
+    assert row["inter_token_s"]["p50"] == pytest.approx(0.15)
+    assert serve_load.goodput(row, 0.6) == 0.5
+    assert serve_load.goodput(row, 0.4) == 0.0
+    json.dumps(row, allow_nan=False)
+
+
+# -- curves --------------------------------------------------------------------------------------------------------
+
+
+def cells(**points: list[tuple[float, float | None]]) -> list[dict[str, object]]:
+    return [
+        {"policy": policy, "rate": rate, "ttft_s": {"p95": p95}}
+        for policy, found in points.items()
+        for rate, p95 in found
+    ]
+
+
+def test_highest_rate_lies_between_the_rates_around_the_bound() -> None:
+    points = [(1.0, 0.1), (2.0, 0.4), (3.0, 1.6)]
+    assert serve_curves.highest_rate(points, 0.2).rate == pytest.approx(1.5)
+    assert serve_curves.highest_rate(points, 0.8).rate == pytest.approx(2.5)
+    assert serve_curves.highest_rate(points, 0.4).rate == pytest.approx(2.0)
+    assert serve_curves.highest_rate(points, 0.05).rate is None
+    assert serve_curves.highest_rate(points, 9.0) == serve_curves.Highest(3.0, at_least=True)
+
+
+def test_noise_is_evened_out_and_a_token_that_never_came_is_beyond_any_bound() -> None:
+    # 0.4 at 2 and 0.1 at 3 are one level of 0.2.
+    assert serve_curves.highest_rate([(1.0, 0.1), (2.0, 0.4), (3.0, 0.1), (4.0, 0.8)], 0.4).rate == pytest.approx(3.5)
+    found = serve_curves.highest_rate([(1.0, 0.1), (2.0, None)], 1.0).rate
+    assert found is not None
+    assert 1.0 < found < 1.2
+
+
+def test_ratio_is_over_the_best_of_the_others() -> None:
+    made = cells(
+        ctxwin=[(1.0, 0.1), (2.0, 0.1), (4.0, 0.1), (6.0, 1.6)],
+        trim=[(1.0, 0.2), (2.0, 0.8)],
+        append=[(1.0, 0.1), (2.0, 0.2), (4.0, 3.2)],
+        naive=[(1.0, 2.0)],
+    )
+    found = serve_curves.compare(made, 0.4)
+    assert found["best_prefix_cache"] == "append"
+    assert found["rates"]["append"] == pytest.approx(2.5)
+    assert found["rates"]["ctxwin"] == pytest.approx(5.0)
+    assert (found["ratio"], found["ratio_is"]) == (pytest.approx(2.0), "exact")
+    assert found["rates"]["naive"] is None
+    assert serve_curves.base_p95(made) == 0.1
+
+
+def test_a_ratio_whose_sides_were_not_driven_to_the_bound_says_so() -> None:
+    ours = serve_curves.compare(cells(ctxwin=[(1.0, 0.1), (4.0, 0.1)], trim=[(1.0, 0.1), (2.0, 1.0)]), 0.5)
+    assert ours["ratio_is"] == "at least"
+    assert ours["at_least"] == ["ctxwin"]
+    theirs = serve_curves.compare(cells(ctxwin=[(1.0, 0.1), (4.0, 0.1)], trim=[(1.0, 0.1), (2.0, 0.1)]), 0.5)
+    assert theirs["ratio_is"] == "at most"
+    assert not serve_curves.checks(theirs, None)[0]["holds"]
+    nobody = serve_curves.compare(cells(ctxwin=[(1.0, 0.1)], trim=[(1.0, 9.0)]), 0.5)
+    assert nobody["ratio"] is None
+    assert serve_curves.checks(nobody, None) == []
+
+
+def test_slow_windows_are_no_ratio_of_theirs() -> None:
+    found = serve_curves.compare(cells(ctxwin=[(1.0, 3.0)], trim=[(1.0, 0.1), (2.0, 1.0)]), 0.5)
+    assert found["ratio"] == 0.0
+    assert not serve_curves.checks(found, None)[0]["holds"]
+
+
+def test_the_bound_comes_from_the_best_prefix_cache_policy() -> None:
+    made = cells(ctxwin=[(1.0, 0.01), (2.0, 1.0)], trim=[(1.0, 0.3), (2.0, 1.0)], append=[(1.0, 0.2), (2.0, 2.0)])
+    found = serve_curves.comparisons(made, None)
+    assert found["slo_s"] == pytest.approx(0.4)
+    assert [c["bound_s"] for c in found["around"]] == pytest.approx([0.2 * f for f in serve_curves.BOUNDS])
+    assert serve_curves.comparisons(made, 0.7)["slo_is"] == "given"
+    assert serve_curves.comparisons(cells(ctxwin=[(1.0, 0.01)]), None)["at_slo"] is None
+
+
+def test_rates_must_ascend() -> None:
+    with pytest.raises(ValueError, match="rates must ascend"):
+        serve_curves.highest_rate([(2.0, 0.1), (1.0, 0.2)], 1.0)
+
+
+# -- plain traffic -------------------------------------------------------------------------------------------------
+
+
+def piece(pair: int, side: str, gap: float, burst: float) -> dict[str, object]:
+    return {
+        "pair": pair, "side": side, "rate": 2.0, "gaps": [gap] * 10, "ttfts": [0.1], "tokens": 100, "seconds": 5.0,
+        "burst_tokens_per_s": burst, "cpu_s_per_token": gap / 2, "window_asks": 0, "load": 1.0,
+    }  # fmt: skip
+
+
+def test_plain_ratios_are_of_pairs() -> None:
+    """A machine that is twice as slow in one pair slows both of its sides."""
+    slices = [
+        piece(0, "without", 0.10, 50), piece(0, "with", 0.11, 49), piece(1, "without", 0.20, 25), piece(1, "with", 0.20, 25),
+        piece(2, "without", 0.10, 50), piece(2, "with", 0.102, 50), piece(3, "without", 0.1, 50),
+    ]  # fmt: skip
+    found = serve_plain.figures(slices)
+    assert found["ratios"]["inter_token_p99"]["median"] == pytest.approx(1.02)
+    assert found["ratios"]["inter_token_p99"]["pairs"] == 3
+    assert found["ratios"]["throughput"]["median"] == 1.0
+    assert found["sides"]["without"]["slices"] == 4
+    assert "windows" not in found["sides"]
+    held = {c["check"]: c["holds"] for c in serve_curves.checks(None, found)}
+    assert held == {"inter_token_p99": True, "throughput": True}
+    slow = serve_plain.figures([piece(0, "without", 0.1, 50), piece(0, "with", 0.11, 45)])
+    assert not any(c["holds"] for c in serve_curves.checks(None, slow))
+
+
+# -- settings and progress -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"windows": 0}, "sessions must be at least 1, got 0"),
+        ({"frames": 1}, "frames must be at least 2"),
+        ({"look_backs": 0.9}, "look_backs must be in 0..0.85"),
+        ({"rates": (2.0, 1.0)}, "rates must be positive and rise"),
+        ({"rates": (-1.0,)}, "rates must be positive and rise"),
+        ({"policies": ("ctxwin", "best")}, "policies must be some of .*, got best"),
+        ({"policies": ("ctxwin",)}, "rates must be given where append is not measured"),
+        ({"duration": 0.0}, "duration must be positive"),
+        ({"mode": "fast"}, "fidelity must be one of"),
+        ({"processes": "many"}, "processes must be single, multi or async"),
+        ({"clock": "cpu"}, "the cpu clock needs an engine in this process"),
+        ({"answer": 1}, "answer must be at least 2"),
+    ],
+)
+def test_settings_say_what_is_wrong(wrong: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        serve.Settings(**wrong)  # type: ignore[arg-type]
+
+
+def test_progress_of_other_settings_is_not_continued(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    row = serve.settings_row(serve.Settings(), "model")
+    first = serve.Progress(tmp_path, row)
+    first.cells.append({"policy": "trim", "index": 0})
+    first.save()
+    assert serve.Progress(tmp_path, row).cell("trim", 0) is not None
+    assert serve.Progress(tmp_path, row).cell("trim", 1) is None
+    with pytest.raises(ValueError, match=r"other settings \(seed\)"):
+        serve.Progress(tmp_path, serve.settings_row(serve.Settings(seed=1), "model"))
+    (tmp_path / serve.STATE).write_text("{")
+    with pytest.raises(ValueError, match="must be the state of a run"):
+        serve.Progress(tmp_path, row)
