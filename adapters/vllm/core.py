@@ -85,6 +85,7 @@ class Core:
         model: the path or hub name it was opened with.
         inputs: renders prompts, counts positions, runs the tower.
         vision: whether it sees images.
+        block: tokens of a block of its paged cache.
     """
 
     def __init__(self, model: str | Path, served: Served, driver: Driver, exchange: Exchange | Spool) -> None:
@@ -92,6 +93,7 @@ class Core:
         self.checkpoint, self.identity, self.kv = served.checkpoint, served.identity, served.kv
         self.driver = driver
         self.exchange = exchange
+        self.block = int(driver.config.cache_config.block_size)
         self._users = 0
         self._lock = threading.Lock()
         config = driver.config.model_config

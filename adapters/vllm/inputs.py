@@ -103,6 +103,8 @@ class Inputs:
         covered: int = 0,
         tenant: str = "",
         marks: Mapping[int, str] | None = None,
+        tail: int | None = None,
+        at_hand: Callable[[str], torch.Tensor | None] = lambda _: None,
     ) -> Rendered:
         """A rendered engine input, the form that vLLM's own renderer hands to the engine.
 
@@ -119,6 +121,8 @@ class Inputs:
                 not exist any more; they are zeros, which is safe because a load that does not happen is noticed.
             tenant: whose embeddings these are: no tenant hits another's entry in vLLM's encoder cache.
             marks: what tells the blocks from a medium on apart, by the medium's offset; see `spaces`.
+            tail: token from which on what is covered may be computed instead, see `registry.Job.wanted`; None: nowhere.
+            at_hand: embeddings that cost nothing, by key, for the media that reach into the tail.
         """
         if not media:
             from vllm.inputs.engine import tokens_input
@@ -132,7 +136,10 @@ class Inputs:
         embeddings: dict[str, torch.Tensor] = {}
         for span in sorted(media, key=lambda m: m.offset):
             end = span.offset + span.tokens
-            found = None if end <= known else embed(span.key)
+            if end > known:
+                found: torch.Tensor | None = embed(span.key)
+            else:
+                found = None if tail is None or end <= tail else at_hand(span.key)
             blank = end if found is None else blank
             mark = (marks or {}).get(span.offset, "")
             for feature, part in self._features(span, found, tenant):

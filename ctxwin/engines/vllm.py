@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from ctxwin.kv import SpanKV
 if TYPE_CHECKING:
     import asyncio
 
+    import torch
+
     from ctxwin.adapters.vllm.core import Core
     from ctxwin.adapters.vllm.registry import Transfer
     from ctxwin.adapters.vllm.requests import Outcome
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from ctxwin.store.base import Store
 
 _QUERY = "query"
+_EMBEDDED_BYTES = 64 << 20
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -155,6 +159,7 @@ class VLLMEngine(EncodingEngine):
         self._counting = threading.Lock()
         self._closed = False
         self._tenant = tenant
+        self._embeddings: OrderedDict[str, torch.Tensor] = OrderedDict()
         try:
             self.store: Store = open_store("memory:", tenant=tenant) if store is None else store
             self.repo = SpanRepository(self.store, core.identity)
@@ -287,7 +292,7 @@ class VLLMEngine(EncodingEngine):
             if piece.span is None and not piece.encoded.tokens:  # an empty header has nothing to compute
                 work.captured[str(i)] = empty = self._empty_span(piece.start - base)
                 pieces[i] = replace(piece, span=empty)
-        space = space_of(pieces, ask.salt, self._core.driver.config.cache_config.block_size)
+        space = space_of(pieces, ask.salt, self._core.block)
         last = max((i for i, piece in enumerate(pieces) if piece.span is not None), default=0)
         for i, piece in enumerate(pieces[:last]):
             if piece.span is None and pieces[i + 1].span is not None:
@@ -330,7 +335,11 @@ class VLLMEngine(EncodingEngine):
         ids, media = _joined(encoded)
         transfer = Transfer(loads=tuple(loads), captures=captures, own=space.own, settled=space.settled)
         salt = self._salt(space.salt)
-        rendered = core.inputs.prompt(ids, media, self.embed, salt, transfer.covered, self._tenant, space.marks)
+        whole = transfer.covered // core.block * core.block
+        rendered = core.inputs.prompt(
+            ids, media, self._embedded, salt, transfer.covered, self._tenant, space.marks,
+            whole if space.settled <= whole else None, self._at_hand,
+        )  # fmt: skip
         transfer.blank, transfer.embeddings = rendered.blank, rendered.embeddings
         eos = sorted(self.encoder.checkpoint.eos)
         priority = BACKGROUND if ask.background else 0
@@ -349,6 +358,20 @@ class VLLMEngine(EncodingEngine):
                 span = span.slice(0, min(span.tokens, ask.query.tokens + len(outcome.token_ids) - 1))
             work.captured[_QUERY] = span
         return outcome
+
+    def _embedded(self, key: str) -> torch.Tensor:
+        """`embed`; the newest are remembered, for the next request is mostly about the same media."""
+        found = self.embed(key)
+        with self._counting:
+            self._embeddings[key] = found
+            self._embeddings.move_to_end(key)
+            while len(self._embeddings) > 1 and sum(e.nbytes for e in self._embeddings.values()) > _EMBEDDED_BYTES:
+                self._embeddings.popitem(last=False)
+        return found
+
+    def _at_hand(self, key: str) -> torch.Tensor | None:
+        with self._counting:
+            return self._embeddings.get(key)
 
     def _account(self, work: _Work, transfer: Transfer, tokens: int) -> None:
         work.computed += tokens - transfer.local_tokens - transfer.planned_tokens

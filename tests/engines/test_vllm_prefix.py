@@ -234,16 +234,17 @@ class TestWindows:
         with window_on(view, [frame(i) for i in range(10)], "patched") as window:
             ask(window)
             ids = window.ids
-            for n, edit in enumerate((
+            for edit in (
                 lambda: window.evict(ids[5]),
                 lambda: window.recall(ids[5], at=7),
                 lambda: window.reorder([*window.ids[:6], *reversed(window.ids[6:])]),
                 lambda: window.toggle(ids[8], conditioned=False),
                 lambda: window.insert(6, words(1)),
-            )):
+                lambda: window.evict(window.ids[7]),
+            ):
                 edit()
                 entries = window.chunks
-                first = next(entry.offset for entry in entries if not entry.exact)
+                first = next((entry.offset for entry in entries if not entry.exact), window.tokens)
                 held = next((entry.offset for entry in entries if entry.compute), window.tokens)
                 usage = ask(window).usage
                 assert usage.cached_tokens >= whole_blocks(min(first, held))
@@ -303,7 +304,7 @@ class TestWithPlainRequests:
             approximate = ask(window)
             begins = next(chunk.offset for chunk in window.chunks if not chunk.exact)
             # With a store of its own: what it computes must not become this window's.
-            with view.view("") as other, window_on(other, [window.chunk(i) for i in window.ids]) as exact:
+            with view.view("") as other, window_on(other, [frame(i) for i in range(10) if i != 4]) as exact:
                 out = plain(view, plain_request(other, exact))
                 # No block that an approximation reaches into, and every block in front of those.
                 assert out.num_cached_tokens == whole_blocks(begins) > 0
