@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ctxwin.evals.bench.moves import HEADER, MOVES, QUERY, Scene, ask
+from ctxwin.evals.bench.moves import MOVES, QUERY, Scene, ask, header_of
 from ctxwin.evals.bench.opponent import Opponent, Plain, opponent_of
 from ctxwin.fidelity import Fidelity
 
@@ -182,6 +182,7 @@ def measure(
                 told(f"{op} {tokens}: run {run + 1}", done, total)
                 made, served = _repeat(clocked, opponent, scene, f"{settings.seed}/{op}/{tokens}/{run}", run)
                 runs.append(made)
+            prompt = _prompt(engine, scene)
         done += 1
         query = engine.encode_query(QUERY).tokens
         row = summary(runs, local) | {"forward_free": served.computed <= query, "computed_tokens": served.computed}
@@ -189,6 +190,7 @@ def measure(
             {"op": op, "tokens": tokens, "rank": settings.rank if move.patches else 0}
             | row
             | _lanes(scene, served)
+            | {"floor_computed_tokens": prompt - row["local_hit_tokens"]}
             | {"cached_tokens": served.cached, "bytes_loaded": served.bytes_loaded, "prepared": prepared}
         )
         _check_patches(rows[-1], move.patches)
@@ -244,13 +246,20 @@ def _first_token(clocked: Clocked, window: Window) -> tuple[float, float]:
 def _plain(opponent: Opponent, clocked: Clocked, scene: Scene, name: str) -> Plain:
     """The other side of it: an ask of the prompt before the edit, and two of the one behind it."""
     clocked.fresh()
-    header = clocked.encode_header(HEADER)
+    header = clocked.encode_header(scene.window.header)
     with scene.window.fork() as branch:
         chunks = {i: branch.chunk(i) for i in scene.names}
         before = [clocked.encode(chunks[i]) for i in scene.cached]
         scene.edit(branch)
         after = [clocked.encode(chunks[i]) for i in branch.ids]
     return opponent.ask([header, *before], [header, *after], clocked.encode_query(QUERY), name)
+
+
+def _prompt(engine: Engine, scene: Scene) -> int:
+    """Tokens of the prompt behind the edit."""
+    with scene.window.fork() as branch:
+        scene.edit(branch)
+        return branch.tokens + engine.encode_query(QUERY).tokens
 
 
 # -- figures -------------------------------------------------------------------------------------------------------
@@ -385,7 +394,7 @@ def meta(engine: Engine, settings: Settings, load: tuple[float, float, float]) -
             "seed": settings.seed,
         },
         "query_tokens": engine.encode_query(QUERY).tokens,
-        "header_tokens": engine.encode_header(HEADER).tokens,
+        "header_tokens": engine.encode_header(header_of(engine)).tokens,
     }  # fmt: skip
 
 

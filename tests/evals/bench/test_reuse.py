@@ -126,7 +126,7 @@ def test_any_order_of_the_predecessors_needs_no_forward(hf: Any) -> None:
 
 def test_the_held_prefix_computes_what_a_prefix_cache_would(hf: Any) -> None:
     chunks = [content.make_chunk(hf, n, seed) for seed, n in enumerate((16, 20, 24))]
-    header, query = hf.encode_header(moves.HEADER), hf.encode_query(moves.QUERY)
+    header, query = hf.encode_header(moves.header_of(hf)), hf.encode_query(moves.QUERY)
     a, b, c = (hf.encode(chunk) for chunk in chunks)
     before = hf.counters.prefill_tokens
     plain = opponent.HeldPrefix(hf).ask([header, a, b], [header, a, c], query, "x")
@@ -198,11 +198,12 @@ def test_the_command_on_vllm(folder: Path, tmp_path: Path) -> None:
     assert told.exit_code == 0, told.output
     result = json.loads((tmp_path / "out.json").read_text())
     check_rows(result, runs=2)
-    block = 128
     for r in result["rows"]:
         assert r["bytes_loaded"] >= (r["tokens"] - 16) * result["meta"]["model"]["kv_bytes_per_token"]
         header, query = result["meta"]["header_tokens"], result["meta"]["query_tokens"]
-        assert header + r["tokens"] + query - block <= r["local_hit_tokens"]
+        # The floor is the lowest there is: everything but the query is a hit.
+        assert header % moves.BLOCK == 0 and r["floor_computed_tokens"] == query
+        assert r["local_hit_tokens"] == header + r["tokens"]
         # The timed ask must not find the blocks of an earlier repetition.
         assert r["cached_tokens"] <= header + 16
         # Before the edit nothing but the header and what stands in front of the edit is the same.
