@@ -98,7 +98,7 @@ class Spool:
         self._remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
         self.embeddings = self.path / _EMBEDDINGS
         self.embeddings.mkdir()
-        _write(self.path / "spec.json", json.dumps(asdict(kv)).encode())
+        write_file(self.path / "spec.json", json.dumps(asdict(kv)).encode())
 
     @property
     def name(self) -> str:
@@ -134,7 +134,7 @@ class Spool:
             for identifier, tensor in transfer.embeddings.items():
                 self._embedding(identifier, tensor, names)
             job = {"job": asdict(transfer.job), "loads": entries}
-            _write(self.path / f"job-{handle}.json", json.dumps(job).encode())
+            write_file(self.path / f"job-{handle}.json", json.dumps(job).encode())
         except BaseException:
             self._unlease(names, handle)
             raise
@@ -215,7 +215,7 @@ class Spool:
 
     def _put(self, name: str, blob: bytes) -> None:
         self._make_room(len(blob))
-        _write(self.path / name, blob)
+        write_file(self.path / name, blob)
         with self._lock:
             self._bytes += len(blob) - self._held.pop(name, 0)
             self._held[name] = len(blob)
@@ -349,21 +349,29 @@ class SpoolReader:
 
     def seen(self, handle: str, local: int, planned: int) -> None:
         """Tells the engine what the scheduler counts on."""
-        _write(self.path / f"seen-{handle}.json", json.dumps({"local": local, "planned": planned}).encode())
+        self._report(handle, f"seen-{handle}.json", json.dumps({"local": local, "planned": planned}).encode())
 
     def give(self, handle: str, name: str, rank: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Hands a capture (this rank's heads) back."""
-        if (self.path / f"job-{handle}.json").exists():
-            _write(self.path / f"out-{handle}-{name}.{rank}", codec.encode_tensors({"k": k, "v": v}))
+        if self._wanted(handle):
+            self._report(handle, f"out-{handle}-{name}.{rank}", codec.encode_tensors({"k": k, "v": v}))
 
     def fail(self, handle: str, error: BaseException) -> None:
-        if (self.path / f"job-{handle}.json").exists():
-            text = f"{type(error).__name__}: {error}"
-            _write(self.path / f"error-{handle}.json", json.dumps({"error": text}).encode())
+        text = f"{type(error).__name__}: {error}"
+        self._report(handle, f"error-{handle}.json", json.dumps({"error": text}).encode())
 
     def refuse(self, error: BaseException) -> None:
         """Tells the engine why this process cannot serve its model; it dies of ``error`` next."""
-        _write(self.path / "refused.json", json.dumps({"error": str(error)}).encode())
+        write_file(self.path / "refused.json", json.dumps({"error": str(error)}).encode())
+
+    def _wanted(self, handle: str) -> bool:
+        return (self.path / f"job-{handle}.json").exists()
+
+    def _report(self, handle: str, name: str, data: bytes) -> None:
+        """Writes a file of a job. The engine removes the job first: who finds it there afterwards leaves no file behind."""
+        write_file(self.path / name, data)
+        if not self._wanted(handle):
+            (self.path / name).unlink(missing_ok=True)
 
     def _raw(self, handle: str) -> dict[str, Any] | None:
         return _read_json(self.path / f"job-{handle}.json") if is_handle(handle) else None
@@ -472,7 +480,7 @@ def _part(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Ten
     return {key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.startswith(name + ".")}
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
     """All of it or nothing; nobody else on the machine may read a tenant's KV."""
     partial = path.with_name(f".{path.name}-{threading.get_ident()}")
     try:
