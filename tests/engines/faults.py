@@ -183,7 +183,7 @@ def assert_released(engine: Any, *stores: Any) -> None:
         assert time.monotonic() < until, "blocks of the paged cache are still held"
         time.sleep(0.05)
     if isinstance(exchange, Spool):
-        assert files(exchange.path) == []
+        assert wait_until(lambda: not files(exchange.path), 5), files(exchange.path)
     for store in (engine.store, *stores):
         assert store.stats().leased == 0
 
