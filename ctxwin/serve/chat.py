@@ -337,7 +337,9 @@ class Shapes:
 
 
 def sse(data: Any) -> str:
-    """One server-sent event."""
+    """One server-sent event; bytes are JSON already."""
+    if isinstance(data, bytes):
+        return f"data: {data.decode()}\n\n"
     return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n"
 
 

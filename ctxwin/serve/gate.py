@@ -124,13 +124,19 @@ def _bind(data: dict[str, Any], tenant: str, salt: str) -> dict[str, Any]:
 
 
 def _rename(value: Any, tenant: str) -> None:
-    """Media names of clients (``uuid``) are keys of a cache that all tenants share: each gets its own."""
+    """Media names of clients (``uuid``) are keys of caches that all tenants share: each tenant gets its own names."""
     if isinstance(value, list):
         for item in value:
             _rename(item, tenant)
     elif isinstance(value, dict):
-        if isinstance(value.get("uuid"), str):
-            value["uuid"] = digest("medium of a tenant", tenant, value["uuid"])
+        named = value.get("uuid")
+        if not isinstance(named, str):
+            medium = value.get(str(value.get("type")))
+            url = medium.get("url") if isinstance(medium, dict) else None
+            # Without a name its content is the key; what is fetched anew each time has to stay so.
+            named = url if isinstance(url, str) and url.startswith("data:") else None
+        if named is not None:
+            value["uuid"] = digest("medium of a tenant", tenant, named)
         for item in value.values():
             _rename(item, tenant)
 

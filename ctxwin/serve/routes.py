@@ -16,7 +16,6 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
 from ctxwin import asking
-from ctxwin.answer import Answer
 from ctxwin.serve import chat, wire
 from ctxwin.serve.errors import TooLarge, UnknownModel, kind_of, to_body
 from ctxwin.serve.gate import OUR_CHAT, TENANT
@@ -67,9 +66,9 @@ def build_router(service: Service) -> APIRouter:
         path, key = request.url.path, request.headers.get("idempotency-key")
         known = mine.results.get(path, key)
         if known is None:
-            known = await service.run(work)
+            known = await service.run(lambda: _raw(work()))
             mine.results.put(path, key, known)
-        return JSONResponse(known)
+        return _json_response(known)
 
     # -- chunks ------------------------------------------------------------------------------------------------------
 
@@ -112,7 +111,7 @@ def build_router(service: Service) -> APIRouter:
             with mine.windows.using(window_id) as window:
                 return {**wire.window_to(window), "plan": wire.plan_to(window.plan())}
 
-        return JSONResponse(await service.run(work))
+        return _json_response(await service.run(lambda: _raw(work())))
 
     @router.get("/v1/windows/{window_id}/{what}")
     async def read(window_id: str, what: str, request: Request) -> Response:
@@ -124,7 +123,7 @@ def build_router(service: Service) -> APIRouter:
             with mine.windows.using(window_id) as window:
                 return OPERATIONS[what](mine.around, window, {})[what]
 
-        return JSONResponse(await service.run(work))
+        return _json_response(await service.run(lambda: _raw(work())))
 
     @router.delete("/v1/windows/{window_id}")
     async def close(window_id: str, request: Request) -> Response:
@@ -138,9 +137,9 @@ def build_router(service: Service) -> APIRouter:
         path, key = request.url.path, request.headers.get("idempotency-key")
         known = None if body.stream else mine.results.get(path, key)
         if known is not None:
-            return JSONResponse(known)
+            return _json_response(known)
 
-        def work(put: Callable[[str], None], stopped: Callable[[], bool]) -> Answer:
+        def work(put: Callable[[str], None], stopped: Callable[[], bool]) -> bytes:
             sent = 0
 
             def on_token(_: int, text: str) -> bool:
@@ -158,15 +157,15 @@ def build_router(service: Service) -> APIRouter:
                 )
             if body.stream and answer.text[sent:]:
                 put(answer.text[sent:])
-            return answer
+            return _raw(wire.answer_to(answer))
 
         items = service.items(work)
         if not body.stream:
-            result = wire.answer_to(await _whole(items, request))
+            result = await _whole(items, request)
             mine.results.put(path, key, result)
-            return JSONResponse(result)
+            return _json_response(result)
         return await _streamed(
-            items, lambda text: [{"text": text}], lambda answer: [{"answer": wire.answer_to(answer)}], service, request
+            items, lambda text: [{"text": text}], lambda raw: [b'{"answer": %s}' % raw], service, request
         )
 
     @router.post("/v1/windows/{window_id}/{operation}")
@@ -215,6 +214,15 @@ def _opened(service: Service, mine: Space, body: Open) -> Window:
         mine.engine, body.header, body.budget, body.fidelity or service.limits.fidelity, budget_bytes=body.budget_bytes
     )
     return mine.windows.add(window)
+
+
+def _raw(data: Any) -> bytes:
+    """JSON; in the thread that made ``data``, for a whole vocabulary takes longer than an event loop may wait."""
+    return json.dumps(data, allow_nan=False).encode()
+
+
+def _json_response(raw: bytes) -> Response:
+    return Response(raw, media_type="application/json")
 
 
 def _json(raw: bytes) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import threading
 from collections import OrderedDict
@@ -44,15 +43,13 @@ class Results:
         self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, path: str, key: str | None) -> Any:
+    def get(self, path: str, key: str | None) -> bytes | None:
         with self._lock:
-            found = self._kept.get((path, key)) if key else None
-        return None if found is None else json.loads(found)
+            return self._kept.get((path, key)) if key else None
 
-    def put(self, path: str, key: str | None, result: Any) -> None:
+    def put(self, path: str, key: str | None, raw: bytes) -> None:
         if not key:
             return
-        raw = json.dumps(result).encode()
         with self._lock:
             old = self._kept.pop((path, key), b"")
             self._kept[path, key] = raw

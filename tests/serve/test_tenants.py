@@ -91,12 +91,17 @@ def test_plain_requests_are_bound_to_their_tenants_cached_blocks(server: Server)
     given = [chat(server, key, cache_salt="salt-of-acme")["cache_salt"] for key in ("key-a", "key-b", "key-own")]
     assert len({*given, "salt-of-acme"}) == 4  # a salt that a client guesses leads nowhere
     assert chat(server, "key-a", cache_salt="x") == chat(server, "key-a2", cache_salt="x")
-    picture = {"type": "image_url", "image_url": {"url": "data:,"}, "uuid": "cat"}
+    picture: dict[str, Any] = {"type": "image_url", "image_url": {"url": "data:,"}, "uuid": "cat"}
     named = [
         chat(server, key, messages=[{"role": "user", "content": [picture]}])["messages"][0]["content"][0]["uuid"]
         for key in ("key-a", "key-b", "key-own")
     ]
     assert len({*named[:2], "cat"}) == 3 and named[2] == "cat"
+    del picture["uuid"]
+    same = [
+        chat(server, key, messages=[{"role": "user", "content": [picture]}])["messages"] for key in ("key-a", "key-b")
+    ]
+    assert same[0][0]["content"][0]["uuid"] != same[1][0]["content"][0]["uuid"]
 
 
 @pytest.mark.parametrize(
