@@ -51,12 +51,13 @@ class WorkerExtension:
         """Reads pixels and grids from ``source``, writes embeddings to ``target``; every rank runs, the first writes."""
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
+        from ctxwin.adapters.vllm.spool import write_file
         from ctxwin.store import codec
 
         tensors, _ = codec.decode_tensors(Path(source).read_bytes())
         found = see(self.get_model(), self.model_config.hf_config, tensors["pixels"], tensors["grids"])
         if get_tensor_model_parallel_rank() == 0:
-            Path(target).write_bytes(codec.encode_tensors({"embeddings": found}))
+            write_file(Path(target), codec.encode_tensors({"embeddings": found}))
 
     def ctxwin_ranks(self) -> int:
         """How many workers share the model's heads."""
@@ -68,13 +69,14 @@ class WorkerExtension:
 
 def remote(rpc: Callable[..., list[Any]], folder: Path) -> Vision:
     """A `Vision` that runs in vLLM's workers; ``rpc`` is `Driver.rpc`, ``folder`` a spool's."""
+    from ctxwin.adapters.vllm.spool import write_file
     from ctxwin.store import codec
 
     def run(pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
         name = secrets.token_hex(8)
         source, target = folder / f"see-{name}", folder / f"seen-{name}"
         try:
-            source.write_bytes(codec.encode_tensors({"pixels": pixels, "grids": grids}))
+            write_file(source, codec.encode_tensors({"pixels": pixels, "grids": grids}))
             rpc("ctxwin_see", str(source), str(target))
             return codec.decode_tensors(target.read_bytes())[0]["embeddings"].clone()
         finally:
