@@ -148,9 +148,11 @@ class Spool:
         if seen is not None:
             transfer.local_tokens, transfer.planned_tokens = int(seen["local"]), int(seen["planned"])
         self._failed(handle, transfer)
-        if transfer.error is not None:
-            # What was handed over for it may be what is broken: the next request writes it anew.
+        if transfer.error is not None or not finished:
+            # What was handed over for it may be what is broken: the next request writes it anew. Of embeddings that
+            # cannot be used nobody says so: vLLM just ends the request.
             self._forget(handle)
+        if transfer.error is not None:
             return
         transfer.loaded_tokens = transfer.planned_tokens
         transfer.bytes_loaded = transfer.planned_tokens * self.kv.token_bytes
