@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -351,6 +353,148 @@ class TestWithPlainRequests:
                 assert gap(right.first_token_logprobs, approximate.first_token_logprobs) > CLOSE
 
 
+class Elsewhere:
+    """Prompts for plain vLLM in a process of its own, without ctxwin's connector."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.prompts: list[dict[str, Any]] = []
+
+    def add(self, engine: Any, window: Window, query: str = QUERY, reset: bool = False) -> int:
+        """One prompt more; returns its number. ``reset``: the prefix cache is emptied in front of it."""
+        ids, media = prompt_of(engine, window, query)
+        made: dict[str, Any] = {"ids": collapsed(engine, ids), "embeds": "", "reset": reset}
+        if media:
+            made["embeds"] = str(self.folder / f"{len(self.prompts)}.npz")
+            made["uuids"] = [span.key.rpartition("/")[2] for span in media]
+            embeds = torch.cat([engine.embed(span.key) for span in media]).numpy()
+            np.savez(made["embeds"], embeds=embeds, grid=np.array([span.grid_thw for span in media]))
+        self.prompts.append(made)
+        return len(self.prompts) - 1
+
+    def run(self) -> list[dict[str, Any]]:
+        job, out = self.folder / "job.json", self.folder / "out.json"
+        job.write_text(json.dumps({"model": str(checkpoint_dir()), "prompts": self.prompts}))
+        env = {
+            **os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", PLAIN, str(job), str(out)], env=env, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        found: list[dict[str, Any]] = json.loads(out.read_text())
+        for one in found:
+            one["logprobs"] = [{int(token): p for token, p in row.items()} for row in one["logprobs"]]
+        return found
+
+
+def test_plain_requests_get_what_they_get_without_ctxwin(view: Any, tmp_path: Path) -> None:
+    """Bit for bit, before, beside and after windows of the same tokens: over blocks that plain requests have computed,
+    that windows have computed whole or append by append, that were loaded from spans, or that stand in front of
+    approximations; with another query, and for tokens that no window has seen."""
+    elsewhere = Elsewhere(tmp_path)
+    asked: list[tuple[str, int, Any]] = []
+
+    def both(name: str, window: Window, query: str = QUERY, reset: bool = False) -> None:
+        """The same plain request here and there."""
+        number = elsewhere.add(window.engine, window, query, reset)
+        asked.append((name, number, plain(view, plain_request(window.engine, window, query))))
+
+    for kind in (frame, words):
+        chunks = [kind(i) for i in range(6)]
+        with fresh(view) as store, window_on(store, chunks[:5]) as window:
+            both("before", window, reset=True)
+            both("again", window)
+            ask(window)
+            both("after", window)
+            both("after, another query", window, "shape of 07?")
+            view._core.driver.reset_prefix_cache()
+            assert ask(window).usage.bytes_loaded > 0
+            both("over what a window has loaded", window)
+        with fresh(view) as store, window_on(store, chunks[:5]) as window:
+            elsewhere.add(store, window, reset=True)
+            assert ask(window).usage.cached_tokens == 0
+            both("over what a window has computed", window)
+            both("over what a window has computed, another query", window, "shape of 07?")
+        with fresh(view) as store, window_on(store, chunks[:2]) as window:
+            elsewhere.add(store, window, reset=True)
+            ask(window)
+            for chunk in chunks[2:5]:
+                window.append(chunk)
+                elsewhere.add(store, window)
+                ask(window)
+            both("over what a window has appended", window)
+        with fresh(view) as store, window_on(store, chunks, "patched") as window:
+            ask(window)
+            window.evict(window.ids[2])
+            assert not ask(window).usage.exact
+            with window_on(store, [*chunks[:2], *chunks[3:]]) as exact:
+                both("beside an approximate window", exact, reset=True)
+            with window_on(store, [kind(i) for i in range(20, 25)]) as untouched:
+                both("tokens that no window has seen", untouched)
+    found = elsewhere.run()
+    assert len({name for name, _, _ in asked}) == 10
+    for name, number, out in asked:
+        theirs = found[number]
+        if name != "beside an approximate window":  # its exact front is cached here
+            assert out.num_cached_tokens == theirs["cached"], name
+        assert list(out.outputs[0].token_ids) == theirs["ids"], name
+        assert logprobs_of(out) == theirs["logprobs"], name
+
+
+@contextmanager
+def fresh(view: Any) -> Iterator[Any]:
+    """An empty store and an empty cache."""
+    view._core.driver.reset_prefix_cache()
+    with view.view("") as made:
+        yield made
+
+
+def test_plain_requests_in_the_same_steps_as_windows(view: Any) -> None:
+    """Batched with loads, captures and other prompts: the same to float32's rounding."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    from ctxwin.adapters.vllm.requests import _next
+
+    driver = view._core.driver
+    with window_on(view, [words(i) for i in range(20, 24)]) as window:
+        prompt = plain_request(view, window)
+    alone = plain(view, prompt)
+    driver.reset_prefix_cache()
+    windows = [window_on(view, [frame(i + j) for j in range(4)], "patched") for i in range(6)]
+
+    def work(window: Window) -> None:
+        ask(window)
+        window.slide(1)
+        ask(window)
+        window.insert(1, words(1))
+        ask(window)
+
+    parameters = SamplingParams(
+        max_tokens=4, temperature=0, logprobs=-1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+    answers = []
+    with ThreadPoolExecutor(len(windows)) as pool:
+        asks = [pool.submit(work, window) for window in windows]
+        while not all(a.done() for a in asks):
+            rendered = view._core.inputs.prompt(prompt["prompt_token_ids"], [], view.embed, "")
+            ticket = driver.submit(rendered.prompt, parameters, 0)
+            while not (output := _next(driver, ticket.outputs)).finished:
+                pass
+            answers.append(output)
+        for done in asks:
+            done.result()
+    assert len(answers) > 3
+    right = logprobs_of(alone)
+    for output in answers:
+        assert list(output.outputs[0].token_ids) == list(alone.outputs[0].token_ids)
+        assert max(gap(p, q) for p, q in zip(right, logprobs_of(output), strict=True)) < CLOSE
+    for window in windows:
+        window.close()
+
+
 class TestTenants:
     def test_no_tenant_finds_what_another_has_computed(self, engine: Any) -> None:
         engine._core.driver.reset_prefix_cache()
@@ -455,7 +599,7 @@ def block_names(pieces: Sequence[Piece], salt: str, block: int) -> list[bytes]:
     return list(request.block_hashes)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(pieces=layouts(), block=st.sampled_from([16, 32]), data=st.data())
 def test_no_approximate_token_is_in_a_block_of_an_exact_name(
     pieces: list[Piece], block: int, data: st.DataObject
