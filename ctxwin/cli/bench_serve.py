@@ -34,7 +34,7 @@ def serve(
     policies: Annotated[str, typer.Option(help="Who serves, comma-separated.")] = "ctxwin,naive,trim,append",
     look_backs: Annotated[float, typer.Option(help="Share of turns that look back at a frame that left.")] = 0.4,
     frames: Annotated[int, typer.Option(help="Frames in view.")] = 6,
-    tokens: Annotated[int, typer.Option(help="Tokens of a frame.")] = 64,
+    tokens: Annotated[int, typer.Option(help="Tokens of a frame.")] = 128,
     answer: Annotated[int, typer.Option(help="Tokens of an answer.")] = 8,
     fidelity: Annotated[str, typer.Option(metavar="auto|exact|patched|blind", help="Of the windows.")] = "patched",
     rank: Annotated[int, typer.Option(help="Rank of patches.")] = 32,

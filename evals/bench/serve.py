@@ -48,11 +48,12 @@ Told = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured. The defaults are for a CPU, see ``README``.
+    """What is measured.
 
     Attributes:
         windows: sessions on one engine.
-        frames, tokens: frames in view, and tokens of each.
+        frames: in view.
+        tokens: of a frame; 128 is the least that Qwen2-VL's own settings for video give one.
         answer: tokens of an answer.
         look_backs: share of turns that look back.
         rates: requests a second, rising; empty: `LADDER`.
@@ -61,14 +62,15 @@ class Settings:
         policies: some of `POLICIES`.
         mode, rank: of the windows' fidelity.
         seed: of trace, arrivals and content.
-        processes: see `VLLMEngine`.
+        processes: see `VLLMEngine`. With few cores one process is the cheapest: a second one has nobody to run on, and every
+            request would cross two pipes. A server runs ``async``.
         threads: CPU threads; 0 leaves the default.
         clock: see `serve_load`.
     """
 
     windows: int = 32
     frames: int = 6
-    tokens: int = 64
+    tokens: int = 128
     answer: int = 8
     look_backs: float = 0.4
     rates: tuple[float, ...] = ()

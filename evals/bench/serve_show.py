@@ -108,6 +108,8 @@ def picture(result: dict[str, Any], path: Path) -> None:
         if at["ratio"] is not None:
             axes.set_title(f"at p95 = {at['bound_s']:.2f} s: {at['ratio']:.2f}x {at['best_prefix_cache']}", fontsize=10)
     axes.set(xlabel="requests a second (open loop)", ylabel="p95 time to first token (s)", yscale="log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(visible=True, which="both", alpha=0.25)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)

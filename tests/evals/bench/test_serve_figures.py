@@ -97,34 +97,35 @@ def test_latency_counts_from_when_a_turn_was_due() -> None:
     """One session, three turns due at once, 0.1 s each: the second waits for the first, the third for both."""
     run = open_loop(Takes(0.1), [turn(0, n) for n in range(3)], [0.0] * 3, 0.0)
     first, second, third = (r.ttft for r in run.records)
-    assert 0.045 < first < 0.095
-    assert first + 0.09 < second < first + 0.16
-    assert second + 0.09 < third < second + 0.16
-    assert all(0.04 < gap < 0.09 for r in run.records for gap in r.gaps)
+    assert first >= 0.05
+    assert second >= first + 0.1
+    assert third >= second + 0.1
+    assert third < 1.0
+    assert all(0.05 <= gap < 0.3 for r in run.records for gap in r.gaps)
     assert run.seconds == run.records[-1].heard[-1]
 
 
 def test_sessions_do_not_wait_for_one_another() -> None:
-    policy = Takes(0.2)
+    policy = Takes(0.6)
     run = open_loop(policy, [turn(s) for s in range(4)], [0.0, 0.01, 0.02, 0.03], 0.1)
     assert policy.most == 4
-    assert all(r.ttft < 0.18 for r in run.records)
+    assert all(0.3 <= r.ttft < 0.6 for r in run.records)
     assert row_of(run)["completed"] == 4
 
 
 def test_requests_come_when_they_are_due_however_slow_the_answers_are() -> None:
-    run = open_loop(Takes(0.3), [turn(s) for s in range(5)], [0.0, 0.05, 0.1, 0.15, 0.2], 0.25)
+    run = open_loop(Takes(0.8), [turn(s) for s in range(5)], [0.0, 0.05, 0.1, 0.15, 0.2], 0.25)
     for record in run.records:
-        assert record.due <= record.begun < record.due + 0.04
+        assert record.due <= record.begun < record.due + 0.2
+    assert run.records[-1].begun < run.records[0].heard[-1]  # the first was still being served
 
 
 def test_failures_and_drops_are_counted_and_are_no_goodput() -> None:
-    run = open_loop(Takes(0.1, frozenset({1})), [turn(0, n) for n in range(5)], [0.0] * 5, 0.0, patience=0.15)
+    run = open_loop(Takes(0.3, frozenset({1})), [turn(0, n) for n in range(5)], [0.0] * 5, 0.0, patience=0.35)
     row = row_of(run)
     assert (row["requests"], row["completed"], row["failed"], row["dropped"]) == (5, 2, 1, 2)
     assert row["errors"] == ["RuntimeError: out of memory"]
     assert row["ttft_s"]["p95"] is None  # a first token that never came is later than any
-    assert row["ttft_s"]["p50"] is None or row["ttft_s"]["p50"] > 0
     assert serve_load.goodput(row, 10.0) == pytest.approx(2 / row["seconds"])
 
 
