@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from ctxwin.answer import Plan
 from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
+from ctxwin.errors import ChunkUnavailable
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.identity import digest
 from ctxwin.lanes import Choice, canonical_key, choose, plan_of
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from ctxwin.kv import SpanKV
     from ctxwin.operator import Patch
 
+T = TypeVar("T")
 log = logging.getLogger("ctxwin")
 
 IN_PLACE: frozenset[Lane] = frozenset({"computed", "formed", "resident"})
@@ -192,7 +195,10 @@ class Assembly:
             return key, None
         header = self._computed_header(state, header or self._header(state, work), work)
         encoded = self.encode(placed)
-        span = self.engine.prefill([header], encoded, state.header_advance, background=work.background)
+        with_header = partial(
+            self.engine.prefill, [header], encoded, state.header_advance, background=work.background
+        )  # fmt: skip
+        span = self._seen([placed], with_header)
         work.forwards += 1
         work.tokens += encoded.tokens
         self.put(key, span, encoded, provenance=provenance, exact=True)
@@ -209,9 +215,21 @@ class Assembly:
         capture_query: bool = False,
         on_token: Callable[[int, str], bool] | None = None,
     ) -> Generation:
-        return self.engine.generate(
-            laid.pieces, query, sampling, salt=laid.salt, capture_query=capture_query, on_token=on_token
-        )
+        call = partial(
+            self.engine.generate, laid.pieces, query, sampling, salt=laid.salt, capture_query=capture_query,
+            on_token=on_token,
+        )  # fmt: skip
+        return self._seen([choice.placed for choice in laid.choices], call)
+
+    def _seen(self, placed: Iterable[Placed], call: Callable[[], T]) -> T:
+        """``call``, again where vision embeddings left a shared store since ``placed`` were encoded: they are made anew."""
+        for _ in range(2):
+            try:
+                return call()
+            except ChunkUnavailable:
+                for p in placed:
+                    self.encode(p)
+        return call()
 
     def settle(self, state: State, laid: Laid, captured: dict[int, SpanKV], fidelity: Fidelity) -> State:
         """Stores captured KV and returns ``state`` with each placement's conditioning as it was served.
@@ -280,7 +298,10 @@ class Assembly:
         piece = laid.pieces[index + 1]
         front_pieces = laid.pieces[: index + 1]
         salt = salt_of(front_pieces)
-        span = self.engine.prefill(front_pieces, piece.encoded, piece.start, salt=salt, background=work.background)
+        behind = partial(
+            self.engine.prefill, front_pieces, piece.encoded, piece.start, salt=salt, background=work.background
+        )  # fmt: skip
+        span = self._seen([c.placed for c in laid.choices[: index + 1]], behind)
         work.forwards += 1
         work.tokens += piece.encoded.tokens
         depth = 0 if exact else 1 + max(f.depth for f in front)
@@ -320,12 +341,14 @@ class Assembly:
             pieces, at = [header], state.header_advance
             for i in order:
                 front = self.encode(state.placed[i])
-                span = self.engine.prefill(pieces, front, at, background=work.background)
+                before = partial(self.engine.prefill, tuple(pieces), front, at, background=work.background)
+                span = self._seen(state.placed[: index + 1], before)
                 pieces.append(Piece(front, at, span=span))
                 work.forwards += 1
                 work.tokens += front.tokens
                 at += front.advance
-            met.append(self.engine.prefill(pieces, encoded, at, background=work.background))
+            behind = partial(self.engine.prefill, tuple(pieces), encoded, at, background=work.background)
+            met.append(self._seen(state.placed[: index + 1], behind))
             work.forwards += 1
             work.tokens += encoded.tokens
         patch = orbit_mean(
