@@ -27,6 +27,7 @@ import pytest
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.base import Piece, Sampling
+from ctxwin.errors import ChunkUnavailable
 from ctxwin.store import open_store
 from engines import models
 
@@ -155,18 +156,28 @@ class Program:
     def plain(self, rng: random.Random) -> None:
         """A prompt of the same chunks from somebody who knows nothing of spans; texts mostly go straight to vLLM."""
         engine = self.engine
-        parts = [engine.encode_header(rng.choice(HEADERS))]
-        parts += [engine.encode(chunk) for chunk in rng.sample(self.chunks, rng.randint(1, 6))]
-        query = engine.encode_query(self.query(rng))
-        if any(part.media for part in parts) or rng.random() < 0.3:
-            start, pieces = 0, []
-            for part in parts:
-                pieces.append(Piece(part, start))
-                start += part.advance
-            logprobs = engine.generate(pieces, query, Sampling(max_tokens=2, logprobs=-1)).logprobs
-        else:
-            logprobs = straight(engine, [*parts, query])
+        header, chunks = rng.choice(HEADERS), rng.sample(self.chunks, rng.randint(1, 6))
+        query, directly = engine.encode_query(self.query(rng)), rng.random() < 0.7
+        while True:
+            parts = [engine.encode_header(header), *(engine.encode(chunk) for chunk in chunks)]
+            try:
+                if directly and not any(part.media for part in parts):
+                    logprobs = straight(engine, [*parts, query])
+                else:
+                    logprobs = engine.generate(laid(parts), query, Sampling(max_tokens=2, logprobs=-1)).logprobs
+                break
+            except ChunkUnavailable:  # another window has just forgotten the picture
+                continue
         self.said.append(Said("plain", logprobs))
+
+
+def laid(parts: list[Any]) -> list[Piece]:
+    """Pieces without spans, one behind the other."""
+    start, pieces = 0, []
+    for part in parts:
+        pieces.append(Piece(part, start))
+        start += part.advance
+    return pieces
 
 
 def straight(engine: Any, parts: list[Any]) -> dict[int, float]:
