@@ -81,18 +81,17 @@ async def _looked_at(service: Service, scope: Scope, receive: Receive, path: str
         if bound:
             raise TooLarge(f"a body must have at most {limit} bytes, got more; raise --max-upload-bytes")
         return _again(messages, receive)
-    if path == CHAT and REFERENCE.encode() in body:
-        data = _parsed(body)
-        if isinstance(data, dict) and names_chunks(data):
-            scope["path"] = scope.get("root_path", "") + OUR_CHAT
-            scope["raw_path"] = scope["path"].encode()
-            return _again(messages, receive)
-    if bound:
-        data = _parsed(body)
-        if isinstance(data, dict):
-            made = json.dumps(_bind(data, tenant, plain_salt(service.space(tenant).engine))).encode()
-            _resize(scope, len(made))
-            messages = [{"type": "http.request", "body": made, "more_body": False}]
+    named = path == CHAT and REFERENCE.encode() in body
+    if not named and not bound:
+        return _again(messages, receive)
+    data = await service.run(_parsed, body)  # it may hold megabytes of pictures
+    if named and isinstance(data, dict) and names_chunks(data):
+        scope["path"] = scope.get("root_path", "") + OUR_CHAT
+        scope["raw_path"] = scope["path"].encode()
+    elif bound and isinstance(data, dict):
+        made = await service.run(_bound_body, data, tenant, plain_salt(service.space(tenant).engine))
+        _resize(scope, len(made))
+        messages = [{"type": "http.request", "body": made, "more_body": False}]
     return _again(messages, receive)
 
 
@@ -100,6 +99,10 @@ def plain_salt(engine: Any) -> str:
     """The prefix-cache salt of an engine's exact windows, which plain requests of its tenant share; "" is none."""
     salt = getattr(engine, "plain_salt", "")
     return salt if isinstance(salt, str) else ""
+
+
+def _bound_body(data: dict[str, Any], tenant: str, salt: str) -> bytes:
+    return json.dumps(_bind(data, tenant, salt)).encode()
 
 
 def _bind(data: dict[str, Any], tenant: str, salt: str) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def build_router(service: Service) -> APIRouter:
     async def upload(request: Request) -> Response:
         mine = space(request)
         if request.headers.get("content-type", "").startswith("multipart/form-data"):
-            chunk, files = await _form(request)
+            chunk, files = await _form(request, service.limits.max_upload_bytes)
         else:
             chunk, files = await data(request), {}
         described, new = await service.run(mine.uploads.put, chunk, files)
@@ -234,10 +234,10 @@ def _json(raw: bytes) -> Any:
         raise ValueError(f"the body must be JSON: {error}") from None
 
 
-async def _form(request: Request) -> tuple[Any, dict[str, bytes]]:
+async def _form(request: Request, limit: int) -> tuple[Any, dict[str, bytes]]:
     """The ``chunk`` field (JSON) of a multipart body and its files; or ``file`` and plain fields, for a single picture."""
     try:
-        async with request.form(max_files=4096, max_fields=64) as form:
+        async with request.form(max_files=4096, max_fields=64, max_part_size=limit) as form:
             files = {name: await value.read() for name, value in form.items() if isinstance(value, UploadFile)}
             fields = {name: value for name, value in form.items() if isinstance(value, str)}
     except HTTPException as error:

@@ -85,7 +85,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
         )
     made = Process(f"http://127.0.0.1:{port}", process, log)
     try:
-        for _ in range(600):
+        for _ in range(900):
             assert process.poll() is None, f"the server ended: {log.read_text()[-4000:]}"
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{made.url}/health", timeout=5):
                 break

@@ -35,15 +35,23 @@ def parse(model: str, given: Sequence[str]) -> Namespace:
         args.served_model_name = args.served_model_name or ["tiny"]
     validate_parsed_serve_args(args)
     _check_one_process(args)
-    defaults = parser.parse_args([])
     names = {f.name for f in fields(AsyncEngineArgs)} - {"model"}
-    chosen = {name: getattr(args, name) for name in names if getattr(args, name, None) != getattr(defaults, name, None)}
-    for name, value in startup.engine_arguments(args.model, chosen).items():
+    for name, value in startup.engine_arguments(args.model, _chosen(parser, args, [model, *given], names)).items():
         setattr(args, name, value)
     if startup.eager_on_cpu(vars(args)):
         # vLLM's few compiled sampling functions take 5-17 s to compile, and win nothing back here.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     return args
+
+
+def _chosen(parser: Any, args: Namespace, given: Sequence[str], names: set[str]) -> dict[str, Any]:
+    """What was asked for by name: what differs from the default, and switches that were set to it."""
+    defaults = vars(parser.parse_args([]))
+    chosen = {name: value for name, value in vars(args).items() if name in names and value != defaults[name]}
+    # argparse gives a default only to what the namespace does not have yet.
+    switches = {name: None for name in names if isinstance(defaults.get(name), bool)}
+    asked = vars(parser.parse_args(list(given), Namespace(**switches)))
+    return chosen | {name: asked[name] for name in switches if asked[name] is not None}
 
 
 def own_keys(args: Namespace) -> list[str]:
