@@ -153,37 +153,44 @@ class Opened:
     calls: list[tuple[Any, ...]]
 
 
-@pytest.fixture(scope="module", params=["multi", "async"])
+@pytest.fixture(scope="module", params=["multi", pytest.param("async", marks=pytest.mark.slow)])
 def opened(request: pytest.FixtureRequest) -> Iterator[Opened]:
     """An engine in processes of its own, which has run the program; what it left behind is checked at the end."""
     import psutil
+
+    from ctxwin.adapters.vllm.vision import remote
 
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     engine: Any = open_engine("tiny:vllm", dtype="float32", processes=request.param, disable_log_stats=False)
     try:
         found = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+        found = [p for p in found if "resource_tracker" not in " ".join(p.cmdline())]
         made = Opened(engine, found, engine._core.exchange.path, [], [], [], [])
         driver = engine._core.driver
-        submit, rpc = driver.submit, driver.rpc
+        submit = driver.submit
 
         def submitted(prompt: dict[str, Any], parameters: Any, priority: int) -> Any:
             made.prompts.append(prompt)
             made.parameters.append(parameters)
             return submit(prompt, parameters, priority)
 
-        def called(*args: Any) -> Any:
+        def called(self: Any, *args: Any) -> Any:
             made.calls.append(args)
-            return rpc(*args)
+            assert stat.S_IMODE(Path(args[1]).stat().st_mode) == 0o600, "pixels are the engine's alone, too"
+            return rpc(self, *args)
 
-        driver.submit, driver.rpc = submitted, called
-        made.answers = program(engine)
-        del driver.submit, driver.rpc
+        rpc = type(driver).rpc
+        driver.submit = submitted
+        with mock.patch.object(type(driver), "rpc", called):
+            # The engine holds the method that it was opened with.
+            engine._core.inputs._vision = remote(driver.rpc, made.folder)
+            made.answers = program(engine)
+        del driver.submit
         yield made
     finally:
         engine.close()
     assert not made.folder.exists()
-    helpers = [p for p in made.processes if p.is_running() and "resource_tracker" not in " ".join(p.cmdline())]
-    _, alive = psutil.wait_procs(helpers, timeout=20)
+    _, alive = psutil.wait_procs(made.processes, timeout=20)
     assert not alive, "vLLM's processes end with the engine"
 
 
@@ -206,7 +213,9 @@ def test_nothing_but_names_and_numbers_travels(opened: Opened) -> None:
         assert name == "ctxwin" and len(handle) == 32 and int(handle, 16)
     found = [tensor for prompt in opened.prompts for tensor in tensors(prompt)]
     assert found, "the prompts' pictures were looked into"
-    assert all(tensor.dtype == torch.int64 and tensor.numel() <= 3 for tensor in found)
+    # Grids (t, h, w), of all pictures of a prompt together.
+    assert all(tensor.dtype == torch.int64 and tensor.shape[-1] == 3 for tensor in found)
+    assert max(tensor.numel() for tensor in found) <= 3 * 8
     assert opened.calls and all(primitive(args) for args in opened.calls)
 
 
