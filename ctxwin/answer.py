@@ -129,7 +129,8 @@ class Plan:
             `Window.refresh`) would run.
         reprefill_tokens: tokens a full re-prefill would run.
         bytes: KV bytes that would be brought in.
-        salted: whether the window is kept apart from the engine's exact prefix cache.
+        salted: whether something is approximate: it and what stands behind it are kept apart from the engine's exact
+            prefix cache.
     """
 
     header_tokens: int
