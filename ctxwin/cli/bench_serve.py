@@ -27,7 +27,8 @@ def serve(
     rates: Annotated[
         str, typer.Option(help="Requests a second, rising, comma-separated; default: by measurement.")
     ] = "",
-    duration: Annotated[float, typer.Option(help="Seconds for which requests arrive at each rate.")] = 15.0,
+    duration: Annotated[float, typer.Option(help="Least seconds for which requests arrive at each rate.")] = 15.0,
+    requests: Annotated[int, typer.Option(help="At least so many at each rate; low rates take longer.")] = 60,
     slo: Annotated[
         float, typer.Option(help="Bound on the time to the first token, in seconds; 0: by measurement.")
     ] = 0.0,
@@ -75,7 +76,7 @@ def serve(
     from ctxwin.evals.console import print_json, say, stages, terminal
 
     settings = bench.Settings(
-        windows, frames, tokens, answer, look_backs, _rates(rates), duration, slo or None,
+        windows, frames, tokens, answer, look_backs, _rates(rates), duration, requests, slo or None,
         tuple(dict.fromkeys(p.strip() for p in policies.split(",") if p.strip())), cast("Any", fidelity), rank, seed,
         processes, threads, clock,
     )  # fmt: skip

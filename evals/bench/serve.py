@@ -57,7 +57,8 @@ class Settings:
         answer: tokens of an answer.
         look_backs: share of turns that look back.
         rates: requests a second, rising; empty: `LADDER`.
-        duration: seconds for which requests arrive at each rate.
+        duration: least seconds for which requests arrive at each rate.
+        requests: least number of them that is to be expected; low rates take longer, so that their p95 means something.
         slo_s: bound on the time to the first token; None: from the prefix cache's own, see `serve_curves`.
         policies: some of `POLICIES`.
         mode, rank: of the windows' fidelity.
@@ -75,6 +76,7 @@ class Settings:
     look_backs: float = 0.4
     rates: tuple[float, ...] = ()
     duration: float = 15.0
+    requests: int = 60
     slo_s: float | None = None
     policies: tuple[str, ...] = POLICIES
     mode: Mode = "patched"
@@ -95,7 +97,7 @@ class Settings:
             )
         if list(self.rates) != sorted(set(self.rates)) or any(r <= 0 for r in self.rates):
             raise ValueError(f"rates must be positive and rise, got {', '.join(map(str, self.rates))}")
-        for name, least in (("tokens", 8), ("answer", 2), ("rank", 1), ("seed", 0), ("threads", 0)):
+        for name, least in (("tokens", 8), ("answer", 2), ("requests", 1), ("rank", 1), ("seed", 0), ("threads", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not self.duration > 0:
@@ -239,8 +241,9 @@ def measure(open_engine: Callable[[], VLLMEngine], settings: Settings, progress:
             for name in settings.policies:
                 if progress.cell(name, index) is not None or _saturated(progress.cells, name, settings.slo_s):
                     continue
-                due = arrivals(rate, settings.duration, settings.seed + index)
-                row = bench().run(name, index, due, settings.duration)
+                seconds = max(settings.duration, settings.requests / rate)
+                due = arrivals(rate, seconds, settings.seed + index)
+                row = bench().run(name, index, due, seconds)
                 progress.cells.append({"policy": name, "index": index, "rate": rate} | row)
                 progress.save()
         return result_of(progress)

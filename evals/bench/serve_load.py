@@ -248,5 +248,5 @@ def row_of(run: Run) -> Row:
 
 def goodput(row: Row, slo_s: float) -> float:
     """Requests a second whose first token came within ``slo_s`` of when they were due."""
-    within = sum(t is not None and t <= slo_s for t in row["ttfts_s"])
+    within: int = sum(t is not None and t <= slo_s for t in row["ttfts_s"])
     return within / float(row["seconds"])

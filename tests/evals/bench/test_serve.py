@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MIX = Mix(sessions=2, frames=3, look_backs=0.4)
 TOKENS = 32
 SETTINGS = serve.Settings(
-    windows=2, frames=3, tokens=TOKENS, answer=3, rates=(2.0, 6.0), duration=1.5, threads=1, clock="cpu"
+    windows=2, frames=3, tokens=TOKENS, answer=3, rates=(2.0, 6.0), duration=1.5, requests=4, threads=1, clock="cpu"
 )
 
 
