@@ -130,7 +130,8 @@ class TestPins:
         assert ours.exists() and not left.exists()
 
 
-@pytest.fixture(scope="module", params=["in process, deepstack", "multiprocess"])
+# The second one costs three more processes; `test_vllm_ec_windows` has an engine in processes of its own as well.
+@pytest.fixture(scope="module", params=["in process, deepstack", pytest.param("multiprocess", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What became of the requests of `ec_driver.scenarios`."""
     place = tmp_path_factory.mktemp("ec")
