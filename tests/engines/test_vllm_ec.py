@@ -7,7 +7,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +132,75 @@ class TestPins:
         files.put("x", embeddings(1))
         assert Pins(files).pin("x", "a") is not None
         assert ours.exists() and not left.exists()
+
+
+class Feature:
+    """A media item that carries nothing, as vLLM's scheduler sees it."""
+
+    def __init__(self, identifier: str, offset: int, tokens: int = 9) -> None:
+        self.identifier = identifier
+        self.data = None
+        self.mm_position = SimpleNamespace(offset=offset, length=tokens, get_num_embeds=lambda: tokens)
+
+
+def request(name: str, *features: Feature) -> Any:
+    return SimpleNamespace(request_id=name, mm_features=list(features), ec_transfer_params=None)
+
+
+@needs_vllm
+class TestScheduler:
+    @pytest.fixture
+    def scheduler(self, tmp_path: Path) -> Iterator[Any]:
+        from ctxwin.adapters.vllm.ec import _Scheduler
+
+        opened = _Scheduler(EmbeddingFiles(tmp_path), 64, "float32", "")
+        yield opened
+        opened.close()
+        assert not list(tmp_path.glob(".*"))
+
+    def test_a_large_file_is_checked_beside_the_scheduler(
+        self, scheduler: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from ctxwin.adapters.vllm import ec
+
+        monkeypatch.setattr(ec, "_LARGE", 0)
+        files, begin = scheduler._files, threading.Event()
+        check = files.check
+        monkeypatch.setattr(files, "check", lambda path: (begin.wait(10), check(path))[1])
+        files.put("good", embeddings(1))
+        files.path("bad").write_bytes(b"nothing that anybody can read")
+        good, bad = request("a", Feature("good@x", 2)), request("b", Feature("bad", 2))
+        for _ in range(3):
+            assert not scheduler.ready(good, 0) and not scheduler.ready(bad, 0) and not scheduler.unavailable
+        begin.set()
+        until = time.monotonic() + 10
+        while not (scheduler.ready(good, 0) and scheduler.unavailable) and time.monotonic() < until:
+            scheduler.ready(bad, 0)
+            time.sleep(0.01)
+        assert scheduler.ready(good, 0) and scheduler.holds("good") and scheduler.unavailable == {"b"}
+        scheduler.plan(good, "good@x")
+        (path,) = scheduler.loads.values()
+        files.discard("good")
+        found = files.read(Path(path))
+        assert found is not None and torch.equal(found, embeddings(1))
+        scheduler.forget("a")
+        scheduler.forget("b")
+        assert len(scheduler.pins) == 0 and not scheduler._names and not scheduler._ready and not scheduler.unavailable
+
+    def test_what_loaded_kv_covers_is_looked_for_when_the_load_has_failed(self, scheduler: Any) -> None:
+        scheduler._files.put("behind", embeddings(1))
+        covered = request("a", Feature("covered", 2), Feature("behind", 20))
+        assert scheduler.ready(covered, 11) and not scheduler.unavailable
+        assert scheduler.ready(covered, 20) and not scheduler.holds("covered")
+        assert not scheduler.ready(covered, 0) and scheduler.unavailable == {"a"}
+
+    def test_one_request_does_not_answer_for_another(self, scheduler: Any) -> None:
+        """The same name with another number of tokens is other content."""
+        scheduler._files.put("one", embeddings(1))
+        assert scheduler.ready(request("a", Feature("one", 2)), 0) and scheduler.holds("one")
+        assert not scheduler.ready(request("b", Feature("one", 2, tokens=8)), 0) and not scheduler.holds("one")
+        assert scheduler.unavailable == {"b"}
+        assert scheduler.ready(request("a", Feature("one", 2)), 0) and scheduler.holds("one")
 
 
 # The second one costs three more processes; `test_vllm_ec_windows` has an engine in processes of its own as well.
