@@ -8,6 +8,7 @@ from typing import Any
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
+from ctxwin.errors import ChunkUnavailable
 from ctxwin.keeping import keep_source
 from ctxwin.serve.errors import TooLarge, UnknownUpload
 from ctxwin.serve.specs import Builder, check_spec
@@ -62,11 +63,12 @@ class Uploads:
         return _described(chunk, self._engine.encode(chunk).tokens)
 
     def delete(self, chunk_id: str) -> None:
-        """Forgets an upload, and its pixels where no open window and no other upload shows them.
+        """Forgets an upload; its pixels and embeddings, too, where no open window and no other upload shows them.
 
         KV stays in the store under its own keys until it is dropped; `Window.evict` with ``forget`` deletes that, too.
         """
         chunk, repo = self.find(chunk_id), self._engine.repo
+        embeddings = self._embeddings(chunk)
         repo.delete(_key(chunk_id))
         shown: set[str] = set()
         if chunk.media:
@@ -74,10 +76,19 @@ class Uploads:
                 record = repo.get_json(key, bound=False)
                 if record is not None:
                     shown |= {m.content for m in Chunk.model_validate(record).media}
+        kept = {m.content for m in chunk.media if m.content in shown or repo.leased(f"source/{m.content}")}
         for part in chunk.media:
-            key = f"source/{part.content}"
-            if part.content not in shown and not repo.leased(key):
+            if part.content not in kept:
+                repo.delete(f"source/{part.content}")
+        if not kept:  # which embeddings are which picture's is the encoder's affair
+            for key in embeddings:
                 repo.delete(key)
+
+    def _embeddings(self, chunk: Chunk) -> set[str]:
+        try:
+            return {m.key for m in self._engine.encode(chunk).media}
+        except ChunkUnavailable:
+            return set()  # neither they nor the pixels are left
 
     def _whole(self, chunk: Chunk) -> bool:
         repo = self._engine.repo

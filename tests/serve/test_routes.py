@@ -86,6 +86,9 @@ def test_an_upload_is_idempotent_by_content(server: Server) -> None:
     assert call(server, f"/v1/chunks/{first[1]['id']}")[1] == first[1]
     assert call(server, f"/v1/chunks/{first[1]['id']}", method="DELETE")[1]["deleted"]
     assert call(server, f"/v1/chunks/{first[1]['id']}")[0] == 404
+    content = Chunk.image(PIXELS).media[0].content
+    assert not any(content in key for key in server.engines[""].store.list("source/"))
+    assert not list(server.engines[""].store.list("embed/"))
 
 
 def test_a_picture_comes_as_a_form_too(server: Server) -> None:
