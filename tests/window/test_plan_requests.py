@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ctxwin import Chunk, Fidelity, Plan, PlanRequest, Window, open_engine
-from ctxwin.engines.base import Engine
+from ctxwin.engines.base import Encoded, Engine, Piece, Sampling
 from ctxwin.serve import wire
 
 HEADER = "You watch a camera."
@@ -137,6 +137,20 @@ class TestWhatIsPlanned:
             assert plan.steps[1] == PlanRequest("canonical", plan.header_tokens + tokens, tokens)
             assert [e.compute for e in plan.entries[1:3]] == [tokens, 0]
             spend(window, plan)
+
+
+def test_nothing_to_compute_takes_no_request(engine: Any) -> None:
+    """A base model without a chat template has an empty header, which the store may have lost."""
+    empty = Encoded("", (), np.zeros((3, 0), dtype=np.int64), 0)
+    parts, query = [empty, engine.encode(chunk(141)), engine.encode(chunk(142))], engine.encode_query(QUERY)
+    starts = [0, 0, parts[1].advance]
+    pieces = [Piece(part, start, capture=True) for part, start in zip(parts, starts, strict=True)]
+    whole = engine.generate(pieces, query, Sampling(1, logprobs=-1), salt="empty")
+    assert whole.forwards == 1 and [whole.captured[i].tokens for i in range(3)] == [p.tokens for p in parts]
+    held = [pieces[0], *(Piece(p.encoded, p.start, span=whole.captured[i]) for i, p in enumerate(pieces) if i)]
+    again = engine.generate(held, query, Sampling(1, logprobs=-1), salt="empty, held")
+    assert again.forwards == 1 and again.computed_tokens == query.tokens and again.captured[0].tokens == 0
+    assert max(abs(again.logprobs[t] - whole.logprobs[t]) for t in whole.logprobs) < 1e-5
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
