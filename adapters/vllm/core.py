@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ctxwin.adapters.vllm import startup
+from ctxwin.adapters.vllm import leftovers, startup
 from ctxwin.adapters.vllm.drivers import Driver, LoopDriver, StepDriver
 from ctxwin.adapters.vllm.inputs import Inputs, bare_model
 from ctxwin.adapters.vllm.paged import PagedKV
@@ -95,6 +95,7 @@ class Core:
         self.exchange = exchange
         self.block = int(driver.config.cache_config.block_size)
         self._users = 0
+        self._segments: set[str] = set()  # shared memory of processes that it started
         self._lock = threading.Lock()
         config = driver.config.model_config
         if isinstance(exchange, Exchange):
@@ -119,11 +120,13 @@ class Core:
         if processes is None:
             processes = "multi" if options.get("tensor_parallel_size", 1) > 1 else "single"
         exchange: Exchange | Spool = open_exchange(served.kv) if processes == "single" else Spool(served.kv)
-        driver = None
+        driver, before = None, leftovers.segments()
         try:
             given = {"dtype": served.dtype, **options}
             driver = startup.start(str(served.checkpoint.path), exchange, given, cast("Any", processes))
-            return cls(model, served, driver, exchange)
+            core = cls(model, served, driver, exchange)
+            core._segments = set() if driver.local else leftovers.segments() - before
+            return core
         except BaseException:
             if driver is not None:
                 driver.close()
@@ -166,6 +169,7 @@ class Core:
         try:
             self.driver.close()
         finally:
+            leftovers.remove(self._segments)
             self.inputs.close()
             self.exchange.close()
 

@@ -547,3 +547,29 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([f"ctxwin-{os.getpid()}-y", "ctxwin-notes"])
     child.wait(timeout=10)
     child.stdout.close()
+
+
+def test_segments_of_a_killed_process_are_removed() -> None:
+    """Shared memory that vLLM's processes would have removed themselves; not while one of them still uses it."""
+    from ctxwin.adapters.vllm import leftovers
+
+    script = """
+        import time
+        from multiprocessing import resource_tracker, shared_memory
+        made = shared_memory.SharedMemory(create=True, size=4096)
+        resource_tracker.unregister(made._name, "shared_memory")
+        print(made.name, flush=True)
+        time.sleep(60)
+    """
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    name = child.stdout.readline().strip()
+    assert name in leftovers.segments()
+    with mock.patch.object(leftovers, "_PATIENCE_S", 0.0):
+        leftovers.remove([name])
+    assert faults.left({name}) == [name]
+    child.kill()
+    leftovers.remove([name, "psm_never"])
+    assert faults.left({name}) == []
+    child.wait(timeout=10)
+    child.stdout.close()
