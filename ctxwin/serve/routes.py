@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
 from ctxwin import asking
+from ctxwin.errors import CtxwinError, EngineFailed
 from ctxwin.serve import chat, wire
 from ctxwin.serve.errors import TooLarge, UnknownModel, kind_of, to_body
 from ctxwin.serve.gate import OUR_CHAT, TENANT
@@ -49,6 +50,8 @@ def build_router(service: Service) -> APIRouter:
                 try:
                     return await handler(bounded)
                 except Exception as error:
+                    if service.closing.is_set() and not isinstance(error, CtxwinError):
+                        error = EngineFailed("the server is shutting down; try another one")
                     return _shown(service, request, error)
 
             return handle

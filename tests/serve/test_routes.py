@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import io
 import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,29 @@ def test_a_request_that_is_sent_again_is_done_once(server: Server) -> None:
     twice = [call(server, f"/v1/windows/{made[0]}/ask", asked, idempotency_key="k3")[1]["remembered"] for _ in range(2)]
     assert twice[0] == twice[1] is not None
     call(server, f"/v1/windows/{made[0]}", method="DELETE")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_stops_its_answer(client: OpenAI, server: Server, stream: bool) -> None:
+    with RemoteWindow(client, "h", 4000) as window:
+        ids = window.extend(CHUNKS[:2])
+        body = {"query": "go on", "max_tokens": 3500, "remember": True, "temperature": 2.0, "seed": 1, "stream": stream}
+        address = server.url.removeprefix("http://")
+        connection = http.client.HTTPConnection(address)
+        connection.request("POST", f"/v1/windows/{window.id}/ask", json.dumps(body))
+        windows = server.service.space("").windows
+        wait_for(lambda: windows._held[window.id].users == 1)
+        connection.close()
+        wait_for(lambda: windows._held[window.id].users == 0)
+        assert list(window.ids) == ids and window.ask(QUESTION, 2).text
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if happened():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not happen within 20 s")
 
 
 def test_a_snapshot_cannot_make_the_server_read_files(client: OpenAI, server: Server, tmp_path: Path) -> None:
