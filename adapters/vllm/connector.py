@@ -31,8 +31,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ctxwin.adapters.vllm.paged import PagedKV
+from ctxwin.adapters.vllm.refusals import check_config
 from ctxwin.adapters.vllm.registry import PARAM, Exchange, Job, find_exchange, is_handle
 from ctxwin.adapters.vllm.spool import SPOOL, SpoolReader
+from ctxwin.errors import UnsupportedModel
 from ctxwin.operator.kernels import Part, Placing
 
 if TYPE_CHECKING:
@@ -103,6 +105,12 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
             self._spool.end_with_engine()
         else:
             self._local = find_exchange(str(extra.get(PARAM, "")))
+        try:
+            check_config(vllm_config)
+        except UnsupportedModel as error:
+            if self._spool is not None:
+                self._spool.refuse(error)
+            raise
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -88,6 +88,10 @@ def run(
         # The scheduler counted on tokens that nobody wrote: their blocks hold garbage under the hashes of real ones.
         driver.reset_prefix_cache()
         raise LoadError(f"{transfer.planned_tokens} tokens were to be loaded, got {transfer.loaded_tokens}")
+    if transfer.local_tokens + transfer.planned_tokens < transfer.blank:
+        # vLLM did not ask the connector, or not for all of it: zeros were computed where media stand.
+        driver.reset_prefix_cache()
+        raise LoadError(f"{transfer.blank} tokens were to come from the cache or from spans, got fewer")
     return outcome
 
 

@@ -84,6 +84,8 @@ def start(model: str, exchange: Exchange | Spool, options: dict[str, Any], proce
                 _tear_down_groups()
             if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
                 raise ValueError(f"options of the vLLM engine must be engine arguments of vLLM: {error}") from error
+            if isinstance(error, UnsupportedModel):
+                raise
             said = refusal(exchange) if isinstance(exchange, Spool) else None
             if said is not None:
                 raise UnsupportedModel(said) from error
@@ -216,7 +218,7 @@ def _arguments(exchange: Exchange | Spool, options: dict[str, Any]) -> dict[str,
     for name, value in fixed.items():
         if options.get(name) not in (None, "", value):
             raise ValueError(f"{name} must be {value!r} under ctxwin, got {options[name]!r}; leave it out")
-    for name in ("kv_transfer_config", "speculative_config", "enable_lora"):
+    for name in ("kv_transfer_config", "kv_offloading_size", "speculative_config", "enable_lora"):
         if options.get(name):
             raise ValueError(f"{name} must not be set under ctxwin, got {options[name]!r}; leave it out")
     if isinstance(exchange, Spool):
