@@ -307,17 +307,20 @@ class SpoolReader:
         self._live_bytes = 0
 
     def end_with_engine(self) -> None:
-        """Ends this process soon after the engine's: vLLM's own processes do not notice that theirs was killed, and would
-        hold their memory for ever."""
+        """Ends this process soon after the engine's, or after the one of vLLM that started it: vLLM's own processes do not
+        all notice that another was killed, and would hold their memory for ever."""
         engine = _owner(self.path)
         if engine is None or engine in (os.getpid(), *_watched):
             return
         _watched.add(engine)
 
+        parent = os.getppid()
+
         def watch() -> None:
-            while _runs(engine):
+            while _runs(engine) and os.getppid() == parent:
                 time.sleep(WATCH_S)
-            shutil.rmtree(self.path, ignore_errors=True)
+            if not _runs(engine):
+                shutil.rmtree(self.path, ignore_errors=True)
             os.kill(os.getpid(), signal.SIGTERM)  # vLLM ends its workers and frees its shared memory on this one
             time.sleep(10 * WATCH_S)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -232,13 +232,14 @@ def descendants(pid: int) -> list[int]:
     return list(below(pid))
 
 
-def running(pids: list[int]) -> list[int]:
-    """Those that still run."""
-    alive = []
+def running(pids: list[int]) -> dict[int, str]:
+    """Names of those that still run."""
+    alive = {}
     for pid in pids:
         with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                alive.append(pid)
+            name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+            if rest.split()[0] != "Z":
+                alive[pid] = name
     return alive
 
 

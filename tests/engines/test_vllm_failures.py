@@ -479,7 +479,7 @@ class TestKilled:
         files = faults.mapped([child.pid, *below])
         assert len(below) >= 2 and len(faults.spools(child.pid)) == 1 and files
         child.kill()
-        assert faults.wait_until(lambda: not faults.running(below), 60)
+        assert faults.wait_until(lambda: not faults.running(below), 60), faults.running(below)
         assert faults.spools(child.pid) == []
         child.wait(timeout=10)
         child.stdout.close()
@@ -530,7 +530,7 @@ def assert_killed_well(engine: Any, name: str) -> None:
     engine.close()
     assert time.monotonic() - begin < 20
     assert faults.spools(os.getpid()) == []
-    assert faults.wait_until(lambda: not faults.running(below), 30)
+    assert faults.wait_until(lambda: not faults.running(below), 30), faults.running(below)
     assert files and faults.wait_until(lambda: not faults.left(files), 10), faults.left(files)
 
 
