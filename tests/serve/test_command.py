@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -87,3 +88,16 @@ def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
     assert "enable_prefix_caching must be True" in found[6]
     assert "kv_transfer_config must not be set" in found[7]
     assert found[8] == "SystemExit: 2"
+
+
+@needs_vllm
+def test_a_port_that_is_taken_is_one_line() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        command = [sys.executable, "-m", "ctxwin", "serve", "tiny", "--host", "127.0.0.1", "--port", port]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error:") and port in last and "--port" in last and "Traceback" not in done.stderr

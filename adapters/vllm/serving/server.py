@@ -61,7 +61,11 @@ async def _serve(args: Namespace, options: Options, tenants: Sequence[Tenant], k
         raise KeyboardInterrupt("terminated")
 
     signal.signal(signal.SIGTERM, interrupted)  # until the server has its own handlers
-    address, sock = setup_server(args, reuse_port=False)
+    try:
+        address, sock = setup_server(args, reuse_port=False)
+    except OSError as error:
+        where = args.uds or f"port {args.port} of {args.host or 'this machine'}"
+        raise OSError(f"{where} must be free to listen on, got {error}; choose another, e.g. with --port") from error
     # vLLM guards its routes with every key; which tenant one belongs to is decided by the gate.
     args.api_key = [*own_keys(args), *(key for tenant in tenants for key in tenant.keys)] or None
     try:
