@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import math
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ctxwin import edits
 from ctxwin.answer import Answer, Disposability, Usage
@@ -23,6 +26,19 @@ from ctxwin.state import Conditioning, State, provenance_of, span_key
 if TYPE_CHECKING:
     from ctxwin.kv import SpanKV
     from ctxwin.window import Window
+
+
+T = TypeVar("T")
+_AT_ONCE = 512
+_threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ctxwin-ask")
+"""Where coroutines wait for windows. asyncio's own threads are 6 on a machine of 2 cores: as many windows would be in
+flight there, however many an engine can batch."""
+
+
+def _in_thread(work: Callable[..., T], *args: Any, **options: Any) -> Awaitable[T]:
+    """`asyncio.to_thread`, on threads of our own."""
+    call = partial(contextvars.copy_context().run, work, *args, **options)
+    return asyncio.get_running_loop().run_in_executor(_threads, call)
 
 
 class _StoppedError(Exception):
@@ -274,7 +290,7 @@ class Stream(Iterator[str]):
 async def aask(window: Window, query: str, max_tokens: int, **options: Any) -> Answer:
     """See `Window.aask`."""
     stop = threading.Event()
-    task = asyncio.ensure_future(asyncio.to_thread(ask, window, query, max_tokens, stopped=stop.is_set, **options))
+    task = asyncio.ensure_future(_in_thread(ask, window, query, max_tokens, stopped=stop.is_set, **options))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -294,12 +310,12 @@ async def astream(window: Window, query: str, max_tokens: int, **options: Any) -
     stream = Stream(window, query, max_tokens, **options)
     try:
         while True:
-            text = await asyncio.to_thread(next, stream, None)
+            text: str | None = await _in_thread(next, stream, None)
             if text is None:
                 return
             yield text
     finally:
-        await asyncio.to_thread(stream.close)
+        await _in_thread(stream.close)
 
 
 # -- what matters --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ of the store that is gone. The plan names these requests and the usage of the an
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +18,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ctxwin import Chunk, Fidelity, Plan, PlanRequest, Window, open_engine
-from ctxwin.engines.base import Encoded, Engine, Piece, Sampling
+from ctxwin import Answer, Chunk, Fidelity, Plan, PlanRequest, Window, open_engine
+from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
 from ctxwin.serve import wire
+from window.fake import FakeEngine
 
 HEADER = "You watch a camera."
 QUERY = "color of 03?"
@@ -270,3 +272,23 @@ class TestConcurrently:
             blocked.set()
             del driver.submit
             held.join()
+
+
+def test_as_many_ask_at_once_as_there_are_windows() -> None:
+    """By `aask`, on a machine with fewer cores: each ask waits until all of them have reached the engine."""
+    count = 40
+    together = threading.Barrier(count)
+
+    class Meeting(FakeEngine):
+        def generate(self, *args: Any, **kwargs: Any) -> Generation:
+            together.wait(timeout=30)
+            return super().generate(*args, **kwargs)
+
+    with Meeting() as engine:
+        windows = [Window(engine, f"header {i}") for i in range(count)]
+
+        async def asked() -> list[Answer]:
+            return await asyncio.gather(*(window.aask("q", max_tokens=2) for window in windows))
+
+        answers = asyncio.run(asked())
+    assert len(answers) == count and all(answer.token_ids for answer in answers)
