@@ -30,8 +30,23 @@ T = TypeVar("T")
 WATCH_S = 0.5
 """How often is looked whether vLLM's engine process still runs."""
 _serial = itertools.count()
+_turn, _next = threading.Lock(), threading.Lock()
 _running: weakref.WeakSet[Driver] = weakref.WeakSet()
 _DEAD = "vLLM's engine process has ended ({}); close this engine and open a new one"
+
+
+@contextlib.contextmanager
+def in_turn() -> Iterator[None]:
+    """Held by whatever runs vLLM in this process, one engine at a time, in the order of asking.
+
+    vLLM's forward context, its worker-side connector and torch's defaults while a model loads are globals of the process.
+    """
+    with _next:  # who has just let go stands behind those who wait
+        _turn.acquire()
+    try:
+        yield
+    finally:
+        _turn.release()
 
 
 class Ticket:
@@ -86,7 +101,7 @@ class Driver(ABC):
 
 
 class StepDriver(Driver):
-    """Drives a ``vllm.LLM`` with one thread, which alone touches it.
+    """Drives a ``vllm.LLM`` with one thread, which alone touches it; engines in this process step in turn.
 
     A multi-process LLM gives no sign between two outputs, so a request that arrives while nothing but long prefills run
     waits for the next token; `LoopDriver` has no such wait.
@@ -197,13 +212,14 @@ class StepDriver(Driver):
                 if self._closing:
                     return
                 tasks, self._tasks = self._tasks, deque()
-            for task in tasks:
-                task()
-            if not self._tickets:
-                continue
             try:
-                with _no_compilation(self.config):
-                    outputs = self._engine.step()
+                with in_turn() if self.local else contextlib.nullcontext():
+                    for task in tasks:
+                        task()
+                    if not self._tickets:
+                        continue
+                    with _no_compilation(self.config):
+                        outputs = self._engine.step()
             except Exception as error:
                 self._end(error)
                 return
@@ -359,7 +375,7 @@ def _said(error: BaseException | None) -> str:
     """What an error says; vLLM's own of a dead engine points to a stack trace that is not there."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    return "it was killed, or failed by itself" if isinstance(error, EngineDeadError) else str(error)
+    return "it was killed, or failed by itself" if isinstance(error, EngineDeadError) else str(error) or repr(error)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 from ctxwin.adapters.vllm import versions
-from ctxwin.adapters.vllm.drivers import Driver, LoopDriver, StepDriver
+from ctxwin.adapters.vllm.drivers import Driver, LoopDriver, StepDriver, in_turn
 from ctxwin.adapters.vllm.registry import PARAM, Exchange
 from ctxwin.adapters.vllm.spool import SPOOL, Spool, refusal
 from ctxwin.errors import EngineFailed, UnsupportedModel
@@ -57,15 +57,15 @@ def start(model: str, exchange: Exchange | Spool, options: dict[str, Any], proce
 
     Raises:
         ValueError: an option that cannot be changed. UnsupportedModel: a kind of parallelism that spans cannot follow.
-        EngineFailed: vLLM does not start; the cause is chained. Cost: loading the model, 3-30 s; with processes of
-        its own 10-30 s more.
+        EngineFailed: vLLM does not start; the cause is chained. Cost: loading the model, 3-30 s, in which other engines
+        in this process stand still; with processes of its own 10-30 s more.
     """
     if processes not in get_args(Processes):
         raise ValueError(f"processes must be one of {', '.join(get_args(Processes))}, got {processes!r}")
     if processes == "single" and options.get("tensor_parallel_size", 1) != 1:
         raise ValueError("tensor_parallel_size needs processes='multi' or 'async', got 'single'")
     versions.check(options.get("allow_untested_vllm"))
-    with _lock, _unnoticed(processes, options):
+    with _lock, in_turn() if processes == "single" else contextlib.nullcontext(), _unnoticed(processes, options):
         from transformers import AutoConfig
         from vllm import envs
 
@@ -187,19 +187,20 @@ def stop(llm: Any) -> None:
         if not hasattr(engine.engine_core, "engine_core"):
             engine.engine_core.shutdown()
             return
-        _open -= 1
-        if _open == 0:
-            engine.engine_core.shutdown()
-        else:
-            # EngineCore.shutdown would destroy the process groups and the worker-side connector, which the other
-            # engines of this process share: release only what is this engine's own.
-            engine.engine_core._finalizer.detach()
-            core = engine.engine_core.engine_core
-            core.structured_output_manager.clear_backend()
-            core.scheduler.shutdown()
-            core.model_executor.driver_worker.worker.model_runner.shutdown()
-            gc.unfreeze()
-        gc.collect()
+        with in_turn():
+            _open -= 1
+            if _open == 0:
+                engine.engine_core.shutdown()
+            else:
+                # EngineCore.shutdown would destroy the process groups and the worker-side connector, which the other
+                # engines of this process share: release only what is this engine's own.
+                engine.engine_core._finalizer.detach()
+                core = engine.engine_core.engine_core
+                core.structured_output_manager.clear_backend()
+                core.scheduler.shutdown()
+                core.model_executor.driver_worker.worker.model_runner.shutdown()
+                gc.unfreeze()
+            gc.collect()
 
 
 def _arguments(exchange: Exchange | Spool, options: dict[str, Any]) -> dict[str, Any]:
