@@ -1,8 +1,8 @@
 """Windows and users of a prefix cache under load: one trace, one vLLM, rising request rates.
 
 Rates are served one after the other, all policies at one rate before the next: what else the machine does meets all of
-them. A policy whose p95 is far beyond the bound is not driven further. Every rate has frames of its own, so that nothing is
-held because an earlier rate had it; the sessions' past, before the first turn, is the same everywhere and is in every cache.
+them. The trace goes on from one rate to the next, as the sessions of a server do, so no cache holds anything of it beforehand.
+A policy whose p95 is far beyond the bound is not driven further.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from ctxwin.evals.bench.serve_load import CLOCKS, Row, goodput, open_loop, row_o
 from ctxwin.evals.bench.serve_policies import POLICIES, Film, Policy, budget_of, make_policy
 from ctxwin.evals.bench.serve_trace import Mix, arrivals, frames_of, trace
 from ctxwin.fidelity import Fidelity, Mode
-from ctxwin.identity import digest
 
 if TYPE_CHECKING:
     from ctxwin.engines.vllm import VLLMEngine
@@ -39,8 +38,7 @@ LADDER = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 1.9, 2.4, 3.0)
 """Rates unless given, in what the `append` policy serves when everything is asked at once."""
 BURST = 2
 """Turns of every session that this capacity is measured with."""
-PATIENCE = 2.0
-"""Durations after the last arrival for which a run goes on; what has not begun then is dropped."""
+_BURSTS = 2
 BEYOND = 2.0
 """A policy is not driven further once its p95 is this many times the highest bound of interest."""
 Told = Callable[[str, int, int], None]
@@ -178,34 +176,34 @@ class Bench:
         self._film = Film(self._seen, self._mix, settings.tokens, settings.seed)
         self._budget = budget_of(engine, self._mix, settings.tokens, settings.answer)
         self._policies: dict[str, Policy] = {}
-        self._shot: object = None
+        self._at: dict[str, int] = {}
 
-    def run(self, name: str, what: object, due: Sequence[float], seconds: float) -> Row:
-        """One open-loop run; ``what`` seeds turns and frames."""
+    def run(self, name: str, first: int, due: Sequence[float], seconds: float) -> Row:
+        """Serves the turns from number ``first`` on, as many as there are times, in an open loop.
+
+        A policy that has not just served the turns in front is first made ready as it would be behind them.
+        """
         s = self._settings
-        seed = int(digest("serve", s.seed, str(what))[:12], 16)
-        turns = trace(self._mix, len(due), seed, s.seed)
-        if self._shot != what:
-            self._film.shoot(seed, frames_of(turns, self._mix, s.seed))
-            self._shot = what
+        turns = trace(self._mix, first + len(due), s.seed)
+        self._told(f"{name}: frames", 0, 1)
+        self._film.shoot(frames_of(turns, self._mix, s.seed))
         policy = self._policies.get(name)
         if policy is None:
             policy = make_policy(name, self._engine, self._mix, self._film, self._budget, s.answer, s.fidelity)
             self._policies[name] = policy
-        ready = 0
+        if self._at.pop(name, None) != first:
+            ready = 0
 
-        def opened(_: int) -> None:
-            nonlocal ready
-            ready += 1
-            self._told(f"{name}: sessions made ready", ready, s.windows)
+            def opened(_: int) -> None:
+                nonlocal ready
+                ready += 1
+                self._told(f"{name}: sessions made ready", ready, s.windows)
 
-        policy.begin(opened)
-        try:
-            self._told(f"{name}: {len(due)} requests in {seconds:.0f} s", 0, 1)
-            run = open_loop(policy, turns, due, seconds, patience=PATIENCE * s.duration, clock=s.clock)
-            return row_of(run)
-        finally:
-            policy.end()
+            policy.begin(turns[:first], opened)
+        self._told(f"{name}: {len(due)} requests in {seconds:.0f} s", 0, 1)
+        row = row_of(open_loop(policy, turns[first:], due, seconds, clock=s.clock))
+        self._at[name] = first + len(due)
+        return row
 
     def close(self) -> None:
         for policy in self._policies.values():
@@ -237,15 +235,16 @@ def measure(open_engine: Callable[[], VLLMEngine], settings: Settings, progress:
 
     try:
         rates = settings.rates or _ladder(bench, settings, progress)
+        first = 0 if settings.rates else _BURSTS * BURST * settings.windows
         for index, rate in enumerate(rates):
+            seconds = max(settings.duration, settings.requests / rate)
+            due = arrivals(rate, seconds, settings.seed + index)
             for name in settings.policies:
-                if progress.cell(name, index) is not None or _saturated(progress.cells, name, settings.slo_s):
-                    continue
-                seconds = max(settings.duration, settings.requests / rate)
-                due = arrivals(rate, seconds, settings.seed + index)
-                row = bench().run(name, index, due, seconds)
-                progress.cells.append({"policy": name, "index": index, "rate": rate} | row)
-                progress.save()
+                if progress.cell(name, index) is None and not _saturated(progress.cells, name, settings.slo_s):
+                    row = bench().run(name, first, due, seconds)
+                    progress.cells.append({"policy": name, "index": index, "rate": rate} | row)
+                    progress.save()
+            first += len(due)
         return result_of(progress)
     finally:
         for engine, made in opened:
@@ -256,12 +255,12 @@ def measure(open_engine: Callable[[], VLLMEngine], settings: Settings, progress:
 def _ladder(bench: Callable[[], Bench], settings: Settings, progress: Progress) -> tuple[float, ...]:
     """Rates by what `append` serves when all turns are asked at once; measured once a run.
 
-    Twice, of which the second counts: the first one also pays for first calls of kernels and for caches that are empty.
+    Twice, of which the second counts: the first one also pays for first calls of kernels.
     """
     if progress.state["capacity"] is None:
         turns = BURST * settings.windows
-        for again in range(2):
-            row = bench().run("append", f"burst-{again}", [0.0] * turns, 0.0)
+        for again in range(_BURSTS):
+            row = bench().run("append", again * turns, [0.0] * turns, 0.0)
         progress.state["capacity"] = row["requests_per_s"]
         progress.save()
     capacity = float(progress.state["capacity"])

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctxwin.engines.base import Encoded, Engine
 from ctxwin.evals.bench.content import make_chunk
-from ctxwin.evals.bench.serve_trace import QUESTIONS, Mix, Turn
+from ctxwin.evals.bench.serve_trace import QUESTIONS, REACH, Mix, Turn
 from ctxwin.fidelity import Fidelity
 from ctxwin.identity import digest
 from ctxwin.window import Window
@@ -64,35 +64,33 @@ class Served:
 
 
 class Film:
-    """The frames of all sessions, made before anybody is timed. Numbers below `Mix.past` are the same in every run.
+    """The frames of all sessions, made before anybody is timed.
 
     Args:
         engine: counts tokens; what it sees is not seen by the engines that are measured.
         tokens: of every frame.
+        seed: of the trace and of the pixels.
     """
 
-    def __init__(self, engine: Engine, mix: Mix, tokens: int, past_seed: int) -> None:
-        self._engine, self._mix, self._tokens, self._past_seed = engine, mix, tokens, past_seed
-        self._past: list[list[Chunk]] = []
-        self._new: list[list[Chunk]] = [[] for _ in range(mix.sessions)]
+    def __init__(self, engine: Engine, mix: Mix, tokens: int, seed: int) -> None:
+        self._engine, self._mix, self._tokens, self._seed = engine, mix, tokens, seed
+        self._made: list[list[Chunk]] = [[] for _ in range(mix.sessions)]
 
     def past(self, session: int) -> int:
-        return self._mix.past(session, self._past_seed)
+        """Frames before the session's first turn."""
+        return self._mix.past(session, self._seed)
 
-    def shoot(self, seed: int, seen: dict[int, int]) -> None:
-        """Makes the frames up to number ``seen[session]`` of every session; those of another seed are dropped."""
-        if not self._past:
-            self._past = [
-                [self._frame(self._past_seed, s, n) for n in range(self.past(s))] for s in range(self._mix.sessions)
-            ]
-        self._new = [[self._frame(seed, s, n) for n in range(self.past(s), seen[s])] for s in range(self._mix.sessions)]
+    def shoot(self, seen: dict[int, int]) -> None:
+        """Makes what is missing of the first ``seen[session]`` frames of every session."""
+        for session, count in seen.items():
+            made = self._made[session]
+            made += [self._frame(session, number) for number in range(len(made), count)]
 
     def frame(self, session: int, number: int) -> Chunk:
-        past = self._past[session]
-        return past[number] if number < len(past) else self._new[session][number - len(past)]
+        return self._made[session][number]
 
-    def _frame(self, seed: int, session: int, number: int) -> Chunk:
-        return make_chunk(self._engine, self._tokens, int(digest("film", seed, session, number)[:12], 16))
+    def _frame(self, session: int, number: int) -> Chunk:
+        return make_chunk(self._engine, self._tokens, int(digest("film", self._seed, session, number)[:12], 16))
 
 
 class Policy(ABC):
@@ -109,11 +107,18 @@ class Policy(ABC):
     def __init__(self, engine: VLLMEngine, mix: Mix, film: Film, budget: int, answer: int) -> None:
         self.engine, self.mix, self.film, self.budget, self.answer = engine, mix, film, budget, answer
 
-    def begin(self, told: Callable[[int], None] = lambda _: None) -> None:
-        """Every session as it is before its first turn, its prompt in the prefix cache. ``told``: of each session."""
+    def begin(self, before: Sequence[Turn] = (), told: Callable[[int], None] = lambda _: None) -> None:
+        """Every session as it is behind the turns ``before``, its prompt in the prefix cache. ``told``: of each session.
+
+        Those turns are not asked; what the policy holds behind them is what counts.
+        """
+        self.end()
+        own: dict[int, list[Turn]] = {session: [] for session in range(self.mix.sessions)}
+        for turn in before:
+            own[turn.session].append(turn)
 
         def ready(session: int) -> None:
-            self.open(session)
+            self.open(session, own[session])
             told(session)
 
         with ThreadPoolExecutor(WARMING) as pool:
@@ -121,7 +126,8 @@ class Policy(ABC):
                 pass
 
     @abstractmethod
-    def open(self, session: int) -> None: ...
+    def open(self, session: int, before: Sequence[Turn]) -> None:
+        """Makes one session ready, see `begin`."""
 
     @abstractmethod
     def serve(self, turn: Turn, heard: Callable[[], None]) -> Served:
@@ -129,7 +135,7 @@ class Policy(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Forgets what the turns did."""
+        """Forgets all sessions."""
 
     def close(self) -> None:
         self.end()
@@ -137,7 +143,7 @@ class Policy(ABC):
 
 
 class Windows(Policy):
-    """Each session is a window. What it was before the first turn is made once; every run begins with forks of that."""
+    """Each session is a window."""
 
     name = "ctxwin"
 
@@ -146,27 +152,20 @@ class Windows(Policy):
     ) -> None:
         super().__init__(engine, mix, film, budget, answer)
         self.fidelity = fidelity or Fidelity("patched")
-        self._bases: dict[int, tuple[Window, list[str]]] = {}
-        self._open: dict[int, tuple[Window, list[str]]] = {}
+        self._open: dict[int, tuple[Window, dict[int, str]]] = {}
 
-    def open(self, session: int) -> None:
-        if session not in self._bases:
-            self._bases[session] = self._watched(session)
-        base, ids = self._bases[session]
-        window = base.fork()
-        self._open[session] = (window, list(ids))
-        window.ask(QUESTIONS[0], max_tokens=1)
-
-    def _watched(self, session: int) -> tuple[Window, list[str]]:
+    def open(self, session: int, before: Sequence[Turn]) -> None:
         window = Window(self.engine, header=HEADER, budget=self.budget, fidelity=self.fidelity)
-        ids: list[str] = []
-        for number in range(self.film.past(session)):
+        ids: dict[int, str] = {}
+        seen = self.film.past(session) + sum(turn.kind == "now" for turn in before)
+        # What left longer ago is not looked back at.
+        for number in range(max(0, seen - self.mix.frames - REACH), seen):
             self._arrive(window, ids, session, number)
             window.ask(QUESTIONS[0], max_tokens=1)
-        return window, ids
+        self._open[session] = (window, ids)
 
-    def _arrive(self, window: Window, ids: list[str], session: int, number: int) -> None:
-        ids.append(window.append(self.film.frame(session, number)))
+    def _arrive(self, window: Window, ids: dict[int, str], session: int, number: int) -> None:
+        ids[number] = window.append(self.film.frame(session, number))
         window.slide(max(0, len(window.ids) - self.mix.frames))
 
     def serve(self, turn: Turn, heard: Callable[[], None]) -> Served:
@@ -202,11 +201,6 @@ class Windows(Policy):
             window.close()
         self._open.clear()
 
-    def close(self) -> None:
-        for window, _ in self._bases.values():
-            window.close()
-        super().close()
-
 
 class Prompts(Policy):
     """A user of vLLM's prefix cache. Holds frame numbers, in prompt order, for each session."""
@@ -226,14 +220,16 @@ class Prompts(Policy):
         """Frame numbers in prompt order."""
         return tuple(self._held[session])
 
-    def open(self, session: int) -> None:
-        past = self.film.past(session)
+    def open(self, session: int, before: Sequence[Turn]) -> None:
+        seen = self.film.past(session)
         self._held[session] = []
-        for number in range(past):
+        for number in range(seen):
             self._arrive(session, number)
-        if self.name == "naive":
-            self._held[session] = list(range(past - self.mix.frames, past))
-        self._ask(session, self._held[session], QUESTIONS[0], 1, lambda: None)
+        for turn in before:
+            self.prompt(turn)
+            seen += turn.kind == "now"
+        held = self._held[session] if self.name != "naive" else range(seen - self.mix.frames, seen)
+        self._ask(session, held, QUESTIONS[0], 1, lambda: None)
 
     def serve(self, turn: Turn, heard: Callable[[], None]) -> Served:
         return self._ask(turn.session, self.prompt(turn), turn.query, self.answer, heard)

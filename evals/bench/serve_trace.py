@@ -88,15 +88,10 @@ class Mix:
         return self.frames + 2 + int(draw)
 
 
-def trace(mix: Mix, turns: int, seed: int, past_seed: int) -> list[Turn]:
-    """``turns`` turns of all sessions in the order they are asked: each session once in every round, rounds shuffled.
-
-    Args:
-        seed: of the turns.
-        past_seed: of what the sessions have seen before (`Mix.past`), which several traces may share.
-    """
+def trace(mix: Mix, turns: int, seed: int) -> list[Turn]:
+    """The first ``turns`` turns of all sessions in the order they are asked: each session once in every round, shuffled."""
     rng = np.random.default_rng([seed, 2])
-    views = [_View(mix, mix.past(s, past_seed)) for s in range(mix.sessions)]
+    views = [_View(mix, mix.past(s, seed)) for s in range(mix.sessions)]
     made: list[Turn] = []
     while len(made) < turns:
         made += [views[s].turn(s, rng) for s in rng.permutation(mix.sessions).tolist()]
@@ -142,9 +137,9 @@ def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
     return times
 
 
-def frames_of(turns: Sequence[Turn], mix: Mix, past_seed: int) -> dict[int, int]:
-    """How many frames each session has seen at the end, those before the first turn included."""
-    seen = {s: mix.past(s, past_seed) for s in range(mix.sessions)}
+def frames_of(turns: Sequence[Turn], mix: Mix, seed: int) -> dict[int, int]:
+    """How many frames each session has seen behind ``turns``, those before the first one included."""
+    seen = {s: mix.past(s, seed) for s in range(mix.sessions)}
     for turn in turns:
         seen[turn.session] += turn.kind == "now"
     return seen

@@ -211,10 +211,10 @@ def _beside(engine: VLLMEngine | None, order: Row) -> Iterator[Callable[[], int]
     name, rate = order["name"], BESIDE_RATE * wanted["windows"]
     seed = int(digest("beside", name)[:12], 16)
     due = arrivals(rate, 10 * order["seconds"], seed)
-    turns = trace(mix, len(due), seed, 0)
+    turns = trace(mix, len(due), seed)
     seen = engine.view("bench-film")
-    film = Film(seen, mix, wanted["tokens"], 0)
-    film.shoot(seed, frames_of(turns, mix, 0))
+    film = Film(seen, mix, wanted["tokens"], seed)
+    film.shoot(frames_of(turns, mix, seed))
     fidelity = Fidelity(wanted["mode"], rank=wanted["rank"])
     budget = budget_of(engine, mix, wanted["tokens"], wanted["answer"])
     policy = Windows(engine.view("bench-ctxwin"), mix, film, budget, wanted["answer"], fidelity)

@@ -51,8 +51,8 @@ def heard() -> None:
 
 
 def test_every_policy_answers_the_trace_and_exact_windows_as_a_reprefill_does(engine: VLLMEngine, film: Film) -> None:
-    turns = trace(MIX, 24, seed=5, past_seed=0)
-    film.shoot(5, frames_of(turns, MIX, 0))
+    turns = trace(MIX, 24, seed=0)
+    film.shoot(frames_of(turns, MIX, 0))
     budget = budget_of(engine, MIX, TOKENS, 4)
     windows = Windows(engine.view("exact"), MIX, film, budget, 4, Fidelity("exact"))
     naive = Prompts("naive", engine.view("naive"), MIX, film, budget, 4)
@@ -70,8 +70,8 @@ def test_every_policy_answers_the_trace_and_exact_windows_as_a_reprefill_does(en
 
 
 def test_patched_windows_compute_the_new_frame_alone_and_look_back_for_nothing(engine: VLLMEngine, film: Film) -> None:
-    turns = trace(MIX, 30, seed=6, past_seed=0)
-    film.shoot(6, frames_of(turns, MIX, 0))
+    turns = trace(MIX, 30, seed=0)
+    film.shoot(frames_of(turns, MIX, 0))
     windows = Windows(engine.view("patched"), MIX, film, budget_of(engine, MIX, TOKENS, 3), 3)
     try:
         windows.begin()
@@ -98,8 +98,8 @@ def test_users_of_the_prefix_cache_hold_what_the_ledger_says(engine: VLLMEngine,
     from ctxwin.ledger import Ledger
 
     mix, answer = MIX, 4
-    turns = [t for t in trace(mix, 60, seed=7, past_seed=0) if t.session == 0 and t.kind in ("now", "back")]
-    film.shoot(7, frames_of(turns, mix, 0))
+    turns = [t for t in trace(mix, 60, seed=0) if t.session == 0 and t.kind in ("now", "back")]
+    film.shoot(frames_of(turns, mix, 0))
     budget = budget_of(engine, mix, TOKENS, answer)
     users = {name: Prompts(name, engine.view(name), mix, film, budget, answer) for name in ("trim", "append")}
     ledger = Ledger(engine, room=budget - engine.encode_header(HEADER).tokens - (mix.frames + 1) * TOKENS)
@@ -115,7 +115,7 @@ def test_users_of_the_prefix_cache_hold_what_the_ledger_says(engine: VLLMEngine,
         for number in range(film.past(0)):
             arrive(number)
         for user in users.values():
-            user.open(0)
+            user.open(0, ())
         for one in turns:
             if one.kind == "now":
                 arrive(one.frame)
@@ -134,14 +134,14 @@ def test_users_of_the_prefix_cache_hold_what_the_ledger_says(engine: VLLMEngine,
 
 
 def test_what_a_user_of_the_prefix_cache_sends(engine: VLLMEngine, film: Film) -> None:
-    film.shoot(8, {0: 30, 1: 30})
+    film.shoot({0: 30, 1: 30})
     budget = budget_of(engine, MIX, TOKENS, 4)
     trim, append, naive = (
         Prompts(name, engine.view(name), MIX, film, budget, 4) for name in ("trim", "append", "naive")
     )
     try:
         for user in (trim, append, naive):
-            user.open(0)
+            user.open(0, ())
         last = film.past(0) - 1
         assert trim.held(0) == append.held(0)
         assert trim.held(0)[-1] == last

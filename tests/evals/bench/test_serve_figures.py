@@ -50,8 +50,8 @@ class Takes:
 
 def test_trace_is_what_a_window_does() -> None:
     mix = Mix(sessions=3, frames=4, look_backs=0.4)
-    turns = trace(mix, 300, seed=1, past_seed=0)
-    seen = {s: mix.past(s, 0) for s in range(3)}
+    turns = trace(mix, 300, seed=1)
+    seen = {s: mix.past(s, 1) for s in range(3)}
     for t in turns:
         if t.kind == "now":
             assert t.frame == seen[t.session]
@@ -64,7 +64,7 @@ def test_trace_is_what_a_window_does() -> None:
             assert t.placed == (*view[:-2], view[-1], view[-2])
         else:
             assert t.placed == tuple(view)
-    assert seen == frames_of(turns, mix, 0)
+    assert seen == frames_of(turns, mix, 1)
     assert {t.kind for t in turns} == set(KINDS)
     assert abs(sum(t.kind == "back" for t in turns) / 300 - 0.4) < 0.1
     assert [t.number for t in turns if t.session == 1] == list(range(100))
@@ -72,11 +72,11 @@ def test_trace_is_what_a_window_does() -> None:
 
 def test_trace_is_the_seeds() -> None:
     mix = Mix(sessions=5)
-    assert trace(mix, 40, 1, 0) == trace(mix, 40, 1, 0)
-    assert trace(mix, 40, 1, 0) != trace(mix, 40, 2, 0)
-    assert trace(mix, 40, 1, 0)[:20] == trace(mix, 20, 1, 0)
+    assert trace(mix, 40, 1) == trace(mix, 40, 1)
+    assert trace(mix, 40, 1) != trace(mix, 40, 2)
+    assert trace(mix, 40, 1)[:20] == trace(mix, 20, 1)
     # Every session has its turn in every round.
-    assert sorted(t.session for t in trace(mix, 5, 9, 0)) == [0, 1, 2, 3, 4]
+    assert sorted(t.session for t in trace(mix, 5, 9)) == [0, 1, 2, 3, 4]
 
 
 def test_arrivals_are_poisson() -> None:
