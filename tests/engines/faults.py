@@ -73,7 +73,7 @@ class Faults:
         def removed(handle: str) -> None:
             remove(handle)
             if self._doomed.pop(handle, None) and isinstance(exchange, Spool):
-                (exchange.path / f"span-bad-{handle}").unlink(missing_ok=True)
+                (exchange.path / f"bad-{handle}").unlink(missing_ok=True)
 
         self._patch(exchange, "add", handed_over)
         self._patch(exchange, "collect", collected)
@@ -105,7 +105,7 @@ class Faults:
 
 def _damage(folder: Path, handle: str, kind: str) -> None:
     """Points the first span of a job at a damaged copy of its file, which no other job reads."""
-    path, bad = folder / f"job-{handle}.json", folder / f"span-bad-{handle}"
+    path, bad = folder / f"job-{handle}.json", folder / f"bad-{handle}"
     job = json.loads(path.read_bytes())
     blob = bytearray((folder / job["loads"][0]["span"]).read_bytes())
     if kind == "cut":
@@ -191,7 +191,7 @@ def assert_released(engine: Any, *stores: Any) -> None:
 def files(folder: Path) -> list[str]:
     """What a spool holds of single requests; spans and patches stay for later ones."""
     kept = ("span-", "patch-", "spec.json", "embed")
-    return sorted(p.name for p in folder.iterdir() if not p.name.startswith(kept) or p.name.startswith("span-bad"))
+    return sorted(p.name for p in folder.iterdir() if not p.name.startswith(kept))
 
 
 def spools(pid: int) -> list[str]:
