@@ -198,7 +198,10 @@ class Pins:
         if name not in self._paths:
             if self._folder is None:
                 _sweep(self._files.folder)
-                self._folder = Path(tempfile.mkdtemp(prefix=f"{_PINS}{os.getpid()}-", dir=self._files.folder))
+                try:
+                    self._folder = Path(tempfile.mkdtemp(prefix=f"{_PINS}{os.getpid()}-", dir=self._files.folder))
+                except OSError:  # whoever made the folder has closed, and vLLM serves on
+                    return None
             self._serial += 1
             link = self._folder / f"{self._serial}-{file_name(name)}"
             try:

@@ -354,16 +354,16 @@ class SpoolReader:
 
     def seen(self, handle: str, local: int, planned: int) -> None:
         """Tells the engine what the scheduler counts on."""
-        self._report(handle, f"seen-{handle}.json", json.dumps({"local": local, "planned": planned}).encode())
+        self._tell(handle, f"seen-{handle}.json", {"local": local, "planned": planned})
 
     def give(self, handle: str, name: str, rank: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Hands a capture (this rank's heads) back."""
+        """Hands a capture (this rank's heads) back. Raises OSError where there is no room for it."""
         if self._wanted(handle):
             self._report(handle, f"out-{handle}-{name}.{rank}", codec.encode_tensors({"k": k, "v": v}))
 
     def fail(self, handle: str, error: BaseException) -> None:
-        text = f"{type(error).__name__}: {error}"
-        self._report(handle, f"error-{handle}.json", json.dumps({"error": text}).encode())
+        """Tells the engine why what it waits for does not come."""
+        self._tell(handle, f"error-{handle}.json", {"error": f"{type(error).__name__}: {error}"})
 
     def refuse(self, error: BaseException) -> None:
         """Tells the engine why this process cannot serve its model; it dies of ``error`` next."""
@@ -371,6 +371,14 @@ class SpoolReader:
 
     def _wanted(self, handle: str) -> bool:
         return (self.path / f"job-{handle}.json").exists()
+
+    def _tell(self, handle: str, name: str, said: dict[str, Any]) -> None:
+        """Reports where it can: an error here, on a full disk for example, would end vLLM for everybody. The request goes
+        without: it ends with vLLM's word alone, or has its media or captures missed."""
+        try:
+            self._report(handle, name, json.dumps(said).encode())
+        except OSError as error:
+            _log.warning("%s could not be written for the engine: %s", name.partition("-")[0], error)
 
     def _report(self, handle: str, name: str, data: bytes) -> None:
         """Writes a file of a job. The engine removes the job first: who finds it there afterwards leaves no file behind."""

