@@ -60,7 +60,7 @@ def run(
         driver: of a started engine.
         exchange: where its connector finds transfers.
         prompt: a rendered engine input.
-        transfer: what to load and capture; filled on return.
+        transfer: what to load and capture; filled on return, as far as the request came where ``on_token`` stopped it.
         sampling: how to decode.
         ending: token ids that end the answer.
         on_token: called in this thread with all ids after each token that does not end the answer; returning False stops.
@@ -82,13 +82,20 @@ def run(
         raise
     finally:
         exchange.remove(handle)
+    served = transfer.local_tokens + transfer.planned_tokens
+    if not outcome.finished and served >= transfer.blank:
+        # The tokens so far came from sound KV. What failed or was still to be loaded since then, behind a preemption
+        # for example, concerns nobody: asked anew, the caller would hear the answer again that was stopped.
+        if transfer.error is not None or transfer.loaded_tokens != transfer.planned_tokens:
+            transfer.captured.clear()
+        return outcome
     if transfer.error is not None or reason == "error":
         raise LoadError(str(transfer.error or "vLLM reported a failed load")) from transfer.error
     if transfer.loaded_tokens != transfer.planned_tokens:
         # The scheduler counted on tokens that nobody wrote: their blocks hold garbage under the hashes of real ones.
         driver.reset_prefix_cache()
         raise LoadError(f"{transfer.planned_tokens} tokens were to be loaded, got {transfer.loaded_tokens}")
-    if transfer.local_tokens + transfer.planned_tokens < transfer.blank:
+    if served < transfer.blank:
         # vLLM did not ask the connector, or not for all of it: zeros were computed where media stand.
         driver.reset_prefix_cache()
         raise LoadError(f"{transfer.blank} tokens were to come from the cache or from spans, got fewer")

@@ -350,8 +350,10 @@ class VLLMEngine(EncodingEngine):
         finally:
             self._account(work, transfer, len(ids))
         for i in capture:
+            if not outcome.finished and str(i) not in transfer.captured:
+                continue  # stopped while it was preempted: its blocks are gone
             work.captured[str(i)] = self._span(transfer, str(i), pieces[i].encoded, pieces[i].start - base)
-        if ask.capture_query and ask.query is not None:
+        if ask.capture_query and ask.query is not None and (outcome.finished or _QUERY in transfer.captured):
             begin = pieces[-1].start - base + pieces[-1].encoded.advance if pieces else 0
             span = self._span(transfer, _QUERY, ask.query, begin)
             if not outcome.finished:  # vLLM was a step ahead of the caller who stopped it

