@@ -73,23 +73,23 @@ class Job:
             the last token whose KV was computed.
         own: prompt token from which on nobody else finds the blocks; those in front may be hit by requests that know
             nothing of ctxwin. See `spaces.Space`.
-        settled: prompt token from which on a forward gives what is loaded.
+        exact: whether a forward gives what is loaded.
     """
 
     covered: int = 0
     blank: int = 0
     captures: dict[str, tuple[int, int | None]] = field(default_factory=dict)
     own: int = 0
-    settled: int = 0
+    exact: bool = False
 
     def wanted(self, hit: int, prompt: int, block: int) -> int:
         """Tokens to load behind a prefix hit of ``hit`` tokens; vLLM computes the last prompt token in any case.
 
-        What a forward gives anyway and would fill less than a block is computed together with what is new: it costs
-        nothing there, and an append to a warm window reloads nothing.
+        Exact KV that would fill less than a block is computed together with what is new: that costs less than a load
+        in the background, and an append to a warm window reloads nothing.
         """
         count = max(0, min(self.covered, prompt - 1) - hit)
-        if 0 < count < block and hit >= max(1, self.blank, self.settled):
+        if self.exact and 0 < count < block and hit >= max(1, self.blank):
             return 0
         return count
 
@@ -104,7 +104,7 @@ class Transfer:
 
     Attributes:
         loads: spans that cover one contiguous prefix of the prompt, in order.
-        captures, blank, own, settled: see `Job`.
+        captures, blank, own, exact: see `Job`.
         embeddings: vision embeddings ``[tokens, width]`` for vLLM's EC connector, by multimodal identifier.
         local_tokens: prompt tokens that vLLM's own prefix cache served.
         planned_tokens: prompt tokens that vLLM's scheduler counts on the connector to write.
@@ -118,7 +118,7 @@ class Transfer:
     captures: dict[str, tuple[int, int | None]] = field(default_factory=dict)
     blank: int = 0
     own: int = 0
-    settled: int = 0
+    exact: bool = False
     embeddings: dict[str, torch.Tensor] = field(default_factory=dict)
     local_tokens: int = 0
     planned_tokens: int = 0
@@ -134,7 +134,7 @@ class Transfer:
 
     @property
     def job(self) -> Job:
-        return Job(self.covered, self.blank, self.captures, self.own, self.settled)
+        return Job(self.covered, self.blank, self.captures, self.own, self.exact)
 
 
 class Exchange:

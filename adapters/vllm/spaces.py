@@ -24,13 +24,13 @@ class Space:
         salt: of the whole prompt; "" for the space of exact KV.
         marks: what follows the ``@`` in the identifiers of media, by the offset of their first token in the prompt.
         own: prompt token from which on no request finds these blocks but one of the same layout.
-        settled: prompt token from which on a forward behind what stands in front gives what is loaded.
+        exact: whether a forward gives what is loaded.
     """
 
     salt: str
     marks: dict[int, str] = field(default_factory=dict)
     own: int = 0
-    settled: int = 0
+    exact: bool = False
 
 
 def space_of(pieces: Sequence[Piece], salt: str, block: int) -> Space:
@@ -43,8 +43,8 @@ def space_of(pieces: Sequence[Piece], salt: str, block: int) -> Space:
     """
     total = sum(piece.encoded.tokens for piece in pieces)
     if not salt:
-        return Space("", own=total + 1)
-    begin = settled = 0
+        return Space("", own=total + 1, exact=True)
+    begin = 0
     media: list[int] = []  # where each medium up to here begins
     marks: dict[int, list[str]] = {}
     markable = True
@@ -52,7 +52,6 @@ def space_of(pieces: Sequence[Piece], salt: str, block: int) -> Space:
         end = begin + piece.encoded.tokens
         media += sorted(begin + span.offset for span in piece.encoded.media)
         if piece.apart and piece.encoded.tokens:
-            settled = end
             # Up to the end of the block in which the piece begins.
             latest = max((at for at in media if at < (begin // block + 1) * block), default=None)
             if latest is None or not piece.id:
@@ -60,8 +59,6 @@ def space_of(pieces: Sequence[Piece], salt: str, block: int) -> Space:
             else:
                 marks.setdefault(latest, []).append(piece.id)
         begin = end
-    if not settled:
-        return Space(salt, settled=total)  # the caller says nothing of its pieces
-    if not markable:
-        return Space(salt, settled=settled)
-    return Space("", {at: digest("mark", ids) for at, ids in marks.items()}, min(marks) // block * block, settled)
+    if not marks or not markable:  # without marks the caller says nothing of its pieces
+        return Space(salt)
+    return Space("", {at: digest("mark", ids) for at, ids in marks.items()}, min(marks) // block * block)

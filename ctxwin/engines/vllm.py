@@ -333,12 +333,12 @@ class VLLMEngine(EncodingEngine):
         if ask.capture_query:
             captures[_QUERY] = (offsets[len(pieces)], None)
         ids, media = _joined(encoded)
-        transfer = Transfer(loads=tuple(loads), captures=captures, own=space.own, settled=space.settled)
+        transfer = Transfer(loads=tuple(loads), captures=captures, own=space.own, exact=space.exact)
         salt = self._salt(space.salt)
         whole = transfer.covered // core.block * core.block
         rendered = core.inputs.prompt(
             ids, media, self._embedded, salt, transfer.covered, self._tenant, space.marks,
-            whole if space.settled <= whole else None, self._at_hand,
+            whole if space.exact else None, self._at_hand,
         )  # fmt: skip
         transfer.blank, transfer.embeddings = rendered.blank, rendered.embeddings
         eos = sorted(self.encoder.checkpoint.eos)

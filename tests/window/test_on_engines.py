@@ -119,13 +119,14 @@ def test_an_append_computes_the_new_chunk_and_the_query(engine: Engine) -> None:
         usage = ask(window, QUESTIONS[0]).usage
         query = engine.encode_query(QUESTIONS[0]).tokens
         new = window.chunks[-1].tokens
-        assert usage.computed_tokens == new + query
+        # On vLLM a last, partly filled block (32 tokens on a CPU) is computed again, which costs less than a load.
+        partial = 32 if engine.spec.name == "vllm" else 1
+        assert new + query <= usage.computed_tokens < new + query + partial
         assert usage.reused_tokens["computed"] == new
         again = ask(window, QUESTIONS[0]).usage
-        assert again.computed_tokens == query
+        assert query <= again.computed_tokens < query + partial
         if engine.spec.name == "vllm":
-            # Only a last, partly filled block (32 tokens on a CPU) is loaded again.
-            assert again.bytes_loaded < engine.spec.kv.span_bytes(32, 4)
+            assert usage.bytes_loaded == again.bytes_loaded == 0
 
 
 def test_approximation_is_close_and_never_reaches_an_exact_window(engine: Engine) -> None:
