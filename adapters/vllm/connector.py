@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,14 +40,18 @@ from ctxwin.operator.kernels import Part, Placing
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 ABORT_S = 30.0
 """How long a request whose transfer is gone waits for its abort; a client of a server may have made its handle up, and is
 served without spans then."""
+STEPS = 8
+"""Steps within which a synchronous load is known to have failed; more than vLLM has under way at once."""
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -75,6 +80,16 @@ class Save:
 
 
 @dataclass
+class _Unproven:
+    """Blocks that vLLM's prefix cache names since a synchronous load was planned: those of the load, and all behind them."""
+
+    step: int
+    request: str
+    first: int
+    blocks: set[int]
+
+
+@dataclass
 class Step(KVConnectorMetadata):  # type: ignore[misc]  # mypy sees vLLM as untyped
     """What the workers do in one step."""
 
@@ -92,6 +107,9 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
         self._step = Step()
         self._asked: dict[str, tuple[int, str, Job]] = {}  # local hit, handle and job of requests that may load
         self._orphans: dict[str, float] = {}  # requests whose transfer is gone, and since when
+        self._pool: BlockPool | None = None
+        self._steps = 0
+        self._unproven: deque[_Unproven] = deque()  # loads of the last `STEPS` steps
         self._failed_blocks: set[int] = set()
         self._received: set[str] = set()
         self._sent: set[str] = set()
@@ -159,15 +177,40 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
             self._source, handle, request.request_id, tuple(ids), begin, begin + num_external_tokens, background
         )
         self._step.loads.append(load)
+        if not background:
+            first = begin // self._block_size
+            self._unproven.append(_Unproven(self._steps, request.request_id, first, set(ids[first:])))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
+        self._steps += 1
+        while self._unproven and self._unproven[0].step <= self._steps - STEPS:
+            self._unproven.popleft()
         step, self._step = self._step, Step()
         return step
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._pool = gpu_block_pool
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Takes blocks of failed loads out of the prefix cache.
+
+        vLLM does so for the requests that still run. Those of one that was aborted or preempted in the very step would
+        stay, and whoever came next would find there what the memory held before.
+        """
+        failed = connector_output.invalid_block_ids
+        if not failed or self._pool is None:
+            return
+        for load in self._unproven:
+            if not load.blocks.isdisjoint(failed):
+                self._pool.evict_blocks(load.blocks)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Reads the captures back, or has vLLM keep the blocks until the workers have."""
         self._asked.pop(request.request_id, None)
         self._orphans.pop(request.request_id, None)
+        for load in self._unproven:
+            if load.request == request.request_id:
+                load.blocks.update(block_ids[load.first :])
         found = self._job(request)
         if found is None or not found[1].captures or _failed(request):
             return False, None
