@@ -164,8 +164,8 @@ def figures(slices: Sequence[Row]) -> Row:
     """Figures by side over all slices, and the ratios of the pairs: with the connector over without it.
 
     ``ratios``: the median and quartiles of the pairs' own ratios, and of the values over all slices together (``pooled``):
-    p99 between tokens, throughput when ``burst`` requests are asked at once, processor time a token (which what else the
-    machine does changes least).
+    p50 and p99 between tokens, throughput when ``burst`` requests are asked at once, processor time a token (which what else
+    the machine does changes least). A slice's p99 is a handful of gaps; the pooled one stands on as many as there are slices.
     """
     sides = {}
     for side in (*SIDES, BESIDE):
@@ -185,6 +185,8 @@ def figures(slices: Sequence[Row]) -> Row:
         "rate": slices[0]["rate"],
         "sides": sides,
         "ratios": {
+            "inter_token_p50": _ratio(slices, lambda s: quantiles(s["gaps"])["p50"])
+            | {"pooled": _over(sides, lambda side: side["inter_token_s"]["p50"])},
             "inter_token_p99": _ratio(slices, lambda s: quantiles(s["gaps"])["p99"])
             | {"pooled": _over(sides, lambda side: side["inter_token_s"]["p99"])},
             "throughput": _ratio(slices, lambda s: s["burst_tokens_per_s"])

@@ -72,6 +72,15 @@ def lines(result: dict[str, Any]) -> list[str]:
                 f"plain traffic, {_SIDES[side]}: {row['burst_tokens_per_s']:.1f} tokens/s at once; inter-token p50 "
                 f"{_ms(gap['p50'])}, p99 {_ms(gap['p99'])} ms; {1e3 * row['cpu_s_per_token']:.1f} ms of CPU a token"
             )
+    if plain is not None:
+        for name, what in _RATIOS.items():
+            found = plain["ratios"][name]
+            if found["median"] is not None:
+                low, high = found["quartiles"]
+                told.append(
+                    f"plain traffic, with the connector over without, {what}: median of {found['pairs']} pairs "
+                    f"{found['median']:.3f} (quartiles {low:.3f} to {high:.3f}), pooled {found['pooled']:.3f}"
+                )
     for check in result["checks"]:
         verdict = "holds" if check["holds"] else "FAILS"
         told.append(f"{verdict}: {_CHECKS[check['check']]} {check['value']:.3f}, wanted {check['bound']:g}")
@@ -79,6 +88,12 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 
 _SIDES = {"without": "no connector", "with": "connector, no windows", "windows": "connector, windows beside"}
+_RATIOS = {
+    "inter_token_p50": "p50 between tokens",
+    "inter_token_p99": "p99 between tokens",
+    "throughput": "throughput",
+    "cpu_per_token": "CPU a token",
+}
 _CHECKS = {
     "ratio": "requests/s over the best prefix-cache policy's at equal p95 TTFT:",
     "inter_token_p99": "p99 between tokens of plain traffic, with the connector over without:",

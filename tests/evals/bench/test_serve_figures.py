@@ -14,6 +14,7 @@ import pytest
 from ctxwin.evals.bench import serve, serve_curves, serve_load, serve_plain
 from ctxwin.evals.bench.serve_load import Record, Run, open_loop, quantile, row_of
 from ctxwin.evals.bench.serve_policies import Served
+from ctxwin.evals.bench.serve_show import lines
 from ctxwin.evals.bench.serve_trace import KINDS, Mix, Turn, arrivals, frames_of, trace
 
 
@@ -278,10 +279,14 @@ def test_plain_ratios_are_of_pairs() -> None:
     assert found["ratios"]["inter_token_p99"]["median"] == pytest.approx(1.02)
     assert found["ratios"]["inter_token_p99"]["pairs"] == 3
     assert found["ratios"]["throughput"]["median"] == 1.0
+    assert found["ratios"]["inter_token_p50"]["quartiles"] == pytest.approx([1.01, 1.06])
     assert found["sides"]["without"]["slices"] == 4
     assert "windows" not in found["sides"]
     held = {c["check"]: c["holds"] for c in serve_curves.checks(None, found)}
     assert held == {"inter_token_p99": True, "throughput": True}
+    told = lines({"comparison": {"at_slo": None}, "plain": found, "checks": serve_curves.checks(None, found)})
+    assert any("p99 between tokens: median of 3 pairs 1.020 (quartiles 1.010 to 1.060)" in line for line in told)
+    assert sum(line.startswith("holds") for line in told) == 2
     slow = serve_plain.figures([piece(0, "without", 0.1, 50), piece(0, "with", 0.11, 45)])
     assert not any(c["holds"] for c in serve_curves.checks(None, slow))
 
