@@ -14,12 +14,14 @@ pickled: KV travels as the store's checked blobs (`ctxwin.store.codec`), instruc
 | ``out-<handle>-<name>.<rank>`` | worker | a capture, the KV heads of one rank                       |
 | ``error-<handle>.json`` | worker     | why a load or a capture failed                                |
 | ``refused.json``        | worker     | why the model's cache cannot be served, at start-up           |
+| ``lock``                | engine     | nothing; locked as long as the spool is used                  |
 
 Every file is written under another name and renamed, so that a reader sees all of it or nothing.
 """
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import logging
@@ -60,6 +62,7 @@ WATCH_S = 1.0
 """How often vLLM's processes look whether the engine's still runs."""
 _PREFIX = "ctxwin-"
 _EMBEDDINGS = "embed"
+_LOCK = "lock"
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -80,6 +83,8 @@ class Spool:
         sweep(root)
         try:
             self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=root))
+            held = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(held, fcntl.LOCK_EX)
             free = shutil.disk_usage(self.path).free
         except OSError as error:
             raise EngineFailed(f"the spool folder {str(root)!r} must be writable: {error}") from error
@@ -95,7 +100,7 @@ class Spool:
         self._bytes = 0
         self._lock = threading.Lock()
         # Also when it is collected, and when the interpreter ends.
-        self._remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+        self._remove = weakref.finalize(self, _remove, self.path, held, os.getpid())
         self.embeddings = self.path / _EMBEDDINGS
         self.embeddings.mkdir()
         write_file(self.path / "spec.json", json.dumps(asdict(kv)).encode())
@@ -458,12 +463,34 @@ def sweep(root: Path) -> list[str]:
     gone = []
     for folder in root.glob(f"{_PREFIX}*-*"):
         pid = _owner(folder)
-        if folder.is_dir() and pid is not None and not _runs(pid):
+        if folder.is_dir() and pid is not None and not _runs(pid) and not _locked(folder):
             shutil.rmtree(folder, ignore_errors=True)
             gone.append(folder.name)
     if gone:
         _log.info("removed what ended processes left in %s: %s", root, ", ".join(gone))
     return gone
+
+
+def _locked(folder: Path) -> bool:
+    """Whether some process uses a spool: containers that share ``/dev/shm`` do not see each other's processes."""
+    try:
+        held = os.open(folder / _LOCK, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(held)
+    return False
+
+
+def _remove(folder: Path, held: int, pid: int) -> None:
+    """Ends a spool; a forked child that exits leaves its parent's alone."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
+    os.close(held)
 
 
 _watched: set[int] = set()  # engines whose end this process waits for

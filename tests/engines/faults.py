@@ -190,7 +190,7 @@ def assert_released(engine: Any, *stores: Any) -> None:
 
 def files(folder: Path) -> list[str]:
     """What a spool holds of single requests; spans and patches stay for later ones."""
-    kept = ("span-", "patch-", "spec.json", "embed")
+    kept = ("span-", "patch-", "spec.json", "lock", "embed")
     return sorted(p.name for p in folder.iterdir() if not p.name.startswith(kept))
 
 

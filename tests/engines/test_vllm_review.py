@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import queue
 import shutil
 import threading
@@ -246,3 +247,24 @@ class TestBlocksOfAFailedLoad:
         for i in range(3 * STEPS):
             self.planned(scheduler, f"r{i}", [i], own=0)
         assert len(scheduler._unproven) < 2 * STEPS
+
+
+def test_a_spool_of_another_container_is_not_swept(tmp_path: Path) -> None:
+    """Containers may share ``/dev/shm`` and not their process numbers: what runs there does not run as seen from here."""
+    used = Spool(KV, tmp_path)
+    with mock.patch.object(spools, "_runs", return_value=False):
+        other = Spool(KV, tmp_path)
+        assert (used.path / "spec.json").exists()
+        with mock.patch("shutil.rmtree"):  # as where its process was killed
+            used.close()
+        assert spools.sweep(tmp_path) == [used.path.name]
+        assert other.path.exists()
+    other.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_forked_child_leaves_the_spool_to_its_parent(tmp_path: Path) -> None:
+    spool = Spool(KV, tmp_path)
+    with mock.patch("os.getpid", return_value=os.getpid() + 1):
+        spool.close()
+    assert spool.path.exists()
