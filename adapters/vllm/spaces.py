@@ -57,7 +57,8 @@ def space_of(pieces: Sequence[Piece], salt: str, block: int) -> Space:
             if latest is None or not piece.id:
                 markable = False
             else:
-                marks.setdefault(latest, []).append(piece.id)
+                # And where: the same text may stand in the prompt twice, apart at one place and exact at the other.
+                marks.setdefault(latest, []).append(f"{begin}:{piece.id}")
         begin = end
     if not marks or not markable:  # without marks the caller says nothing of its pieces
         return Space(salt)

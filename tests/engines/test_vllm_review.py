@@ -8,6 +8,7 @@ import queue
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +27,9 @@ from ctxwin.adapters.vllm.connector import STEPS, CtxwinConnector
 from ctxwin.adapters.vllm.drivers import StepDriver
 from ctxwin.adapters.vllm.ecfiles import EmbeddingFiles, Pins
 from ctxwin.adapters.vllm.registry import PARAM, Placed, Transfer, find_exchange, open_exchange
-from ctxwin.adapters.vllm.spaces import Space
+from ctxwin.adapters.vllm.spaces import Space, space_of
 from ctxwin.adapters.vllm.spool import Spool, SpoolReader
-from ctxwin.engines.base import Encoded, Piece, Sampling
+from ctxwin.engines.base import Encoded, MediaSpan, Piece, Sampling
 from ctxwin.engines.vllm import VLLMEngine, _Ask, _Work
 from ctxwin.kv import KVSpec, RopeSpec, SpanKV
 
@@ -268,3 +269,17 @@ def test_a_forked_child_leaves_the_spool_to_its_parent(tmp_path: Path) -> None:
     with mock.patch("os.getpid", return_value=os.getpid() + 1):
         spool.close()
     assert spool.path.exists()
+
+
+def test_the_same_text_apart_at_another_place_has_another_name() -> None:
+    """Placed twice, one chunk is served from its canonical at one place and computed at the other: other KV, same tokens."""
+    header, text = encoded("header", 32), encoded("text", 32)
+    picture = replace(encoded("picture", 32), media=(MediaSpan("image", "media/p", 0, 32, (1, 8, 16)),))
+    names = []
+    for first in (True, False):
+        pieces = [Piece(header, 0, id="h"), Piece(picture, 32, id="p")]
+        for i, apart in enumerate((first, not first)):
+            pieces.append(Piece(text, 64 + 32 * i, id="canonical" if apart else f"exact {i}", apart=apart))
+        names.append(space_of(pieces, "salt", 32).marks)
+    assert names[0].keys() == names[1].keys() == {32}
+    assert names[0] != names[1]
