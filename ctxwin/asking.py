@@ -35,7 +35,7 @@ _threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ctxwin-ask")
 flight there, however many an engine can batch."""
 
 
-def _in_thread(work: Callable[..., T], *args: Any, **options: Any) -> Awaitable[T]:
+def in_thread(work: Callable[..., T], *args: Any, **options: Any) -> Awaitable[T]:
     """`asyncio.to_thread`, on threads of our own."""
     call = partial(contextvars.copy_context().run, work, *args, **options)
     return asyncio.get_running_loop().run_in_executor(_threads, call)
@@ -290,7 +290,7 @@ class Stream(Iterator[str]):
 async def aask(window: Window, query: str, max_tokens: int, **options: Any) -> Answer:
     """See `Window.aask`."""
     stop = threading.Event()
-    task = asyncio.ensure_future(_in_thread(ask, window, query, max_tokens, stopped=stop.is_set, **options))
+    task = asyncio.ensure_future(in_thread(ask, window, query, max_tokens, stopped=stop.is_set, **options))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -310,12 +310,12 @@ async def astream(window: Window, query: str, max_tokens: int, **options: Any) -
     stream = Stream(window, query, max_tokens, **options)
     try:
         while True:
-            text: str | None = await _in_thread(next, stream, None)
+            text: str | None = await in_thread(next, stream, None)
             if text is None:
                 return
             yield text
     finally:
-        await _in_thread(stream.close)
+        await in_thread(stream.close)
 
 
 # -- what matters --------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ the answers it has already computed from the engine's store.
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import copy
 import weakref
@@ -23,6 +22,7 @@ from ctxwin.adapters.langgraph.events import describe_event
 from ctxwin.adapters.langgraph.journal import Journal, Operation
 from ctxwin.adapters.langgraph.reference import Restored, restore, save
 from ctxwin.answer import Answer
+from ctxwin.asking import in_thread
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.events import Event
@@ -77,11 +77,11 @@ class Session(Window):
     async def aask(self, query: str, max_tokens: int = 32, **options: Any) -> Answer:
         """`Window.aask`; an answer this operation has already given is not computed again."""
         key, version = self._key(query, max_tokens, options), self.version
-        again = await asyncio.to_thread(self._again, key, query, options)
+        again = await in_thread(self._again, key, query, options)
         if again is not None:
             return again
         answer = await super().aask(query, max_tokens, **self._beating(options))
-        return await asyncio.to_thread(self._record, key, version, answer)
+        return await in_thread(self._record, key, version, answer)
 
     def stream(self, query: str, max_tokens: int = 32, **options: Any) -> SessionStream:
         """`Window.stream`; an answer this operation has already given comes in one piece."""
@@ -92,12 +92,12 @@ class Session(Window):
 
     async def astream(self, query: str, max_tokens: int = 32, **options: Any) -> AsyncIterator[str]:
         """`Window.astream`; an answer this operation has already given comes in one piece."""
-        stream = await asyncio.to_thread(self.stream, query, max_tokens, **options)
+        stream = await in_thread(self.stream, query, max_tokens, **options)
         try:
-            while (text := await asyncio.to_thread(next, stream, None)) is not None:
+            while (text := await in_thread(next, stream, None)) is not None:
                 yield text
         finally:
-            await asyncio.to_thread(stream.close)
+            await in_thread(stream.close)
 
     # -- branches ---------------------------------------------------------------------------------------------------
 
