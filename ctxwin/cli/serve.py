@@ -31,7 +31,7 @@ def serve(
         float, typer.Option(min=0.1, help="Seconds after which an idle window is put aside in the store.")
     ] = 3600.0,
     max_upload_bytes: Annotated[str, typer.Option(help="Largest body of a request to chunks and windows.")] = "64MiB",
-    max_pixels: Annotated[int, typer.Option(min=1, help="Most pixels of one chunk's media, decoded.")] = 64 << 20,
+    max_pixels: Annotated[int, typer.Option(min=1, help="Most pixels of one request's media, decoded.")] = 64 << 20,
     max_concurrency: Annotated[int, typer.Option(min=1, help="Requests of windows that run at once.")] = 64,
     vllm_help: Annotated[
         str, typer.Option("--vllm-help", metavar="all|GROUP|ARGUMENT", help="Show vLLM's own arguments, and exit.")

@@ -23,7 +23,7 @@ from ctxwin.chunk import Chunk, TokensPart
 from ctxwin.engines.base import Engine
 from ctxwin.errors import BudgetExceeded
 from ctxwin.fidelity import Fidelity
-from ctxwin.serve.specs import REFERENCE, Body, Reference, Text, checked
+from ctxwin.serve.specs import REFERENCE, Body, Pixels, Reference, Text, checked
 from ctxwin.serve.uploads import Uploads
 from ctxwin.window import Window
 
@@ -118,11 +118,11 @@ def lay_out(engine: Engine, uploads: Uploads, messages: Sequence[Message]) -> La
     while front < len(messages) and messages[front].role in ("system", "developer"):
         front += 1
     layout = Layout("\n".join(_text(m) for m in messages[:front]))
-    text = ""
+    text, pixels = "", uploads.pixels()
     for role, run in groupby(messages[front:], lambda m: m.role):
         turn = list(run)
         if role == "user":
-            text = _user(uploads, layout, turn)
+            text = _user(uploads, layout, turn, pixels)
         elif role == "assistant":
             layout.chunks.append(_exchange(engine, text, "\n".join(_text(m) for m in turn)))
             text = ""
@@ -134,7 +134,7 @@ def lay_out(engine: Engine, uploads: Uploads, messages: Sequence[Message]) -> La
     return layout
 
 
-def _user(uploads: Uploads, layout: Layout, turn: Sequence[Message]) -> str:
+def _user(uploads: Uploads, layout: Layout, turn: Sequence[Message], pixels: Pixels) -> str:
     """Adds the chunks of one user turn; returns the text at its end."""
     text = ""
     for message in turn:
@@ -151,7 +151,8 @@ def _user(uploads: Uploads, layout: Layout, turn: Sequence[Message]) -> str:
             if isinstance(part, Reference):
                 layout.chunks.append(uploads.find(part.chunk))
             else:
-                layout.chunks.append(uploads.build({"type": "image", "image": _data_url(part.image_url.url)}))
+                image = {"type": "image", "image": _data_url(part.image_url.url)}
+                layout.chunks.append(uploads.build(image, pixels=pixels))
     return text
 
 

@@ -13,7 +13,7 @@ class Limits:
 
     Attributes:
         max_upload_bytes: of one request's body.
-        max_pixels: of one chunk's media together, decoded (frames x height x width).
+        max_pixels: of the media of one request together, decoded (frames x height x width).
         max_windows: open windows of a tenant; the least recently used idle one is closed for a new one.
         window_ttl_s: seconds after which an idle window is closed; its snapshot stays in the store.
         threads: requests that may be answered at once.

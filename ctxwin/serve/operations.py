@@ -144,7 +144,8 @@ def _append(around: Around, window: Window, body: Append) -> dict[str, Any]:
 
 
 def _extend(around: Around, window: Window, body: Extend) -> dict[str, Any]:
-    return {"placements": window.extend([around.uploads.build(chunk) for chunk in body.chunks])}
+    pixels = around.uploads.pixels()
+    return {"placements": window.extend([around.uploads.build(chunk, pixels=pixels) for chunk in body.chunks])}
 
 
 def _insert(around: Around, window: Window, body: Insert) -> dict[str, Any]:

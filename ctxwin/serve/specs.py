@@ -152,20 +152,40 @@ def complaint(error: ValidationError) -> str:
     return "the request is malformed: " + "; ".join(found[:4])
 
 
+class Pixels:
+    """What the media of one request may still have, decoded: all its chunks are in memory at the same time.
+
+    Args:
+        most: pixels (frames x height x width) of the whole request.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._seen = 0
+
+    def take(self, count: int) -> None:
+        """Counts a picture before it is decoded; raises TooLarge beyond the limit."""
+        self._seen += count
+        if self._seen > self._most:
+            raise TooLarge(
+                f"the media of a request must have at most {self._most} pixels together, got {self._seen} or more; "
+                "scale them down, send them in several requests, or raise --max-pixels"
+            )
+
+
 class Builder:
     """Turns one checked chunk into a `Chunk`.
 
     Args:
         files: bytes by name, of a multipart body.
-        max_pixels: most pixels that all media of the chunk may have; looked up before anything is decoded.
+        pixels: what the request's media may still have; asked before anything is decoded.
         find: an uploaded chunk by id.
     """
 
-    def __init__(self, files: Mapping[str, bytes], max_pixels: int, find: Find) -> None:
+    def __init__(self, files: Mapping[str, bytes], pixels: Pixels, find: Find) -> None:
         self._files = files
-        self._max_pixels = max_pixels
+        self._decoded = pixels
         self._find = find
-        self._seen = 0
         self._parts: list[TextPart | TokensPart | MediaPart] = []
         self._pixels: dict[str, np.ndarray] = {}
 
@@ -236,12 +256,7 @@ class Builder:
                 width, height = picture.size
         except (UnidentifiedImageError, OSError, SyntaxError, Pillow.DecompressionBombError) as error:
             raise BadMedia(f"an image must be decodable, got {len(raw)} bytes: {error}") from error
-        self._seen += width * height
-        if self._seen > self._max_pixels:
-            raise TooLarge(
-                f"the media of a chunk must have at most {self._max_pixels} pixels together, got {self._seen} or more; "
-                "scale them down, or raise --max-pixels"
-            )
+        self._decoded.take(width * height)
         return as_rgb(raw)
 
     def _bytes(self, data: Data) -> bytes:

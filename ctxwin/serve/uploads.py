@@ -11,7 +11,7 @@ from ctxwin.engines.base import Engine
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.keeping import keep_source
 from ctxwin.serve.errors import TooLarge, UnknownUpload
-from ctxwin.serve.specs import Builder, check_spec
+from ctxwin.serve.specs import Builder, Pixels, check_spec
 
 _ID = re.compile(r"[0-9a-f]{64}")
 
@@ -42,11 +42,18 @@ class Uploads:
                 raise TooLarge("the store refused the chunk: it is full of what open windows use; close some first")
         return _described(chunk, encoded.tokens), new
 
-    def build(self, data: Any, files: Mapping[str, bytes] | None = None) -> Chunk:
-        """The chunk that ``data`` is: an id, or a chunk as `ctxwin.serve.specs` takes it."""
+    def pixels(self) -> Pixels:
+        """What one request may decode; its chunks share it."""
+        return Pixels(self._max_pixels)
+
+    def build(self, data: Any, files: Mapping[str, bytes] | None = None, pixels: Pixels | None = None) -> Chunk:
+        """The chunk that ``data`` is: an id, or a chunk as `ctxwin.serve.specs` takes it.
+
+        ``pixels``: of the request where it has more than one chunk.
+        """
         if isinstance(data, str):
             return self.find(data)
-        return Builder(files or {}, self._max_pixels, self.find).build(check_spec(data))
+        return Builder(files or {}, pixels or self.pixels(), self.find).build(check_spec(data))
 
     def find(self, chunk_id: str) -> Chunk:
         """An uploaded chunk, without its pixels; raises UnknownUpload."""
