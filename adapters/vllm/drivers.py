@@ -262,6 +262,9 @@ class StepDriver(Driver):
         for task in tasks:  # a request that is added now gets its answer below
             with contextlib.suppress(Exception):
                 task()
+        if self._dead is None and self._ids:  # somebody else's vLLM serves on; it must not meet answers of ours
+            with contextlib.suppress(Exception):
+                self._engine.abort_request(list(self._ids.values()), internal=True)
         waiting = {id(t): t for t in list(self._tickets.values())}
         self._tickets.clear()
         self._ids.clear()
@@ -306,10 +309,9 @@ class LoopDriver(Driver):
             except Exception as error:
                 dead = self.dead
                 ticket.outputs.put(error if dead is None else EngineFailed(_DEAD.format(_said(dead))))
-            finally:
-                self._tasks.pop(ticket.name, None)
 
-        self._tasks[ticket.name] = self._start(pump())
+        self._tasks[ticket.name] = task = self._start(pump())
+        task.add_done_callback(lambda _: self._tasks.pop(ticket.name, None))  # it may have ended already
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -330,9 +332,12 @@ class LoopDriver(Driver):
 
     @property
     def dead(self) -> BaseException | None:
-        if self._closed:
-            return EngineFailed("the engine is closed")
-        return self.llm.dead_error if self.llm.errored else None
+        llm = self.llm
+        if self._closed or llm is None:
+            return EngineFailed("the engine is closed; open a new one")
+        if not self._loop.is_running():
+            return EngineFailed("the event loop that it was started on has ended")
+        return llm.dead_error if llm.errored else None
 
     def close(self) -> None:
         if self._closed:

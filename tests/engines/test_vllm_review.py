@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import queue
@@ -24,13 +25,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from ctxwin.adapters.vllm import spool as spools
 from ctxwin.adapters.vllm.connector import STEPS, CtxwinConnector
-from ctxwin.adapters.vllm.drivers import StepDriver
+from ctxwin.adapters.vllm.drivers import LoopDriver, StepDriver
 from ctxwin.adapters.vllm.ecfiles import EmbeddingFiles, Pins
 from ctxwin.adapters.vllm.registry import PARAM, Placed, Transfer, find_exchange, open_exchange
 from ctxwin.adapters.vllm.spaces import Space, space_of
 from ctxwin.adapters.vllm.spool import Spool, SpoolReader
 from ctxwin.engines.base import Encoded, MediaSpan, Piece, Sampling
 from ctxwin.engines.vllm import VLLMEngine, _Ask, _Work
+from ctxwin.errors import EngineFailed
 from ctxwin.kv import KVSpec, RopeSpec, SpanKV
 
 KV = KVSpec("reviewed", "gqa", 1, 1, 4, 4, RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4, pairing="half"), "float32")
@@ -103,6 +105,66 @@ def test_engines_of_one_process_never_step_at_once() -> None:
         driver.close()
     assert answered == [20, 20, 20]
     assert most == 1
+
+
+def test_closing_takes_back_what_is_in_flight() -> None:
+    """A ``vllm.LLM`` that was only attached serves on; its owner's next call would meet answers that are not his."""
+    llm = ScriptedLLM(lambda _: [])
+    driver = StepDriver(llm, lambda _: None)
+    ticket = driver.submit({}, None, 0)
+    while not llm.requests:
+        time.sleep(0.001)
+    name = llm.requests[0]
+    driver.close()
+    assert llm.aborted == [name] and not llm.requests
+    assert isinstance(ticket.outputs.get(timeout=60), EngineFailed)
+
+
+class TestLoops:
+    """An ``AsyncLLM`` on the loop of a server, which may go first."""
+
+    @pytest.fixture
+    def loop(self) -> Any:
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever, daemon=True)
+        thread.start()
+        yield loop
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+    def driver(self, loop: asyncio.AbstractEventLoop, wait_s: float) -> LoopDriver:
+        async def generate(*_: Any, **__: Any) -> Any:
+            await asyncio.sleep(wait_s)
+            yield "an answer"
+
+        return LoopDriver(SimpleNamespace(vllm_config=CONFIG, renderer=None, generate=generate, errored=False), loop)
+
+    def test_a_loop_that_stopped_leaves_nobody_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
+        driver = self.driver(loop, 1000)
+        driver.submit({}, None, 0)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(60)  # it has begun
+        assert driver.dead is None
+        loop.call_soon_threadsafe(loop.stop)
+        while loop.is_running():
+            time.sleep(0.001)
+        assert "event loop" in str(driver.dead)  # which whoever waits for an answer looks at
+        with pytest.raises(EngineFailed, match="event loop"):
+            driver.submit({}, None, 0)
+
+    def test_nothing_is_kept_of_a_request_that_has_ended(self, loop: asyncio.AbstractEventLoop) -> None:
+        driver = self.driver(loop, 0)
+        start = driver._start
+
+        def at_once(work: Any) -> Any:
+            task = start(work)
+            task.result(timeout=60)  # it has ended before anybody writes it down
+            return task
+
+        with mock.patch.object(driver, "_start", at_once):
+            ticket = driver.submit({}, None, 0)
+        assert ticket.outputs.get(timeout=60) == "an answer"
+        assert not driver._tasks
 
 
 def test_an_error_without_a_message_is_named() -> None:
