@@ -125,6 +125,8 @@ def checks(at_slo: Row | None, plain: Mapping[str, Any] | None) -> list[Row]:
     if plain is not None:
         for name, least, most in (("inter_token_p99", 0.0, 1.05), ("throughput", 0.95, math.inf)):
             value = plain["ratios"][name]["median"]
+            if value is None:  # no pair is whole yet
+                continue
             bound = most if math.isfinite(most) else least
             found.append({"check": name, "value": value, "bound": bound, "holds": least <= value <= most})
     return found
