@@ -6,7 +6,7 @@ re-prefill. The other four serve approximations (survivors and patches), whose l
 each has a store of its own; a store that several threads fill would make the lanes, and by that the answers, depend on
 timing. Faults are drawn by each window's own generator, too.
 
-All of it: ``make test-slow PYTEST_ARGS=tests/engines/test_vllm_soak.py``, or ``pytest -m slow -s`` to see the figures.
+All of it: ``make test-slow PYTEST_ARGS='-s tests/engines/test_vllm_soak.py'``, which also shows the figures.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ WORDS = [
     "system", "user", "assistant", "what", "color", "is", "the", "shape", "of", "a", "frame", "camera", "number", "now",
     "red", "blue", "circle", "square",
 ]  # fmt: skip
+BLOCKS = 96
+"""Of 32 tokens: four of the windows fit at once, so that requests wait, blocks are evicted and spans loaded again."""
 LONG = 700
 """Tokens a window holds before it slides."""
 MOVES = {
@@ -287,7 +289,7 @@ def opened(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     from ctxwin.engines.vllm import VLLMEngine
 
     children = set(faults.descendants(os.getpid()))
-    engine = VLLMEngine(model_dir, dtype="float32", processes=request.param)
+    engine = VLLMEngine(model_dir, dtype="float32", processes=request.param, num_gpu_blocks_override=BLOCKS)
     yield engine
     files = faults.mapped([os.getpid(), *faults.descendants(os.getpid())])
     engine.close()
