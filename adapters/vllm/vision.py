@@ -12,6 +12,8 @@ from ctxwin.engines.families import FAMILIES
 if TYPE_CHECKING:
     import torch
 
+_PIXELS, _SEEN = "see-", "seen-"
+
 Vision = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 """``(pixels, grids int64 [items, 3]) -> embeddings [tokens, width]`` of all items in order, on the CPU."""
 
@@ -44,27 +46,28 @@ class WorkerExtension:
 
     if TYPE_CHECKING:
         model_config: Any
+        vllm_config: Any
 
         def get_model(self) -> Any: ...
 
     def ctxwin_see(self, source: str, target: str) -> None:
-        """Reads pixels and grids from ``source``, writes embeddings to ``target``; every rank runs, the first writes."""
+        """Reads pixels and grids from ``source``, writes embeddings to ``target``; every rank runs, the first writes.
+
+        Raises ValueError for files outside the engine's spool: a server may let its clients call methods of workers.
+        """
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-        from ctxwin.adapters.vllm.spool import write_file
+        from ctxwin.adapters.vllm.spool import SPOOL, write_file
         from ctxwin.store import codec
 
+        folder = Path(self.vllm_config.kv_transfer_config.kv_connector_extra_config[SPOOL])
+        for path, prefix in ((Path(source), _PIXELS), (Path(target), _SEEN)):
+            if path.parent != folder or not path.name.startswith(prefix):
+                raise ValueError(f"files of ctxwin_see must be {folder}/{prefix}..., got {path}")
         tensors, _ = codec.decode_tensors(Path(source).read_bytes())
         found = see(self.get_model(), self.model_config.hf_config, tensors["pixels"], tensors["grids"])
         if get_tensor_model_parallel_rank() == 0:
             write_file(Path(target), codec.encode_tensors({"embeddings": found}))
-
-    def ctxwin_ranks(self) -> int:
-        """How many workers share the model's heads."""
-        from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
-
-        size: int = get_tensor_model_parallel_world_size()
-        return size
 
 
 def remote(rpc: Callable[..., list[Any]], folder: Path) -> Vision:
@@ -74,7 +77,7 @@ def remote(rpc: Callable[..., list[Any]], folder: Path) -> Vision:
 
     def run(pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
         name = secrets.token_hex(8)
-        source, target = folder / f"see-{name}", folder / f"seen-{name}"
+        source, target = folder / f"{_PIXELS}{name}", folder / f"{_SEEN}{name}"
         try:
             write_file(source, codec.encode_tensors({"pixels": pixels, "grids": grids}))
             rpc("ctxwin_see", str(source), str(target))

@@ -30,10 +30,12 @@ from ctxwin.adapters.vllm.ecfiles import EmbeddingFiles, Pins
 from ctxwin.adapters.vllm.registry import PARAM, Placed, Transfer, find_exchange, open_exchange
 from ctxwin.adapters.vllm.spaces import Space, space_of
 from ctxwin.adapters.vllm.spool import Spool, SpoolReader
+from ctxwin.adapters.vllm.vision import WorkerExtension
 from ctxwin.engines.base import Encoded, MediaSpan, Piece, Sampling
 from ctxwin.engines.vllm import VLLMEngine, _Ask, _Work
 from ctxwin.errors import EngineFailed
 from ctxwin.kv import KVSpec, RopeSpec, SpanKV
+from ctxwin.store import codec
 
 KV = KVSpec("reviewed", "gqa", 1, 1, 4, 4, RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4, pairing="half"), "float32")
 
@@ -345,3 +347,21 @@ def test_the_same_text_apart_at_another_place_has_another_name() -> None:
         names.append(space_of(pieces, "salt", 32).marks)
     assert names[0].keys() == names[1].keys() == {32}
     assert names[0] != names[1]
+
+
+@pytest.mark.parametrize("outside", ["source", "target"])
+def test_the_tower_reads_and_writes_in_the_spool_alone(tmp_path: Path, outside: str) -> None:
+    """vLLM's server lets clients call methods of its workers in its development mode."""
+    spool, other = tmp_path / "spool", tmp_path / "other"
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={spools.SPOOL: str(spool)}))
+    worker: Any = WorkerExtension()
+    worker.vllm_config = config
+    source, target = spool / "see-a", spool / "seen-a"
+    for folder in (spool, other):
+        folder.mkdir()
+        (folder / "see-a").write_bytes(codec.encode_tensors({"pixels": torch.zeros(1), "grids": torch.zeros(1)}))
+    for wrong in (other / "x", spool / ".." / "other" / "x", spool / "span-a"):
+        given = {"source": source, "target": target} | {outside: wrong}
+        with pytest.raises(ValueError, match="spool"):
+            worker.ctxwin_see(str(given["source"]), str(given["target"]))
+    assert [path.name for path in other.iterdir()] == ["see-a"]
