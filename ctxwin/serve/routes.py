@@ -67,11 +67,8 @@ def build_router(service: Service) -> APIRouter:
     async def once(request: Request, mine: Space, work: Callable[[], Any]) -> Response:
         """The result of ``work``, or the one it had under the same Idempotency-Key."""
         path, key = request.url.path, request.headers.get("idempotency-key")
-        known = mine.results.get(path, key)
-        if known is None:
-            known = await service.run(lambda: _raw(work()))
-            mine.results.put(path, key, known)
-        return _json_response(known)
+        raw = await request.body()
+        return _json_response(await service.run(mine.results.once, path, key, raw, lambda: _raw(work())))
 
     # -- chunks ------------------------------------------------------------------------------------------------------
 
@@ -137,10 +134,9 @@ def build_router(service: Service) -> APIRouter:
     async def ask(window_id: str, request: Request) -> Response:
         mine = space(request)
         body: Ask = checked(Ask.model_validate, await data(request))
-        path, key = request.url.path, request.headers.get("idempotency-key")
-        known = None if body.stream else mine.results.get(path, key)
-        if known is not None:
-            return _json_response(known)
+        path, raw = request.url.path, await request.body()
+        # What is streamed has been heard in part: it is not given again.
+        key = None if body.stream else request.headers.get("idempotency-key")
 
         def work(put: Callable[[str], None], stopped: Callable[[], bool]) -> bytes:
             sent = 0
@@ -154,19 +150,21 @@ def build_router(service: Service) -> APIRouter:
                 return True
 
             heard = on_token if body.stream else None
-            with mine.windows.using(window_id) as window:
-                answer = asking.ask(
-                    window, body.query, body.max_tokens, on_token=heard, stopped=stopped, **body.options()
-                )
-            if body.stream and answer.text[sent:]:
-                put(answer.text[sent:])
-            return _raw(wire.answer_to(answer))
+
+            def asked() -> bytes:
+                with mine.windows.using(window_id) as window:
+                    answer = asking.ask(
+                        window, body.query, body.max_tokens, on_token=heard, stopped=stopped, **body.options()
+                    )
+                if body.stream and answer.text[sent:]:
+                    put(answer.text[sent:])
+                return _raw(wire.answer_to(answer))
+
+            return mine.results.once(path, key, raw, asked)
 
         items = service.items(work)
         if not body.stream:
-            result = await _whole(items, request)
-            mine.results.put(path, key, result)
-            return _json_response(result)
+            return _json_response(await _whole(items, request))
         return await _streamed(
             items, lambda text: [{"text": text}], lambda raw: [b'{"answer": %s}' % raw], service, request
         )

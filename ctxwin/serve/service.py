@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from ctxwin import asking
@@ -27,6 +28,7 @@ T = TypeVar("T")
 OpenEngine = Callable[[str, Tenant | None], "tuple[Engine, CountingStore]"]
 """``(tenant name, its entry)`` -> an engine of that tenant and the store behind it, which the service closes."""
 _REMEMBERED_BYTES = 16 << 20
+_BESIDE_BYTES = 512  # Python objects beside a kept answer
 _STOPPED = "the answer was stopped before its end: the server is shutting down, or the client has left"
 _log = logging.getLogger("ctxwin.serve")
 
@@ -34,28 +36,70 @@ _log = logging.getLogger("ctxwin.serve")
 class Results:
     """Answers to requests by their Idempotency-Key: a client that asks again after a broken connection gets the same.
 
-    The newest 16 MiB are kept.
+    The newest 16 MiB are kept, what stands beside the answers included. Thread-safe.
     """
 
     def __init__(self, most: int = _REMEMBERED_BYTES) -> None:
         self._most = most
         self._bytes = 0
-        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self._kept: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()  # by request: digest of its body, answer
+        self._turns: dict[bytes, _Turn] = {}
         self._lock = threading.Lock()
 
-    def get(self, path: str, key: str | None) -> bytes | None:
-        with self._lock:
-            return self._kept.get((path, key)) if key else None
+    def once(self, path: str, key: str | None, body: bytes, work: Callable[[], bytes]) -> bytes:
+        """What ``work`` gives, or has given under the same key. Blocks while another request is at it.
 
-    def put(self, path: str, key: str | None, raw: bytes) -> None:
+        A client that lost its connection asks again while the first request still runs: it waits for that one's answer,
+        and does the work where that one failed. Raises ValueError where the key came with another body.
+        """
         if not key:
-            return
+            return work()
+        # Keys are the client's, up to the size of a header: only digests are kept.
+        name, asked = _digest(path.encode(), key.encode()), _digest(body)
         with self._lock:
-            old = self._kept.pop((path, key), b"")
-            self._kept[path, key] = raw
-            self._bytes += len(raw) - len(old)
+            turn = self._turns.setdefault(name, _Turn())
+            turn.users += 1
+        try:
+            with turn.lock:
+                raw = self._find(name, asked)
+                if raw is None:
+                    raw = work()
+                    self._keep(name, asked, raw)
+                return raw
+        finally:
+            with self._lock:
+                turn.users -= 1
+                if not turn.users:
+                    del self._turns[name]
+
+    def _find(self, name: bytes, asked: bytes) -> bytes | None:
+        with self._lock:
+            before, raw = self._kept.get(name, (asked, None))
+        if before != asked:
+            raise ValueError("an Idempotency-Key must stand for one request, got another body with it; make a new key")
+        return raw
+
+    def _keep(self, name: bytes, asked: bytes, raw: bytes) -> None:
+        with self._lock:
+            self._kept[name] = asked, raw
+            self._bytes += len(raw) + _BESIDE_BYTES
             while self._bytes > self._most and self._kept:
-                self._bytes -= len(self._kept.popitem(last=False)[1])
+                self._bytes -= len(self._kept.popitem(last=False)[1][1]) + _BESIDE_BYTES
+
+
+@dataclass
+class _Turn:
+    """Requests with one key, one after another."""
+
+    users: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def _digest(*parts: bytes) -> bytes:
+    made = hashlib.sha256()
+    for part in parts:
+        made.update(len(part).to_bytes(8) + part)
+    return made.digest()
 
 
 @dataclass(frozen=True)
