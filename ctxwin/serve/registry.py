@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ctxwin.engines.base import Engine
+from ctxwin.errors import ChunkUnavailable
+from ctxwin.identity import digest
 from ctxwin.serve.errors import TooManyWindows, UnknownWindow
 from ctxwin.serve.specs import without_sources
 from ctxwin.state import Placed, State
@@ -78,12 +80,15 @@ class Registry:
     def restore(self, state: State) -> Window:
         """A window from a client's snapshot, under the snapshot's id unless that is taken; see `Window.restore`.
 
-        Paths in it are dropped: a client must not make the server read files.
+        Paths in it are dropped: a client must not make the server read files. What it says of tokens and positions must
+        be what its content has (ValueError), for the engine and the budget go by it. Cost: encoding every placed chunk;
+        media that the store has take no run of the vision tower.
         """
-        with self._lock:
-            taken = state.window in self._held or bool(self._kept(state.window))
         state = _without_paths(state, self._engine.spec.max_tokens)
-        return self.add(Window.restore(self._engine, state.but(window="") if taken else state))
+        _check_counts(self._engine, state)
+        with self._lock:  # so that two snapshots of one window do not both get its id
+            taken = state.window in self._held or bool(self._kept(state.window))
+            return self.add(Window.restore(self._engine, state.but(window="") if taken else state))
 
     @contextmanager
     def using(self, window_id: str) -> Iterator[Window]:
@@ -188,8 +193,40 @@ def _without_paths(state: State, most: int) -> State:
         parts = without_sources(placed.chunk.parts)
         return placed.but(chunk=placed.chunk.model_copy(update={"parts": parts}))
 
-    if state.budget > most:
-        raise ValueError(f"the snapshot's budget must be at most {most} (what the engine takes), got {state.budget}")
+    if not 1 <= state.budget <= most:
+        raise ValueError(f"the snapshot's budget must be in 1..{most} (what the engine takes), got {state.budget}")
     if not _ID.fullmatch(state.window):
         state = state.but(window="")
     return state.but(placed=tuple(map(clean, state.placed)), evicted=tuple(map(clean, state.evicted)))
+
+
+def _check_counts(engine: Engine, state: State) -> None:
+    """Raises ValueError for a snapshot that no window on ``engine`` gave."""
+    everything = (*state.placed, *state.evicted)
+    if len({p.id for p in everything}) < len(everything) or min(state.version, state.arrivals) < 0:
+        raise ValueError(
+            "a snapshot must hold every placement once, and no negative counts; send it as the window gave it"
+        )
+    for p in everything:
+        if p.chunk_id != p.chunk.id:
+            raise ValueError(f"the snapshot's chunk {p.id} must have the content {p.chunk_id}, got {p.chunk.id}")
+    if state.engine != digest(engine.spec.name, engine.spec.identity):
+        return  # of another model: everything is counted again
+    header = engine.encode_header(state.header)
+    counts = [("header", state.header_tokens, state.header_advance, header.tokens, header.advance)]
+    for p in state.placed:
+        try:
+            encoded = engine.encode(p.chunk)
+        except ChunkUnavailable:  # what needs its content will say so; until then it only must not lead out of range
+            if p.tokens < 1 or not 0 <= p.advance <= engine.spec.max_tokens:
+                raise
+        else:
+            counts.append((f"chunk {p.id}", p.tokens, p.advance, encoded.tokens, encoded.advance))
+    for what, tokens, advance, *true in counts:
+        if [tokens, advance] != true:
+            raise ValueError(
+                f"the snapshot's {what} must have {true[0]} tokens over {true[1]} positions, got {tokens} over {advance}; "
+                "send it as the window gave it"
+            )
+    if state.tokens > state.budget:
+        raise ValueError(f"the snapshot must fit its budget of {state.budget} tokens, got {state.tokens}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -92,3 +93,38 @@ def test_results_are_bounded_whatever_the_keys() -> None:
         results.once("/p", "failed", b"", lambda: b"%d" % (1 // 0))
     assert results.once("/p", "failed", b"", lambda: b"done") == b"done"
     assert results.once("/p", "failed", b"", lambda: b"done again") == b"done"
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda s: s["placed"][0].update(tokens=-100),  # room for more than the budget
+        lambda s: s["placed"][0].update(advance=-50),  # positions below 0 reach the engine
+        lambda s: s["placed"][0].update(advance=10**7),
+        lambda s: s.update(header_advance=-(10**6)),
+        lambda s: s.update(header_tokens=-(10**6)),
+        lambda s: s.update(placed=s["placed"] * 2),
+        lambda s: s["placed"][0].update(chunk_id="0" * 64),
+        lambda s: s.update(budget=-5),
+        lambda s: s.update(budget=6),
+        lambda s: s.update(arrivals=-3),
+        lambda s: s["placed"][0]["chunk"].update(parts=[{"kind": "tokens", "ids": [10**8]}]),
+    ],
+)
+def test_a_snapshot_that_lies_is_refused(server: Server, snapshot: str, lie: Callable[[Any], None]) -> None:
+    data = json.loads(snapshot)
+    lie(data)
+    status, answer = call(server, "/v1/windows", {"snapshot": data})
+    assert (status, answer.get("error", {}).get("code")) == (400, "invalid_value"), answer
+
+
+def test_a_snapshot_that_does_not_is_taken(server: Server, snapshot: str) -> None:
+    status, answer = call(server, "/v1/windows", {"snapshot": json.loads(snapshot)})
+    assert (status, answer["tokens"]) == (200, json.loads(snapshot)["header_tokens"] + 4)
+
+
+@pytest.fixture(scope="module")
+def snapshot(server: Server) -> str:
+    window = opened(server, budget=500)
+    call(server, f"/v1/windows/{window}/append", {"chunk": {"type": "text", "text": "hello there"}})
+    return json.dumps(call(server, f"/v1/windows/{window}/snapshot")[1])
