@@ -145,6 +145,8 @@ class Core:
                 "vLLM must have been started in this process with the arguments of "
                 "ctxwin.adapters.vllm.startup.engine_arguments(model, options)"
             )
+        if not spool.path.exists():
+            raise ValueError("vLLM's last ctxwin engine was closed; start vLLM anew with new engine_arguments")
         if engine is llm and loop is None:
             raise ValueError("an AsyncLLM needs loop=, the running event loop that it was started on")
         served = read_model(model, str(config.model_config.dtype))

@@ -142,6 +142,16 @@ def test_what_cannot_be_attached_is_let_go(tmp_path: Path) -> None:
     spool.close()
 
 
+def test_a_vllm_whose_engines_are_closed_cannot_be_attached_again(tmp_path: Path) -> None:
+    """Its connector looks into a folder that is gone: every ask would fail, as if there were no room."""
+    spool, llm = Spool(KV, tmp_path), ScriptedLLM(ended)
+    transfer = SimpleNamespace(kv_connector_extra_config={spools.SPOOL: spool.name})
+    llm.llm_engine.vllm_config = SimpleNamespace(kv_transfer_config=transfer)
+    spool.close()
+    with mock.patch.dict(cores._spools, {spool.name: spool}), pytest.raises(ValueError, match="anew"):
+        Core.attach(llm, "a model", None)
+
+
 class TestLoops:
     """An ``AsyncLLM`` on the loop of a server, which may go first."""
 
