@@ -6,14 +6,14 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
-from starlette.types import Message, Receive
+from starlette.types import Message, Receive, Scope, Send
 
 from ctxwin import asking
 from ctxwin.errors import CtxwinError, EngineFailed
@@ -25,6 +25,8 @@ from ctxwin.serve.service import Items, Service, Space
 from ctxwin.serve.specs import checked
 from ctxwin.state import State
 from ctxwin.window import Window
+
+T = TypeVar("T")
 
 
 class _LeftError(Exception):
@@ -297,20 +299,45 @@ async def _whole(items: Items[Any], request: Request) -> Any:
             pass
         return items.result
 
+    try:
+        return await _unless_left(drain(), request)
+    finally:
+        items.close()
+
+
+async def _unless_left(awaited: Coroutine[Any, Any, T], request: Request) -> T:
+    """What is awaited; raises _LeftError where the client closes the connection before."""
+
     async def left() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(drain()), asyncio.ensure_future(left())
+    working, leaving = asyncio.ensure_future(awaited), asyncio.ensure_future(left())
     try:
         done, _ = await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
         if working in done:
             return working.result()
         raise _LeftError
     finally:
-        items.close()
         working.cancel()
         leaving.cancel()
+
+
+class _Events(StreamingResponse):
+    """Server-sent events; the work behind them is told to stop however the response ends.
+
+    The events' own end is no place for that: where the client has left before the first one, they never begin.
+    """
+
+    def __init__(self, events: AsyncIterator[str], items: Items[Any]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._items = items
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._items.close()
 
 
 async def _streamed(
@@ -323,10 +350,14 @@ async def _streamed(
 ) -> Response:
     """Items as server-sent events. What fails before the first item is an error of its own, with its status."""
     source = aiter(items)
+
+    async def begin() -> list[Any]:
+        async for item in source:
+            return [item]
+        return []
+
     try:
-        first = [await anext(source)]
-    except StopAsyncIteration:
-        first = []
+        first = await _unless_left(begin(), request)
     except BaseException:
         items.close()
         raise
@@ -347,7 +378,5 @@ async def _streamed(
             yield chat.DONE
         except Exception as error:
             yield chat.sse(_counted(service, request, error)[1])
-        finally:
-            items.close()
 
-    return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+    return _Events(events(), items)

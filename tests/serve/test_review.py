@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import threading
 import time
@@ -13,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ctxwin import Chunk
+from ctxwin import Chunk, asking
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.service import Results
 from serve.serving import Server, serving
-from serve.test_routes import call, png
+from serve.test_routes import call, png, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +129,30 @@ def snapshot(server: Server) -> str:
     window = opened(server, budget=500)
     call(server, f"/v1/windows/{window}/append", {"chunk": {"type": "text", "text": "hello there"}})
     return json.dumps(call(server, f"/v1/windows/{window}/snapshot")[1])
+
+
+def test_a_client_that_leaves_before_the_first_token_stops_its_stream(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads the answer, so nothing may come of it: a client that timed out asks again."""
+    window = opened(server, budget=4000)
+    windows, ask = server.service.space("").windows, asking.ask
+    inside, go = threading.Event(), threading.Event()
+
+    def slow(*args: Any, **options: Any) -> Any:
+        inside.set()
+        assert go.wait(30)
+        return ask(*args, **options)
+
+    monkeypatch.setattr(asking, "ask", slow)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+    body = {"query": "go on", "max_tokens": 3000, "remember": True, "temperature": 2.0, "seed": 1, "stream": True}
+    connection.request("POST", f"/v1/windows/{window}/ask", json.dumps(body))
+    assert inside.wait(30)
+    connection.close()
+    time.sleep(0.3)  # the server hears of it
+    go.set()
+    begin = time.monotonic()
+    wait_for(lambda: windows._held[window].users == 0)
+    assert time.monotonic() - begin < 2  # 3000 tokens take longer
+    assert not call(server, f"/v1/windows/{window}")[1]["ids"]
