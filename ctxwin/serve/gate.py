@@ -121,6 +121,8 @@ def _bind(data: dict[str, Any], tenant: str, salt: str) -> dict[str, Any]:
     elif salt and given is None:
         data["cache_salt"] = salt
     if tenant:
+        if data.get("request_id") is not None:  # the name of a response in what vLLM keeps of all tenants' together
+            data["request_id"] = _own("request of a tenant", tenant, data["request_id"])
         _rename(data.get("messages"), tenant)
         _rename(data.get("input"), tenant)
     return data
@@ -133,15 +135,20 @@ def _rename(value: Any, tenant: str) -> None:
             _rename(item, tenant)
     elif isinstance(value, dict):
         named = value.get("uuid")
-        if not isinstance(named, str):
+        if named is None:
             medium = value.get(str(value.get("type")))
             url = medium.get("url") if isinstance(medium, dict) else None
             # Without a name its content is the key; what is fetched anew each time has to stay so.
             named = url if isinstance(url, str) and url.startswith("data:") else None
         if named is not None:
-            value["uuid"] = digest("medium of a tenant", tenant, named)
+            value["uuid"] = _own("medium of a tenant", tenant, named)
         for item in value.values():
             _rename(item, tenant)
+
+
+def _own(what: str, tenant: str, name: Any) -> str:
+    """A tenant's own name for what it calls ``name``; whatever JSON that is, it is no name of another one's."""
+    return digest(what, tenant, name if isinstance(name, str) else json.dumps(name))
 
 
 _UNSALTED = "{} is not served to tenants, since it cannot be kept apart from other tenants' caches"

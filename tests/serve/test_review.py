@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from ctxwin import Chunk, asking
+from ctxwin.serve.gate import _bind
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.service import Results
 from serve.serving import Server, serving
@@ -156,3 +157,17 @@ def test_a_client_that_leaves_before_the_first_token_stops_its_stream(
     wait_for(lambda: windows._held[window].users == 0)
     assert time.monotonic() - begin < 2  # 3000 tokens take longer
     assert not call(server, f"/v1/windows/{window}")[1]["ids"]
+
+
+def test_names_of_requests_and_media_are_a_tenants_own() -> None:
+    """vLLM keeps responses by the request id that a client may choose, and media by their uuid, for all tenants."""
+
+    def bound(tenant: str, name: Any) -> tuple[Any, Any]:
+        image = {"type": "image_url", "image_url": {"url": "http://host/cat.png"}, "uuid": name}
+        made = _bind({"request_id": name, "messages": [{"role": "user", "content": [image]}]}, tenant, "salt")
+        return made["request_id"], made["messages"][0]["content"][0]["uuid"]
+
+    for name in ("resp_1", "", 5, ["x"]):
+        one, other = bound("acme", name), bound("bolt", name)
+        assert not {*one} & {*other} and one == bound("acme", name)
+    assert bound("", "resp_1") == ("resp_1", "resp_1")
