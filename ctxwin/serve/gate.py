@@ -66,6 +66,11 @@ class Gate:
         except (NotAllowed, TooLarge, ValueError) as error:
             await _refuse(scope, receive, send, *to_body(error))
             return
+        except RecursionError:
+            await _refuse(
+                scope, receive, send, *to_body(ValueError("the body must be JSON, got too many levels of it"))
+            )
+            return
         await self._app(scope, receive, send)
 
 

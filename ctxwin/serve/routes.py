@@ -233,7 +233,7 @@ def _json(raw: bytes) -> Any:
         return {}
     try:
         return json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"the body must be JSON: {error}") from None
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 REFERENCE = "ctxwin_chunk"
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""Whose header says how large they are before they are decoded; icons are decoded first, and some others run programs."""
 Find = Callable[[str], Chunk]
 
 
@@ -252,12 +254,13 @@ class Builder:
         if not raw:
             raise BadMedia("an image must not be empty, got 0 bytes")
         try:
-            with Pillow.open(io.BytesIO(raw)) as picture:  # reads the header only
+            with Pillow.open(io.BytesIO(raw), formats=_FORMATS) as picture:  # reads the header only
                 width, height = picture.size
         except (UnidentifiedImageError, OSError, SyntaxError, Pillow.DecompressionBombError) as error:
             raise BadMedia(f"an image must be decodable, got {len(raw)} bytes: {error}") from error
         self._decoded.take(width * height)
-        return as_rgb(raw)
+        with Pillow.open(io.BytesIO(raw), formats=_FORMATS) as picture:
+            return as_rgb(picture)
 
     def _bytes(self, data: Data) -> bytes:
         if isinstance(data, File):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import http.client
+import io
 import json
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from ctxwin import Chunk, asking
 from ctxwin.serve.gate import _bind
@@ -171,3 +174,28 @@ def test_names_of_requests_and_media_are_a_tenants_own() -> None:
         one, other = bound("acme", name), bound("bolt", name)
         assert not {*one} & {*other} and one == bound("acme", name)
     assert bound("", "resp_1") == ("resp_1", "resp_1")
+
+
+def test_pictures_that_are_decoded_or_run_before_their_size_is_known_are_refused(server: Server) -> None:
+    """An icon names a size in front and holds a PNG of any other, which Pillow decodes to open it."""
+    inner = png(np.zeros((1000, 1000, 3), np.uint8))
+    icon = struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(inner), 22) + inner
+    for raw in (icon, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n"):
+        status, answer = call(server, "/v1/chunks", {"type": "image", "image": base64.b64encode(raw).decode()})
+        assert (status, answer.get("error", {}).get("code")) == (400, "bad_media"), answer
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
+def test_pictures_of_the_usual_formats_are_taken(server: Server, kind: str) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (32, 32), (200, 10, 10)).save(buffer, kind)
+    image = base64.b64encode(buffer.getvalue()).decode()
+    assert call(server, "/v1/chunks", {"type": "image", "image": image})[0] in (200, 201)
+
+
+def test_a_body_that_is_nested_without_end_is_malformed(server: Server) -> None:
+    body = b"[" * 100_000 + b"]" * 100_000
+    assert call(server, "/v1/windows", body)[0] == 400
+    named = b'{"messages": [{"content": [{"type": "ctxwin_chunk"}]}], "x": %s}' % body
+    status, answer = call(server, "/v1/chat/completions", named)
+    assert (status, answer["error"]["code"]) == (400, "invalid_value")
