@@ -30,7 +30,7 @@ def chunk_part(chunk: Chunk | str) -> Any:
 
 
 def upload(client: OpenAI, chunk: Chunk) -> str:
-    """Uploads a chunk and returns its id. Idempotent: what the server has is not sent again.
+    """Uploads a chunk and returns its id. Idempotent: media that the server has now are not sent again.
 
     Pixels travel as PNG, so the server sees exactly them; paths stay here.
 
@@ -40,19 +40,24 @@ def upload(client: OpenAI, chunk: Chunk) -> str:
 
     Cost: one short request where the server has it, else the upload and one run of the server's vision tower.
     """
-    if not _is_known(client, chunk.id):
-        if not chunk.media:
-            transport.post(client, "/chunks", _described(chunk, {}))
-        elif not _is_there(client, chunk.id):
-            files: dict[str, tuple[str, bytes, str]] = {}
-            fields = {"chunk": json.dumps(_described(chunk, files))}
-            transport.post_files(client, "/chunks", fields, files)
-        _remember(client, chunk.id)
+    if not chunk.media:
+        transport.post(client, "/chunks", _described(chunk, {}))
+    elif not _is_there(client, chunk.id):
+        files: dict[str, tuple[str, bytes, str]] = {}
+        fields = {"chunk": json.dumps(_described(chunk, files))}
+        transport.post_files(client, "/chunks", fields, files)
+    _remember(client, chunk.id)
     return chunk.id
 
 
+def upload_once(client: OpenAI, chunk: Chunk) -> None:
+    """`upload` without asking again what this client has uploaded: for callers that do so where it is unknown after all."""
+    if not _is_known(client, chunk.id):
+        upload(client, chunk)
+
+
 def forget_known(client: OpenAI, chunk_id: str) -> None:
-    """The server has it no more: the next `upload` sends it."""
+    """The server has it no more: the next `upload_once` sends it."""
     with _lock:
         _known.get(client, OrderedDict()).pop(chunk_id, None)
 

@@ -271,7 +271,7 @@ class RemoteWindow:
         for chunk in placed:
             if not isinstance(chunk, Chunk):
                 raise TypeError(f"chunk must be a ctxwin.Chunk, got {type(chunk).__name__}; make one with Chunk.text")
-            chunks.upload(self._client, chunk)
+            chunks.upload_once(self._client, chunk)
         refs = [chunks.reference(chunk) for chunk in placed]
         try:
             return send(refs)

@@ -29,6 +29,7 @@ OpenEngine = Callable[[str, Tenant | None], "tuple[Engine, CountingStore]"]
 """``(tenant name, its entry)`` -> an engine of that tenant and the store behind it, which the service closes."""
 _REMEMBERED_BYTES = 16 << 20
 _BESIDE_BYTES = 512  # Python objects beside a kept answer
+_BRIEF_THREADS = 4
 _STOPPED = "the answer was stopped before its end: the server is shutting down, or the client has left"
 _log = logging.getLogger("ctxwin.serve")
 
@@ -150,6 +151,8 @@ class Service:
         self._open_engine = open_engine
         self._spaces: dict[str, Space] = {}
         self._pool = ThreadPoolExecutor(self.limits.threads, thread_name_prefix="ctxwin-serve")
+        # What takes milliseconds must not wait until one of many long answers has ended.
+        self._brief = ThreadPoolExecutor(_BRIEF_THREADS, thread_name_prefix="ctxwin-gate")
         self._sweeper: asyncio.Task[None] | None = None
         self.closing = threading.Event()
 
@@ -177,6 +180,10 @@ class Service:
     async def run(self, work: Callable[..., T], *args: Any) -> T:
         """``work(*args)`` in a worker thread; the event loop never waits for an engine."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+    async def run_briefly(self, work: Callable[..., T], *args: Any) -> T:
+        """`run` for what needs no engine: it is not behind the requests that do."""
+        return await asyncio.get_running_loop().run_in_executor(self._brief, work, *args)
 
     def items(self, work: Callable[[Callable[[Any], None], Callable[[], bool]], T]) -> Items[T]:
         return Items(self._pool, work, self.closing)
@@ -215,6 +222,7 @@ class Service:
     def _close(self) -> None:
         # No new work is taken; what runs has been told to stop.
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._brief.shutdown(wait=True, cancel_futures=True)
         spaces, self._spaces = self._spaces, {}
         for space in spaces.values():
             space.windows.close()

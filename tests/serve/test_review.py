@@ -18,11 +18,13 @@ import pytest
 from PIL import Image
 
 from ctxwin import Chunk, asking
+from ctxwin.adapters.openai import upload
 from ctxwin.serve.gate import _bind
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.service import Results
+from ctxwin.serve.tenants import Tenant
 from serve.serving import Server, serving
-from serve.test_routes import call, png, wait_for
+from serve.test_routes import call, png, read_metrics, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -199,3 +201,34 @@ def test_a_body_that_is_nested_without_end_is_malformed(server: Server) -> None:
     named = b'{"messages": [{"content": [{"type": "ctxwin_chunk"}]}], "x": %s}' % body
     status, answer = call(server, "/v1/chat/completions", named)
     assert (status, answer["error"]["code"]) == (400, "invalid_value")
+
+
+def test_plain_requests_and_metrics_do_not_wait_for_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, go = threading.Event(), threading.Event()
+    tenant = {"authorization": "Bearer key-a"}
+    with serving(Limits(threads=1), [Tenant(name="acme", keys=["key-a"])]) as server, ThreadPoolExecutor() as pool:
+
+        def slow(_: Chunk) -> Any:
+            inside.set()
+            assert go.wait(60)
+
+        monkeypatch.setattr(server.engines["acme"], "encode", slow)
+        busy = pool.submit(call, server, "/v1/chunks", {"type": "text", "text": "x"}, **tenant)
+        try:
+            assert inside.wait(30)
+            plain = pool.submit(call, server, "/v1/chat/completions", {"messages": []}, **tenant)
+            assert plain.result(10)[0] == 200
+            assert "ctxwin_windows_open" in str(pool.submit(read_metrics, server).result(10))
+        finally:
+            go.set()
+            busy.result()
+
+
+def test_what_the_server_has_lost_is_uploaded_again(server: Server) -> None:
+    """A chat names chunks without a window that would notice: `upload` has to ask, whatever it did before."""
+    client = server.client(max_retries=0)
+    for chunk in (Chunk.text("lost"), Chunk.image(np.full((32, 32, 3), 9, np.uint8))):
+        assert upload(client, chunk) == chunk.id
+        assert call(server, f"/v1/chunks/{chunk.id}", method="DELETE")[0] == 200
+        assert upload(client, chunk) == chunk.id
+        assert call(server, f"/v1/chunks/{chunk.id}")[0] == 200
