@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,7 @@ from ctxwin import (
     UnknownChunk,
     Window,
     WindowBusy,
+    asking,
     open_engine,
 )
 from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
@@ -249,8 +251,16 @@ def test_a_stream_that_is_closed_leaves_the_window_as_it_was(window: RemoteWindo
     assert (window.version - 1, window.ids) == before
 
 
-def test_async_asks_stream_and_cancel(client: OpenAI, window: RemoteWindow) -> None:
+def test_async_asks_stream_and_cancel(client: OpenAI, window: RemoteWindow, monkeypatch: pytest.MonkeyPatch) -> None:
     window.extend(CHUNKS[:3])
+    ask, asked = asking.ask, threading.Event()
+
+    def endless(*args: Any, stopped: Any, **options: Any) -> Any:
+        asked.set()
+        while not stopped():  # the server hears that the client has left
+            time.sleep(0.01)
+        return ask(*args, stopped=stopped, **options)
+
     expected = window.ask(QUESTION, 4)
 
     async def use() -> None:
@@ -259,8 +269,9 @@ def test_async_asks_stream_and_cancel(client: OpenAI, window: RemoteWindow) -> N
         assert "".join([text async for text in window.astream(QUESTION, 4)]) == expected.text
         with pytest.raises(BudgetExceeded):
             await window.aask(QUESTION, 2000)
+        monkeypatch.setattr(asking, "ask", endless)
         task = asyncio.ensure_future(window.aask(QUESTION, 400, remember=True, temperature=2.0, seed=1))
-        await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(asked.wait, 30)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
