@@ -120,6 +120,8 @@ def _bind(data: dict[str, Any], tenant: str, salt: str) -> dict[str, Any]:
         raise NotAllowed("previous_response_id is not served to tenants; send the earlier items again")
     if tenant and isinstance(data.get("priority"), int | float) and data["priority"] < 0:
         raise NotAllowed("priority must be at least 0 for tenants; lower ones would be served before everybody else's")
+    if tenant and not salt:
+        raise NotAllowed("this engine has no prefix-cache space of the tenant's own; use chunks and windows instead")
     given = data.get("cache_salt")
     if isinstance(given, str) and given:
         data["cache_salt"] = digest("salt of a request", tenant, given)

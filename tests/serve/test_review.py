@@ -19,6 +19,7 @@ from PIL import Image
 
 from ctxwin import Chunk, asking
 from ctxwin.adapters.openai import upload
+from ctxwin.serve.errors import NotAllowed
 from ctxwin.serve.gate import _bind
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.service import Results
@@ -232,3 +233,9 @@ def test_what_the_server_has_lost_is_uploaded_again(server: Server) -> None:
         assert call(server, f"/v1/chunks/{chunk.id}", method="DELETE")[0] == 200
         assert upload(client, chunk) == chunk.id
         assert call(server, f"/v1/chunks/{chunk.id}")[0] == 200
+
+
+def test_a_tenant_without_a_salt_gets_no_shared_blocks() -> None:
+    with pytest.raises(NotAllowed):
+        _bind({"messages": []}, "acme", "")
+    assert _bind({"messages": []}, "", "") == {"messages": []}
