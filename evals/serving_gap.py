@@ -66,9 +66,9 @@ def measure(
             dtype, raise ValueError otherwise.
 
     Returns:
-        ``{"config", "gaps", "kl": {gap: {median, p95, p95_interval, mean, max, changed, n}}, "lanes": {lane: tokens}, "share"}``;
-        ``share`` is the bytes of the patches over those of the KV they stand for. Cost: two prefills of every context, and one forward
-        of each of its chunks.
+        ``{"config", "gaps", "kl": {gap: {median, p95, p95_interval, mean, max, changed, n}}, "lanes": {lane: tokens},
+        "share"}``; ``share`` is the bytes of the patches over those of the KV they stand for. Cost: two prefills of every
+        context, and one forward of each of its chunks.
     """
     if serving.spec.kv.dtype != other.spec.kv.dtype or serving.spec.model != other.spec.model:
         raise ValueError(

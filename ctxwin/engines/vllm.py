@@ -124,7 +124,8 @@ class VLLMEngine(EncodingEngine):
         """An engine on a vLLM that somebody else runs, a server for example.
 
         Args:
-            llm: a ``vllm.LLM`` or ``AsyncLLM`` started with `ctxwin.adapters.vllm.startup.engine_arguments`.
+            llm: a ``vllm.LLM`` or ``AsyncLLM`` started with `ctxwin.adapters.vllm.startup.engine_arguments`. An ``LLM`` is
+                stepped by the engine from then on: do not call its ``generate`` or ``chat`` yourself.
             model: what it was started with.
             store, tenant: as above.
             loop: the running event loop of an ``AsyncLLM``. Calls must come from other threads than the loop's.

@@ -439,7 +439,9 @@ class TestFaults:
         assert engine.counters.retries == before.retries + 3
         assert gap(right, made) < 1e-5 and made.token_ids == right.token_ids
         # A load that fails once is tried again: the answer is that of the spans.
-        with mock.patch.object(connector, "_write", wraps=connector._write, side_effect=[OSError("once"), mock.DEFAULT]):
+        with mock.patch.object(
+            connector, "_write", wraps=connector._write, side_effect=[OSError("once"), mock.DEFAULT]
+        ):
             again = engine.generate(laid(parts, spans), query, ALL, salt="fault-3b")
         assert again.fallbacks == 0 and engine.counters.retries == before.retries + 4
         assert gap(right, again) < 1e-5 and again.bytes_loaded == sum(s.nbytes for s in spans)
