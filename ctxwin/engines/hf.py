@@ -392,9 +392,12 @@ class HFEngine(EncodingEngine):
             sizes = {} if family.tiles else {"image_grid_thw": grids.to(self._device)}
             seen = self._opened().get_image_features(pixels.to(self._device, self._dtype), **sizes, return_dict=True)
             deep = getattr(seen, "deepstack_features", None) or ()
-            # The model's own order, which is vLLM's too: the bottom first, then layer by layer. Items lie apart or, in
-            # transformers before 5.19 behind the first layers, in one tensor.
-            parts = [p if isinstance(p, torch.Tensor) else torch.cat(list(p)) for p in (seen.pooler_output, *deep)]
+            # The model's own order, which is vLLM's too: the bottom first, then layer by layer. Items lie apart, or in one
+            # tensor: InternVL's tiles [tiles, tokens, hidden], and deep layers in transformers before 5.19.
+            parts = [
+                p.flatten(0, -2) if isinstance(p, torch.Tensor) else torch.cat(list(p))
+                for p in (seen.pooler_output, *deep)
+            ]
             return torch.cat(parts, dim=-1)
 
     def _positions(self, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
