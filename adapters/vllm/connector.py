@@ -161,8 +161,10 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
             return (None if self._orphaned(request) else 0), False
         handle, job = found
         count = job.wanted(num_computed_tokens, request.num_prompt_tokens, self._block_size)
-        self._asked[request.request_id] = num_computed_tokens, handle, job
-        self._seen(handle, num_computed_tokens, count)
+        asked = num_computed_tokens, handle, job
+        if self._asked.get(request.request_id) != asked:  # a request that waits for room is asked about in every step
+            self._asked[request.request_id] = asked
+            self._seen(handle, num_computed_tokens, count)
         return count, count > 0 and job.background(num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -381,7 +383,7 @@ def _write(paged: PagedKV, parts: list[Part], kv: Any, load: Load, heads: slice 
     placing = Placing(parts, kv, dtype=paged.dtype, device=paged.device, heads=heads)
     if placing.tokens != load.end - load.begin:
         raise RuntimeError(f"spans must cover all {load.end - load.begin} tokens of the load, got {placing.tokens}")
-    return paged.write_placed(placing, paged.slots(load.blocks, load.begin, load.end))
+    return paged.write(placing, paged.slots(load.blocks, load.begin, load.end))
 
 
 def _failed(request: Request) -> bool:

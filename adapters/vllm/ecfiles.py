@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ctxwin.adapters.vllm.folders import owner_of, runs, write_file
 from ctxwin.errors import StoreCorrupt
 from ctxwin.store import codec
 
@@ -102,16 +103,7 @@ class EmbeddingFiles:
 
     def put(self, name: str, embeddings: torch.Tensor) -> None:
         """Writes or replaces: all of it or nothing, and no other user of the machine may read it. Raises OSError."""
-        path = self.path(name)
-        blob = encode(embeddings, self.identity)
-        handle, partial = tempfile.mkstemp(prefix=".embed-", dir=self.folder)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(blob)
-            Path(partial).replace(path)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
+        write_file(self.path(name), encode(embeddings, self.identity))
 
     def get(self, name: str) -> torch.Tensor | None:
         """The embeddings, or None. Cost: a read and a SHA-256 (about 1 GB/s)."""
@@ -244,10 +236,6 @@ class Pins:
 def _sweep(folder: Path) -> None:
     """Removes the links of processes that do not run any more."""
     for left in folder.glob(f"{_PINS}*"):
-        pid = left.name.removeprefix(_PINS).partition("-")[0]
-        try:
-            os.kill(int(pid), 0)
-        except ProcessLookupError:
+        pid = owner_of(left, _PINS)
+        if pid is not None and not runs(pid):
             shutil.rmtree(left, ignore_errors=True)
-        except (PermissionError, ValueError):
-            continue

@@ -70,28 +70,7 @@ class PagedKV:
         owned = torch.tensor(blocks, dtype=torch.int64)
         return owned[tokens // self.block_size] * self.block_size + tokens % self.block_size
 
-    def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> int:
-        """Writes the KV of ``T`` tokens; returns the bytes written.
-
-        Args:
-            k: ``[layers, T, heads, k_dim]``, rotated at the positions they are served at.
-            v: ``[layers, T, heads, v_dim]``.
-            slots: int64 ``[T]``.
-
-        Raises:
-            ValueError: shapes that do not fit. Cost: one read and one write of the span.
-        """
-        want = (len(self._layers), len(slots), self._kv.heads)
-        if tuple(k.shape[:3]) != want or tuple(v.shape[:3]) != want:
-            raise ValueError(f"k and v must be {want} + (dim,), got {tuple(k.shape)} and {tuple(v.shape)}")
-        cache = self._layers[0].kv_cache
-        k, v = k.to(device=cache.device, dtype=cache.dtype), v.to(device=cache.device, dtype=cache.dtype)
-        slots = slots.to(cache.device)
-        for i, layer in enumerate(self._layers):
-            _update(layer, k[i], v[i], layer.kv_cache, slots)
-        return k.numel() * k.element_size() + v.numel() * v.element_size()
-
-    def write_placed(self, placing: Placing, slots: torch.Tensor) -> int:
+    def write(self, placing: Placing, slots: torch.Tensor) -> int:
         """Writes spans as they are placed, layer by layer, so that each layer's work stays in the processor's cache.
 
         Args:

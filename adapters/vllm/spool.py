@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.adapters.vllm import ecfiles
+from ctxwin.adapters.vllm.folders import LOCK, PREFIX, owner_of, read_json, runs, shared_memory, sweep, write_file
 from ctxwin.adapters.vllm.registry import Job, Placed, Transfer, is_handle, new_handle
 from ctxwin.errors import EngineFailed, StoreCorrupt
 from ctxwin.identity import digest
@@ -60,9 +61,7 @@ WAIT_S = 120.0
 """How long a capture may take after its request has ended: a step of the other requests of the batch."""
 WATCH_S = 1.0
 """How often vLLM's processes look whether the engine's still runs."""
-_PREFIX = "ctxwin-"
 _EMBEDDINGS = "embed"
-_LOCK = "lock"
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -82,8 +81,8 @@ class Spool:
         root = Path(folder or shared_memory())
         sweep(root)
         try:
-            self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=root))
-            held = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=root))
+            held = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(held, fcntl.LOCK_EX)
             free = shutil.disk_usage(self.path).free
         except OSError as error:
@@ -149,7 +148,7 @@ class Spool:
 
     def collect(self, handle: str, transfer: Transfer, finished: bool) -> None:
         """Brings what vLLM's processes reported into ``transfer``; waits for its captures where it ended well."""
-        seen = _read_json(self.path / f"seen-{handle}.json")
+        seen = read_json(self.path / f"seen-{handle}.json")
         if seen is not None:
             transfer.local_tokens, transfer.planned_tokens = int(seen["local"]), int(seen["planned"])
         self._failed(handle, transfer)
@@ -257,7 +256,7 @@ class Spool:
                     self._drop(name)
 
     def _failed(self, handle: str, transfer: Transfer) -> None:
-        error = _read_json(self.path / f"error-{handle}.json")
+        error = read_json(self.path / f"error-{handle}.json")
         if error is not None and transfer.error is None:
             transfer.error = RuntimeError(str(error["error"]))
 
@@ -303,7 +302,7 @@ class SpoolReader:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        raw = _read_json(self.path / "spec.json")
+        raw = read_json(self.path / "spec.json")
         if raw is None:
             raise RuntimeError(f"the ctxwin KV connector must find {self.path / 'spec.json'}; was its engine closed?")
         rope: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.pop("rope").items()}
@@ -314,7 +313,7 @@ class SpoolReader:
     def end_with_engine(self) -> None:
         """Ends this process soon after the engine's, or after the one of vLLM that started it: vLLM's own processes do not
         all notice that another was killed, and would hold their memory for ever."""
-        engine = _owner(self.path)
+        engine = owner_of(self.path)
         if engine is None or engine in (os.getpid(), *_watched):
             return
         _watched.add(engine)
@@ -322,9 +321,9 @@ class SpoolReader:
         parent = os.getppid()
 
         def watch() -> None:
-            while _runs(engine) and os.getppid() == parent:
+            while runs(engine) and os.getppid() == parent:
                 time.sleep(WATCH_S)
-            if not _runs(engine):
+            if not runs(engine):
                 shutil.rmtree(self.path, ignore_errors=True)
             os.kill(os.getpid(), signal.SIGTERM)  # vLLM ends its workers and frees its shared memory on this one
             time.sleep(10 * WATCH_S)
@@ -392,7 +391,7 @@ class SpoolReader:
             (self.path / name).unlink(missing_ok=True)
 
     def _raw(self, handle: str) -> dict[str, Any] | None:
-        return _read_json(self.path / f"job-{handle}.json") if is_handle(handle) else None
+        return read_json(self.path / f"job-{handle}.json") if is_handle(handle) else None
 
     def _get(self, name: str, decode: Callable[[bytes], Any]) -> Any:
         path = self.path / name
@@ -413,7 +412,7 @@ class SpoolReader:
 
 def refusal(spool: Spool) -> str | None:
     """What a worker said in `SpoolReader.refuse`."""
-    found = _read_json(spool.path / "refused.json")
+    found = read_json(spool.path / "refused.json")
     return None if found is None else str(found["error"])
 
 
@@ -453,39 +452,6 @@ def decode_patch(blob: bytes) -> Patch:
         raise StoreCorrupt(f"a file of the spool is no patch: {error!r}") from error
 
 
-def shared_memory() -> str:
-    """Where spools are made: ``/dev/shm`` where the system has it, else the folder for temporary files."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-
-
-def sweep(root: Path) -> list[str]:
-    """Removes the spools of processes that do not run any more; returns their names."""
-    gone = []
-    for folder in root.glob(f"{_PREFIX}*-*"):
-        pid = _owner(folder)
-        if folder.is_dir() and pid is not None and not _runs(pid) and not _locked(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            gone.append(folder.name)
-    if gone:
-        _log.info("removed what ended processes left in %s: %s", root, ", ".join(gone))
-    return gone
-
-
-def _locked(folder: Path) -> bool:
-    """Whether some process uses a spool: containers that share ``/dev/shm`` do not see each other's processes."""
-    try:
-        held = os.open(folder / _LOCK, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(held)
-    return False
-
-
 def _remove(folder: Path, held: int, pid: int) -> None:
     """Ends a spool; a forked child that exits leaves its parent's alone."""
     if os.getpid() == pid:
@@ -496,45 +462,5 @@ def _remove(folder: Path, held: int, pid: int) -> None:
 _watched: set[int] = set()  # engines whose end this process waits for
 
 
-def _owner(folder: Path) -> int | None:
-    """The process that made a spool's folder."""
-    pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
-    return int(pid) if pid.isdigit() else None
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:  # one that was killed keeps its number until its parent has asked for its end
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state not in ("Z", "X")
-
-
 def _part(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
     return {key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.startswith(name + ".")}
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """All of it or nothing; nobody else on the machine may read a tenant's KV."""
-    partial = path.with_name(f".{path.name}-{threading.get_ident()}")
-    try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(data)
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    return found if isinstance(found, dict) else None

@@ -57,7 +57,8 @@ class WorkerExtension:
         """
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-        from ctxwin.adapters.vllm.spool import SPOOL, write_file
+        from ctxwin.adapters.vllm.folders import write_file
+        from ctxwin.adapters.vllm.spool import SPOOL
         from ctxwin.store import codec
 
         folder = Path(self.vllm_config.kv_transfer_config.kv_connector_extra_config[SPOOL])
@@ -72,7 +73,7 @@ class WorkerExtension:
 
 def remote(rpc: Callable[..., list[Any]], folder: Path) -> Vision:
     """A `Vision` that runs in vLLM's workers; ``rpc`` is `Driver.rpc`, ``folder`` a spool's."""
-    from ctxwin.adapters.vllm.spool import write_file
+    from ctxwin.adapters.vllm.folders import write_file
     from ctxwin.store import codec
 
     def run(pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:

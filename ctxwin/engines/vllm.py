@@ -161,6 +161,7 @@ class VLLMEngine(EncodingEngine):
         self._closed = False
         self._tenant = tenant
         self._embeddings: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._embedded_bytes = 0
         try:
             self.store: Store = open_store("memory:", tenant=tenant) if store is None else store
             self.repo = SpanRepository(self.store, core.identity)
@@ -366,10 +367,11 @@ class VLLMEngine(EncodingEngine):
         """`embed`; the newest are remembered, for the next request is mostly about the same media."""
         found = self.embed(key)
         with self._counting:
+            old = self._embeddings.pop(key, None)
+            self._embedded_bytes += found.nbytes - (0 if old is None else old.nbytes)
             self._embeddings[key] = found
-            self._embeddings.move_to_end(key)
-            while len(self._embeddings) > 1 and sum(e.nbytes for e in self._embeddings.values()) > _EMBEDDED_BYTES:
-                self._embeddings.popitem(last=False)
+            while len(self._embeddings) > 1 and self._embedded_bytes > _EMBEDDED_BYTES:
+                self._embedded_bytes -= self._embeddings.popitem(last=False)[1].nbytes
         return found
 
     def _at_hand(self, key: str) -> torch.Tensor | None:

@@ -536,7 +536,7 @@ def assert_killed_well(engine: Any, name: str) -> None:
 
 def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     """By the next engine, also while nobody has asked for the end of the killed one."""
-    from ctxwin.adapters.vllm.spool import sweep
+    from ctxwin.adapters.vllm.folders import sweep
 
     script = "import os, sys, time; open(os.path.join(sys.argv[1], f'ctxwin-{os.getpid()}-x', 'a'), 'w') if os.mkdir("
     script += (

