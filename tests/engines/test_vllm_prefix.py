@@ -35,8 +35,8 @@ FRAMES = world.make_stream(seed=11, n_frames=30)
 QUERY = "color of 03?"
 BLOCK = 32
 """Tokens of a block of vLLM's paged cache on a CPU."""
-CLOSE = 1e-5
-"""Float32 logprobs of the same KV in another batch: sums in another order."""
+CLOSE = 1e-4
+"""Float32 logprobs of the same KV in another batch: sums in another order; 1.3e-5 was seen."""
 
 PLAIN = """
 import json, sys

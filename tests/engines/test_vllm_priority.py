@@ -122,7 +122,7 @@ def test_a_preempted_background_request(engine: Any, asked: dict[str, Counter[st
     # Its KV is loaded twice; the answer is the undisturbed one.
     assert work.bytes_loaded == 2 * sum(span.nbytes for span in spans) and fallbacks == 0
     assert outcome.token_ids == whole.token_ids and len(outcome.token_ids) > 5
-    assert max(abs(outcome.logprobs[t] - p) for t, p in whole.logprobs.items()) < 1e-5
+    assert max(abs(outcome.logprobs[t] - p) for t, p in whole.logprobs.items()) < 1e-4
 
 
 def test_submitted_last_and_answered_first(engine: Any) -> None:

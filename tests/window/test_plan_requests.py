@@ -246,7 +246,7 @@ class TestConcurrently:
         for a, b in zip(alone, together, strict=True):
             assert b.usage.forwards == 3 and a.token_ids == b.token_ids
             gaps = [abs(a.first_token_logprobs[t] - b.first_token_logprobs[t]) for t in a.first_token_logprobs]
-            assert max(gaps) < 1e-5
+            assert max(gaps) < 1e-4  # in another batch, sums are in another order
 
     def at_once(self, driver: Any, asks: Sequence[Callable[[], Any]]) -> list[Any]:
         """Results of asks in a thread each; vLLM's thread waits until each of them has handed its first request over."""
