@@ -58,10 +58,12 @@ def ask(
     on_token: Callable[[int, str], bool] | None = None,
     stopped: Callable[[], bool] = lambda: False,
     bare: bool = False,
+    sampling: Sampling | None = None,
 ) -> Answer:
     """See `Window.ask`. ``stopped`` is polled: once true, the engine stops and the window stays as it was.
 
     ``remember`` may decide by the answer's text. ``bare``: the query may be empty (what is placed ends in the request).
+    ``sampling``, with the same ``max_tokens``, stands for all that is said of decoding.
     """
     if not isinstance(query, str) or not (query or bare):
         raise ValueError(f"query must be a non-empty str, got {query!r}")
@@ -82,7 +84,7 @@ def ask(
         def heard(token: int, text: str) -> bool:
             return not stopped() and (on_token is None or on_token(token, text))
 
-        sampling = Sampling(max_tokens, temperature, seed, logprobs, tuple(stop_ids))
+        sampling = sampling or Sampling(max_tokens, temperature, seed, logprobs, tuple(stop_ids))
         generation = window._assembly.run(laid, encoded, sampling, capture_query=bool(remember), on_token=heard)
         if stopped():
             raise _StoppedError
@@ -180,7 +182,8 @@ def _remember_pass(
     provenance = provenance_of(state.header_key, chunk.id, [f.provenance for f in front])
     served = Conditioning(
         provenance=provenance, antecedents=tuple(p.id for p in state.placed), exact=exact,
-        depth=0 if exact else 1 + max(f.depth for f in front), lane="computed", span=span_key(provenance, exact),
+        depth=0 if exact else 1 + max(f.depth for f in front), lane="computed",
+        span=span_key(provenance, None if exact else front),
     )  # fmt: skip
     span = generation.query_span
     if span is not None:

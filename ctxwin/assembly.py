@@ -94,7 +94,7 @@ class Assembly:
     # -- planning ------------------------------------------------------------------------------------------------
 
     def header_key(self, state: State) -> str:
-        return span_key(provenance_of(state.header_key, "header", ()), True)
+        return span_key(provenance_of(state.header_key, "header", ()))
 
     def plan(self, state: State, fidelity: Fidelity) -> Plan:
         """What an ask of ``state`` would do; reads no KV."""
@@ -308,7 +308,7 @@ class Assembly:
         served = choice.served.model_copy(
             update={
                 "provenance": now, "antecedents": tuple(c.placed.id for c in laid.choices[:index]), "exact": exact,
-                "depth": depth, "lane": "formed", "span": span_key(now, exact), "patch": None,
+                "depth": depth, "lane": "formed", "span": span_key(now, None if exact else front), "patch": None,
             }
         )  # fmt: skip
         self.put(served.span, span, piece.encoded, provenance=now, exact=exact, depth=depth)

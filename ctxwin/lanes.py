@@ -52,7 +52,7 @@ def canonical_key(state: State, chunk_id: str) -> tuple[str, str]:
     behind another header it is another canonical.
     """
     provenance = provenance_of(state.header_key, chunk_id, ())
-    return provenance, span_key(provenance, True)
+    return provenance, span_key(provenance)
 
 
 def _is_survivor(placed: Placed, front: Sequence[str], everywhere: set[str]) -> bool:
@@ -110,14 +110,15 @@ def _choose_one(
         )
 
     if fidelity.allows("resident"):
-        if has(span_key(now, True)):
-            return Choice(placed, "resident", conditioned("resident", span_key(now, True), exact=True, depth=0))
+        exactly = span_key(now)
+        if has(exactly):
+            return Choice(placed, "resident", conditioned("resident", exactly, exact=True, depth=0))
         own = placed.kv
         if fidelity.mode != "exact" and own and own.patch is None and own.provenance == now and _held(own, has):
             return Choice(placed, "resident", own.model_copy(update={"antecedents": ids}))
-        if fidelity.mode != "exact" and has(span_key(now, False)):
+        if fidelity.mode != "exact" and has(roughly := span_key(now, front)):
             depth = max(1, _approximate_depth(front))
-            return Choice(placed, "resident", conditioned("resident", span_key(now, False), exact=False, depth=depth))
+            return Choice(placed, "resident", conditioned("resident", roughly, exact=False, depth=depth))
 
     own = placed.kv
     if own is not None and own.patch and own.provenance == now and _held(own, has):
@@ -154,9 +155,8 @@ def _choose_one(
 
     exact, depth = all(f.exact for f in front), _approximate_depth(front)
     lane: Lane = "formed" if placed.seen and fidelity.mode != "exact" else "computed"
-    return Choice(
-        placed, lane, conditioned(lane, span_key(now, exact), exact=exact, depth=depth), compute=True, removal=removal
-    )
+    span = span_key(now, None if exact else front)
+    return Choice(placed, lane, conditioned(lane, span, exact=exact, depth=depth), compute=True, removal=removal)
 
 
 def _held(kv: Conditioning, has: Has) -> bool:

@@ -156,9 +156,15 @@ def provenance_of(header_key: str, chunk_id: str, front: Iterable[str]) -> str:
     return _digest("provenance", header_key, chunk_id, tuple(front))
 
 
-def span_key(provenance: str, exact: bool) -> str:
-    """Store key of a span. Exact and approximate KV of one provenance never share a key."""
-    return "span/" + _digest("span", provenance, exact)
+def span_key(provenance: str, front: Iterable[Conditioning] | None = None) -> str:
+    """Store key of a span. Exact and approximate KV of one provenance never share a key.
+
+    Args:
+        front: None where it is exact; else what stands in front as it is served, of which something is not exact. A
+            provenance does not say by which patch (rank, layers) a chunk came to it; the KV computed behind it depends on that.
+    """
+    served = None if front is None else tuple((f.span, f.patch) for f in front if not f.exact)
+    return "span/" + _digest("span", provenance, served)
 
 
 def patch_key(provenance: str, base: str, name: str) -> str:

@@ -191,6 +191,24 @@ def test_compress_serves_patches_and_gives_bytes_back(engine: FakeEngine, window
     assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
 
 
+def test_what_was_computed_behind_another_rank_is_not_taken(engine: FakeEngine) -> None:
+    """Two windows of one content: what one computed behind its patches is not what the other one's would give."""
+    spans = []
+    for rank in (1, 4):
+        window = Window(engine, "hd", fidelity=Fidelity("patched", rank=rank))
+        window.extend([Chunk.text("aa"), Chunk.text("b" * 30)])
+        window.ask("q")
+        assert window.compress() > 0
+        window.append(Chunk.text("cc"))
+        assert lanes(window)[1:] == ["patched", "computed"]
+        window.ask("q")
+        spans.append(window.snapshot().placed[-1].kv.span)  # type: ignore[union-attr]
+    assert all(map(engine.repo.contains, spans)) and spans[0] != spans[1]
+    with Window(engine, "hd", fidelity=Fidelity("patched", rank=4)) as again:
+        again.extend([Chunk.text("aa"), Chunk.text("b" * 30), Chunk.text("cc")])
+        assert lanes(again)[1:] == ["patched", "resident"], "of the same rank it is"
+
+
 def test_an_orbit_patch_serves_every_order_of_its_set(engine: FakeEngine) -> None:
     window = Window(engine, "hd", fidelity=Fidelity("patched", rank=4, orbit=True, forbid=("resident", "survivor")))
     a, b, c = window.extend([Chunk.text("aa"), Chunk.text("bb"), Chunk.text("cccccccccccc")])
