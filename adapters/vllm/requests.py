@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.adapters.vllm.registry import PARAM, Exchange, Transfer
-from ctxwin.engines.base import Sampling
+from ctxwin.engines.base import Sampling, ScoredToken
 
 if TYPE_CHECKING:
     from ctxwin.adapters.vllm.drivers import Driver
@@ -122,7 +122,7 @@ def _follow(
                 raise output
             ended = output.finished
             (part,) = output.outputs
-            fresh = list(part.token_ids)
+            fresh = _fresh(part, len(outcome.token_ids), sampling.token_logprobs)
             if fresh and not outcome.first_token_at:
                 outcome.first_token_at = time.perf_counter()
                 outcome.logprobs = _first(part.logprobs, sampling.logprobs)
@@ -160,13 +160,21 @@ def _asked(on_token: Callable[[list[int]], bool], token_ids: list[int]) -> bool:
 
 def _parameters(sampling: Sampling, ending: Sequence[int], handle: str) -> Any:
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+    schema = sampling.json_schema
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
         seed=sampling.seed,
-        logprobs=sampling.logprobs or None,
+        logprobs=_wanted(sampling),
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
         # The ending ids are the tokenizer's and the generation config's, collected once for every engine.
         ignore_eos=True,
         stop_token_ids=[*ending, *sampling.stop_ids],
@@ -176,12 +184,47 @@ def _parameters(sampling: Sampling, ending: Sequence[int], handle: str) -> Any:
     )
 
 
+def check(driver: Driver, sampling: Sampling) -> None:
+    """Raises ValueError for a schema that vLLM cannot hold an answer to; what it makes of one is cheap beside an answer."""
+    if sampling.json_schema is None:
+        return
+    config = driver.config
+    parameters = _parameters(sampling, (), "")
+    try:
+        parameters.verify(
+            config.model_config, config.speculative_config, config.structured_outputs_config, driver.renderer.tokenizer
+        )
+    except Exception as error:  # of whichever library reads schemas
+        raise ValueError(f"the JSON schema must be one that vLLM can hold an answer to: {error}") from error
+
+
+def _wanted(sampling: Sampling) -> int | None:
+    """How many log-probabilities vLLM returns with each token; it adds the token's own."""
+    if sampling.logprobs < 0 or sampling.token_logprobs is None:
+        return sampling.logprobs or None
+    return max(sampling.logprobs, sampling.token_logprobs)
+
+
+def _fresh(part: Any, index: int, best: int | None) -> list[int]:
+    """The ids of an output; as `ScoredToken` with the ``best`` beside them where those are wanted."""
+    if best is None or not part.token_ids:
+        return list(part.token_ids)
+    scored = []
+    for i, (token, entries) in enumerate(zip(part.token_ids, part.logprobs, strict=True)):
+        scored.append(ScoredToken(token, index + i, float(entries[token].logprob), _best(entries, best)))
+    return list(scored)
+
+
 def _first(logprobs: Any, wanted: int) -> dict[int, float]:
     """The log-probabilities of the first position; vLLM adds the sampled token to the ``wanted`` best."""
     if not logprobs or not wanted:
         return {}
-    found = {token: float(entry.logprob) for token, entry in logprobs[0].items()}
     if wanted < 0:
-        return found
-    best = sorted(found, key=lambda token: (-found[token], token))[:wanted]
+        return {token: float(entry.logprob) for token, entry in logprobs[0].items()}
+    return _best(logprobs[0], wanted)
+
+
+def _best(entries: Any, count: int) -> dict[int, float]:
+    found = {token: float(entry.logprob) for token, entry in entries.items()}
+    best = sorted(found, key=lambda token: (-found[token], token))[:count]
     return {token: found[token] for token in best}

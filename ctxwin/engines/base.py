@@ -124,6 +124,15 @@ class Sampling:
         max_tokens: most tokens to generate (>= 1).
         logprobs: how many first-token log-probabilities to return: 0 none, -1 the whole vocabulary.
         stop_ids: further token ids that end the answer, beside the model's own.
+        top_p: only the most likely tokens that together have this probability, in (0, 1].
+        top_k: only so many of the most likely tokens; 0 is all.
+        min_p: only tokens at least this fraction as likely as the most likely one, in [0, 1].
+        presence_penalty: taken off the logits of tokens that the answer has already; frequency_penalty: times how often.
+        repetition_penalty: divides the positive logits of tokens that prompt or answer have, multiplies negative ones.
+        token_logprobs: generated ids are `ScoredToken` with so many of the best beside them; None: plain ints.
+        json_schema: the answer is JSON of this schema (JSON text); None: any text.
+
+    An engine refuses what it cannot do with UnsupportedModel.
     """
 
     max_tokens: int = 32
@@ -131,6 +140,33 @@ class Sampling:
     seed: int | None = None
     logprobs: int = 0
     stop_ids: tuple[int, ...] = ()
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    token_logprobs: int | None = None
+    json_schema: str | None = None
+
+
+class ScoredToken(int):
+    """A generated token id that knows its log-probabilities: those of the model, whatever was sampled from them.
+
+    Attributes:
+        index: its place in the answer.
+        logprob: its own, in nats.
+        best: the most likely tokens' by id, the best first.
+    """
+
+    index: int
+    logprob: float
+    best: dict[int, float]
+
+    def __new__(cls, token: int, index: int, logprob: float, best: dict[int, float]) -> Self:
+        made = super().__new__(cls, token)
+        made.index, made.logprob, made.best = index, logprob, best
+        return made
 
 
 @dataclass

@@ -17,7 +17,7 @@ from ctxwin.engines import hf_model
 from ctxwin.engines.base import Encoded, EngineCounters, EngineSpec, Generation, MediaSpan, Piece, Sampling
 from ctxwin.engines.checkpoint import open_checkpoint
 from ctxwin.engines.encoding import Encoder, EncodingEngine
-from ctxwin.errors import EngineFailed
+from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.kv import SpanKV
 from ctxwin.store.spans import SpanRepository
 
@@ -120,6 +120,8 @@ class HFEngine(EncodingEngine):
             raise ValueError(
                 f"max_tokens must be >= 1 and temperature >= 0, got {sampling.max_tokens} and {sampling.temperature}"
             )
+        if sampling.json_schema is not None or sampling.repetition_penalty != 1:
+            raise UnsupportedModel("the hf engine has no JSON schemas and no repetition_penalty; open it as vllm:MODEL")
         begun = time.perf_counter()
         made = Generation()
         with self._lock:
@@ -345,11 +347,14 @@ class HFEngine(EncodingEngine):
             made.logprobs = hf_model.top_logprobs(logits, sampling.logprobs)
         with torch.no_grad():
             while True:
-                token = hf_model.sample(logits, sampling.temperature, generator)
+                drawn = hf_model.warped(logits, sampling, made.token_ids)
+                token = hf_model.sample(drawn, sampling.temperature, generator)
                 if not made.ttft_s:
                     made.ttft_s = time.perf_counter() - begun
                 if token in ends:
                     return fed
+                if sampling.token_logprobs is not None:
+                    token = hf_model.scored(token, len(made.token_ids), logits, sampling.token_logprobs)
                 made.token_ids.append(token)
                 if on_token is not None and on_token(token, self.decode(made.token_ids)) is False:
                     made.finished = False

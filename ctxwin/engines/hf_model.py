@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ctxwin.engines.base import MediaSpan
+from ctxwin.engines.base import MediaSpan, Sampling, ScoredToken
 from ctxwin.engines.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -119,6 +119,35 @@ def sample(logits: torch.Tensor, temperature: float, generator: torch.Generator 
     if temperature == 0:
         return int(logits.argmax())
     return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+
+
+def warped(logits: torch.Tensor, sampling: Sampling, answer: Sequence[int]) -> torch.Tensor:
+    """``logits [vocab]`` with penalties for the ``answer`` so far, and -inf for tokens that must not be drawn.
+
+    In vLLM's order: penalties, temperature, min_p, top_k, top_p; the temperature itself is left to `sample`.
+    """
+    import torch
+
+    if answer and (sampling.presence_penalty or sampling.frequency_penalty):
+        counts = torch.bincount(torch.tensor([int(i) for i in answer]), minlength=logits.numel()).to(logits)
+        logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+    if sampling.temperature == 0 or (sampling.top_p, sampling.top_k, sampling.min_p) == (1, 0, 0):
+        return logits
+    probs = (logits / sampling.temperature).softmax(-1)
+    allowed = probs >= sampling.min_p * probs.max()
+    order = torch.where(allowed, probs, 0).argsort(descending=True, stable=True)
+    if sampling.top_k > 0:
+        allowed[order[sampling.top_k :]] = False
+    if sampling.top_p < 1:
+        kept = torch.where(allowed, probs, 0)[order]
+        before = kept.cumsum(0) - kept
+        allowed[order[before >= sampling.top_p * kept.sum()]] = False
+    return logits.masked_fill(~allowed, -torch.inf)
+
+
+def scored(token: int, index: int, logits: torch.Tensor, best: int) -> ScoredToken:
+    """A token drawn from ``logits [vocab]`` with its own log-probability and the ``best`` ones'."""
+    return ScoredToken(token, index, float(logits.log_softmax(-1)[token]), top_logprobs(logits, best))
 
 
 def top_logprobs(logits: torch.Tensor, count: int) -> dict[int, float]:

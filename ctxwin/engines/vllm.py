@@ -415,11 +415,14 @@ class VLLMEngine(EncodingEngine):
         Positions within a prompt are vLLM's, so the pieces must stand where vLLM puts them. Only the whole prompt may
         be shifted: attention sees differences of positions.
         """
+        from ctxwin.adapters.vllm import requests
+
         sampling = ask.sampling
         if sampling.max_tokens < 1:
             raise ValueError(f"max_tokens must be >= 1, got {sampling.max_tokens}")
         if sampling.temperature < 0:
             raise ValueError(f"temperature must be >= 0, got {sampling.temperature}")
+        requests.check(self._core.driver, sampling)
         base = layout[0].start if layout else 0
         at = base
         for i, piece in enumerate(layout):

@@ -1,4 +1,4 @@
-"""Chat completions whose messages name uploaded chunks: messages to a window's layout, answers in OpenAI's format.
+"""Chats whose messages name uploaded chunks: messages to a window's layout, and its answers.
 
 The prompt is the chat template's: system messages in front are the header, a run of user messages is one open turn in
 which chunks stand bare, its last text is the query, and an answered query is an exchange. Each request is a window of its
@@ -7,89 +7,27 @@ own, so an answer depends on its messages alone; KV is found in the store by pro
 
 from __future__ import annotations
 
-import json
-import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any
 
 from ctxwin import asking
-from ctxwin.answer import Answer, Usage
 from ctxwin.chunk import Chunk, TokensPart
-from ctxwin.engines.base import Engine
+from ctxwin.engines.base import Engine, Sampling, ScoredToken
 from ctxwin.errors import BudgetExceeded
 from ctxwin.fidelity import Fidelity
-from ctxwin.serve.specs import REFERENCE, Body, Pixels, Reference, Text, checked
+from ctxwin.serve.completions import ChatRequest, Message, Piece, Reply
+from ctxwin.serve.specs import REFERENCE, Pixels, Reference, Text
 from ctxwin.serve.uploads import Uploads
 from ctxwin.window import Window
 
-
-class _Url(BaseModel):
-    url: str
-
-
-class ImageUrl(BaseModel):
-    """OpenAI's own image part; only ``data:`` URLs are taken."""
-
-    type: Literal["image_url"]
-    image_url: _Url
-
-
-class Message(BaseModel):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Reference | Text | ImageUrl]
-
-
-class StreamOptions(BaseModel):
-    include_usage: bool = False
-
-
-class Extension(Body):
-    """Our part of a request: ``extra_body={"ctxwin": {...}}`` with the official client."""
-
-    fidelity: Fidelity | None = None
-
-
-class ChatRequest(BaseModel):
-    """What a request that names chunks may hold; what is not understood is refused, not ignored."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    messages: list[Message] = Field(min_length=1)
-    model: str | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    ctxwin: Extension | None = None
-    # Taken where they say what is the case anyway.
-    n: int | None = Field(default=None, ge=1, le=1)
-    top_p: float | None = Field(default=None, ge=1, le=1)
-    frequency_penalty: float | None = Field(default=None, ge=0, le=0)
-    presence_penalty: float | None = Field(default=None, ge=0, le=0)
-    logprobs: Literal[False] | None = None
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
-    tools: list[Any] | None = Field(default=None, max_length=0)
-    tool_choice: Literal["none"] | None = None
-    # Mean nothing to an answer.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(filter(None, stops))
+Spawn = Callable[[Callable[[], Reply]], "Future[Reply]"]
+"""Runs work in another thread, as soon as there is one."""
 
 
 def names_chunks(body: dict[str, Any]) -> bool:
@@ -215,133 +153,143 @@ class Stops:
 
 
 @dataclass(frozen=True)
-class Reply:
-    """A finished chat answer."""
+class _Asked:
+    """What every choice of a request has in common. ``heard`` gets the answers as they come, from several threads."""
 
-    text: str
-    finish_reason: str
-    answer: Answer
+    query: str
+    sampling: Sampling
+    stops: tuple[str, ...]
+    bare: bool
+    heard: Callable[[Piece], None]
+
+    def of(self, window: Window, index: int, begun: Callable[[], None], stopped: Callable[[], bool]) -> Reply:
+        """Choice ``index``, of ``window``; ``begun`` is called when its tokens come."""
+        stops, seen = Stops(self.stops), 0
+
+        def on_token(token: int, text: str) -> bool:
+            nonlocal seen
+            begun()
+            fresh: tuple[ScoredToken, ...] = ()
+            if isinstance(token, ScoredToken) and token.index == seen:  # a load that fails late repeats the answer
+                fresh, seen = (token,), seen + 1
+            new = stops.feed(text)
+            if new or fresh:
+                self.heard(Piece(index, new, fresh))
+            return not stops.stopped
+
+        seed = self.sampling.seed
+        sampling = replace(self.sampling, seed=None if seed is None else (seed + index + 2**63) % 2**64 - 2**63)
+        answer = asking.ask(
+            window, self.query, sampling.max_tokens, sampling=sampling, on_token=on_token, stopped=stopped,
+            bare=self.bare,
+        )  # fmt: skip
+        rest = stops.feed(answer.text, last=True)
+        if rest:
+            self.heard(Piece(index, rest))
+        long = not stops.stopped and answer.usage.answer_tokens >= sampling.max_tokens
+        return Reply(index, stops.text, "length" if long else "stop", answer)
 
 
 class Chat:
     """Answers chats of one tenant.
 
     Args:
-        temperature: of requests that name none.
+        defaults: how requests are decoded that say nothing: fields of `Sampling`.
         watch: observes every window that is made.
+        spawn: where further choices of a request are made beside the first.
     """
 
     def __init__(
-        self, engine: Engine, uploads: Uploads, fidelity: Fidelity, temperature: float, watch: Callable[[Window], None]
-    ) -> None:
+        self, engine: Engine, uploads: Uploads, fidelity: Fidelity, defaults: Mapping[str, float],
+        watch: Callable[[Window], None], spawn: Spawn,
+    ) -> None:  # fmt: skip
         self._engine = engine
         self._uploads = uploads
         self._fidelity = fidelity
-        self._temperature = temperature
+        self._defaults = defaults
         self._watch = watch
+        self._spawn = spawn
 
-    def answer(self, request: ChatRequest, heard: Callable[[str], None], stopped: Callable[[], bool]) -> Reply:
-        """Answers; ``heard`` gets the text as it comes. Raises like `Window.ask` and `lay_out`. Blocks."""
+    def answer(self, request: ChatRequest, heard: Callable[[Piece], None], stopped: Callable[[], bool]) -> list[Reply]:
+        """Every choice; ``heard`` gets them as they come. Raises like `Window.ask` and `lay_out`. Blocks."""
+        sampling = request.sampling(self._defaults)
         layout = lay_out(self._engine, self._uploads, request.messages)
         given = request.ctxwin.fidelity if request.ctxwin else None
-        stops = Stops(request.stops)
-
-        def on_token(_: int, text: str) -> bool:
-            new = stops.feed(text)
-            if new:
-                heard(new)
-            return not stops.stopped
-
-        with Window(self._engine, layout.header, fidelity=given or self._fidelity) as window:
+        with ExitStack() as stack:
+            window = stack.enter_context(Window(self._engine, layout.header, fidelity=given or self._fidelity))
             self._watch(window)
             window.extend(layout.chunks)
-            asked = self._engine.encode_query(layout.query).tokens
-            left = window.budget - window.tokens - asked
-            most = request.max_completion_tokens or request.max_tokens or left
-            if left < most or left < 1:
-                raise BudgetExceeded(
-                    f"the prompt ({window.tokens + asked} tokens) and its answer ({max(most, 1)}) must fit the "
-                    f"{window.budget} tokens the model takes; send fewer chunks or lower max_tokens",
-                    needed=window.tokens + asked + max(most, 1), budget=window.budget,
-                )  # fmt: skip
-            temperature = self._temperature if request.temperature is None else request.temperature
-            answer = asking.ask(
-                window, layout.query, most, temperature=temperature, seed=request.seed, on_token=on_token,
-                stopped=stopped, bare=bool(layout.chunks),
+            sampling = replace(sampling, max_tokens=self._most(request, window, layout.query))
+            asked = _Asked(layout.query, sampling, request.stops, bool(layout.chunks), heard)
+            branches = [window, *(stack.enter_context(window.fork()) for _ in range(1, request.n or 1))]
+            return several(
+                lambda i, begun, halted: asked.of(branches[i], i, begun, halted), len(branches), self._spawn, stopped
+            )
+
+    def _most(self, request: ChatRequest, window: Window, query: str) -> int:
+        """Most tokens of an answer; BudgetExceeded where they have no room."""
+        asked = self._engine.encode_query(query).tokens
+        left = window.budget - window.tokens - asked
+        most = request.most(left, self._defaults)
+        if left < most or left < 1:
+            raise BudgetExceeded(
+                f"the prompt ({window.tokens + asked} tokens) and its answer ({max(most, 1)}) must fit the "
+                f"{window.budget} tokens the model takes; send fewer chunks or lower max_tokens",
+                needed=window.tokens + asked + max(most, 1), budget=window.budget,
             )  # fmt: skip
-        rest = stops.feed(answer.text, last=True)
-        if rest:
-            heard(rest)
-        long = not stops.stopped and answer.usage.answer_tokens >= most
-        return Reply(stops.text, "length" if long else "stop", answer)
+        return most
 
 
-def parse(data: Any) -> ChatRequest:
-    request: ChatRequest = checked(ChatRequest.model_validate, data)
-    return request
+def several(
+    one: Callable[[int, Callable[[], None], Callable[[], bool]], Reply],
+    count: int,
+    spawn: Spawn,
+    stopped: Callable[[], bool],
+) -> list[Reply]:
+    """``count`` choices of one prompt.
 
+    The first runs alone until it ``begun``: what the prompt lacks is computed by then, and the engine's prefix cache has
+    it for the others. They run beside it where ``spawn`` has threads, else in this one, so that requests that wait for
+    their own choices never wait for each other. The first error stops them all.
+    """
+    failed = threading.Event()
+    others: list[Future[Reply]] = []
+    replies: dict[int, Reply] = {}
+    errors: list[BaseException] = []
 
-# -- OpenAI's shapes ---------------------------------------------------------------------------------------------------
+    def make(index: int, begun: Callable[[], None] = lambda: None) -> Reply:
+        try:
+            return one(index, begun, lambda: failed.is_set() or stopped())
+        except BaseException:
+            failed.set()
+            raise
 
+    def begun() -> None:
+        if not others:
+            others.extend(spawn(partial(make, index)) for index in range(1, count))
 
-def usage_of(usage: Usage) -> dict[str, Any]:
-    """OpenAI's usage: cached tokens are the prompt's that no forward was run for."""
-    cached = max(0, usage.prompt_tokens - usage.computed_tokens)
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.answer_tokens,
-        "total_tokens": usage.prompt_tokens + usage.answer_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    def collect(index: int, result: Callable[[], Reply]) -> None:
+        try:
+            replies[index] = result()
+        except BaseException as error:
+            errors.append(error)
 
+    def first() -> Reply:
+        made = make(0, begun)
+        begun()  # an answer may have no token
+        return made
 
-@dataclass(frozen=True)
-class Shapes:
-    """The bodies of one completion."""
-
-    model: str
-    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def completion(self, reply: Reply) -> dict[str, Any]:
-        message = {"role": "assistant", "content": reply.text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish_reason}
-        return {
-            **self._head("chat.completion"),
-            "choices": [choice],
-            "usage": usage_of(reply.answer.usage),
-            "ctxwin": {"usage": asdict(reply.answer.usage)},
-        }
-
-    def first(self) -> dict[str, Any]:
-        return self._chunk({"role": "assistant", "content": ""}, None)
-
-    def piece(self, text: str) -> dict[str, Any]:
-        return self._chunk({"content": text}, None)
-
-    def last(self, reply: Reply, *, usage: bool) -> Iterator[dict[str, Any]]:
-        yield self._chunk({}, reply.finish_reason)
-        if usage:
-            yield {
-                **self._head("chat.completion.chunk"),
-                "choices": [],
-                "usage": usage_of(reply.answer.usage),
-                "ctxwin": {"usage": asdict(reply.answer.usage)},
-            }
-
-    def _chunk(self, delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return {**self._head("chat.completion.chunk"), "choices": [choice]}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-
-def sse(data: Any) -> str:
-    """One server-sent event; bytes are JSON already."""
-    if isinstance(data, bytes):
-        return f"data: {data.decode()}\n\n"
-    return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n"
-
-
-DONE = "data: [DONE]\n\n"
+    collect(0, first)
+    here = []
+    for index, future in reversed([*enumerate(others, start=1)]):
+        if future.cancel():  # no thread has come to it: it is done here, unless there is no use in it
+            here.append(index)
+            if not failed.is_set():
+                collect(index, partial(make, index))
+    for index, future in enumerate(others, start=1):
+        if index not in here:
+            collect(index, future.result)
+    if errors:
+        ended = asking._StoppedError, CancelledError
+        raise next((error for error in errors if not isinstance(error, ended)), asking._StoppedError())
+    return [replies[index] for index in range(count)]

@@ -16,7 +16,7 @@ class Limits:
         max_pixels: of the media of one request together, decoded (frames x height x width).
         max_windows: open windows of a tenant; the least recently used idle one is closed for a new one.
         window_ttl_s: seconds after which an idle window is closed; its snapshot stays in the store.
-        threads: requests that may be answered at once.
+        threads: requests that may be answered at once; tenants that wait share them fairly (`ctxwin.serve.fair`).
         fidelity: of windows and chats that say nothing else.
     """
 

@@ -76,6 +76,7 @@ class Metrics:
         self.store_bytes = gauge("store_bytes", "Bytes held", "tier")
         self.store_items = gauge("store_items", "Values held", "tier")
         self.open = gauge("windows_open", "Open windows")
+        self.waiting = gauge("requests_waiting", "Requests to windows and chunks that wait for their turn")
         self.errors = counter("errors", "Requests to windows and chunks that were refused or failed", "code")
         self.ttft = self._histogram("ttft_seconds", "Seconds to the first token of an answer")
         self.seconds = self._histogram("answer_seconds", "Seconds to the last token of an answer")
@@ -110,13 +111,14 @@ class Metrics:
         self.labelled(self.ttft, tenant).observe(usage.ttft_s)
         self.labelled(self.seconds, tenant).observe(usage.total_s)
 
-    def read(self, tenant: str, store: CountingStore, encodes: int, windows: int) -> None:
+    def read(self, tenant: str, store: CountingStore, encodes: int, windows: int, waiting: int = 0) -> None:
         """Brings what is counted elsewhere up to date; called before the metrics are shown."""
         with self._lock:
             self._rise(self.patches, store.patches, tenant)
             self._rise(self.encodes, encodes, tenant)
             self._rise(self.encodes_saved, max(0, self._media[tenant] - encodes), tenant)
             self.labelled(self.open, tenant).set(windows)
+            self.labelled(self.waiting, tenant).set(waiting)
             for tier, stats in _tiers(store.inner):
                 self._rise(self.store_reads, stats.hits, tenant, tier, "hit")
                 self._rise(self.store_reads, stats.misses, tenant, tier, "miss")

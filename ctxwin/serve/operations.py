@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from ctxwin.chunk import Chunk
 from ctxwin.fidelity import Fidelity
 from ctxwin.serve import wire
 from ctxwin.serve.registry import Registry
-from ctxwin.serve.specs import Body, checked
+from ctxwin.serve.specs import SEED, Body, checked
 from ctxwin.serve.uploads import Uploads
 from ctxwin.window import Window
 
@@ -131,8 +131,8 @@ class Ask(Body):
     remember: bool = False
     logprobs: int = 0
     temperature: float = 0.0
-    seed: int | None = None
-    stop_ids: list[int] = Field(default_factory=list)
+    seed: SEED | None = None
+    stop_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(default_factory=list, max_length=1024)
     stream: bool = False
 
     def options(self) -> dict[str, Any]:

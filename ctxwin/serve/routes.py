@@ -17,7 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ctxwin import asking
 from ctxwin.errors import CtxwinError, EngineFailed
-from ctxwin.serve import chat, wire
+from ctxwin.serve import completions, wire
+from ctxwin.serve.completions import ChatRequest
 from ctxwin.serve.errors import TooLarge, UnknownModel, kind_of, to_body
 from ctxwin.serve.gate import OUR_CHAT, TENANT
 from ctxwin.serve.operations import OPERATIONS, Ask, Open
@@ -64,13 +65,13 @@ def build_router(service: Service) -> APIRouter:
         return service.space(request.scope.get(TENANT) or "")
 
     async def data(request: Request) -> Any:
-        return await service.run(_json, await request.body())
+        return await service.run_briefly(_json, await request.body())
 
     async def once(request: Request, mine: Space, work: Callable[[], Any]) -> Response:
         """The result of ``work``, or the one it had under the same Idempotency-Key."""
         path, key = request.url.path, request.headers.get("idempotency-key")
         raw = await request.body()
-        return _json_response(await service.run(mine.results.once, path, key, raw, lambda: _raw(work())))
+        return _json_response(await service.run(mine.tenant, mine.results.once, path, key, raw, lambda: _raw(work())))
 
     # -- chunks ------------------------------------------------------------------------------------------------------
 
@@ -81,16 +82,18 @@ def build_router(service: Service) -> APIRouter:
             chunk, files = await _form(request, service.limits.max_upload_bytes)
         else:
             chunk, files = await data(request), {}
-        described, new = await service.run(mine.uploads.put, chunk, files)
+        described, new = await service.run(mine.tenant, mine.uploads.put, chunk, files)
         return JSONResponse(described, status_code=201 if new else 200)
 
     @router.get("/v1/chunks/{chunk_id}")
     async def describe(chunk_id: str, request: Request) -> Response:
-        return JSONResponse(await service.run(space(request).uploads.describe, chunk_id))
+        mine = space(request)
+        return JSONResponse(await service.run(mine.tenant, mine.uploads.describe, chunk_id))
 
     @router.delete("/v1/chunks/{chunk_id}")
     async def forget(chunk_id: str, request: Request) -> Response:
-        await service.run(space(request).uploads.delete, chunk_id)
+        mine = space(request)
+        await service.run(mine.tenant, mine.uploads.delete, chunk_id)
         return JSONResponse({"object": "ctxwin.chunk", "id": chunk_id, "deleted": True})
 
     # -- windows -----------------------------------------------------------------------------------------------------
@@ -113,7 +116,7 @@ def build_router(service: Service) -> APIRouter:
             with mine.windows.using(window_id) as window:
                 return {**wire.window_to(window), "plan": wire.plan_to(window.plan())}
 
-        return _json_response(await service.run(lambda: _raw(work())))
+        return _json_response(await service.run(mine.tenant, lambda: _raw(work())))
 
     @router.get("/v1/windows/{window_id}/{what}")
     async def read(window_id: str, what: str, request: Request) -> Response:
@@ -125,11 +128,12 @@ def build_router(service: Service) -> APIRouter:
             with mine.windows.using(window_id) as window:
                 return OPERATIONS[what](mine.around, window, {})[what]
 
-        return _json_response(await service.run(lambda: _raw(work())))
+        return _json_response(await service.run(mine.tenant, lambda: _raw(work())))
 
     @router.delete("/v1/windows/{window_id}")
     async def close(window_id: str, request: Request) -> Response:
-        await service.run(space(request).windows.remove, window_id)
+        mine = space(request)
+        await service.run(mine.tenant, mine.windows.remove, window_id)
         return JSONResponse({"object": "ctxwin.window", "id": window_id, "deleted": True})
 
     @router.post("/v1/windows/{window_id}/ask")
@@ -164,7 +168,7 @@ def build_router(service: Service) -> APIRouter:
 
             return mine.results.once(path, key, raw, asked)
 
-        items = service.items(work)
+        items = service.items(mine.tenant, work)
         if not body.stream:
             return _json_response(await _whole(items, request))
         return await _streamed(
@@ -189,18 +193,24 @@ def build_router(service: Service) -> APIRouter:
     @router.post(OUR_CHAT)
     async def complete(request: Request) -> Response:
         mine = space(request)
-        asked = chat.parse(await data(request))
+        asked: ChatRequest = await service.run_briefly(completions.parse, await data(request))
         if asked.model is not None and asked.model not in service.models:
             raise UnknownModel(f"model must be one of {', '.join(service.models)}, got {asked.model!r}")
-        shapes = chat.Shapes(asked.model or service.model)
-        items = service.items(lambda put, stopped: mine.chat.answer(asked, put, stopped))
-        if not asked.stream:
-            return JSONResponse(shapes.completion(await _whole(items, request)))
+        shapes = completions.Shapes(asked.model or service.model, mine.engine.decode, bool(asked.logprobs))
         usage = bool(asked.stream_options and asked.stream_options.include_usage)
-        return await _streamed(
-            items, lambda text: [shapes.piece(text)], lambda reply: list(shapes.last(reply, usage=usage)), service,
-            request, [shapes.first()],
-        )  # fmt: skip
+
+        # Bodies are made in the worker's thread: log-probabilities are many tokens to decode.
+        def work(put: Callable[[bytes], None], stopped: Callable[[], bool]) -> list[bytes]:
+            if not asked.stream:
+                return [_raw(shapes.completion(mine.chat.answer(asked, lambda piece: None, stopped)))]
+            replies = mine.chat.answer(asked, lambda piece: put(_raw(shapes.piece(piece))), stopped)
+            return [_raw(event) for event in shapes.last(replies, usage=usage)]
+
+        items = service.items(mine.tenant, work)
+        if not asked.stream:
+            return _json_response((await _whole(items, request))[0])
+        opening = shapes.first(asked.n or 1)
+        return await _streamed(items, lambda event: [event], lambda events: events, service, request, opening)
 
     return router
 
@@ -365,18 +375,18 @@ async def _streamed(
     async def events() -> AsyncIterator[str]:
         try:
             for event in opening or []:
-                yield chat.sse(event)
+                yield completions.sse(event)
             for item in first:
                 for event in piece(item):
-                    yield chat.sse(event)
+                    yield completions.sse(event)
             if first:
                 async for item in source:
                     for event in piece(item):
-                        yield chat.sse(event)
+                        yield completions.sse(event)
             for event in last(items.result):
-                yield chat.sse(event)
-            yield chat.DONE
+                yield completions.sse(event)
+            yield completions.DONE
         except Exception as error:
-            yield chat.sse(_counted(service, request, error)[1])
+            yield completions.sse(_counted(service, request, error)[1])
 
     return _Events(events(), items)

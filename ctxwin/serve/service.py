@@ -7,15 +7,17 @@ import hashlib
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ctxwin import asking
 from ctxwin.engines.base import Engine
 from ctxwin.errors import EngineFailed
 from ctxwin.serve.chat import Chat
+from ctxwin.serve.fair import FairPool
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.metrics import CountingStore, Metrics
 from ctxwin.serve.operations import Around
@@ -128,7 +130,7 @@ class Service:
         model: name that answers carry; ``models``: every name that requests may use.
         tenants: see `ctxwin.serve.tenants`; without any there is one space, for everybody.
         keys: who asks, by API key.
-        temperature: of chats that name none.
+        defaults: how chats are decoded that say nothing: fields of `Sampling`.
     """
 
     def __init__(
@@ -140,17 +142,19 @@ class Service:
         tenants: Sequence[Tenant] = (),
         keys: Keys | None = None,
         metrics: Metrics | None = None,
-        temperature: float = 1.0,
+        defaults: Mapping[str, float] | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self.models = tuple(models)
         self.keys = keys or Keys()
         self.metrics = metrics or Metrics(by_tenant=bool(tenants))
-        self._temperature = temperature
+        self._defaults = dict(defaults or {})
         self._tenants: dict[str, Tenant | None] = {"": None, **{t.name: t for t in tenants}}
         self._open_engine = open_engine
         self._spaces: dict[str, Space] = {}
-        self._pool = ThreadPoolExecutor(self.limits.threads, thread_name_prefix="ctxwin-serve")
+        self._pool = FairPool(
+            self.limits.threads, {t.name: t.max_concurrency for t in tenants if t.max_concurrency is not None}
+        )
         # What takes milliseconds must not wait until one of many long answers has ended.
         self._brief = ThreadPoolExecutor(_BRIEF_THREADS, thread_name_prefix="ctxwin-gate")
         self._sweeper: asyncio.Task[None] | None = None
@@ -163,7 +167,7 @@ class Service:
     async def start(self) -> None:
         """Opens every tenant's space and begins to close idle windows."""
         for name, tenant in self._tenants.items():
-            self._spaces[name] = await self.run(self._open, name, tenant)
+            self._spaces[name] = await self.run(name, self._open, name, tenant)
         self._sweeper = asyncio.create_task(self._sweep())
 
     async def stop(self) -> None:
@@ -177,21 +181,22 @@ class Service:
     def space(self, tenant: str) -> Space:
         return self._spaces[tenant]
 
-    async def run(self, work: Callable[..., T], *args: Any) -> T:
-        """``work(*args)`` in a worker thread; the event loop never waits for an engine."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+    async def run(self, tenant: str, work: Callable[..., T], *args: Any) -> T:
+        """``work(*args)`` in a worker thread, when it is the tenant's turn; the event loop never waits for an engine."""
+        return await asyncio.wrap_future(self._pool.submit(tenant, work, *args))
 
     async def run_briefly(self, work: Callable[..., T], *args: Any) -> T:
         """`run` for what needs no engine: it is not behind the requests that do."""
         return await asyncio.get_running_loop().run_in_executor(self._brief, work, *args)
 
-    def items(self, work: Callable[[Callable[[Any], None], Callable[[], bool]], T]) -> Items[T]:
-        return Items(self._pool, work, self.closing)
+    def items(self, tenant: str, work: Callable[[Callable[[Any], None], Callable[[], bool]], T]) -> Items[T]:
+        return Items(partial(self._pool.submit, tenant), work, self.closing)
 
     def refresh_metrics(self) -> None:
         """Brings figures that are counted elsewhere up to date."""
         for space in self._spaces.values():
-            self.metrics.read(space.tenant, space.store, space.engine.counters.vision_encodes, len(space.windows))
+            encodes, waiting = space.engine.counters.vision_encodes, self._pool.waiting(space.tenant)
+            self.metrics.read(space.tenant, space.store, encodes, len(space.windows), waiting)
 
     def _open(self, name: str, tenant: Tenant | None) -> Space:
         engine, store = self._open_engine(name, tenant)
@@ -204,7 +209,7 @@ class Service:
         return Space(
             name, engine, store,
             Registry(engine, most, self.limits.window_ttl_s, watch=watch), uploads,
-            Chat(engine, uploads, self.limits.fidelity, self._temperature, watch), Results(),
+            Chat(engine, uploads, self.limits.fidelity, self._defaults, watch, partial(self._pool.submit, name)), Results(),
         )  # fmt: skip
 
     async def _sweep(self) -> None:
@@ -212,7 +217,7 @@ class Service:
             await asyncio.sleep(min(30.0, self.limits.window_ttl_s / 4))
             for space in list(self._spaces.values()):
                 try:
-                    closed = await self.run(space.windows.sweep)
+                    closed = await self.run(space.tenant, space.windows.sweep)
                 except Exception:
                     _log.exception("idle windows of tenant %r could not be closed", space.tenant)
                     continue
@@ -221,7 +226,7 @@ class Service:
 
     def _close(self) -> None:
         # No new work is taken; what runs has been told to stop.
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown()
         self._brief.shutdown(wait=True, cancel_futures=True)
         spaces, self._spaces = self._spaces, {}
         for space in spaces.values():
@@ -241,7 +246,7 @@ class Items(Generic[T]):
 
     def __init__(
         self,
-        pool: ThreadPoolExecutor,
+        submit: Callable[[Callable[[], None]], Future[None]],
         work: Callable[[Callable[[Any], None], Callable[[], bool]], T],
         closing: threading.Event,
     ) -> None:
@@ -262,11 +267,12 @@ class Items(Generic[T]):
             except BaseException as error:  # handed to the event loop, which raises it
                 put(_End(error=error))
 
-        def ended(future: asyncio.Future[None]) -> None:
-            if future.cancelled():  # it never ran
-                self._queue.put_nowait(_End(error=EngineFailed(_STOPPED)))
+        def ended(future: Future[None]) -> None:
+            if future.cancelled() and not loop.is_closed():  # it never ran
+                put(_End(error=EngineFailed(_STOPPED)))
 
-        loop.run_in_executor(pool, run).add_done_callback(ended)
+        self._future = submit(run)
+        self._future.add_done_callback(ended)
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         while True:
@@ -280,6 +286,7 @@ class Items(Generic[T]):
 
     def close(self) -> None:
         self._stop.set()
+        self._future.cancel()  # where it has not begun, nobody's turn is spent on it
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ REFERENCE = "ctxwin_chunk"
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Whose header says how large they are before they are decoded; icons are decoded first, and some others run programs."""
 Find = Callable[[str], Chunk]
+SEED = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""What torch's generators take."""
 
 
 class Body(BaseModel):

@@ -6,6 +6,7 @@ name = "acme"
 keys = ["sk-acme-1", "sk-acme-2"]
 max_bytes = "20GB"     # of the tenant's own store; default: the server's --store-bytes
 max_windows = 64       # default: the server's --max-windows
+max_concurrency = 16   # requests that run at once; default: the server's --max-concurrency
 ```
 
 JSON takes the same: ``{"tenant": [{"name": ..., "keys": [...]}]}``.
@@ -34,13 +35,14 @@ class Tenant(Body):
     Attributes:
         name: part of its keys in the store and of its prefix-cache salts; stays the same for as long as its data should.
         keys: API keys that are this tenant's.
-        max_bytes: quota of its store; max_windows: of its open windows.
+        max_bytes: quota of its store; max_windows: of its open windows; max_concurrency: of its requests that run at once.
     """
 
     name: str = Field(min_length=1, max_length=200)
     keys: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1)
     max_bytes: int | str | None = None
     max_windows: Annotated[int, Field(gt=0)] | None = None
+    max_concurrency: Annotated[int, Field(gt=0)] | None = None
 
 
 class _File(Body):

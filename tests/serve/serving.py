@@ -73,7 +73,7 @@ def serving(
         tenants=tenants,
         keys=Keys.of(api_keys, tenants),
         metrics=Metrics(by_tenant=bool(tenants), registry=registry),
-        temperature=0.0,
+        defaults={"temperature": 0.0},
     )
 
     @contextlib.asynccontextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import json
 import os
 import re
 import signal
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import APIStatusError, AuthenticationError, OpenAI
+from openai import APIStatusError, AuthenticationError, BadRequestError, OpenAI
 from PIL import Image
 
 from ctxwin import BudgetExceeded, Chunk, Fidelity, Window, open_engine
@@ -211,6 +212,75 @@ def test_a_chat_that_names_chunks_is_the_same_prompt_and_reuses_their_kv(server:
     events = list(client.chat.completions.create(**asked, messages=messages, stream=True))
     assert "".join(e.choices[0].delta.content or "" for e in events)
     assert server.metrics()['ctxwin_vision_encodes_total{tenant=""}'] == encodes
+
+
+SCHEMA = {
+    "type": "object", "properties": {"color": {"enum": ["red", "blue"]}, "sure": {"type": "boolean"}},
+    "required": ["color", "sure"], "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0, "logprobs": True, "top_logprobs": 5},
+        {"temperature": 1.5, "seed": 7, "n": 4, "logprobs": True, "top_p": 0.9},
+        {"temperature": 2.0, "seed": 3, "extra_body": {"top_k": 4, "min_p": 0.05}},
+        {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 0.5, "max_tokens": 24},
+        {"temperature": 0, "extra_body": {"repetition_penalty": 1.8}, "max_tokens": 24},
+        {"temperature": 0, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        {"temperature": 1, "seed": 1, "max_tokens": 16, "response_format": {"type": "json_object"}},
+    ],
+)
+def test_options_mean_what_they_mean_to_vllm(server: Process, options: dict[str, Any]) -> None:
+    """The same request, once with chunks by name and once with their pictures, which takes vLLM's own route."""
+    client = server.client()
+    content: list[Any] = [*(chunk_part(upload(client, chunk)) for chunk in CHUNKS[:3])]
+    content.append({"type": "text", "text": question(1)})
+    messages: list[Any] = [{"role": "system", "content": HEADER}, {"role": "user", "content": content}]
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 64, **options}
+    extra = {**options.get("extra_body", {}), "ctxwin": {"fidelity": {"mode": "exact"}}}
+    named = client.chat.completions.create(**{**asked, "messages": messages, "extra_body": extra})
+    plain = client.chat.completions.create(**asked, messages=plain_messages([0, 1, 2], question(1)))
+    assert len(named.choices) == len(plain.choices) == options.get("n", 1)
+    for ours, theirs in zip(named.choices, plain.choices, strict=True):
+        assert ours.message.content == theirs.message.content and ours.message.content
+        assert ours.finish_reason == theirs.finish_reason
+        if "json_schema" in options.get("response_format", {}):
+            assert json.loads(ours.message.content)["color"] in ("red", "blue") and ours.finish_reason == "stop"
+        if "logprobs" not in options:
+            continue
+        assert ours.logprobs is not None and theirs.logprobs is not None
+        # vLLM counts the token that ends the answer, too.
+        mine, others = ours.logprobs.content or [], theirs.logprobs.content or []
+        assert 0 <= len(others) - len(mine) <= 1 and mine
+        for one, other in zip(mine, others, strict=False):
+            assert one.token == other.token and one.bytes == other.bytes
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [top.logprob for top in one.top_logprobs] == pytest.approx(
+                [top.logprob for top in other.top_logprobs], abs=1e-4
+            )
+
+
+def test_further_choices_find_what_the_first_computed(server: Process) -> None:
+    client = server.client()
+    chunk = upload(client, Chunk.text("a story that nobody has told before, of a day without an end " * 20))
+    messages: list[Any] = [{"role": "user", "content": [chunk_part(chunk), {"type": "text", "text": "and then?"}]}]
+    made = client.chat.completions.create(model="tiny", messages=messages, n=4, max_tokens=4, temperature=1, seed=1)
+    assert made.usage is not None and made.model_extra is not None
+    computed = made.model_extra["ctxwin"]["usage"]["computed_tokens"]
+    assert computed < made.usage.prompt_tokens + 3 * 64  # of each other one less than two blocks
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "no such type"}, {"type": "string", "pattern": "(?=x)("}, {"$ref": "#/nowhere"}]
+)
+def test_a_schema_that_cannot_be_held_to_is_refused(server: Process, schema: dict[str, Any]) -> None:
+    client = server.client()
+    messages: list[Any] = [{"role": "user", "content": [chunk_part(upload(client, Chunk.text("x")))]}]
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(BadRequestError, match="schema"):
+        client.chat.completions.create(model="tiny", messages=messages, response_format=wanted)
 
 
 def test_tenants_share_nothing(server: Process) -> None:

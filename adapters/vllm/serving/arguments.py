@@ -80,7 +80,6 @@ def _check_one_process(args: Namespace) -> None:
         )
 
 
-def temperature_of(config: Any) -> float:
-    """The temperature of a chat that names none: the model's own default, as for vLLM's other chats."""
-    found = config.get_diff_sampling_param().get("temperature")
-    return 1.0 if found is None else float(found)
+def defaults_of(config: Any) -> dict[str, float]:
+    """How chats are decoded that say nothing: the model's own generation config, as for vLLM's other chats."""
+    return {name: value for name, value in config.get_diff_sampling_param().items() if value is not None}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ctxwin.adapters.vllm.serving.arguments import own_keys, parse, temperature_of
+from ctxwin.adapters.vllm.serving.arguments import defaults_of, own_keys, parse
 from ctxwin.engines.base import Engine
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.metrics import CountingStore
@@ -104,7 +104,7 @@ async def _with_windows(
         limits=options.limits,
         tenants=tenants,
         keys=keys,
-        temperature=temperature_of(client.model_config),
+        defaults=defaults_of(client.model_config),
     )
     install(app, service)
     try:

@@ -1,0 +1,153 @@
+"""Fair shares: no tenant waits behind all of another one's requests. Order is held by events, never by time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from ctxwin import Chunk
+from ctxwin.serve.fair import FairPool
+from ctxwin.serve.limits import Limits
+from ctxwin.serve.tenants import Tenant
+from serve.serving import serving
+from serve.test_routes import call, read_metrics, wait_for
+
+
+class Line:
+    """Jobs that say when they begin and end when they are told to."""
+
+    def __init__(self, pool: FairPool) -> None:
+        self._pool = pool
+        self.begun: list[str] = []
+        self._ends: dict[str, threading.Event] = {}
+        self.futures: dict[str, Future[str]] = {}
+
+    def add(self, *names: str) -> None:
+        for name in names:
+            self._ends[name] = threading.Event()
+            self.futures[name] = self._pool.submit(name[0], self._work, name)
+
+    def _work(self, name: str) -> str:
+        self.begun.append(name)
+        assert self._ends[name].wait(30)
+        return name
+
+    def end(self, name: str) -> None:
+        self._ends[name].set()
+        assert self.futures[name].result(30) == name
+
+    def began(self, count: int) -> list[str]:
+        wait_for(lambda: len(self.begun) >= count)
+        return self.begun[:count]
+
+
+@pytest.fixture
+def pools() -> Iterator[list[FairPool]]:
+    made: list[FairPool] = []
+    yield made
+    for pool in made:
+        pool.shutdown()
+
+
+def test_a_tenant_that_comes_late_gets_the_next_thread(pools: list[FairPool]) -> None:
+    pools.append(FairPool(2))
+    line = Line(pools[0])
+    line.add("a1", "a2")
+    line.began(2)  # every thread is the first tenant's
+    line.add("a3", "a4", "a5", "b1", "b2", "c1")
+    for done, following in (("a1", "b1"), ("a2", "c1"), ("b1", "a3"), ("c1", "b2"), ("a3", "a4"), ("b2", "a5")):
+        line.end(done)
+        assert line.began(len(line.begun) + (following not in line.begun))[-1] == following
+    line.end("a4")
+    line.end("a5")
+
+
+def test_shares_become_equal_however_many_each_asks_for(pools: list[FairPool]) -> None:
+    pools.append(FairPool(4))
+    line = Line(pools[0])
+    line.add(*(f"a{i}" for i in range(8)))
+    line.began(4)
+    line.add(*(f"b{i}" for i in range(8)))
+    for i in range(2):
+        line.end(f"a{i}")
+        line.began(5 + i)
+    assert line.begun[4:] == ["b0", "b1"]
+    line.end("b0")  # two and one run: the fewer is next, although the other asked first
+    assert line.began(7)[-1] == "b2"
+    line.end("a2")
+    assert line.began(8)[-1] == "a4"
+    for name in ("a3", "a4", "a5", "a6", "a7", *(f"b{i}" for i in range(1, 8))):
+        line.end(name)
+
+
+def test_a_tenant_stays_under_its_cap(pools: list[FairPool]) -> None:
+    pools.append(FairPool(3, {"a": 1}))
+    line = Line(pools[0])
+    line.add("a1", "a2", "b1", "b2")
+    assert sorted(line.began(3)) == ["a1", "b1", "b2"]
+    line.end("b1")
+    line.add("b3")
+    assert line.began(4)[-1] == "b3"  # a thread was free, and the second of a did not take it
+    line.end("a1")
+    assert line.began(5)[-1] == "a2"
+    for name in ("a2", "b2", "b3"):
+        line.end(name)
+
+
+def test_what_is_taken_back_or_shut_down_never_begins() -> None:
+    pool = FairPool(1)
+    line = Line(pool)
+    line.add("a1")
+    line.began(1)
+    line.add("a2", "b1", "b2")
+    assert line.futures["b1"].cancel() and pool.waiting("b") == 1 and pool.waiting("a") == 1
+    line.end("a1")
+    assert line.began(2)[-1] == "b2"  # a was served last
+    with ThreadPoolExecutor(1) as other:
+        closing = other.submit(pool.shutdown)
+        wait_for(line.futures["a2"].cancelled)
+        assert not closing.done()  # what runs may end
+        line.end("b2")
+        closing.result(30)
+    assert line.begun == ["a1", "b2"]
+    with pytest.raises(RuntimeError, match="shuts down"):
+        pool.submit("a", print)
+    pool.shutdown()
+
+
+def test_an_error_is_its_callers(pools: list[FairPool]) -> None:
+    pools.append(FairPool(1))
+    with pytest.raises(ZeroDivisionError):
+        pools[0].submit("a", lambda: 1 // 0).result(30)
+    assert pools[0].submit("a", lambda: 1).result(30) == 1
+
+
+def test_one_tenants_requests_do_not_keep_another_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of one tenant's wait when another's comes: it is answered after the first of them ends."""
+    tenants = [Tenant(name="acme", keys=["key-a"]), Tenant(name="bolt", keys=["key-b"])]
+    body: dict[str, Any] = {"type": "text", "text": "x"}
+    with serving(Limits(threads=1), tenants) as server, ThreadPoolExecutor() as pool:
+        turn, encode = threading.Semaphore(0), server.engines["acme"].encode
+        inside: list[Chunk] = []
+
+        def slow(chunk: Chunk) -> Any:
+            inside.append(chunk)
+            assert turn.acquire(timeout=60)
+            return encode(chunk)
+
+        monkeypatch.setattr(server.engines["acme"], "encode", slow)
+        many = [pool.submit(call, server, "/v1/chunks", body, authorization="Bearer key-a") for _ in range(4)]
+        wait_for(lambda: len(inside) == 1 and server.service._pool.waiting("acme") == 3)
+        assert read_metrics(server)['ctxwin_requests_waiting{tenant="acme"}'] == 3
+        other = pool.submit(call, server, "/v1/chunks", body, authorization="Bearer key-b")
+        wait_for(lambda: server.service._pool.waiting("bolt") == 1)
+        turn.release()
+        assert other.result(30)[0] == 201
+        assert sum(future.done() for future in many) <= 1
+        for _ in range(3):
+            turn.release()
+        assert {future.result(30)[0] for future in many} <= {200, 201}
