@@ -97,6 +97,9 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # mypy sees vLLM as unty
     saves: list[Save] = field(default_factory=list)
 
 
+_IDLE = Step()  # of steps with nothing to do, the many; nobody writes to it
+
+
 class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vLLM as untyped
     """Loads and captures the spans of the requests that carry a ctxwin handle."""
 
@@ -187,6 +190,8 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
         self._steps += 1
         while self._unproven and self._unproven[0].step <= self._steps - STEPS:
             self._unproven.popleft()
+        if not (self._step.loads or self._step.saves):
+            return _IDLE
         step, self._step = self._step, Step()
         return step
 
@@ -360,6 +365,8 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """(requests whose blocks may be freed, requests whose background load has ended, well or not)."""
+        if not (self._sent or self._received):
+            return None, None
         sent, received = self._sent, self._received
         self._sent, self._received = set(), set()
         return sent or None, received or None
@@ -367,6 +374,10 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
+
+    def has_connector_metadata(self) -> bool:
+        """False: vLLM asks in each layer whether to wait for it and to hand it over, and spans are not moved by layer."""
+        return False
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: loads are complete when the forward begins."""
@@ -380,7 +391,7 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
 
 @torch.inference_mode()
 def _write(paged: PagedKV, parts: list[Part], kv: Any, load: Load, heads: slice | None = None) -> int:
-    placing = Placing(parts, kv, dtype=paged.dtype, device=paged.device, heads=heads)
+    placing = Placing(parts, kv, dtype=paged.dtype, device=paged.device, heads=heads, kernel=paged.kernel)
     if placing.tokens != load.end - load.begin:
         raise RuntimeError(f"spans must cover all {load.end - load.begin} tokens of the load, got {placing.tokens}")
     return paged.write(placing, paged.slots(load.blocks, load.begin, load.end))

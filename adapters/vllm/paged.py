@@ -4,20 +4,23 @@ Attention backends pack a block as their kernels like it (transposed keys, tiles
 the packing depends on the instruction set. Writing therefore goes through the backend's own ``do_kv_cache_update``,
 which every backend has. There is no reading counterpart, so `PagedKV` learns the packing once: it writes the index of
 each number into a scratch block, in digits that the cache dtype holds exactly, and inverts the permutation it finds.
+
+A load kernel that can write slots itself (Triton's) does so where the packing is one of constant steps, as those of
+FlashAttention, FlashInfer and Triton are: keys and values then go from where they are computed to where they stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv import KVSpec
-
-if TYPE_CHECKING:
-    from ctxwin.operator.kernels import Placing
+from ctxwin.operator.kernels import Kernel, Lines, Part, Placing, choose
+from ctxwin.operator.kernels.choice import report, trial
 
 _BASE = 128  # digits 0..127 are exact in bfloat16 (8 bits of mantissa) as in every wider dtype
 
@@ -29,12 +32,17 @@ class PagedKV:
         layers: attention layers by name, as in ``compilation_config.static_forward_context``.
         kv: layout of the model's KV.
         block_size: tokens in a block, as the scheduler counts them.
+        kernel: the load kernel; None is what `choose` takes for the cache's device.
+
+    Attributes:
+        kernel: the load kernel for what is written here.
 
     Raises:
-        UnsupportedModel: a cache that cannot be read back exactly; the message names the property.
+        UnsupportedModel: a cache that cannot be read back exactly; the message names the property. Cost: on a GPU some
+        seconds, in which load kernels are compiled and tried.
     """
 
-    def __init__(self, layers: Mapping[str, Any], kv: KVSpec, block_size: int) -> None:
+    def __init__(self, layers: Mapping[str, Any], kv: KVSpec, block_size: int, kernel: Kernel | None = None) -> None:
         self._kv = kv
         self._layers = _ordered(layers)
         self.block_size = block_size
@@ -48,6 +56,13 @@ class PagedKV:
         self.dtype: torch.dtype = self._layers[0].kv_cache.dtype
         self.device: torch.device = self._layers[0].kv_cache.device
         self._gather = self._probe()
+        self.kernel = choose(kv, self.dtype, self.device, kernel=kernel)
+        self._lines = self._steps() if self.kernel == "triton" else None
+
+    @property
+    def direct(self) -> bool:
+        """Whether spans are written into their slots by the load kernel itself."""
+        return self._lines is not None
 
     def _check_layer(self, layer: Any) -> None:
         cache = layer.kv_cache
@@ -87,8 +102,11 @@ class PagedKV:
             )
         slots = slots.to(self.device)
         for i, layer in enumerate(self._layers):
-            k, v = placing.layer(i)
-            _update(layer, k, v, layer.kv_cache, slots)
+            if self._lines is not None and placing.stores:
+                placing.store(i, layer.kv_cache, self._lines[i], slots)
+            else:
+                k, v = placing.layer(i)
+                _update(layer, k, v, layer.kv_cache, slots)
         return placing.nbytes
 
     def read(self, blocks: Sequence[int], begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,6 +186,41 @@ class PagedKV:
             raise UnsupportedModel(
                 f"attention backend {type(layer.impl).__name__} does not return the KV that was written into its cache"
             )
+
+    def _steps(self) -> list[Lines] | None:
+        """Each layer's packing as steps of constant length, where it is one and the load kernel writes by it rightly."""
+        found = [self._line(layer.kv_cache) for layer in self._layers]
+        lines = [line for line in found if line is not None]
+        if len(lines) < len(found) or self.block_size < 8:
+            return None
+        try:
+            # All in a block and a half, so that two blocks of the scratch cache hold it.
+            tokens = (self.block_size, self.block_size // 4 + 1, self.block_size // 4 + 1)
+            fault = trial(self._written, self._kv, self.dtype, self.device, tokens)
+        except Exception as error:  # whatever a compiler or a driver comes up with
+            fault = f"{type(error).__name__}: {error}"
+        if fault is not None:
+            report(f"the Triton load kernel does not write the paged cache itself on {self.device}: {fault}")
+            return None
+        return lines
+
+    def _line(self, cache: torch.Tensor) -> Lines | None:
+        return Lines.find(cache, self._gather, self.block_size, self._kv.heads, (self._kv.k_dim, self._kv.v_dim))
+
+    def _written(self, parts: Sequence[Part], spec: KVSpec, **options: Any) -> Any:
+        """A kernel whose layers go through scattered slots of a scratch cache, packed like the first layer's."""
+        placing = Placing(parts, spec, dtype=options["dtype"], device=options["device"], kernel="triton")
+        slots = torch.randperm(2 * self.block_size, generator=torch.Generator().manual_seed(0))[: placing.tokens]
+
+        def layer(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+            scratch = torch.zeros_like(self._layers[0].kv_cache[:2])
+            line = self._line(scratch)
+            assert line is not None
+            placing.store(i, scratch, line, slots.to(self.device))
+            k, v = self._unpack(scratch)
+            return k[slots], v[slots]
+
+        return SimpleNamespace(layer=layer)
 
 
 def _update(layer: Any, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:

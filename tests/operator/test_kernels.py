@@ -290,8 +290,8 @@ def test_refuses_what_does_not_fit():
             place(Part(span, 0), heads=heads)
     with pytest.raises(ValueError, match="floating-point"):
         place(Part(span, 0), dtype=torch.int8)
-    with pytest.raises(ValueError, match="kernel must be one of cpu, reference"):
-        place(Part(span, 0), kernel="triton")
+    with pytest.raises(ValueError, match="kernel must be one of cpu, reference, triton, got 'cuda'"):
+        place(Part(span, 0), kernel="cuda")
     for layer in (-1, 3):
         with pytest.raises(IndexError, match=r"\[0, 3\)"):
             place(Part(span, 0)).layer(layer)

@@ -1,6 +1,6 @@
 """What a load costs: ``python -m ctxwin.operator.kernels.measure``.
 
-Copy, rotate, and rotate with a joint patch, each by the reference and by the fast kernel, construction included, on
+Copy, rotate, and rotate with a joint patch, each by the reference and by the fast kernels, construction included, on
 random KV. All are run once per round, one behind the other, so that a busy machine is busy for all of them; the median
 over the rounds is what to read, the least is what the machine can do.
 """
@@ -19,14 +19,15 @@ from typing import get_args
 import torch
 
 from ctxwin.kv import KVSpec, RopeSpec, SpanKV
-from ctxwin.operator.kernels.api import Kernel, Placing
+from ctxwin.operator.kernels.api import Placing
+from ctxwin.operator.kernels.choice import Kernel
 from ctxwin.operator.kernels.parts import Part
 from ctxwin.operator.patch import Patch
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One load: ``tokens`` in all, split over ``parts``; the rest as in `KVSpec`."""
+    """One load: ``tokens`` in all, split over ``parts``, from the processor's memory to ``device``; the rest as in `KVSpec`."""
 
     tokens: int = 2048
     layers: int = 24
@@ -37,6 +38,7 @@ class Setting:
     dtype: str = "bfloat16"
     pairing: str = "half"
     rounds: int = 15
+    device: str = "cpu"
 
     def spec(self) -> KVSpec:
         """The layout; plain RoPE over the whole head."""
@@ -57,7 +59,8 @@ class Row:
 
 
 def measure(setting: Setting) -> list[Row]:
-    """Rows for copy, rotate and patch; the copy reads and writes every byte once, layer by layer.
+    """Rows for copy, rotate and patch; the copy reads and writes every byte once, layer by layer. Triton's kernel is among
+    them on a GPU.
 
     Raises:
         ValueError: no tokens, layers, heads, parts or rounds, or more parts than tokens. Cost: ``rounds`` loads of each
@@ -65,17 +68,21 @@ def measure(setting: Setting) -> list[Row]:
     """
     if min(setting.layers, setting.heads, setting.parts, setting.rounds) < 1 or setting.tokens < setting.parts:
         raise ValueError(f"layers, heads, parts and rounds must be >= 1 and tokens >= parts, got {setting}")
-    spec, dtype = setting.spec(), getattr(torch, setting.dtype)
+    spec, dtype, device = setting.spec(), getattr(torch, setting.dtype), torch.device(setting.device)
     plain, patched = _parts(setting, spec, dtype, False), _parts(setting, spec, dtype, True)
-    moves: dict[tuple[str, str], Callable[[], None]] = {("copy", ""): lambda: _copy(plain)}
+    moves: dict[tuple[str, str], Callable[[], None]] = {("copy", ""): lambda: _copy(plain, device)}
     for kernel in get_args(Kernel):
-        moves["rotate", kernel] = _load(plain, spec, dtype, kernel)
-        moves[f"rotate, rank {setting.rank}", kernel] = _load(patched, spec, dtype, kernel)
+        if kernel == "triton" and device.type == "cpu":
+            continue
+        moves["rotate", kernel] = _load(plain, spec, dtype, device, kernel)
+        moves[f"rotate, rank {setting.rank}", kernel] = _load(patched, spec, dtype, device, kernel)
     times: dict[tuple[str, str], list[float]] = {name: [] for name in moves}
     for warm in [True, *[False] * setting.rounds]:
         for name, move in moves.items():
             began = time.perf_counter()
             move()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             if not warm:
                 times[name].append((time.perf_counter() - began) * 1e3)
     size = spec.span_bytes(setting.tokens, dtype.itemsize) / 1e6
@@ -105,19 +112,21 @@ def _patch(setting: Setting, spec: KVSpec, tokens: int, noise: torch.Generator, 
     )  # fmt: skip
 
 
-def _load(parts: Sequence[Part], spec: KVSpec, dtype: torch.dtype, kernel: Kernel) -> Callable[[], None]:
+def _load(
+    parts: Sequence[Part], spec: KVSpec, dtype: torch.dtype, device: torch.device, kernel: Kernel
+) -> Callable[[], None]:
     def load() -> None:
-        placing = Placing(parts, spec, dtype=dtype, kernel=kernel)
+        placing = Placing(parts, spec, dtype=dtype, device=device, kernel=kernel)
         for i in range(placing.layers):
             placing.layer(i)
 
     return load
 
 
-def _copy(parts: Sequence[Part]) -> None:
+def _copy(parts: Sequence[Part], device: torch.device) -> None:
     tokens = sum(part.tokens for part in parts)
-    k = torch.empty(tokens, *parts[0].span.k.shape[2:], dtype=parts[0].span.k.dtype)
-    v = torch.empty(tokens, *parts[0].span.v.shape[2:], dtype=parts[0].span.v.dtype)
+    k = torch.empty(tokens, *parts[0].span.k.shape[2:], dtype=parts[0].span.k.dtype, device=device)
+    v = torch.empty(tokens, *parts[0].span.v.shape[2:], dtype=parts[0].span.v.dtype, device=device)
     for i in range(len(parts[0].span.k)):
         at = 0
         for part in parts:
