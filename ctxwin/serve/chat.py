@@ -60,7 +60,7 @@ def lay_out(engine: Engine, uploads: Uploads, messages: Sequence[Message]) -> La
     for role, run in groupby(messages[front:], lambda m: m.role):
         turn = list(run)
         if role == "user":
-            text = _user(uploads, layout, turn, pixels)
+            text = _user(uploads, layout, turn, pixels, engine.spec.max_tokens)
         elif role == "assistant":
             layout.chunks.append(_exchange(engine, text, "\n".join(_text(m) for m in turn)))
             text = ""
@@ -72,8 +72,8 @@ def lay_out(engine: Engine, uploads: Uploads, messages: Sequence[Message]) -> La
     return layout
 
 
-def _user(uploads: Uploads, layout: Layout, turn: Sequence[Message], pixels: Pixels) -> str:
-    """Adds the chunks of one user turn; returns the text at its end."""
+def _user(uploads: Uploads, layout: Layout, turn: Sequence[Message], pixels: Pixels, most: int) -> str:
+    """Adds the chunks of one user turn, ``most`` in all; returns the text at its end."""
     text = ""
     for message in turn:
         parts = [Text(type="text", text=message.content)] if isinstance(message.content, str) else message.content
@@ -86,6 +86,11 @@ def _user(uploads: Uploads, layout: Layout, turn: Sequence[Message], pixels: Pix
             if text:
                 layout.chunks.append(Chunk.text(text))
                 text = ""
+            if len(layout.chunks) >= most:  # each has a token at least; finding what cannot fit takes time
+                raise BudgetExceeded(
+                    f"a chat must fit the {most} tokens the model takes, got more chunks than that; send fewer",
+                    needed=len(layout.chunks) + 1, budget=most,
+                )  # fmt: skip
             if isinstance(part, Reference):
                 layout.chunks.append(uploads.find(part.chunk))
             else:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ctxwin.answer import Answer
 from ctxwin.engines.base import Sampling, ScoredToken
@@ -17,6 +17,8 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.serve.specs import SEED, Body, Reference, Text, checked
 
 _MOST_CHOICES = 128
+_MOST_SCORES = 1 << 22
+_MOST_SCHEMA = 256 << 10
 _Stop = Annotated[str, Field(max_length=1000)]
 _LEAST_LOGPROB = -9999.0
 """What is shown for a token that could not be drawn, as vLLM shows it: JSON has no infinities."""
@@ -110,6 +112,16 @@ class ChatRequest(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
+    @field_validator("tools", "tool_choice", mode="before")
+    @classmethod
+    def _no_tools(cls, value: Any) -> Any:
+        if value not in (None, [], "none"):
+            raise ValueError(
+                "a chat that names chunks is not served with tools; send the pictures themselves, or describe the tools "
+                "in the system message and read the calls from the answer"
+            )
+        return value
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.top_logprobs and not self.logprobs:
@@ -124,9 +136,19 @@ class ChatRequest(Body):
         return tuple(filter(None, stops))
 
     def most(self, left: int, defaults: Mapping[str, float]) -> int:
-        """Most tokens of an answer for which there is room for ``left``; what is asked for may be more than that."""
+        """Most tokens of an answer where there is room for ``left``; what is asked for may be more than that.
+
+        Raises ValueError where their log-probabilities would not fit into memory.
+        """
         asked = self.max_completion_tokens or self.max_tokens
-        return asked or min(left, int(defaults.get("max_tokens", left)))
+        most = asked or min(left, int(defaults.get("max_tokens", left)))
+        scores = (self.n or 1) * most * (1 + (self.top_logprobs or 0)) if self.logprobs else 0
+        if scores > _MOST_SCORES:
+            raise ValueError(
+                f"n * max_tokens * (1 + top_logprobs) must be at most {_MOST_SCORES} log-probabilities, got {scores}; "
+                "lower one of them"
+            )
+        return most
 
     def sampling(self, defaults: Mapping[str, float]) -> Sampling:
         """How to decode, but for ``max_tokens``: what the request says, else the server's ``defaults``, else OpenAI's.
@@ -161,9 +183,12 @@ class ChatRequest(Body):
         if isinstance(wanted, _JsonObject):
             return '{"type": "object"}'
         try:
-            return json.dumps(wanted.json_schema.schema_, allow_nan=False)
+            schema = json.dumps(wanted.json_schema.schema_)
         except RecursionError:
             raise ValueError("the JSON schema must not be nested without end") from None
+        if len(schema) > _MOST_SCHEMA:
+            raise ValueError(f"the JSON schema must have at most {_MOST_SCHEMA} characters, got {len(schema)}")
+        return schema
 
 
 def parse(data: Any) -> ChatRequest:

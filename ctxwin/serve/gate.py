@@ -31,6 +31,9 @@ SALTED = (CHAT, "/v1/completions", "/v1/responses", "/v1/messages")
 _HARMLESS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 _OPEN = ("/health", "/ping", "/version", "/metrics", "/docs", "/openapi.json", "/redoc", "/load")
 _TRANSFER = ("kv_transfer_params", "ec_transfer_params")
+_SCORES = ("logprobs", "top_logprobs", "prompt_logprobs")
+_MOST_SCORES = 20
+"""vLLM's own default; windows need the whole vocabulary, so vLLM itself is told to refuse nothing."""
 _log = logging.getLogger("ctxwin.serve")
 
 
@@ -120,6 +123,10 @@ def _bind(data: dict[str, Any], tenant: str, salt: str) -> dict[str, Any]:
         raise NotAllowed("previous_response_id is not served to tenants; send the earlier items again")
     if tenant and isinstance(data.get("priority"), int | float) and data["priority"] < 0:
         raise NotAllowed("priority must be at least 0 for tenants; lower ones would be served before everybody else's")
+    for name in _SCORES if tenant else ():
+        scores = data.get(name)
+        if isinstance(scores, int | float) and not 0 <= scores <= _MOST_SCORES:
+            raise ValueError(f"{name} must be in 0..{_MOST_SCORES}, got {scores}")
     if tenant and not salt:
         raise NotAllowed("this engine has no prefix-cache space of the tenant's own; use chunks and windows instead")
     given = data.get("cache_salt")

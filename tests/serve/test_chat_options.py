@@ -220,6 +220,10 @@ def test_a_client_that_leaves_stops_every_choice(server: Server, vague: dict[str
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
+def schema(value: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -248,6 +252,8 @@ def test_a_client_that_leaves_stops_every_choice(server: Server, vague: dict[str
         ({"logit_bias": {"1": 5}}, "logit_bias"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "auto"}, "tool_choice"),
+        ({"logprobs": True, "top_logprobs": 20, "n": 128, "temperature": 1, "max_tokens": 3000}, "top_logprobs"),
+        ({"response_format": schema({"const": "x" * 300_000})}, "JSON schema"),
         ({"cache_salt": "x"}, "cache_salt"),
         ({"priority": -1}, "priority"),
     ],
@@ -277,6 +283,18 @@ def test_parts_of_messages_that_are_not_understood_are_refused(
     body = {**asked, "messages": [message, *asked["messages"]]}
     status, answer = call(server, "/v1/chat/completions", body)
     assert status == 400 and answer["error"]["message"].startswith("the request is malformed: messages.0"), answer
+
+
+def test_a_schema_without_end_and_chunks_without_end_are_refused(server: Server, asked: dict[str, Any]) -> None:
+    for depth in (150, 400, 100_000):
+        deep = b'{"not": ' * depth + b"{}" + b"}" * depth
+        raw = json.dumps({**asked, "response_format": schema("DEEP")}).encode().replace(b'"DEEP"', deep)
+        status, answer = call(server, "/v1/chat/completions", raw)
+        assert (status, answer["error"]["code"]) in ((400, "invalid_value"), (400, "unsupported_model")), answer
+    (message,) = asked["messages"]
+    many = {**asked, "messages": [{**message, "content": message["content"][:1] * 5000}]}
+    status, answer = call(server, "/v1/chat/completions", many)
+    assert (status, answer["error"]["code"]) == (422, "budget_exceeded") and "more chunks" in answer["error"]["message"]
 
 
 def test_an_answer_may_be_sent_back_as_it_came(client: OpenAI, asked: dict[str, Any]) -> None:

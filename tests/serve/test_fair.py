@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from ctxwin import Chunk
+from ctxwin.adapters.openai import chunk_part, upload
 from ctxwin.serve.fair import FairPool
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.tenants import Tenant
@@ -124,6 +127,32 @@ def test_an_error_is_its_callers(pools: list[FairPool]) -> None:
     with pytest.raises(ZeroDivisionError):
         pools[0].submit("a", lambda: 1 // 0).result(30)
     assert pools[0].submit("a", lambda: 1).result(30) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_the_line_takes_nobodys_turn(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    with serving(Limits(threads=1)) as server, ThreadPoolExecutor() as pool:
+        client, engine, service = server.client(), server.engines[""], server.service
+        chunk = upload(client, Chunk.text("x"))
+        inside, go, encode = threading.Event(), threading.Event(), engine.encode
+
+        def slow(chunk: Chunk) -> Any:
+            inside.set()
+            assert go.wait(60)
+            return encode(chunk)
+
+        monkeypatch.setattr(engine, "encode", slow)
+        first = pool.submit(call, server, "/v1/chunks", {"type": "text", "text": "y"})
+        assert inside.wait(30)
+        asked = {"messages": [{"role": "user", "content": [chunk_part(chunk)]}], "max_tokens": 1, "stream": stream}
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+        connection.request("POST", "/v1/chat/completions", json.dumps(asked))
+        wait_for(lambda: service._pool.waiting("") == 1)
+        connection.close()
+        wait_for(lambda: service._pool.waiting("") == 0)
+        go.set()
+        assert first.result(30)[0] == 201
+    assert not service._pool._running[""]
 
 
 def test_one_tenants_requests_do_not_keep_another_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

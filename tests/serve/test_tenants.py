@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,6 +169,33 @@ def test_the_tenants_file(tmp_path: Path) -> None:
             load_tenants(toml)
     with pytest.raises(ValueError, match="api-key"):
         Keys.of(["k3"], load_tenants(plain))
+
+
+def test_a_tenant_may_not_ask_vllm_for_a_whole_vocabulary(server: Server) -> None:
+    for name, wanted in (("top_logprobs", 21), ("top_logprobs", -1), ("prompt_logprobs", 10**6), ("logprobs", 1e9)):
+        body = {"messages": [], name: wanted}
+        status, answer = call(server, "/v1/chat/completions", body, authorization="Bearer key-a")
+        assert (status, answer["error"]["code"]) == (400, "invalid_value") and name in answer["error"]["message"]
+    assert not server.passed
+    assert chat(server, "key-a", logprobs=True, top_logprobs=20)["logprobs"] is True
+    assert chat(server, "key-own", logprobs=True, top_logprobs=-1)["top_logprobs"] == -1
+
+
+def test_metrics_show_tenants_by_name_and_nothing_else_of_theirs(server: Server) -> None:
+    client = server.client("key-b")
+    with RemoteWindow(client, "a secret header") as window:
+        chunk = upload(client, Chunk.text("a secret chunk"))
+        placed = window.append(Chunk.text("a secret text"))
+        window.ask("a secret query?", 1)
+        key = {"authorization": "Bearer key-b"}
+        assert call(server, "/v1/windows/5ec7e7", **key)[0] == call(server, "/v1/chunks/5ec7e7", **key)[0] == 404
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+            shown = answer.read().decode()
+    for secret in ("secret", "5ec7e7", "key-", window.id, chunk, placed):
+        assert secret not in shown
+    labels = set(re.findall(r'(\w+)="([^"]*)"', shown))
+    assert {value for name, value in labels if name == "tenant"} == {"acme", "bolt", ""}
+    assert {name for name, _ in labels} <= {"tenant", "lane", "op", "tier", "result", "code", "le"}
 
 
 def test_refusals_reach_the_client_as_ours(server: Server) -> None:

@@ -359,6 +359,8 @@ def test_metrics_stand_beside_vllms(server: Process) -> None:
     with RemoteWindow(server.client(), HEADER, 1500, Fidelity("patched", rank=11)) as window:
         answers = list(program(window))
     found = server.metrics()
+    shown = "".join(found)
+    assert not [secret for secret in ("key-", HEADER, "color of", window.id, CHUNKS[0].id) if secret in shown]
     assert any(name.startswith("vllm:prompt_tokens_total") for name in found)
     assert found['ctxwin_asks_total{tenant=""}'] == before + len(answers)
     assert found['ctxwin_loaded_bytes_total{tenant=""}'] > 0 and found['ctxwin_loads_total{tenant=""}'] > 0
