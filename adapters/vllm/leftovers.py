@@ -26,11 +26,18 @@ def segments() -> set[str]:
     """Names of the segments that processes below this one have mapped now. Cost: milliseconds."""
     found = set()
     for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{child.pid}/maps").read_text().splitlines():
-                name = line.partition(_FOLDER)[2]
-                if name.startswith(_NAMES) and not name.endswith("(deleted)"):
-                    found.add(name)
+        found |= mapped(child.pid)
+    return found
+
+
+def mapped(pid: int) -> set[str]:
+    """Names of the segments that one process has mapped."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            name = line.partition(_FOLDER)[2]
+            if name.startswith(_NAMES) and not name.endswith("(deleted)"):
+                found.add(name)
     return found
 
 
@@ -41,7 +48,12 @@ def remove(names: Iterable[str]) -> None:
     used: set[str] = set()
     while there and there & (used := segments()) and time.monotonic() < until:
         time.sleep(0.05)
-    for name in there - used:
+    unlink(there - used)
+
+
+def unlink(names: Iterable[str]) -> None:
+    """Removes segments, whoever uses them; one that is not there is no error."""
+    for name in names:
         with contextlib.suppress(OSError):
             if name.startswith(_TRACKED):
                 segment = SharedMemory(name)

@@ -27,7 +27,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import tempfile
 import threading
 import time
@@ -38,8 +37,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctxwin.adapters.vllm import ecfiles
-from ctxwin.adapters.vllm.folders import LOCK, PREFIX, owner_of, read_json, runs, shared_memory, sweep, write_file
+from ctxwin.adapters.vllm import ecfiles, watch
+from ctxwin.adapters.vllm.folders import LOCK, PREFIX, read_json, shared_memory, sweep, write_file
 from ctxwin.adapters.vllm.registry import Job, Placed, Transfer, is_handle, new_handle
 from ctxwin.errors import EngineFailed, StoreCorrupt
 from ctxwin.identity import digest
@@ -59,8 +58,6 @@ LIVE_BYTES = 512 << 20
 """Decoded spans and patches that each reader keeps at hand."""
 WAIT_S = 120.0
 """How long a capture may take after its request has ended: a step of the other requests of the batch."""
-WATCH_S = 1.0
-"""How often vLLM's processes look whether the engine's still runs."""
 _EMBEDDINGS = "embed"
 _log = logging.getLogger("ctxwin.engines")
 
@@ -105,9 +102,9 @@ class Spool:
         write_file(self.path / "spec.json", json.dumps(asdict(kv)).encode())
 
     @property
-    def name(self) -> str:
-        """What the connector's extra config holds."""
-        return str(self.path)
+    def name(self) -> watch.Lifeline:
+        """What the connector's extra config holds; vLLM's processes that get it end with this one."""
+        return watch.Lifeline(str(self.path))
 
     def __len__(self) -> int:
         """Transfers that have not been removed."""
@@ -311,25 +308,8 @@ class SpoolReader:
         self._live_bytes = 0
 
     def end_with_engine(self) -> None:
-        """Ends this process soon after the engine's, or after the one of vLLM that started it: vLLM's own processes do not
-        all notice that another was killed, and would hold their memory for ever."""
-        engine = owner_of(self.path)
-        if engine is None or engine in (os.getpid(), *_watched):
-            return
-        _watched.add(engine)
-
-        parent = os.getppid()
-
-        def watch() -> None:
-            while runs(engine) and os.getppid() == parent:
-                time.sleep(WATCH_S)
-            if not runs(engine):
-                shutil.rmtree(self.path, ignore_errors=True)
-            os.kill(os.getpid(), signal.SIGTERM)  # vLLM ends its workers and frees its shared memory on this one
-            time.sleep(10 * WATCH_S)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        threading.Thread(target=watch, name="ctxwin-watch", daemon=True).start()
+        """Ends this process soon after the engine's, where it does not watch for that already; see `watch`."""
+        watch.end_with_owner(self.path)
 
     def job(self, handle: str) -> Job | None:
         """None for a handle whose job is not there (any more)."""
@@ -457,9 +437,6 @@ def _remove(folder: Path, held: int, pid: int) -> None:
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)
     os.close(held)
-
-
-_watched: set[int] = set()  # engines whose end this process waits for
 
 
 def _part(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:

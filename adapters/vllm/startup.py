@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
-from ctxwin.adapters.vllm import versions
+from ctxwin.adapters.vllm import versions, watch
 from ctxwin.adapters.vllm.drivers import Driver, LoopDriver, StepDriver, in_turn
 from ctxwin.adapters.vllm.registry import PARAM, Exchange
 from ctxwin.adapters.vllm.spool import SPOOL, Spool, refusal
@@ -133,7 +133,8 @@ def _stepped(model: str, arguments: dict[str, Any]) -> StepDriver:
     global _open
     from vllm import LLM
 
-    llm = LLM(model, **arguments)
+    with watch.starting():
+        llm = LLM(model, **arguments)
     if hasattr(llm.llm_engine.engine_core, "engine_core"):
         _open += 1
     return StepDriver(llm, stop)
@@ -154,7 +155,8 @@ def _in_thread(model: str, arguments: dict[str, Any]) -> LoopDriver:
         loop.close()
 
     async def make() -> Any:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **arguments))
+        with watch.starting():
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **arguments))
 
     try:
         llm: Any = asyncio.run_coroutine_threadsafe(make(), loop).result()

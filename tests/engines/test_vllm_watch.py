@@ -1,0 +1,118 @@
+"""A process that opened an engine is killed: all of vLLM's processes end, whatever they were doing, and nobody else's."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ctxwin.adapters.vllm.folders import runs
+from ctxwin.adapters.vllm.watch import Lifeline
+from engines import models
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+STARTS = """
+import multiprocessing, os, sys, time
+from pathlib import Path
+from ctxwin.adapters.vllm.watch import Lifeline, starting
+
+
+def sleep(line):
+    time.sleep(120)
+
+
+def fork(line):
+    child = multiprocessing.get_context("fork").Process(target=sleep, args=(None,))
+    child.start()
+    Path(line, str(child.pid)).touch()
+    sleep(line)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1], f"ctxwin-{os.getpid()}-x")
+    folder.mkdir()
+    line = Lifeline(str(folder))
+    spawn, forked = multiprocessing.get_context("spawn").Process, multiprocessing.get_context("fork").Process
+    theirs = [forked(target=sleep, args=(line,)), spawn(target=sleep, args=(str(line),))]
+    for child in theirs:
+        child.start()
+    with starting():
+        ours = [forked(target=sleep, args=(line,)), spawn(target=fork, args=(line,))]
+        for child in ours:
+            child.start()
+    while not (below := list(folder.iterdir())):
+        time.sleep(0.01)
+    print(*[child.pid for child in theirs], *[child.pid for child in ours], below[0].name, flush=True)
+    time.sleep(120)
+"""
+
+
+def test_only_processes_that_were_given_the_name(tmp_path: Path) -> None:
+    """Spawned with it, forked while vLLM starts, or forked by one of those; a host program's own children are its own."""
+    script = tmp_path / "starts.py"
+    script.write_text(STARTS)
+    owner = subprocess.Popen([sys.executable, str(script), str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    pids = [int(pid) for pid in owner.stdout.readline().split()]
+    owner.stdout.close()
+    assert len(pids) == 5 and all(map(runs, pids)) and len(list(tmp_path.glob("ctxwin-*"))) == 1
+    theirs, ours = pids[:2], pids[2:]
+    try:
+        owner.kill()  # nobody has asked for its end yet
+        until = time.monotonic() + 20
+        while any(map(runs, ours)):
+            assert time.monotonic() < until, [pid for pid in ours if runs(pid)]
+            time.sleep(0.02)
+        assert list(tmp_path.glob("ctxwin-*")) == [] and all(map(runs, theirs))
+    finally:
+        owner.wait(timeout=10)
+        for pid in filter(runs, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_copies_of_a_configuration_start_nothing_in_the_owner(tmp_path: Path) -> None:
+    """vLLM copies what it was given."""
+    before = threading.active_count()
+    line = Lifeline(str(tmp_path / f"ctxwin-{os.getpid()}-x"))
+    copied = copy.deepcopy({"folder": line})["folder"]
+    assert copied == line and type(copied) is Lifeline and threading.active_count() == before
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("started", [1, 2])
+@pytest.mark.parametrize("processes", ["multi", "async"])
+def test_killed_while_vllm_starts(tmp_path: Path, processes: str, started: int) -> None:
+    """When vLLM's engine process has just begun, and when its worker has."""
+    from engines import faults  # it needs vLLM
+
+    model = models.write_vision_model(tmp_path / "model")
+    script = f"""
+        from pathlib import Path
+        from ctxwin.engines._torchvision import repair
+        repair()
+        from ctxwin.engines.vllm import VLLMEngine
+        if __name__ == "__main__":
+            VLLMEngine(Path({str(model)!r}), dtype="float32", processes={processes!r})
+    """
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)])
+    assert faults.wait_until(lambda: len(faults.descendants(child.pid)) >= started, 300)
+    below = faults.descendants(child.pid)
+    assert len(faults.spools(child.pid)) == 1
+    files = faults.mapped([child.pid, *below])
+    assert child.poll() is None
+    child.kill()
+    assert faults.wait_until(lambda: not faults.running(below), 120), faults.running(below)
+    assert faults.spools(child.pid) == []
+    child.wait(timeout=10)
+    assert faults.wait_until(lambda: not faults.left(files), 10), faults.left(files)
