@@ -113,8 +113,9 @@ class PagedKV:
         """KV of the tokens ``[begin, end)`` of a request that owns ``blocks``.
 
         Returns:
-            ``(k, v)``, each ``[layers, end - begin, heads, dim]``, new tensors on the cache's device. Cost: one gather
-            of the blocks concerned per layer.
+            ``(k, v)``, each ``[layers, end - begin, heads, dim]``, new tensors on the cache's device, complete: other
+            threads may read them on streams of their own. Cost: one gather of the blocks concerned per layer, and on a
+            GPU the wait for it.
         """
         first, last = begin // self.block_size, -(-end // self.block_size)
         if not 0 <= begin < end or last > len(blocks):
@@ -126,7 +127,10 @@ class PagedKV:
             k, v = self._unpack(layer.kv_cache[index])
             ks.append(k[head:tail])
             vs.append(v[head:tail])
-        return torch.stack(ks), torch.stack(vs)
+        found = torch.stack(ks), torch.stack(vs)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return found
 
     def _unpack(self, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[blocks, ...]`` as cached to ``k [blocks * block_size, H, k_dim]`` and ``v``."""

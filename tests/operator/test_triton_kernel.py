@@ -234,6 +234,37 @@ def test_leaves_what_is_stored_alone_and_takes_any_order_of_layers():
     assert all(torch.equal(before, after) for before, after in zip(stored, tensors, strict=True))
 
 
+def test_layers_are_staged_through_two_host_buffers(kernel, monkeypatch):
+    """As on a GPU, which a second buffer and a list of events play: no buffer is filled while its copy may be under way."""
+    events: list[str] = []
+
+    class Event:
+        made = 0
+
+        def __init__(self) -> None:
+            self.name, Event.made = Event.made, Event.made + 1
+
+        def record(self, stream: Any) -> None:
+            events.append(f"copied {self.name}")
+
+        def synchronize(self) -> None:
+            events.append(f"wait {self.name}")
+
+    played = SimpleNamespace(
+        empty=lambda size, dtype, **where: torch.empty(size, dtype=dtype), uint8=torch.uint8, dtype=torch.dtype,
+        cuda=SimpleNamespace(Event=Event, current_stream=lambda device: None),
+    )  # fmt: skip
+    staging = importlib.import_module(f"{PACKAGE}.staging")
+    monkeypatch.setattr(staging, "torch", played)
+    module = sys.modules[f"{PACKAGE}.triton_kernel"]
+    gpu = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(module, "Staging", lambda fields, device: staging.Staging(fields, gpu))
+    spec = make_spec(layers=3, heads=1, k_dim=8, v_dim=8)
+    span = canonical(spec, 4, 0, F32)
+    close([Part(span, 60, patch_of(spec, span, "joint", 1, F32, layers=(1,)))], spec, F32)
+    assert events == ["wait 1", "copied 1", "wait 0", "copied 0", "wait 1", "copied 1"]
+
+
 SIZE = 16
 
 

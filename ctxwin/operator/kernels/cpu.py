@@ -3,7 +3,8 @@
 Whole-span operators write tens of megabytes of float32 temporaries, and most of their time goes into fresh pages; here
 nothing larger than a layer is written, and nothing large is allocated between layers. Keys and values are summed in
 buffers of their own: contiguous operands are worth more than one product for both. It runs on whatever device torch
-does; only the CPU is tested.
+does; only the CPU is tested. Spans cross to another device in the dtype that they are stored in: torch converts a blocking
+copy on the processor, before twice the bytes cross.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class CpuKernel:
         scratch = torch.empty(tokens * count * max(spec.v_dim, rotary), dtype=compute, device=device)
         self._sum_v = scratch[: self._v.numel()].view(self._v.shape)
         self._scratch = scratch[: tokens * count * rotary].view(tokens, count, rotary)
+        self._away = device.type != "cpu"  # what comes from pageable memory is safe to let go of after the call
         self._pieces = []
         at = 0
         for part in parts:
@@ -65,11 +67,11 @@ class CpuKernel:
         rows = []
         for piece in self._pieces:
             if piece.patched(i):
-                piece.sum_v.copy_(piece.v[i])
+                piece.sum_v.copy_(piece.v[i], non_blocking=self._away)
                 piece.add_values(i)
                 rows.append(piece.rows)
             else:
-                piece.out_v.copy_(piece.v[i])
+                piece.out_v.copy_(piece.v[i], non_blocking=self._away)
         for run in _joined(rows):
             self._v[run].copy_(self._sum_v[run])
         return self._v
@@ -80,7 +82,8 @@ class CpuKernel:
         still = []
         for piece in self._pieces:
             patched = piece.patched(i)
-            (piece.sum_k if patched or piece.moved else piece.out_k).copy_(piece.k[i])
+            target = piece.sum_k if patched or piece.moved else piece.out_k
+            target.copy_(piece.k[i], non_blocking=self._away)
             if patched:
                 piece.add_keys(i)
                 if not piece.moved:
