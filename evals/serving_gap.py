@@ -8,7 +8,7 @@ that stays within that disagreement costs nothing that a change of engine would 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,10 +26,7 @@ if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
     from ctxwin.tiny.world import Item
 
-GAPS = {
-    "patch": "the serving engine's re-prefill against its window of patches",
-    "engines": "the serving engine's re-prefill against the other engine's",
-}
+ENGINES = "engines"
 _DRAWS = 2000
 
 
@@ -39,19 +36,21 @@ class GapSettings:
 
     Attributes:
         n: contexts.
-        rank: of every chunk's patch.
+        ranks: of every chunk's patch; each is measured in windows of its own, over the same contexts.
         layers: that patches cover: all, or deep.
     """
 
     n: int = 200
-    rank: int = 8
+    ranks: tuple[int, ...] = (8,)
     layers: str = "all"
     seed: int = 0
     header: str = "You watch a camera."
 
     def __post_init__(self) -> None:
-        if self.n < 1 or self.rank < 1:
-            raise ValueError(f"n and rank must be >= 1, got {self.n} and {self.rank}")
+        if self.n < 1:
+            raise ValueError(f"n must be >= 1, got {self.n}")
+        if not self.ranks or min(self.ranks) < 1 or len(set(self.ranks)) < len(self.ranks):
+            raise ValueError(f"ranks must be different numbers >= 1, got {list(self.ranks)}")
         if self.layers not in ("all", "deep"):
             raise ValueError(f"layers must be all or deep, got {self.layers!r}")
 
@@ -66,42 +65,59 @@ def measure(
             dtype, raise ValueError otherwise.
 
     Returns:
-        ``{"config", "gaps", "kl": {gap: {median, p95, p95_interval, mean, max, changed, n}}, "lanes": {lane: tokens},
-        "share"}``; ``share`` is the bytes of the patches over those of the KV they stand for. Cost: two prefills of every
-        context, and one forward of each of its chunks.
+        ``{"config", "kl": {gap: {median, p95, p95_interval, mean, max, n, changed}}}``. The gap `ENGINES` is that of both
+        engines' re-prefills; ``rank 8`` and so on, that of the serving engine's re-prefill and its window of patches, also
+        has ``lanes`` (tokens by lane) and ``share``: the bytes of the patches over those of the KV they stand for.
+        Cost: a prefill of every context on ``other``, and for every rank one on ``serving`` and a forward of each chunk.
     """
     if serving.spec.kv.dtype != other.spec.kv.dtype or serving.spec.model != other.spec.model:
         raise ValueError(
             f"both engines must run one model in one dtype, got {serving.spec.model} in {serving.spec.kv.dtype} and "
             f"{other.spec.model} in {other.spec.kv.dtype}"
         )
-    found: dict[str, list[float]] = {name: [] for name in GAPS}
-    changed = dict.fromkeys(GAPS, 0)
-    lanes: dict[str, int] = {}
-    shares: list[float] = []
+    gaps = {rank: _Gap() for rank in settings.ranks}
+    engines = _Gap()
     for index in range(settings.n):
         item, _, _ = draw(ToggleSettings(n=settings.n, seed=settings.seed), index)
-        with isolated(serving), isolated(other):
+        with isolated(other):
             exact = _asked(other, settings, item)
-            answers, used, share = _served(serving, settings, item)
-        answers["engines"] = exact
-        first = answers.pop("reprefill")
-        for name in GAPS:
-            found[name].append(kl(first.first_token_logprobs, answers[name].first_token_logprobs))
-            changed[name] += first.token_ids != answers[name].token_ids
-        for lane, tokens in used.items():
-            lanes[lane] = lanes.get(lane, 0) + tokens
-        shares.append(share)
+        for rank, gap in gaps.items():
+            with isolated(serving):
+                first, patched, share = _served(serving, settings, item, rank)
+            gap.add(first, patched)
+            gap.served(patched, share)
+            if rank == settings.ranks[0]:
+                engines.add(first, exact)
         progress(1)
     return {
         "config": {
             **asdict(settings), "dtype": serving.spec.kv.dtype, "serving": serving.spec.name, "other": other.spec.name,
         },
-        "gaps": GAPS,
-        "kl": {name: {**quantiles(values), "changed": changed[name]} for name, values in found.items()},
-        "lanes": lanes,
-        "share": float(np.median(shares)),
+        "kl": {**{f"rank {rank}": gap.summary() for rank, gap in gaps.items()}, ENGINES: engines.summary()},
     }  # fmt: skip
+
+
+@dataclass
+class _Gap:
+    """What one gap was in every context so far."""
+
+    found: list[float] = field(default_factory=list)
+    changed: int = 0
+    shares: list[float] = field(default_factory=list)
+    lanes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, reference: Answer, answer: Answer) -> None:
+        self.found.append(kl(reference.first_token_logprobs, answer.first_token_logprobs))
+        self.changed += reference.token_ids != answer.token_ids
+
+    def served(self, answer: Answer, share: float) -> None:
+        self.shares.append(share)
+        for lane, tokens in answer.usage.reused_tokens.items():
+            self.lanes[lane] = self.lanes.get(lane, 0) + tokens
+
+    def summary(self) -> dict[str, Any]:
+        row = {**quantiles(self.found), "changed": self.changed}
+        return {**row, "lanes": self.lanes, "share": float(np.median(self.shares))} if self.shares else row
 
 
 def quantiles(values: list[float]) -> dict[str, Any]:
@@ -125,17 +141,17 @@ def _asked(engine: Engine, settings: GapSettings, item: Item) -> Answer:
         return window.ask(item.questions[0].text, 1, logprobs=-1)
 
 
-def _served(engine: Engine, settings: GapSettings, item: Item) -> tuple[dict[str, Answer], dict[str, int], float]:
-    """Answers by re-prefill and from patches; the lanes of the latter, and its patches' share of bytes."""
+def _served(engine: Engine, settings: GapSettings, item: Item, rank: int) -> tuple[Answer, Answer, float]:
+    """Answers by re-prefill and from patches, and the patches' share of bytes."""
     layers: Any = settings.layers
-    fidelity = Fidelity(mode="patched", rank=settings.rank, layers=layers)
+    fidelity = Fidelity(mode="patched", rank=rank, layers=layers)
     query = item.questions[0].text
     with Window(engine, header=settings.header, fidelity=fidelity) as window:
         window.extend(_chunks(item))
-        answers = {"reprefill": window.ask(query, 1, logprobs=-1)}
+        first = window.ask(query, 1, logprobs=-1)
         window.compress()
-        answers["patch"] = window.ask(query, 1, logprobs=-1)
+        patched = window.ask(query, 1, logprobs=-1)
         patches = [p.kv.patch for p in window.snapshot().placed if p.kv is not None and p.kv.patch]
         held = [patch for patch in map(engine.repo.get_patch, patches) if patch is not None]
         share = float(np.mean([patch.share(engine.spec.kv) for patch in held])) if held else 0.0
-        return answers, dict(answers["patch"].usage.reused_tokens), share
+        return first, patched, share

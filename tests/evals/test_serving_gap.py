@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from ctxwin.evals.serving_gap import GAPS, GapSettings, measure, quantiles
-from ctxwin.evals.serving_gap_cli import engines_table
+from ctxwin.evals.serving_gap import ENGINES, GapSettings, measure, quantiles
+from ctxwin.evals.serving_gap_cli import _ranks, engines_table
+from ctxwin.evals.serving_gap_figure import draw
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf import HFEngine
@@ -17,15 +18,21 @@ if TYPE_CHECKING:
 
 def test_an_engine_against_itself(engine: HFEngine) -> None:
     before = {*engine.store.list("span/"), *engine.store.list("patch/")}
-    result = measure(engine, engine, GapSettings(n=3, rank=4))
+    result = measure(engine, engine, GapSettings(n=3, ranks=(4, 10_000)))
     assert {*engine.store.list("span/"), *engine.store.list("patch/")} == before
-    assert set(result["kl"]) == set(GAPS) == {"patch", "engines"}
-    assert result["kl"]["engines"]["max"] < 1e-9 and result["kl"]["engines"]["changed"] == 0
-    assert result["kl"]["patch"]["max"] > 1e-9 and result["lanes"]["patched"] > 0
-    assert 0 < result["share"] < 1 and engines_table(json.loads(json.dumps(result))).row_count == 2
-    # All of the deficit: nothing is lost, whatever the form.
-    whole = measure(engine, engine, GapSettings(n=3, rank=10_000))
-    assert whole["kl"]["patch"]["max"] < 1e-6
+    some, whole, engines = result["kl"]["rank 4"], result["kl"]["rank 10000"], result["kl"][ENGINES]
+    assert engines["max"] < 1e-9 and engines["changed"] == 0 and "share" not in engines
+    assert some["max"] > 1e-9 and some["lanes"]["patched"] > 0 and 0 < some["share"] < whole["share"]
+    assert whole["max"] < 1e-6  # all of the deficit: nothing is lost, whatever the form
+    read = json.loads(json.dumps(result))
+    assert engines_table(read).row_count == 3
+    # One rank is measured as it is beside others.
+    alone = measure(engine, engine, GapSettings(n=3, ranks=(4,)))
+    assert alone["kl"]["rank 4"] == some
+    axis = draw(read).axes[0]
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axis.lines}
+    assert drawn["patches, p95"][0] == some["p95"] and len(drawn["patches, max"]) == 2
+    assert drawn["the engines' re-prefills, p95"][0] == max(engines["p95"], 1e-12)
 
 
 def test_quantiles() -> None:
@@ -37,7 +44,11 @@ def test_quantiles() -> None:
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match="rank must be >= 1"):
-        GapSettings(rank=0)
+    for ranks in ((), (0,), (8, 8)):
+        with pytest.raises(ValueError, match="ranks must be different numbers >= 1"):
+            GapSettings(ranks=ranks)
+    assert _ranks("4,8, 16") == (4, 8, 16)
+    with pytest.raises(ValueError, match="several with commas between, got '8;16'"):
+        _ranks("8;16")
     with pytest.raises(ValueError, match="layers must be all or deep"):
         GapSettings(layers="some")
