@@ -185,17 +185,18 @@ def _parameters(sampling: Sampling, ending: Sequence[int], handle: str) -> Any:
 
 
 def check(driver: Driver, sampling: Sampling) -> None:
-    """Raises ValueError for a schema that vLLM cannot hold an answer to; what it makes of one is cheap beside an answer."""
-    if sampling.json_schema is None:
+    """Raises ValueError for what vLLM would refuse: ids and counts beyond the vocabulary, a schema it cannot hold an
+    answer to. What it makes of a schema is cheap beside an answer."""
+    if sampling.json_schema is None and sampling.logprobs <= 0 and not sampling.stop_ids:
         return
     config = driver.config
-    parameters = _parameters(sampling, (), "")
+    what = "logprobs and stop_ids" if sampling.json_schema is None else "the JSON schema"
     try:
-        parameters.verify(
+        _parameters(sampling, (), "").verify(
             config.model_config, config.speculative_config, config.structured_outputs_config, driver.renderer.tokenizer
         )
     except Exception as error:  # of whichever library reads schemas
-        raise ValueError(f"the JSON schema must be one that vLLM can hold an answer to: {error}") from error
+        raise ValueError(f"{what} must be what vLLM takes: {error}") from error
 
 
 def _wanted(sampling: Sampling) -> int | None:

@@ -31,7 +31,8 @@ class FairPool:
         most: of the tenants named here, how much may run at once.
     """
 
-    def __init__(self, threads: int, most: Mapping[str, int] | None = None) -> None:
+    def __init__(self, threads: int, most: Mapping[str, int] | None = None, *, name: str = "ctxwin-serve") -> None:
+        self._name = name
         self._most = threads
         self._caps = dict(most or {})
         self._threads: list[threading.Thread] = []
@@ -52,7 +53,7 @@ class FairPool:
             self._waiting.setdefault(tenant, deque()).append(job)
             # Not all that waits can begin, and an idle thread may have been told to: one too many is cheap.
             if sum(map(len, self._waiting.values())) > self._idle and len(self._threads) < self._most:
-                name = f"ctxwin-serve-{len(self._threads)}"
+                name = f"{self._name}-{len(self._threads)}"
                 self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
                 self._threads[-1].start()
             self._changed.notify()

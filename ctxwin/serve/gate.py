@@ -59,7 +59,7 @@ class Gate:
         scope[TENANT] = tenant
         try:
             if path == "/metrics":
-                await service.run_briefly(service.refresh_metrics)
+                await service.run_briefly("", service.refresh_metrics)
             if tenant and scope["type"] == "websocket":
                 raise NotAllowed(_UNSALTED.format(path))
             if tenant and not ours:
@@ -92,12 +92,12 @@ async def _looked_at(service: Service, scope: Scope, receive: Receive, path: str
     named = path == CHAT and REFERENCE.encode() in body
     if not named and not bound:
         return _again(messages, receive)
-    data = await service.run_briefly(_parsed, body)  # it may hold megabytes of pictures
+    data = await service.run_briefly(tenant, _parsed, body)  # it may hold megabytes of pictures
     if named and isinstance(data, dict) and names_chunks(data):
         scope["path"] = scope.get("root_path", "") + OUR_CHAT
         scope["raw_path"] = scope["path"].encode()
     elif bound and isinstance(data, dict):
-        made = await service.run_briefly(_bound_body, data, tenant, plain_salt(service.space(tenant).engine))
+        made = await service.run_briefly(tenant, _bound_body, data, tenant, plain_salt(service.space(tenant).engine))
         _resize(scope, len(made))
         messages = [{"type": "http.request", "body": made, "more_body": False}]
     return _again(messages, receive)

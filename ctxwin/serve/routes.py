@@ -65,7 +65,7 @@ def build_router(service: Service) -> APIRouter:
         return service.space(request.scope.get(TENANT) or "")
 
     async def data(request: Request) -> Any:
-        return await service.run_briefly(_json, await request.body())
+        return await service.run_briefly(space(request).tenant, _json, await request.body())
 
     async def once(request: Request, mine: Space, work: Callable[[], Any]) -> Response:
         """The result of ``work``, or the one it had under the same Idempotency-Key."""
@@ -193,7 +193,7 @@ def build_router(service: Service) -> APIRouter:
     @router.post(OUR_CHAT)
     async def complete(request: Request) -> Response:
         mine = space(request)
-        asked: ChatRequest = await service.run_briefly(completions.parse, await data(request))
+        asked: ChatRequest = await service.run_briefly(mine.tenant, completions.parse, await data(request))
         if asked.model is not None and asked.model not in service.models:
             raise UnknownModel(f"model must be one of {', '.join(service.models)}, got {asked.model!r}")
         shapes = completions.Shapes(asked.model or service.model, mine.engine.decode, bool(asked.logprobs))

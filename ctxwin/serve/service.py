@@ -8,7 +8,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -156,7 +156,7 @@ class Service:
             self.limits.threads, {t.name: t.max_concurrency for t in tenants if t.max_concurrency is not None}
         )
         # What takes milliseconds must not wait until one of many long answers has ended.
-        self._brief = ThreadPoolExecutor(_BRIEF_THREADS, thread_name_prefix="ctxwin-gate")
+        self._brief = FairPool(_BRIEF_THREADS, name="ctxwin-gate")
         self._sweeper: asyncio.Task[None] | None = None
         self.closing = threading.Event()
 
@@ -185,9 +185,9 @@ class Service:
         """``work(*args)`` in a worker thread, when it is the tenant's turn; the event loop never waits for an engine."""
         return await asyncio.wrap_future(self._pool.submit(tenant, work, *args))
 
-    async def run_briefly(self, work: Callable[..., T], *args: Any) -> T:
+    async def run_briefly(self, tenant: str, work: Callable[..., T], *args: Any) -> T:
         """`run` for what needs no engine: it is not behind the requests that do."""
-        return await asyncio.get_running_loop().run_in_executor(self._brief, work, *args)
+        return await asyncio.wrap_future(self._brief.submit(tenant, work, *args))
 
     def items(self, tenant: str, work: Callable[[Callable[[Any], None], Callable[[], bool]], T]) -> Items[T]:
         return Items(partial(self._pool.submit, tenant), work, self.closing)
@@ -227,7 +227,7 @@ class Service:
     def _close(self) -> None:
         # No new work is taken; what runs has been told to stop.
         self._pool.shutdown()
-        self._brief.shutdown(wait=True, cancel_futures=True)
+        self._brief.shutdown()
         spaces, self._spaces = self._spaces, {}
         for space in spaces.values():
             space.windows.close()

@@ -74,6 +74,7 @@ def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
         ["--no-enable-prefix-caching"],
         ["--kv-transfer-config", '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'],
         ["--no-such-argument"],
+        ["--chat-template", "{{ messages }}", "--reasoning-parser", "qwen3"],
     ]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(cases)], capture_output=True, text=True, check=True, timeout=300
@@ -88,6 +89,9 @@ def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
     assert "enable_prefix_caching must be True" in found[6]
     assert "kv_transfer_config must not be set" in found[7]
     assert found[8] == "SystemExit: 2"
+    assert found[9][2] == "CtxwinConnector"
+    assert "--chat-template: for plain chats only" in done.stderr
+    assert "--reasoning-parser: for plain chats only" in done.stderr
 
 
 @needs_vllm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from argparse import Namespace
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from typing import Any
 from ctxwin.adapters.vllm import startup
 from ctxwin.errors import UnsupportedModel
 from ctxwin.tiny import checkpoint_dir
+
+_log = logging.getLogger("ctxwin.serve")
 
 
 def parse(model: str, given: Sequence[str]) -> Namespace:
@@ -35,6 +38,7 @@ def parse(model: str, given: Sequence[str]) -> Namespace:
         args.served_model_name = args.served_model_name or ["tiny"]
     validate_parsed_serve_args(args)
     _check_one_process(args)
+    _check_template(args)
     names = {f.name for f in fields(AsyncEngineArgs)} - {"model"}
     for name, value in startup.engine_arguments(args.model, _chosen(parser, args, [model, *given], names)).items():
         setattr(args, name, value)
@@ -78,6 +82,19 @@ def _check_one_process(args: Namespace) -> None:
             f"--api-server-count must be 1, got {args.api_server_count}: windows live in one process; start further "
             "servers on a shared store (--store redis://...) instead"
         )
+
+
+def _check_template(args: Namespace) -> None:
+    """Says where chats that name chunks are not the prompt or the answer that the same ones with pictures are."""
+    template = [name for name in ("chat_template", "default_chat_template_kwargs") if getattr(args, name, None)]
+    if template:
+        _log.warning(
+            "%s: for plain chats only; windows and chats that name chunks read the template in the model's folder, so "
+            "put it there as chat_template.jinja",
+            ", ".join("--" + name.replace("_", "-") for name in template),
+        )
+    if getattr(args.structured_outputs_config, "reasoning_parser", "") or getattr(args, "reasoning_parser", ""):
+        _log.warning("--reasoning-parser: for plain chats only; those that name chunks show thinking in their content")
 
 
 def defaults_of(config: Any) -> dict[str, float]:
