@@ -7,9 +7,10 @@ request, long after vLLM's encoder cache has evicted it, and a load of KV that f
 computed.
 
 Items are found by the name in their multimodal identifier (`ecfiles.name_of`), as files of one folder that every process
-of the engine sees. A file is checked (checksum, model, shape, dtype) before vLLM is told that it is there, and pinned
-until the request has ended. A request without data of its own whose file is not there fails alone, with vLLM's finish
-reason ``error``: an encoder that ran on nothing would stop the engine.
+of the engine sees. The scheduler reads a file and checks it (checksum, model, shape, dtype) before vLLM is told that it is
+there, and hands the workers what it has read: at a load, no file can be missing or damaged, which vLLM would have no
+answer to but to end. A request without data of its own whose file is of no use fails alone, with vLLM's finish reason
+``error``: an encoder that ran on nothing would stop the engine.
 
 A request whose ``ec_transfer_params`` hold ``{"ctxwin": {"save": token}}`` has what the tower makes of its pixels written
 to the folder, under the items' names. Clients of a server choose those names (``multi_modal_uuids``), so whoever may save
@@ -23,18 +24,17 @@ from __future__ import annotations
 
 import hmac
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
-from ctxwin.adapters.vllm.ecfiles import EmbeddingFiles, Held, Pins, name_of
+from ctxwin.adapters.vllm.ecfiles import AtHand, EmbeddingFiles, Held, name_of
 from ctxwin.engines.hf_model import deep_layers
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -44,7 +44,34 @@ PARAM = "ctxwin"
 """Key inside a request's ``ec_transfer_params``."""
 _LARGE = 1 << 20
 """Bytes from which a file is checked beside the scheduler, which has other requests to serve."""
+_ROOM = 64 << 20
+"""Bytes of embeddings that are kept for the next request about the same media."""
+_SLACK = 64
+"""Tokens by which what vLLM says is computed may be behind what it schedules next."""
 _log = logging.getLogger("ctxwin.engines")
+
+
+@dataclass(frozen=True)
+class Content:
+    """Embeddings on their way to a worker.
+
+    Attributes:
+        data: their bytes, which vLLM hands to another process without a copy on the way.
+    """
+
+    data: np.ndarray[Any, np.dtype[np.uint8]] = field(repr=False)
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, embeddings: torch.Tensor) -> Content:
+        return cls(embeddings.view(torch.uint8).numpy().reshape(-1), tuple(embeddings.shape), embeddings.dtype)
+
+    def to(self, device: Any) -> torch.Tensor:
+        """A copy of its own: what arrives may be read-only."""
+        made = torch.empty(self.shape, dtype=self.dtype)
+        made.view(torch.uint8).numpy().reshape(-1)[:] = self.data
+        return made.to(device)
 
 
 @dataclass
@@ -53,13 +80,13 @@ class EmbeddingMetadata(ECConnectorMetadata):  # type: ignore[misc]  # mypy sees
 
     Attributes:
         folder, identity: of `EmbeddingFiles`. Several engines of one process share the worker's side of the first.
-        loads: path by multimodal identifier.
+        loads: embeddings by multimodal identifier.
         saves: name by multimodal identifier.
     """
 
     folder: str
     identity: str
-    loads: dict[str, str] = field(default_factory=dict)
+    loads: dict[str, Content] = field(default_factory=dict, repr=False)
     saves: dict[str, str] = field(default_factory=dict)
 
 
@@ -79,7 +106,8 @@ class CtxwinECConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees vLL
         self._files = EmbeddingFiles(folder, str(config.get_from_extra_config("identity", "")))
         if role is ECConnectorRole.SCHEDULER:
             token = str(config.get_from_extra_config("save_token", ""))
-            self._scheduler = _Scheduler(self._files, *_form(vllm_config.model_config), token)
+            step = vllm_config.scheduler_config.max_num_batched_tokens
+            self._scheduler = _Scheduler(self._files, *_form(vllm_config.model_config), token, step)
 
     # Scheduler side
 
@@ -92,7 +120,7 @@ class CtxwinECConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees vLL
         return taken
 
     def has_cache_item(self, identifier: str) -> bool:
-        """Only what `ensure_cache_available`, which vLLM asks right before, found for its request: checked and pinned."""
+        """Only what `ensure_cache_available`, which vLLM asks right before, found for its request."""
         return self._scheduler.holds(name_of(identifier))
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
@@ -103,7 +131,6 @@ class CtxwinECConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees vLL
         if scheduler_output.total_num_scheduled_tokens:  # else the workers look at nothing
             planned.loads, self._scheduler.loads = self._scheduler.loads, {}
             planned.saves, self._scheduler.saves = self._scheduler.saves, {}
-            self._scheduler.pins.tick()
         return planned
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
@@ -117,17 +144,11 @@ class CtxwinECConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees vLL
     # Worker side
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        """Raises RuntimeError for a pinned file that has changed since it was checked: the step cannot be computed."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, EmbeddingMetadata)
-        files = self._files_of(metadata)
-        for identifier, path in metadata.loads.items():
-            if identifier in encoder_cache:
-                continue
-            found = files.read(Path(path))
-            if found is None:
-                raise RuntimeError(f"the vision embeddings of {identifier!r} were damaged after they had been checked")
-            encoder_cache[identifier] = found.to(_device(), copy=True)  # the file's own bytes are read-only
+        for identifier, content in metadata.loads.items():
+            if identifier not in encoder_cache:
+                encoder_cache[identifier] = content.to(_device())
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
         """Writes what the tower made of an item, if its request wants it; a file that cannot be written is a miss."""
@@ -149,111 +170,108 @@ class CtxwinECConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees vLL
 class _Scheduler:
     """What the connector knows of the requests in flight.
 
+    Args:
+        files: where embeddings lie.
+        width, dtype: what the model takes.
+        save_token: see the module; "" for nobody.
+        step: tokens that vLLM schedules at once, at most.
+
     Attributes:
-        pins: checked files of requests in flight.
+        at_hand: embeddings that the next steps of requests in flight may need.
         loads, saves: for the next step, as in `EmbeddingMetadata`.
         unavailable: requests that cannot be served.
     """
 
-    def __init__(self, files: EmbeddingFiles, width: int, dtype: str, save_token: str) -> None:
-        self.pins = Pins(files)
-        self.loads: dict[str, str] = {}
+    def __init__(self, files: EmbeddingFiles, width: int, dtype: str, save_token: str, step: int) -> None:
+        self.at_hand = AtHand(files, _LARGE, _ROOM)
+        self.loads: dict[str, Content] = {}
         self.saves: dict[str, str] = {}
         self.unavailable: set[str] = set()
-        self._files = files
         self._width = width
         self._dtype = dtype
         self._save_token = save_token
+        self._step = step + _SLACK
         self._asked = ""  # the request that vLLM is about to schedule
-        self._ready: dict[str, int] = {}  # token from which on everything was found, by request
-        self._names: dict[str, set[str]] = {}  # pinned, by request
-        self._checks: dict[Path, Future[Held | None]] = {}
-        self._threads: ThreadPoolExecutor | None = None
+        self._ends: dict[str, int] = {}  # where the last medium of a request ends
+        self._names: dict[str, set[str]] = {}  # held, by request
 
     def ready(self, request: Request, computed: int) -> bool:
-        """Pins what the request will need behind its first ``computed`` tokens. O(1) once that is done."""
-        self._asked = request.request_id
-        done = self._ready.get(request.request_id)
-        if done is not None and computed >= done:
+        """Takes what the next two steps behind ``computed`` tokens may need; False while some of the next is being read.
+
+        O(1) behind the last medium, else O(media).
+        """
+        self._asked = name = request.request_id
+        if name not in self._ends:
+            places = [feature.mm_position for feature in request.mm_features]
+            self._ends[name] = max((place.offset + place.length for place in places), default=0)
+        if computed >= self._ends[name]:
+            self._keep(name, set())
             return True
-        waiting = False
+        waiting, needed = False, set()
         for feature in request.mm_features:
             place = feature.mm_position
-            if place.offset + place.length <= computed:
-                continue  # its KV is there
-            found = self._find(request.request_id, feature)
+            if place.offset + place.length <= computed or place.offset >= computed + 2 * self._step:
+                continue  # its KV is there, or its turn comes later
+            found = self._take(name, feature)
             if found is None:
-                waiting = True
-            elif not found and _bare(feature):
+                waiting |= place.offset < computed + self._step
+            elif found is not False:
+                needed.add(name_of(feature.identifier))
+            elif _bare(feature):
                 _log.warning(
                     "request %s carries no data for %r, and its stored vision embeddings are not there",
-                    request.request_id,
+                    name,
                     feature.identifier,
                 )
-                self.unavailable.add(request.request_id)
+                self.unavailable.add(name)
                 return False
-        if not waiting:
-            self._ready[request.request_id] = computed
+        self._keep(name, needed)
         return not waiting
 
     def holds(self, name: str) -> bool:
-        return self.pins.find(name, self._asked) is not None
+        return self.at_hand.find(name, self._asked) is not None
 
     def plan(self, request: Request, identifier: str) -> None:
         """An item gets room in the encoder cache: it is loaded where it was found, else encoded."""
         name = name_of(identifier)
-        path = self.pins.find(name, request.request_id)
-        if path is not None:
-            self.loads[identifier] = str(path)
+        found = self.at_hand.find(name, request.request_id)
+        if found is not None:
+            self.loads[identifier] = Content.of(found)
         elif self._may_save(request):
             self.saves[identifier] = name
 
     def forget(self, request: str) -> None:
-        self._ready.pop(request, None)
+        self._keep(request, set())
+        self._ends.pop(request, None)
         self.unavailable.discard(request)
-        for name in list(self._names.pop(request, ())):
-            self.pins.unpin(name, request)
 
     def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(cancel_futures=True)
-            self._threads = None
-        self.pins.close()
+        self.at_hand.close()
 
     def _may_save(self, request: Request) -> bool:
         params = (request.ec_transfer_params or {}).get(PARAM)
         given = params.get("save") if isinstance(params, dict) else None
         return bool(self._save_token) and hmac.compare_digest(str(given).encode(), self._save_token.encode())
 
-    def _find(self, request: str, feature: MultiModalFeatureSpec) -> bool | None:
-        """Whether an item's file is there and fits; it is then pinned. None while it is being checked."""
+    def _take(self, request: str, feature: MultiModalFeatureSpec) -> torch.Tensor | Literal[False] | None:
         name = name_of(feature.identifier)
-        path = self.pins.pin(name, request)
-        if path is None:
-            return False
-        self._names.setdefault(request, set()).add(name)
-        known, held = self._files.known(path)
-        if not known:
-            if path.stat().st_size >= _LARGE:
-                self._check(path)
-                return None
-            held = self._files.check(path)
         want = Held((feature.mm_position.get_num_embeds(), self._width), self._dtype)
-        if held == want:
-            return True
-        if held is not None:
-            _log.warning("the stored vision embeddings of %r must be %s, got %s", feature.identifier, want, held)
-        self._names[request].discard(name)
-        self.pins.unpin(name, request)
-        return False
+        found = self.at_hand.take(name, request, want)
+        if found is not None and found is not False:
+            self._names.setdefault(request, set()).add(name)
+        return found
 
-    def _check(self, path: Path) -> None:
-        """Has a file checked by a thread; the scheduler has other requests to serve meanwhile."""
-        self._checks = {path: check for path, check in self._checks.items() if not check.done()}
-        if path not in self._checks:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(1, "ctxwin-ec")
-            self._checks[path] = self._threads.submit(self._files.check, path)
+    def _keep(self, request: str, needed: set[str]) -> None:
+        """Lets go of what a request holds and does not need."""
+        held = self._names.get(request)
+        if held is None:
+            return
+        for name in held - needed:
+            self.at_hand.release(name, request)
+        if needed:
+            self._names[request] = held & needed
+        else:
+            del self._names[request]
 
 
 def _form(model: Any) -> tuple[int, str]:

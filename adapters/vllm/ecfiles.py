@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import shutil
-import tempfile
-import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ctxwin.adapters.vllm.folders import owner_of, runs, write_file
+from ctxwin.adapters.vllm.folders import write_file
 from ctxwin.errors import StoreCorrupt
 from ctxwin.store import codec
 
@@ -28,8 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 _TENSOR = "embeddings"
-_MOST_CHECKED = 4096
-_PINS = ".pins-"
+_MOST = 4096
+"""Files of no use are remembered as such, too."""
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -70,9 +67,17 @@ def decode(blob: bytes, identity: str = "") -> torch.Tensor:
     return found
 
 
+class Version(NamedTuple):
+    """One content of a file."""
+
+    inode: int
+    size: int
+    changed_ns: int
+
+
 @dataclass(frozen=True)
 class Held:
-    """What a sound file holds.
+    """What embeddings are.
 
     Attributes:
         shape: (tokens, width).
@@ -95,8 +100,6 @@ class EmbeddingFiles:
         self.folder = Path(folder)
         self.identity = identity
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._checked: OrderedDict[tuple[int, int, int], Held | None] = OrderedDict()
-        self._lock = threading.Lock()
 
     def path(self, name: str) -> Path:
         return self.folder / file_name(name)
@@ -107,10 +110,7 @@ class EmbeddingFiles:
 
     def get(self, name: str) -> torch.Tensor | None:
         """The embeddings, or None. Cost: a read and a SHA-256 (about 1 GB/s)."""
-        return self.read(self.path(name))
-
-    def read(self, path: Path) -> torch.Tensor | None:
-        """`get` of a file of this folder by its path, a pinned one for example."""
+        path = self.path(name)
         try:
             return decode(path.read_bytes(), self.identity)
         except FileNotFoundError:
@@ -119,123 +119,129 @@ class EmbeddingFiles:
             _log.warning("embeddings %s cannot be used: %s", path.name, error)
             return None
 
-    def known(self, path: Path) -> tuple[bool, Held | None]:
-        """Whether this version of a file was checked before, and what it holds. Cost: one stat."""
-        try:
-            status = path.stat()
-        except OSError:
-            return True, None
-        key = status.st_ino, status.st_size, status.st_mtime_ns
-        with self._lock:
-            if key in self._checked:
-                self._checked.move_to_end(key)
-                return True, self._checked[key]
-        return False, None
+    def version(self, name: str) -> Version | None:
+        """Tells one content of a file from the next; None where there is no file. Files are replaced, never written into.
 
-    def check(self, path: Path) -> Held | None:
-        """What a file holds, or None where it is of no use. Cost: `get`, once for each version of a file; then a stat.
-
-        A version is an inode, its size and its time: files are replaced, never written into.
+        Cost: one stat.
         """
-        known, held = self.known(path)
-        if known:
-            return held
         try:
-            status = path.stat()
+            status = self.path(name).stat()
         except OSError:
             return None
-        found = self.read(path)
-        held = (
-            None if found is None else Held((found.shape[0], found.shape[1]), str(found.dtype).removeprefix("torch."))
-        )
-        with self._lock:
-            self._checked[status.st_ino, status.st_size, status.st_mtime_ns] = held
-            while len(self._checked) > _MOST_CHECKED:
-                self._checked.popitem(last=False)
-        return held
+        return Version(status.st_ino, status.st_size, status.st_mtime_ns)
 
     def discard(self, name: str) -> None:
-        """Removes a file; who has pinned it keeps it."""
+        """Removes a file; what was read of it stays with whoever has it."""
         self.path(name).unlink(missing_ok=True)
 
 
-class Pins:
-    """Hard links that keep files of one folder readable while requests use them, whoever removes or replaces them.
+class AtHand:
+    """Checked embeddings in memory, from when a request is about to need them until they have been handed on.
 
-    A link outlives its last user by some steps of the engine: one that is being computed may still read it. Not
-    thread-safe: the scheduler is one thread. `close` removes the links; those of a killed process go with the folder, or
-    when the next process pins something in it.
+    What was checked is what is loaded, whatever becomes of the file meanwhile. Those that nobody needs any more stay while
+    there is room, and serve until their file changes. Not thread-safe: the scheduler is one thread.
 
     Args:
-        files: what is pinned.
-        linger: steps for which a link stays; more than the engine has under way at once.
+        files: where they come from.
+        large: bytes from which a file is read and checked by a thread, beside its owner.
+        room: bytes up to which what nobody needs is kept.
+
+    Attributes:
+        nbytes: bytes of all that is at hand.
     """
 
-    def __init__(self, files: EmbeddingFiles, linger: int = 8) -> None:
+    def __init__(self, files: EmbeddingFiles, large: int, room: int) -> None:
         self._files = files
-        self._linger = linger
-        self._folder: Path | None = None
+        self._large = large
+        self._room = room
+        self.nbytes = 0
+        self._contents: OrderedDict[str, tuple[Version, torch.Tensor | None]] = (
+            OrderedDict()
+        )  # least recently used first
         self._users: dict[str, set[str]] = {}
-        self._paths: dict[str, Path] = {}
-        self._leaving: deque[tuple[int, Path]] = deque()
-        self._serial = 0
-        self._step = 0
+        self._reads: dict[str, tuple[Version, Future[torch.Tensor | None]]] = {}
+        self._threads: ThreadPoolExecutor | None = None
 
     def __len__(self) -> int:
-        """Files that somebody uses."""
-        return len(self._paths)
+        """Names that somebody needs."""
+        return len(self._users)
 
-    def pin(self, name: str, user: str) -> Path | None:
-        """The pinned file of ``name``, held for ``user`` as well; None where there is no such file."""
-        if name not in self._paths:
-            if self._folder is None:
-                _sweep(self._files.folder)
-                try:
-                    self._folder = Path(tempfile.mkdtemp(prefix=f"{_PINS}{os.getpid()}-", dir=self._files.folder))
-                except OSError:  # whoever made the folder has closed, and vLLM serves on
-                    return None
-            self._serial += 1
-            link = self._folder / f"{self._serial}-{file_name(name)}"
-            try:
-                link.hardlink_to(self._files.path(name))
-            except OSError:
-                return None
-            self._paths[name] = link
+    def take(self, name: str, user: str, want: Held) -> torch.Tensor | Literal[False] | None:
+        """The embeddings of that name, held for ``user`` if they are what is wanted, else False. None: still being read."""
+        found = self._current(name)
+        if found is None or found is False:
+            return found
+        held = Held((found.shape[0], found.shape[1]), str(found.dtype).removeprefix("torch."))
+        if held != want:
+            _log.warning("the stored vision embeddings of %r must be %s, got %s", name, want, held)
+            return False
         self._users.setdefault(name, set()).add(user)
-        return self._paths[name]
+        return found
 
-    def find(self, name: str, user: str) -> Path | None:
-        """The pinned file of ``name``, if ``user`` holds it."""
-        return self._paths[name] if user in self._users.get(name, ()) else None
+    def find(self, name: str, user: str) -> torch.Tensor | None:
+        """What ``user`` holds under that name."""
+        return self._contents[name][1] if user in self._users.get(name, ()) else None
 
-    def unpin(self, name: str, user: str) -> None:
-        """Lets go for one user; after the last one the link is removed, some steps later."""
-        users = self._users.get(name)
-        if users is None or user not in users:
-            return
-        users.remove(user)
+    def release(self, name: str, user: str) -> None:
+        """Lets go for one user. Idempotent."""
+        users = self._users.get(name, set())
+        users.discard(user)
         if not users:
-            del self._users[name]
-            self._leaving.append((self._step + self._linger, self._paths.pop(name)))
-
-    def tick(self) -> None:
-        """Counts a step, and removes the links that have stayed long enough."""
-        self._step += 1
-        while self._leaving and self._leaving[0][0] <= self._step:
-            self._leaving.popleft()[1].unlink(missing_ok=True)
+            self._users.pop(name, None)
+            self._trim()
 
     def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+            self._threads = None
+        self._reads.clear()
         self._users.clear()
-        self._paths.clear()
-        self._leaving.clear()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        self._contents.clear()
+        self.nbytes = 0
 
+    def _current(self, name: str) -> torch.Tensor | Literal[False] | None:
+        """The content of a file as it is now, or as somebody holds it; False where it is of no use."""
+        if name not in self._users:
+            version = self._files.version(name)
+            if version is None:
+                return False
+            if name in self._contents and self._contents[name][0] != version:
+                self._drop(name)
+            if name not in self._contents and not self._read(name, version):
+                return None
+        self._contents.move_to_end(name)
+        found = self._contents[name][1]
+        return False if found is None else found
 
-def _sweep(folder: Path) -> None:
-    """Removes the links of processes that do not run any more."""
-    for left in folder.glob(f"{_PINS}*"):
-        pid = owner_of(left, _PINS)
-        if pid is not None and not runs(pid):
-            shutil.rmtree(left, ignore_errors=True)
+    def _read(self, name: str, version: Version) -> bool:
+        """Whether a version has been read and checked. Cost: of a small file a read and a SHA-256, else nothing."""
+        if version.size < self._large:
+            self._put(name, version, self._files.get(name))
+            return True
+        wanted, read = self._reads.get(name, (None, None))
+        if read is None or wanted != version:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(1, "ctxwin-ec")
+            self._reads[name] = version, self._threads.submit(self._files.get, name)
+            return False
+        if not read.done():
+            return False
+        del self._reads[name]
+        self._put(name, version, read.result())
+        return True
+
+    def _put(self, name: str, version: Version, found: torch.Tensor | None) -> None:
+        self._contents[name] = version, found
+        self.nbytes += 0 if found is None else found.nbytes
+        self._trim(name)
+
+    def _drop(self, name: str) -> None:
+        _, found = self._contents.pop(name)
+        self.nbytes -= 0 if found is None else found.nbytes
+
+    def _trim(self, keep: str = "") -> None:
+        for name in list(self._contents):
+            if self.nbytes <= self._room and len(self._contents) <= _MOST:
+                break
+            if name not in self._users and name != keep:
+                self._drop(name)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from typing import Any
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
+from ctxwin.adapters.vllm.ec import CtxwinECConnector
+
 HEAD = [10, 11]
 QUESTION = list(range(20, 40))
 TOKEN = "0123456789abcdef"
 SAVE = {"ctxwin": {"save": TOKEN}}
+STRUCK = "one@struck"
 WARM_UP = 12  # pictures of 9 tokens: more than the encoder cache of 96 holds beside the one that is asked for
 
 
@@ -66,6 +70,18 @@ class FailingConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None: ...
 
 
+class StrickenConnector(CtxwinECConnector):
+    """Loses its folder when vLLM has been told that `STRUCK` is there, and has not been told to load it."""
+
+    def has_cache_item(self, identifier: str) -> bool:
+        found = super().has_cache_item(identifier)
+        if identifier == STRUCK and found:
+            path = self._files.path("one")
+            path.write_bytes(b"?" * path.stat().st_size)
+            shutil.rmtree(self._files.folder)
+        return found
+
+
 class Tower:
     """vLLM's worker extension: counts the runs of the vision tower in every worker."""
 
@@ -112,7 +128,7 @@ class Driver:
                 "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
             },
             ec_transfer_config={
-                "ec_connector": "CtxwinECConnector", "ec_connector_module_path": "ctxwin.adapters.vllm.ec",
+                "ec_connector": "StrickenConnector", "ec_connector_module_path": "engines.ec_driver",
                 "ec_role": "ec_both",
                 "ec_connector_extra_config": {"folder": folder, "identity": "test", "save_token": TOKEN},
             },
@@ -233,6 +249,11 @@ def scenarios(driver: Driver, folder: Path) -> dict[str, Any]:
     out["another model"] = driver.bare("one")
     replace(good)
     out["mended"] = driver.bare("one")
+    driver.flood()
+    out["left"] = sorted(path.name for path in folder.rglob("*"))
+    out["struck"] = driver.bare(STRUCK)
+    out["behind it"] = driver.bare("one@now")
+    out["after all"] = driver.seen(1, "one")
     return out
 
 
@@ -241,7 +262,6 @@ def main() -> None:
     driver = Driver(job["model"], job["folder"])
     out = scenarios(driver, Path(job["folder"]))
     driver.llm.llm_engine.engine_core.shutdown()
-    out["left"] = sorted(path.name for path in Path(job["folder"]).glob(".pins-*/*"))
     Path(sys.argv[2]).write_text(json.dumps(out))
 
 

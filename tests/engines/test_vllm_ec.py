@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 from ctxwin.adapters.vllm import ecfiles
-from ctxwin.adapters.vllm.ecfiles import EmbeddingFiles, Held, Pins
+from ctxwin.adapters.vllm.ecfiles import AtHand, EmbeddingFiles, Held
 from ctxwin.errors import StoreCorrupt
 from engines import models
 
@@ -38,7 +40,6 @@ class TestFiles:
         files.put("a/b:c@d", put)
         found = EmbeddingFiles(tmp_path, "m").get("a/b:c@d")
         assert found is not None and found.dtype == dtype and torch.equal(found, put)
-        assert files.check(files.path("a/b:c@d")) == Held((9, 64), str(dtype).removeprefix("torch."))
         assert [path.name for path in tmp_path.iterdir()] == [ecfiles.file_name("a/b:c@d")]
         assert files.path("a/b:c@d").stat().st_mode & 0o077 == 0
 
@@ -48,29 +49,19 @@ class TestFiles:
         assert "/" not in ecfiles.file_name("../../etc/passwd")
 
     def test_of_no_use(self, tmp_path: Path) -> None:
-        """Every byte counts, and so does the model; a file that changes is looked at again."""
+        """Every byte counts, and so does the model."""
         files = EmbeddingFiles(tmp_path, "m")
-        assert files.get("x") is None and files.check(files.path("x")) is None
+        assert files.get("x") is None and files.version("x") is None
         files.put("x", embeddings(1, tokens=1, width=2))
         good = files.path("x").read_bytes()
         assert EmbeddingFiles(tmp_path, "n").get("x") is None
         for at in range(len(good)):
             files.path("x").unlink()
             files.path("x").write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-            assert files.check(files.path("x")) is None and files.get("x") is None, at
+            assert files.get("x") is None, at
         for end in range(len(good)):
             files.path("x").write_bytes(good[:end])
             assert files.get("x") is None, end
-        files.put("x", embeddings(2, tokens=3))
-        assert files.check(files.path("x")) == Held((3, 64), "float32")
-
-    def test_a_sound_file_is_read_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        files = EmbeddingFiles(tmp_path)
-        files.put("x", embeddings(1))
-        assert files.known(files.path("x")) == (False, None)
-        held = files.check(files.path("x"))
-        monkeypatch.setattr(files, "read", None)
-        assert files.check(files.path("x")) == held is not None
 
     def test_only_embeddings(self) -> None:
         from ctxwin.store import codec
@@ -96,42 +87,57 @@ class TestFiles:
         assert len(list(tmp_path.iterdir())) == 1
 
 
-class TestPins:
-    def test_a_pinned_file_outlives_its_removal(self, tmp_path: Path) -> None:
-        files = EmbeddingFiles(tmp_path)
-        files.put("x", embeddings(1))
-        pins = Pins(files, linger=2)
-        path = pins.pin("x", "first")
-        assert path is not None and pins.pin("x", "second") == path and pins.pin("y", "first") is None
-        assert pins.find("x", "first") == path and pins.find("x", "third") is None
-        files.put("x", embeddings(2))
-        files.discard("x")
-        found = files.read(path)
-        assert found is not None and torch.equal(found, embeddings(1))
-        pins.unpin("x", "first")
-        pins.tick()
-        pins.tick()
-        pins.tick()
-        assert path.exists() and len(pins) == 1
-        pins.unpin("x", "second")
-        assert len(pins) == 0 and pins.find("x", "second") is None
-        pins.tick()
-        assert path.exists()  # a step that is being computed may read it
-        pins.tick()
-        assert not path.exists()
-        pins.close()
-        assert list(tmp_path.iterdir()) == []
+WANT = Held((9, 64), "float32")
 
-    def test_what_a_killed_process_left(self, tmp_path: Path) -> None:
-        ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-        left = tmp_path / f".pins-{ended.stdout.strip()}-x"
-        ours = tmp_path / f".pins-{os.getpid()}-x"
-        for folder in (left, ours):
-            folder.mkdir()
-        files = EmbeddingFiles(tmp_path)
+
+class TestAtHand:
+    @pytest.fixture
+    def files(self, tmp_path: Path) -> EmbeddingFiles:
+        return EmbeddingFiles(tmp_path)
+
+    def test_what_was_checked_stays_as_it_was(self, files: EmbeddingFiles) -> None:
         files.put("x", embeddings(1))
-        assert Pins(files).pin("x", "a") is not None
-        assert ours.exists() and not left.exists()
+        at_hand = AtHand(files, large=1 << 20, room=0)
+        assert at_hand.take("y", "first", WANT) is False
+        for user in ("first", "second"):
+            found = at_hand.take("x", user, WANT)
+            assert isinstance(found, torch.Tensor)
+        damage(files.path("x"))
+        files.discard("x")
+        for user in ("first", "second"):
+            found = at_hand.find("x", user)
+            assert found is not None and torch.equal(found, embeddings(1))
+            assert at_hand.find("x", "third") is None and len(at_hand) == 1
+            at_hand.release("x", user)
+        assert at_hand.find("x", "first") is None and len(at_hand) == at_hand.nbytes == 0
+        assert at_hand.take("x", "first", WANT) is False
+        at_hand.close()
+
+    def test_read_once_until_it_changes(self, files: EmbeddingFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+        reads: list[str] = []
+        get = files.get
+        monkeypatch.setattr(files, "get", lambda name: (reads.append(name), get(name))[1])
+        at_hand = AtHand(files, large=1 << 20, room=embeddings(1).nbytes)
+        files.path("bad").write_bytes(b"nothing that anybody can read")
+        files.put("x", embeddings(1))
+        for _ in range(3):
+            assert at_hand.take("x", "a", WANT) is not False and at_hand.take("bad", "a", WANT) is False
+            at_hand.release("x", "a")
+        assert reads == ["x", "bad"]
+        files.put("x", embeddings(2))
+        found = at_hand.take("x", "a", WANT)
+        assert isinstance(found, torch.Tensor) and torch.equal(found, embeddings(2)) and reads == ["x", "bad", "x"]
+        files.put("y", embeddings(3))
+        assert at_hand.take("y", "b", WANT) is not False and at_hand.nbytes == 2 * found.nbytes
+        at_hand.release("x", "a")  # there is room for one that nobody needs, or one that somebody does
+        assert at_hand.nbytes == found.nbytes and at_hand.find("y", "b") is not None
+        at_hand.close()
+
+
+def damage(path: Path) -> None:
+    """Writes into a file, as nobody does who follows the rules."""
+    with path.open("r+b") as file:
+        file.write(b"\xff" * (path.stat().st_size // 2))
 
 
 class Feature:
@@ -153,20 +159,18 @@ class TestScheduler:
     def scheduler(self, tmp_path: Path) -> Iterator[Any]:
         from ctxwin.adapters.vllm.ec import _Scheduler
 
-        opened = _Scheduler(EmbeddingFiles(tmp_path), 64, "float32", "")
+        opened = _Scheduler(EmbeddingFiles(tmp_path), 64, "float32", "", step=96)
         yield opened
         opened.close()
-        assert not list(tmp_path.glob(".*"))
+        assert not list(tmp_path.glob(".*"))  # the folder is what a client wrote into it
 
     def test_a_large_file_is_checked_beside_the_scheduler(
         self, scheduler: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from ctxwin.adapters.vllm import ec
-
-        monkeypatch.setattr(ec, "_LARGE", 0)
-        files, begin = scheduler._files, threading.Event()
-        check = files.check
-        monkeypatch.setattr(files, "check", lambda path: (begin.wait(10), check(path))[1])
+        files, begin = scheduler.at_hand._files, threading.Event()
+        monkeypatch.setattr(scheduler.at_hand, "_large", 0)
+        get = files.get
+        monkeypatch.setattr(files, "get", lambda name: (begin.wait(10), get(name))[1])
         files.put("good", embeddings(1))
         files.path("bad").write_bytes(b"nothing that anybody can read")
         good, bad = request("a", Feature("good@x", 2)), request("b", Feature("bad", 2))
@@ -178,17 +182,55 @@ class TestScheduler:
             scheduler.ready(bad, 0)
             time.sleep(0.01)
         assert scheduler.ready(good, 0) and scheduler.holds("good") and scheduler.unavailable == {"b"}
-        scheduler.plan(good, "good@x")
-        (path,) = scheduler.loads.values()
-        files.discard("good")
-        found = files.read(Path(path))
-        assert found is not None and torch.equal(found, embeddings(1))
         scheduler.forget("a")
         scheduler.forget("b")
-        assert len(scheduler.pins) == 0 and not scheduler._names and not scheduler._ready and not scheduler.unavailable
+        assert len(scheduler.at_hand) == 0 and not scheduler._names and not scheduler._ends
+        assert not scheduler.unavailable
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_what_was_found_is_what_is_loaded(self, tmp_path: Path, dtype: torch.dtype) -> None:
+        """Between the check and the load the file is written into and goes away, with all the others."""
+        from ctxwin.adapters.vllm.ec import CtxwinECConnector, EmbeddingMetadata, _Scheduler
+
+        files = EmbeddingFiles(tmp_path / "embed")
+        scheduler = _Scheduler(files, 64, str(dtype).removeprefix("torch."), "", step=96)
+        files.put("one", embeddings(1, dtype=dtype))
+        asked = request("a", Feature("one@here", 2))
+        assert scheduler.ready(asked, 0) and scheduler.holds("one")
+        damage(files.path("one"))
+        shutil.rmtree(tmp_path / "embed")
+        scheduler.plan(asked, "one@here")
+        step = EmbeddingMetadata("", "", loads=scheduler.loads)
+        buffers: list[Any] = []
+        sent = pickle.dumps(step, protocol=5, buffer_callback=buffers.append)  # as vLLM does it for its workers
+        assert len(sent) < 1000 and len(repr(step)) < 1000  # of a dying engine vLLM logs what it was to do
+        worker = CtxwinECConnector.__new__(CtxwinECConnector)
+        worker.bind_connector_metadata(pickle.loads(sent, buffers=[bytes(b) for b in buffers]))  # noqa: S301 - our own
+        cache: dict[str, torch.Tensor] = {}
+        worker.start_load_caches(cache)
+        assert cache.keys() == {"one@here"} and torch.equal(cache["one@here"], embeddings(1, dtype=dtype))
+        scheduler.close()
+
+    def test_only_what_the_next_steps_may_need_is_at_hand(self, scheduler: Any) -> None:
+        """A long window's media are more than anybody would keep in memory twice."""
+        files = scheduler.at_hand._files
+        names = [f"frame {i}" for i in range(50)]
+        for i, name in enumerate(names):
+            files.put(name, embeddings(i))
+        long = request("a", *(Feature(name, 2 + 10 * i) for i, name in enumerate(names)))
+        step = 96
+        for computed in range(0, 600, step):
+            assert scheduler.ready(long, computed)
+            needed = [i for i in range(50) if 2 + 10 * i < computed + step and 11 + 10 * i > computed]
+            assert all(scheduler.holds(names[i]) for i in needed) and len(scheduler.at_hand) <= 40
+            assert not any(scheduler.holds(names[i]) for i in range(50) if 11 + 10 * i <= computed)
+        assert len(scheduler.at_hand) == 0 and not scheduler._names
+        assert scheduler.ready(long, 0) and scheduler.holds("frame 0")  # preempted
+        scheduler.forget("a")
+        assert len(scheduler.at_hand) == 0 and not scheduler._ends
 
     def test_what_loaded_kv_covers_is_looked_for_when_the_load_has_failed(self, scheduler: Any) -> None:
-        scheduler._files.put("behind", embeddings(1))
+        scheduler.at_hand._files.put("behind", embeddings(1))
         covered = request("a", Feature("covered", 2), Feature("behind", 20))
         assert scheduler.ready(covered, 11) and not scheduler.unavailable
         assert scheduler.ready(covered, 20) and not scheduler.holds("covered")
@@ -196,7 +238,7 @@ class TestScheduler:
 
     def test_one_request_does_not_answer_for_another(self, scheduler: Any) -> None:
         """The same name with another number of tokens is other content."""
-        scheduler._files.put("one", embeddings(1))
+        scheduler.at_hand._files.put("one", embeddings(1))
         assert scheduler.ready(request("a", Feature("one", 2)), 0) and scheduler.holds("one")
         assert not scheduler.ready(request("b", Feature("one", 2, tokens=8)), 0) and not scheduler.holds("one")
         assert scheduler.unavailable == {"b"}
@@ -263,5 +305,11 @@ class TestEngine:
         assert run["corrupt, with pixels"]["runs"] == 1 and same(run["corrupt, with pixels"], run["first"])
         assert same(run["mended"], run["first"]) and run["mended"]["runs"] == 0
 
-    def test_nothing_stays_pinned(self, run: dict[str, Any]) -> None:
-        assert len(run["left"]) <= 1  # of the last request, where vLLM's engine process was killed at its end
+    def test_a_file_that_goes_away_between_its_check_and_its_load(self, run: dict[str, Any]) -> None:
+        """Cold, damaged and removed with the whole folder: the request is answered all the same, and so is the next one."""
+        assert run["struck"]["reason"] == "length" and run["struck"]["runs"] == 0
+        assert same(run["struck"], run["first"])
+        assert run["behind it"]["reason"] == "error" and run["after all"]["reason"] == "length"
+
+    def test_nothing_is_left_in_the_folder(self, run: dict[str, Any]) -> None:
+        assert run["left"] == [ecfiles.file_name("one")]

@@ -29,7 +29,7 @@ from ctxwin.adapters.vllm import spool as spools
 from ctxwin.adapters.vllm.connector import STEPS, CtxwinConnector
 from ctxwin.adapters.vllm.core import Core
 from ctxwin.adapters.vllm.drivers import LoopDriver, StepDriver
-from ctxwin.adapters.vllm.ecfiles import EmbeddingFiles, Pins
+from ctxwin.adapters.vllm.ecfiles import AtHand, EmbeddingFiles, Held
 from ctxwin.adapters.vllm.registry import PARAM, Placed, Transfer, find_exchange, open_exchange
 from ctxwin.adapters.vllm.spaces import Space, space_of
 from ctxwin.adapters.vllm.spool import Spool, SpoolReader
@@ -230,10 +230,10 @@ def test_a_full_disk_ends_no_request_but_its_own(tmp_path: Path) -> None:
 
 def test_vllm_outlives_the_folder_of_embeddings(tmp_path: Path) -> None:
     """Who attaches to a vLLM and closes again leaves it running, and its plain requests bring pictures."""
-    pins = Pins(EmbeddingFiles(tmp_path / "embed"))
+    at_hand = AtHand(EmbeddingFiles(tmp_path / "embed"), large=1 << 20, room=0)
     shutil.rmtree(tmp_path / "embed")
-    assert pins.pin("a picture", "a plain request") is None
-    pins.close()
+    assert at_hand.take("a picture", "a plain request", Held((9, 64), "float32")) is False
+    at_hand.close()
 
 
 class Preempting:
