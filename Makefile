@@ -31,6 +31,9 @@ EARLIER_TESTS ?= tests/engines/test_vllm_versions.py tests/engines/test_vllm.py 
 demo: install
 	$(BIN)/ctxwin demo
 
+# Small models are computed with half the processor time by one thread: a second one mostly waits for the first.
+test test-slow test-earlier: export OMP_NUM_THREADS ?= 1
+
 test: install system-deps-if-root
 	$(BIN)/pytest $(PYTEST_ARGS)
 

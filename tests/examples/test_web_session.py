@@ -1,4 +1,4 @@
-"""`examples/web_session.py`: 200 steps through LangGraph and SQLite, flat in cost and bounded in memory."""
+"""`examples/web_session.py`: long sessions through LangGraph and SQLite, flat in cost and bounded in memory."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=500)
 
 
-def test_two_hundred_steps_cost_the_same_and_stay_bounded():
-    done = run("--json")
+@pytest.mark.parametrize("steps", [80, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_steps_cost_the_same_and_stay_bounded(steps):
+    done = run("--json", *(["--steps", str(steps)] if steps != 200 else []))
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
-    assert figures["steps"] == 200
+    assert figures["steps"] == steps
     # Every page is prefilled once, and a question is not free: what is counted is really all of it.
-    assert figures["tokens_second_quarter"] > 50 * (66 + 2 * 9)
+    assert figures["tokens_second_quarter"] > steps / 4 * (66 + 2 * 9)
     assert figures["tokens_last_quarter"] <= 1.3 * figures["tokens_second_quarter"]
-    assert figures["checkpoints"] > 2 * 200
+    assert figures["checkpoints"] > 2 * steps
     assert figures["checkpoint_bytes_mean"] <= figures["checkpoint_bytes_max"] < 20_000
     assert figures["store_bytes"] <= figures["store_max_bytes"] == 8_000_000
-    assert figures["vision_encodes"] == 200
-    assert figures["right"] >= 0.94 * figures["asks"] >= 370
+    assert figures["vision_encodes"] == steps
+    assert figures["right"] >= 0.94 * figures["asks"] >= 1.74 * steps
 
 
 def test_a_session_too_short_is_refused():
