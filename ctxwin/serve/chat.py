@@ -192,7 +192,9 @@ class _Asked:
         if rest:
             self.heard(Piece(index, rest))
         long = not stops.stopped and answer.usage.answer_tokens >= sampling.max_tokens
-        return Reply(index, stops.text, "length" if long else "stop", answer)
+        reply = Reply(index, stops.text, "length" if long else "stop", answer)
+        self.heard(Piece(index, finish=reply.finish_reason))
+        return reply
 
 
 class Chat:
@@ -264,6 +266,8 @@ def several(
 
     def make(index: int, begun: Callable[[], None] = lambda: None) -> Reply:
         try:
+            if failed.is_set() or stopped():
+                raise asking._StoppedError  # before anything is computed for nobody
             return one(index, begun, lambda: failed.is_set() or stopped())
         except BaseException:
             failed.set()

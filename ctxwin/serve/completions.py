@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, Self
 
@@ -198,11 +198,12 @@ def parse(data: Any) -> ChatRequest:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of one choice; ``tokens`` where their log-probabilities were asked for."""
+    """What is new of one choice; ``tokens`` where their log-probabilities were asked for, ``finish`` at its end."""
 
     index: int
-    text: str
+    text: str = ""
     tokens: tuple[ScoredToken, ...] = ()
+    finish: str | None = None
 
 
 @dataclass(frozen=True)
@@ -268,13 +269,10 @@ class Shapes:
 
     def piece(self, piece: Piece) -> dict[str, Any]:
         scores = self._logprobs(piece.tokens) if piece.tokens else None
-        return self._chunk(piece.index, {"content": piece.text}, None, scores)
+        return self._chunk(piece.index, {} if piece.finish else {"content": piece.text}, piece.finish, scores)
 
-    def last(self, replies: Sequence[Reply], *, usage: bool) -> Iterator[dict[str, Any]]:
-        for reply in replies:
-            yield self._chunk(reply.index, {}, reply.finish_reason)
-        if usage:
-            yield {**self._head("chat.completion.chunk"), "choices": [], **_usages(replies)}
+    def usage(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        return {**self._head("chat.completion.chunk"), "choices": [], **_usages(replies)}
 
     def _chunk(self, index: int, delta: dict[str, Any], finish: str | None, scores: Any = None) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}

@@ -204,7 +204,7 @@ def build_router(service: Service) -> APIRouter:
             if not asked.stream:
                 return [_raw(shapes.completion(mine.chat.answer(asked, lambda piece: None, stopped)))]
             replies = mine.chat.answer(asked, lambda piece: put(_raw(shapes.piece(piece))), stopped)
-            return [_raw(event) for event in shapes.last(replies, usage=usage)]
+            return [_raw(shapes.usage(replies))] if usage else []
 
         items = service.items(mine.tenant, work)
         if not asked.stream:

@@ -158,6 +158,7 @@ def test_choices_are_those_of_requests_of_their_own(client: OpenAI, vague: dict[
         texts, ended = [""] * 5, [""] * 5
         for event in client.chat.completions.create(**hot, seed=11, n=5, stream=True):
             (choice,) = event.choices
+            assert not ended[choice.index]  # nothing comes behind the end of a choice
             texts[choice.index] += choice.delta.content or ""
             ended[choice.index] = choice.finish_reason or ended[choice.index]
     else:

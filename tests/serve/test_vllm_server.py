@@ -214,10 +214,8 @@ def test_a_chat_that_names_chunks_is_the_same_prompt_and_reuses_their_kv(server:
     assert server.metrics()['ctxwin_vision_encodes_total{tenant=""}'] == encodes
 
 
-SCHEMA = {
-    "type": "object", "properties": {"color": {"enum": ["red", "blue"]}, "sure": {"type": "boolean"}},
-    "required": ["color", "sure"], "additionalProperties": False,
-}  # fmt: skip
+# No object: the bundled model prefers a blank wherever JSON allows one, without end.
+SCHEMA = {"enum": ["crimson", "navy blue"]}
 
 
 @pytest.mark.parametrize(
@@ -247,7 +245,7 @@ def test_options_mean_what_they_mean_to_vllm(server: Process, options: dict[str,
         assert ours.message.content == theirs.message.content and ours.message.content
         assert ours.finish_reason == theirs.finish_reason
         if "json_schema" in options.get("response_format", {}):
-            assert json.loads(ours.message.content)["color"] in ("red", "blue") and ours.finish_reason == "stop"
+            assert json.loads(ours.message.content) in SCHEMA["enum"] and ours.finish_reason == "stop"
         if "logprobs" not in options:
             continue
         assert ours.logprobs is not None and theirs.logprobs is not None
