@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -42,6 +43,9 @@ def serve(
     plain_pairs: Annotated[
         int, typer.Option(help="Paired slices of plain traffic with and without the connector; 0: none.")
     ] = 6,
+    plain_only: Annotated[
+        bool, typer.Option("--plain-only", help="Plain traffic alone, with no windows beside it.")
+    ] = False,
     processes: Annotated[str, typer.Option(metavar="single|multi|async", help="Where vLLM runs.")] = "single",
     clock: Annotated[
         str, typer.Option(metavar="wall|cpu", help="cpu: processor time of one thread, for a machine that is busy.")
@@ -80,20 +84,26 @@ def serve(
         tuple(dict.fromkeys(p.strip() for p in policies.split(",") if p.strip())), cast("Any", fidelity), rank, seed,
         processes, threads, clock,
     )  # fmt: skip
-    plain = PlainSettings(pairs=plain_pairs)
+    plain = PlainSettings(pairs=plain_pairs, windows=0) if plain_only else PlainSettings(pairs=plain_pairs)
+    traffic = {name: value for name, value in asdict(plain).items() if name != "pairs"}  # more pairs can be added
+    if plain_only and not plain_pairs:
+        raise ValueError("--plain-only needs at least one pair of slices, got --plain-pairs 0")
     with stages() as told:
         told("model", 0, 1)
         folder = _model(model, model_dir, seed)
-        progress = bench.Progress(out, bench.settings_row(settings, folder))
-        bench.measure(lambda: _open(folder, processes), settings, progress, told)
+        progress = bench.Progress(out, bench.settings_row(settings, folder, plain=traffic))
+        if not plain_only:
+            bench.measure(lambda: _open(folder, processes), settings, progress, told)
         measure_plain(folder, settings, plain, progress, told)
         result = bench.result_of(progress)
     (out / bench.RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    picture(result, out / bench.PICTURE)
+    if not plain_only:
+        picture(result, out / bench.PICTURE)
     if as_json:
         print_json(result)
         return
-    terminal().print(serve_table(result))
+    if not plain_only:
+        terminal().print(serve_table(result))
     for line in lines(result):
         say(line)
 

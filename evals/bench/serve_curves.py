@@ -116,17 +116,35 @@ def comparisons(cells: Sequence[Row], slo_s: float | None) -> Row:
 
 
 def checks(at_slo: Row | None, plain: Mapping[str, Any] | None) -> list[Row]:
-    """What must hold: the ratio, and plain traffic within 5 % of an engine without the connector."""
+    """What must hold: the ratio, and plain traffic within 5 % of an engine without the connector.
+
+    ``verdict``: "holds", "fails" or, of plain traffic, "not shown", where the interval of the median reaches beyond the bound.
+    """
     found: list[Row] = []
     if at_slo is not None and at_slo["ratio"] is not None:
         # A ratio that is too high by an unknown amount shows nothing.
         holds = at_slo["ratio"] >= WANTED and at_slo["ratio_is"] != "at most"
-        found.append({"check": "ratio", "value": at_slo["ratio"], "bound": WANTED, "holds": holds})
+        found.append(_check("ratio", at_slo["ratio"], None, WANTED, "holds" if holds else "fails"))
     if plain is not None:
         for name, least, most in (("inter_token_p99", 0.0, 1.05), ("throughput", 0.95, math.inf)):
-            value = plain["ratios"][name]["median"]
-            if value is None:  # no pair is whole yet
+            ratio = plain["ratios"][name]
+            if ratio["median"] is None:  # no pair is whole yet
                 continue
             bound = most if math.isfinite(most) else least
-            found.append({"check": name, "value": value, "bound": bound, "holds": least <= value <= most})
+            verdict = _verdict(ratio["interval"], least, most)
+            found.append(_check(name, ratio["median"], ratio["interval"], bound, verdict))
     return found
+
+
+def _verdict(interval: Sequence[float] | None, least: float, most: float) -> str:
+    if interval is None:
+        return "not shown"
+    low, high = interval
+    return "holds" if least <= low and high <= most else "fails" if high < least or low > most else "not shown"
+
+
+def _check(name: str, value: float, interval: Sequence[float] | None, bound: float, verdict: str) -> Row:
+    return {
+        "check": name, "value": value, "interval": interval, "bound": bound, "verdict": verdict,
+        "holds": verdict == "holds",
+    }  # fmt: skip

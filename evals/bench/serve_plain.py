@@ -1,17 +1,21 @@
 """Plain traffic on an engine without the connector, on one with it, and with windows beside it: in paired slices.
 
-Two engines in processes of their own (`serve_worker`), both up all the time; one is idle while the other is measured. A pair of
-slices is the same requests on both, one right behind the other, who goes first changing from pair to pair.
+Two engines in processes of their own (`serve_worker`), both up at once; one is idle while the other is measured. A pair of
+slices is the same requests on both: an open loop each, for the time between tokens, then bursts in turn, for the throughput.
+Who goes first changes from pair to pair and from burst to burst, so that what else the machine does meets both sides alike.
+Every pair has engines of its own: where a process's memory happens to lie makes it faster or slower by percents for as long as
+it lives, so pairs of the same two processes would agree with one another and say little about the connector.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -25,6 +29,9 @@ if TYPE_CHECKING:
 
 SIDES = ("without", "with")
 BESIDE = "windows"
+_WARM_S = 3.0
+LEVEL = 0.95
+"""Of the intervals."""
 SHARE = 0.5
 """Rate of the open loop, of what the engine without the connector serves at once."""
 
@@ -35,20 +42,23 @@ class PlainSettings:
 
     Attributes:
         pairs: of slices; 0: none.
-        seconds: of the open loop in each slice, behind which ``burst`` requests are asked at once, for the throughput.
+        seconds: of the open loop in each slice; requests arrive evenly.
         prompt, answer: tokens of each request.
+        burst: requests asked at once, for the throughput; bursts: as often in each slice, of which the median counts.
         windows: sessions beside the traffic in as many slices more; their figures are for information.
     """
 
     pairs: int = 6
-    seconds: float = 6.0
+    seconds: float = 8.0
     prompt: int = 64
     answer: int = 24
-    burst: int = 12
+    burst: int = 32
+    bursts: int = 3
     windows: int = 4
 
     def __post_init__(self) -> None:
-        for name, least in (("pairs", 0), ("prompt", 2), ("answer", 3), ("burst", 1), ("windows", 0)):
+        leasts = {"pairs": 0, "prompt": 2, "answer": 3, "burst": 1, "bursts": 1, "windows": 0}
+        for name, least in leasts.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} of plain traffic must be at least {least}, got {getattr(self, name)}")
         if not self.seconds > 0:
@@ -110,62 +120,82 @@ class Worker:
 
 
 def measure_plain(model: str, settings: Settings, plain: PlainSettings, progress: Progress, told: Told) -> None:
-    """Adds the slices that are missing to ``progress``. Cost: starting two engines, and the slices."""
+    """Adds the pairs that are missing to ``progress``. Cost: for each, starting two engines (half a minute) and the slices."""
     slices: list[Row] = progress.state["slices"]
     sides = [*SIDES, *([BESIDE] if plain.windows else [])]
-    missing = [
-        (pair, side)
-        for pair in range(plain.pairs)
-        for side in (sides if pair % 2 else [*reversed(SIDES), *sides[2:]])
-        if not any((s["pair"], s["side"]) == (pair, side) for s in slices)
-    ]
-    if not missing:
-        return
-    told("starting engines for plain traffic", 0, 1)
+    known = {(s["pair"], s["side"]) for s in slices}
+    missing = [p for p in range(plain.pairs) if any((p, side) not in known for side in sides)]
+    for done, pair in enumerate(missing):
+        told(f"plain traffic: pair {pair + 1}", done, len(missing))
+        with _engines(model, settings, progress.folder) as workers:
+            rate = _warm(workers, plain, settings, progress)
+            found = _pair(workers, pair, rate, plain, settings)
+        slices[:] = [s for s in slices if s["pair"] != pair] + found  # a pair is of one time, or nothing
+        progress.save()
+
+
+@contextmanager
+def _engines(model: str, settings: Settings, folder: Path) -> Iterator[dict[str, Worker]]:
     start = {"model": model, "processes": settings.processes, "threads": settings.threads, "seed": settings.seed}
     with ExitStack() as stack:
         workers = {
-            side: stack.enter_context(
-                Worker(start | {"connector": side == "with"}, progress.folder / f"plain-{side}.log")
-            )
+            side: stack.enter_context(Worker(start | {"connector": side == "with"}, folder / f"plain-{side}.log"))
             for side in SIDES
         }
         for worker in workers.values():
             worker.ready()
+        yield workers
+
+
+def _warm(workers: dict[str, Worker], plain: PlainSettings, settings: Settings, progress: Progress) -> float:
+    """The rate of the open loop, behind first calls of kernels, which take seconds, on both sides."""
+    burst = _order(plain, settings.clock, "warm", burst=plain.burst)
+    for worker in workers.values():
+        worker.do(burst)
+    if "plain_rate" not in progress.state:
+        found = workers["without"].do(burst)
+        progress.state["plain_rate"] = float(f"{SHARE * found['burst_tokens_per_s'] / plain.answer:.3g}")
+    rate: float = progress.state["plain_rate"]
+    for worker in workers.values():
+        worker.do(_order(plain, settings.clock, "warm", rate=rate) | {"seconds": min(_WARM_S, plain.seconds)})
+    return rate
+
+
+def _pair(workers: dict[str, Worker], pair: int, rate: float, plain: PlainSettings, settings: Settings) -> list[Row]:
+    order = list(SIDES) if pair % 2 else list(reversed(SIDES))
+    opened = _order(plain, settings.clock, str(pair), rate=rate)
+    found = {side: workers[side].do(opened) for side in order}
+    bursts: dict[str, list[Row]] = {side: [] for side in SIDES}
+    for number in range(plain.bursts):
+        asked = _order(plain, settings.clock, f"{pair}/{number}", burst=plain.burst)
+        for side in order if number % 2 else reversed(order):
+            bursts[side].append(workers[side].do(asked))
+    for side in SIDES:
+        for name in ("burst_tokens_per_s", "cpu_s_per_token"):
+            found[side][name] = statistics.median(b[name] for b in bursts[side])
+    if plain.windows:
         beside = {
             "windows": plain.windows, "frames": settings.frames, "tokens": settings.tokens, "answer": settings.answer,
             "mode": settings.mode, "rank": settings.rank,
         }  # fmt: skip
-        if "plain_rate" not in progress.state:
-            for side in (*SIDES, SIDES[0]):  # first calls of kernels take seconds; the last one counts
-                found = workers[side].do(_order(plain, 0.0, "warm", settings.clock))
-            requests = found["burst_tokens_per_s"] / plain.answer
-            progress.state["plain_rate"] = float(f"{SHARE * requests:.3g}")
-        else:
-            for side in SIDES:
-                workers[side].do(_order(plain, 0.0, "warm", settings.clock))
-        rate = progress.state["plain_rate"]
-        for done, (pair, side) in enumerate(missing):
-            told(f"plain traffic: pair {pair + 1}, {side}", done, len(missing))
-            order = _order(plain, rate, str(pair), settings.clock) | ({"beside": beside} if side == BESIDE else {})
-            found = workers["without" if side == "without" else "with"].do(order)
-            slices.append({"pair": pair, "side": side, "rate": rate} | found)
-            progress.save()
+        both = _order(plain, settings.clock, str(pair), rate=rate, burst=plain.burst)
+        found[BESIDE] = workers["with"].do(both | {"beside": beside})
+    return [{"pair": pair, "side": side, "rate": rate} | row for side, row in found.items()]
 
 
-def _order(plain: PlainSettings, rate: float, name: str, clock: str) -> Row:
+def _order(plain: PlainSettings, clock: str, name: str, *, rate: float = 0.0, burst: int = 0) -> Row:
     return {
         "name": name, "rate": rate, "seconds": plain.seconds, "prompt": plain.prompt, "answer": plain.answer,
-        "burst": plain.burst, "clock": clock,
+        "burst": burst, "clock": clock,
     }  # fmt: skip
 
 
 def figures(slices: Sequence[Row]) -> Row:
     """Figures by side over all slices, and the ratios of the pairs: with the connector over without it.
 
-    ``ratios``: the median and quartiles of the pairs' own ratios, and of the values over all slices together (``pooled``):
-    p50 and p99 between tokens, throughput when ``burst`` requests are asked at once, processor time a token (which what else
-    the machine does changes least). A slice's p99 is a handful of gaps; the pooled one stands on as many as there are slices.
+    ``ratios``: the median of the pairs' own ratios with its ``interval`` (see `median_interval`) and their quartiles, and the
+    ratio of the values over all slices together (``pooled``): p50 and p99 between tokens, throughput when ``burst`` requests
+    are asked at once, processor time a token of those, which what else the machine does changes least.
     """
     sides = {}
     for side in (*SIDES, BESIDE):
@@ -202,8 +232,27 @@ def _ratio(slices: Sequence[Row], value: Any) -> Row:
     pairs = [p for p, side in by if side == "with" and (p, "without") in by]
     ratios = [by[p, "with"] / by[p, "without"] for p in pairs]
     if not ratios:
-        return {"median": None, "quartiles": None, "pairs": 0}
-    return {"median": statistics.median(ratios), "quartiles": quartiles(ratios), "pairs": len(ratios)}
+        return {"median": None, "interval": None, "quartiles": None, "pairs": 0}
+    return {
+        "median": statistics.median(ratios), "interval": median_interval(ratios), "quartiles": quartiles(ratios),
+        "pairs": len(ratios),
+    }  # fmt: skip
+
+
+def median_interval(values: Sequence[float]) -> list[float] | None:
+    """Interval that covers the median of what independent values are drawn from with probability `LEVEL` or more.
+
+    The k-th lowest and k-th highest value, exact whatever the distribution: the median lies beyond one of them as rarely as a
+    fair coin falls fewer than k times on one of its sides. None for fewer than six values, of which not even the lowest and
+    the highest are far enough apart; a bootstrap of so few would give an interval, and one that is too narrow.
+    """
+    n = len(values)
+    k, beyond = 0, 2 * 0.5**n  # chance that the median is beyond the (k + 1)-th lowest or highest
+    while beyond <= 1 - LEVEL:
+        k += 1
+        beyond += 2 * math.comb(n, k) * 0.5**n
+    ordered = sorted(values)
+    return [ordered[k - 1], ordered[n - k]] if k else None
 
 
 def _over(sides: Row, value: Any) -> float | None:

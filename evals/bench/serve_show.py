@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ctxwin.evals.bench.serve_plain import LEVEL
 from ctxwin.evals.bench.serve_policies import POLICIES
 
 if TYPE_CHECKING:
@@ -52,9 +53,9 @@ def lines(result: dict[str, Any]) -> list[str]:
     """What follows from the table, a line each."""
     told = []
     at = result["comparison"]["at_slo"]
-    if at is None:
+    if at is None and result["rows"]:
         told.append("no comparison: no prefix-cache policy was measured")
-    else:
+    elif at is not None:
         for compared in (at, *result["comparison"]["around"]):
             rates = ", ".join(
                 f"{p} {'none' if compared['rates'][p] is None else format(compared['rates'][p], '.2f')}"
@@ -77,14 +78,26 @@ def lines(result: dict[str, Any]) -> list[str]:
             found = plain["ratios"][name]
             if found["median"] is not None:
                 low, high = found["quartiles"]
+                between = f", {_PERCENT} interval {_range(found['interval'])}" if found["interval"] else ""
                 told.append(
                     f"plain traffic, with the connector over without, {what}: median of {found['pairs']} pairs "
-                    f"{found['median']:.3f} (quartiles {low:.3f} to {high:.3f}), pooled {found['pooled']:.3f}"
+                    f"{found['median']:.3f}{between} (quartiles {low:.3f} to {high:.3f}), pooled {found['pooled']:.3f}"
                 )
     for check in result["checks"]:
-        verdict = "holds" if check["holds"] else "FAILS"
-        told.append(f"{verdict}: {_CHECKS[check['check']]} {check['value']:.3f}, wanted {check['bound']:g}")
+        of = f" ({_PERCENT} interval {_range(check['interval'])})" if check["interval"] else ""
+        told.append(
+            f"{_VERDICTS[check['verdict']]}: {_CHECKS[check['check']]} {check['value']:.3f}{of}, wanted {check['bound']:g}"
+        )
     return told
+
+
+def _range(interval: list[float]) -> str:
+    low, high = interval
+    return f"{low:.3f} to {high:.3f}"
+
+
+_VERDICTS = {"holds": "holds", "fails": "FAILS", "not shown": "NOT SHOWN"}
+_PERCENT = f"{100 * LEVEL:g} %"
 
 
 _SIDES = {"without": "no connector", "with": "connector, no windows", "windows": "connector, windows beside"}

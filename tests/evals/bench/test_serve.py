@@ -237,6 +237,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
         ("--windows", "0"): "sessions must be at least 1, got 0",
         ("--rates", "1,x"): "--rates must be comma-separated numbers, got '1,x'",
         ("--model", "/nowhere"): "--model must be a local model folder, got '/nowhere'",
+        ("--plain-only", "--plain-pairs", "0"): "--plain-only needs at least one pair of slices, got --plain-pairs 0",
     }
     for options, told in cases.items():
         found = subprocess.run(
@@ -261,12 +262,13 @@ def test_plain_traffic_in_two_processes(tmp_path: Path) -> None:
     from ctxwin.tiny import checkpoint_dir
 
     settings = serve.Settings(windows=2, frames=3, tokens=TOKENS, answer=3, rates=(1.0,), threads=1, clock="cpu")
-    plain = serve_plain.PlainSettings(pairs=2, seconds=1.0, prompt=16, answer=6, burst=3, windows=2)
+    plain = serve_plain.PlainSettings(pairs=2, seconds=1.0, prompt=16, answer=6, burst=3, bursts=2, windows=2)
     progress = serve.Progress(tmp_path, serve.settings_row(settings, "tiny"))
     serve_plain.measure_plain(str(checkpoint_dir()), settings, plain, progress, lambda *_: None)
     assert [(s["pair"], s["side"]) for s in progress.state["slices"]] == [
         (0, "with"), (0, "without"), (0, "windows"), (1, "without"), (1, "with"), (1, "windows"),
     ]  # fmt: skip
+    assert len({s["tokens"] for s in progress.state["slices"]}) == 1
     found = serve_plain.figures(progress.state["slices"])
     for side in ("without", "with", "windows"):
         assert found["sides"][side]["inter_token_s"]["p99"] > 0
