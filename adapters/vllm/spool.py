@@ -59,6 +59,7 @@ LIVE_BYTES = 512 << 20
 WAIT_S = 120.0
 """How long a capture may take after its request has ended: a step of the other requests of the batch."""
 _EMBEDDINGS = "embed"
+_MOST_JOBS = 4096
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -304,6 +305,7 @@ class SpoolReader:
             raise RuntimeError(f"the ctxwin KV connector must find {self.path / 'spec.json'}; was its engine closed?")
         rope: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.pop("rope").items()}
         self.kv = KVSpec(**raw, rope=RopeSpec(**rope))
+        self._jobs: OrderedDict[str, Job] = OrderedDict()  # of a request that waits, vLLM asks in every step
         self._live: OrderedDict[tuple[str, int], tuple[Any, int]] = OrderedDict()
         self._live_bytes = 0
 
@@ -312,13 +314,22 @@ class SpoolReader:
         watch.end_with_owner(self.path)
 
     def job(self, handle: str) -> Job | None:
-        """None for a handle whose job is not there (any more)."""
+        """None for a handle whose job is not there (any more). Cost: one read for each handle, then a stat."""
+        if not is_handle(handle) or not self._wanted(handle):
+            self._jobs.pop(handle, None)
+            return None
+        known = self._jobs.get(handle)
+        if known is not None:
+            return known
         raw = self._raw(handle)
         if raw is None:
             return None
         job = raw["job"]
         captures = {str(k): (int(v[0]), None if v[1] is None else int(v[1])) for k, v in job.pop("captures").items()}
-        return Job(**job, captures=captures)
+        self._jobs[handle] = made = Job(**job, captures=captures)
+        while len(self._jobs) > _MOST_JOBS:
+            self._jobs.popitem(last=False)
+        return made
 
     def loads(self, handle: str) -> list[SpoolLoad]:
         """What to load; raises LookupError where the job is gone."""

@@ -468,9 +468,24 @@ class VLLMEngine(EncodingEngine):
             self.counters.bytes_loaded += work.bytes_loaded
 
     def _streamed(self, on_token: Callable[[int, str], bool] | None) -> Callable[[list[int]], bool] | None:
+        """Tells each token once. One whose blocks were taken away and whose load then fails is served anew, from its begin."""
         if on_token is None:
             return None
-        return lambda ids: on_token(ids[-1], self.decode(ids)) is not False
+        told: list[int] = []
+
+        def tell(ids: list[int]) -> bool:
+            at = len(ids) - 1
+            if at < len(told):
+                if ids[at] != told[at]:
+                    raise EngineFailed(
+                        "KV of the answer was lost while it was being told, and computed anew the answer is another one; "
+                        "ask again"
+                    )
+                return True
+            told.append(ids[at])
+            return on_token(ids[at], self.decode(ids)) is not False
+
+        return tell
 
 
 def _joined(encoded: Sequence[Encoded]) -> tuple[list[int], list[MediaSpan]]:
