@@ -375,10 +375,6 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def has_connector_metadata(self) -> bool:
-        """False: vLLM asks in each layer whether to wait for it and to hand it over, and spans are not moved by layer."""
-        return False
-
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: loads are complete when the forward begins."""
 
