@@ -7,7 +7,9 @@ it on one; `choice.trial` does, wherever an engine starts on a GPU.
 from __future__ import annotations
 
 import importlib
+import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -485,3 +487,36 @@ print("compiled")
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "compiled", done.stderr
+
+
+WINDOW = """
+import json, ctxwin
+from ctxwin import Chunk, Fidelity, Window
+from ctxwin.operator.kernels import choice
+with ctxwin.open_engine("tiny") as engine:
+    window = Window(engine, header="H", budget=400, fidelity=Fidelity(mode="patched", rank=4))
+    first, *_ = [window.append(Chunk.text(text)) for text in ("red cube left", "blue ball right", "green cone")]
+    window.ask("red?", max_tokens=1)
+    window.evict(first)
+    answer = window.ask("blue?", max_tokens=1, logprobs=5)
+    paged = engine._core.exchange.paged
+    loads = answer.usage.bytes_loaded, answer.usage.reused_tokens
+    print(json.dumps([paged.kernel, paged.direct, choice.faults(), loads, answer.first_token_logprobs]))
+"""
+
+
+@pytest.mark.slow
+def test_a_window_on_vllm_answers_as_with_the_cpu_kernel():
+    """vLLM's own paged cache, written slot by slot by the kernel: keys of its CPU attention lie transposed there."""
+    pytest.importorskip("vllm")
+    said = {}
+    for name in ("triton", "cpu"):
+        env = {**os.environ, "CTXWIN_KERNEL": name, "TRITON_INTERPRET": "1"}
+        done = subprocess.run([sys.executable, "-c", WINDOW], capture_output=True, text=True, check=False, env=env)
+        assert done.returncode == 0, done.stderr
+        said[name] = json.loads(done.stdout.splitlines()[-1])
+    assert said["triton"][0] == "triton" and not said["triton"][2]
+    loads, logprobs = said["triton"][3:]
+    assert loads == said["cpu"][3] and loads[0] > 0 and "survivor" in loads[1]
+    assert logprobs.keys() == said["cpu"][4].keys()
+    assert all(abs(logprobs[token] - other) < 1e-4 for token, other in said["cpu"][4].items())
