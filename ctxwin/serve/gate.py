@@ -1,7 +1,8 @@
 """What stands in front of the OpenAI server's own routes: who asks, chats that name chunks, salts of tenants.
 
 A plain ASGI middleware. Without tenants every request passes as it came, except a chat that names chunks, which takes our
-route. With tenants a plain request is bound to its tenant's prefix-cache space, and what cannot be bound is refused.
+route, and one for more log-probabilities than the server gives, which is refused. With tenants a plain request is bound to
+its tenant's prefix-cache space, and what cannot be bound is refused.
 """
 
 from __future__ import annotations
