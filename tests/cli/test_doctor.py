@@ -102,8 +102,6 @@ def test_the_load_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = checks.kernel()
     assert (wrong.status, "must be one of cpu, reference, triton" in wrong.what) == ("broken", True)
     assert "unset CTXWIN_KERNEL" in wrong.remedy
-    monkeypatch.setenv("CTXWIN_KERNEL", "reference")
-    assert checks.kernel().what.startswith("reference, for spans on ")
     said = "cpu, for spans on cuda:0; the Triton load kernel is not used on cuda:0 for torch.bfloat16: out of registers"
     monkeypatch.setattr(checks, "_run", lambda code: (True, said))
     fault = checks.kernel()
