@@ -20,7 +20,7 @@ from PIL import Image
 from ctxwin import Chunk, asking
 from ctxwin.adapters.openai import upload
 from ctxwin.serve.errors import NotAllowed
-from ctxwin.serve.gate import _bind
+from ctxwin.serve.gate import _bound_body
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.service import Results
 from ctxwin.serve.tenants import Tenant
@@ -170,7 +170,8 @@ def test_names_of_requests_and_media_are_a_tenants_own() -> None:
 
     def bound(tenant: str, name: Any) -> tuple[Any, Any]:
         image = {"type": "image_url", "image_url": {"url": "http://host/cat.png"}, "uuid": name}
-        made = _bind({"request_id": name, "messages": [{"role": "user", "content": [image]}]}, tenant, "salt")
+        body = {"request_id": name, "messages": [{"role": "user", "content": [image]}]}
+        made = json.loads(_bound_body(body, tenant, "salt"))
         return made["request_id"], made["messages"][0]["content"][0]["uuid"]
 
     for name in ("resp_1", "", 5, ["x"]):
@@ -237,5 +238,5 @@ def test_what_the_server_has_lost_is_uploaded_again(server: Server) -> None:
 
 def test_a_tenant_without_a_salt_gets_no_shared_blocks() -> None:
     with pytest.raises(NotAllowed):
-        _bind({"messages": []}, "acme", "")
-    assert _bind({"messages": []}, "", "") == {"messages": []}
+        _bound_body({"messages": []}, "acme", "")
+    assert json.loads(_bound_body({"messages": []}, "", "")) == {"messages": []}
