@@ -283,13 +283,13 @@ class Assembly:
         from ctxwin.operator import deficit
 
         key = patch_key(provenance, base_key, fidelity.patch_name)
+        self.know_basis(fidelity)
         if self.has(key):
             return key
         base = self.repo.get_span(base_key, token_ids=encoded.token_ids)
         if base is None:
             return None
         spec = self.engine.spec
-        self.know_basis(fidelity)
         patch = compressed(deficit(conditioned, base[0], spec.kv), spec.model, spec.kv, fidelity)
         self.missing.discard(key)
         self.repo.put_patch(key, patch)
