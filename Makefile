@@ -24,6 +24,7 @@ APT_INSTALL = apt-get install -y --no-install-recommends
 # The environment with the earlier vLLM, and what is tested there: whatever touches vLLM, in a few minutes.
 EARLIER := .venv-earlier
 EARLIER_TESTS ?= tests/engines/test_vllm_versions.py tests/engines/test_vllm.py tests/engines/test_vllm_families.py \
+	tests/engines/test_vllm_ec.py tests/engines/test_vllm_again.py \
 	tests/window/test_on_engines.py
 
 .PHONY: demo test test-slow test-earlier lint install system-deps system-deps-if-root clean

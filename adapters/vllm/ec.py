@@ -193,7 +193,7 @@ class _Scheduler:
         self._step = step + _SLACK
         self._asked = ""  # the request that vLLM is about to schedule
         self._ends: dict[str, int] = {}  # where the last medium of a request ends
-        self._names: dict[str, set[str]] = {}  # held, by request
+        self._names: dict[str, set[str]] = {}  # held or waited for, by request
 
     def ready(self, request: Request, computed: int) -> bool:
         """Takes what the next two steps behind ``computed`` tokens may need; False while some of the next is being read.
@@ -213,10 +213,9 @@ class _Scheduler:
             if place.offset + place.length <= computed or place.offset >= computed + 2 * self._step:
                 continue  # its KV is there, or its turn comes later
             found = self._take(name, feature)
-            if found is None:
-                waiting |= place.offset < computed + self._step
-            elif found is not False:
+            if found is not False:
                 needed.add(name_of(feature.identifier))
+                waiting |= found is None and place.offset < computed + self._step
             elif _bare(feature):
                 _log.warning(
                     "request %s carries no data for %r, and its stored vision embeddings are not there",
@@ -257,7 +256,7 @@ class _Scheduler:
         name = name_of(feature.identifier)
         want = Held((feature.mm_position.get_num_embeds(), self._width), self._dtype)
         found = self.at_hand.take(name, request, want)
-        if found is not None and found is not False:
+        if found is not False:
             self._names.setdefault(request, set()).add(name)
         return found
 

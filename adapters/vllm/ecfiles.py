@@ -155,11 +155,11 @@ class AtHand:
         self._large = large
         self._room = room
         self.nbytes = 0
-        self._contents: OrderedDict[str, tuple[Version, torch.Tensor | None]] = (
-            OrderedDict()
-        )  # least recently used first
+        # By name, least recently used first; None for a file of no use.
+        self._contents: OrderedDict[str, tuple[Version, torch.Tensor | None]] = OrderedDict()
         self._users: dict[str, set[str]] = {}
         self._reads: dict[str, tuple[Version, Future[torch.Tensor | None]]] = {}
+        self._waiting: dict[str, set[str]] = {}  # who waits for a read
         self._threads: ThreadPoolExecutor | None = None
 
     def __len__(self) -> int:
@@ -169,8 +169,12 @@ class AtHand:
     def take(self, name: str, user: str, want: Held) -> torch.Tensor | Literal[False] | None:
         """The embeddings of that name, held for ``user`` if they are what is wanted, else False. None: still being read."""
         found = self._current(name)
-        if found is None or found is False:
-            return found
+        if found is None:
+            self._waiting.setdefault(name, set()).add(user)
+            return None
+        self._wait_no_more(name, user)
+        if found is False:
+            return False
         held = Held((found.shape[0], found.shape[1]), str(found.dtype).removeprefix("torch."))
         if held != want:
             _log.warning("the stored vision embeddings of %r must be %s, got %s", name, want, held)
@@ -183,7 +187,8 @@ class AtHand:
         return self._contents[name][1] if user in self._users.get(name, ()) else None
 
     def release(self, name: str, user: str) -> None:
-        """Lets go for one user. Idempotent."""
+        """Lets go for one user, who may be waiting for it still. Idempotent."""
+        self._wait_no_more(name, user)
         users = self._users.get(name, set())
         users.discard(user)
         if not users:
@@ -195,9 +200,20 @@ class AtHand:
             self._threads.shutdown(cancel_futures=True)
             self._threads = None
         self._reads.clear()
+        self._waiting.clear()
         self._users.clear()
         self._contents.clear()
         self.nbytes = 0
+
+    def _wait_no_more(self, name: str, user: str) -> None:
+        """What nobody waits for is not kept for anybody."""
+        waiting = self._waiting.get(name, set())
+        waiting.discard(user)
+        if not waiting:
+            self._waiting.pop(name, None)
+            _, read = self._reads.pop(name, (None, None))
+            if read is not None:
+                read.cancel()
 
     def _current(self, name: str) -> torch.Tensor | Literal[False] | None:
         """The content of a file as it is now, or as somebody holds it; False where it is of no use."""

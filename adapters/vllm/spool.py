@@ -323,7 +323,9 @@ class SpoolReader:
 
     def job(self, handle: str) -> Job | None:
         """None for a handle whose job is not there (any more). Cost: one read for each handle, then a stat."""
-        if not is_handle(handle) or not self._wanted(handle):
+        if not is_handle(handle):
+            return None
+        if not self._wanted(handle):
             self._jobs.pop(handle, None)
             return None
         known = self._jobs.get(handle)

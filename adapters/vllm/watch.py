@@ -13,6 +13,7 @@ forked process inherits it instead; of those that the engine's own process forks
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import select
 import shutil
@@ -71,7 +72,10 @@ def _arrived(folder: str) -> Lifeline:
 
 
 def _forked(line: Lifeline) -> None:
-    if getattr(_starts, "here", False) or os.getppid() != owner_of(Path(line)):
+    """In a process that `multiprocessing` has forked from one that held ``line``."""
+    parent = multiprocessing.parent_process()  # may have been killed already
+    watched = parent is not None and (parent.pid, Path(line).name) in _watched
+    if watched or getattr(_starts, "here", False):
         end_with_owner(Path(line))
 
 

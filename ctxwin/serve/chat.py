@@ -49,6 +49,14 @@ class Layout:
     chunks: list[Chunk] = field(default_factory=list)
     query: str = ""
 
+    def check_room(self, most: int) -> None:
+        """Raises BudgetExceeded at ``most`` chunks, for each has a token: making more takes time and is for nothing."""
+        if len(self.chunks) >= most:
+            raise BudgetExceeded(
+                f"a chat must fit the {most} tokens the model takes, got more chunks than that; send fewer",
+                needed=len(self.chunks) + 1, budget=most,
+            )  # fmt: skip
+
 
 def lay_out(engine: Engine, uploads: Uploads, messages: Sequence[Message]) -> Layout:
     """The layout of a chat; ValueError for an order of messages that has none, UnknownUpload, BadMedia."""
@@ -59,6 +67,7 @@ def lay_out(engine: Engine, uploads: Uploads, messages: Sequence[Message]) -> La
     text, pixels = "", uploads.pixels()
     for role, run in groupby(messages[front:], lambda m: m.role):
         turn = list(run)
+        layout.check_room(engine.spec.max_tokens)
         if role == "user":
             text = _user(uploads, layout, turn, pixels, engine.spec.max_tokens)
         elif role == "assistant":
@@ -76,7 +85,9 @@ def _user(uploads: Uploads, layout: Layout, turn: Sequence[Message], pixels: Pix
     """Adds the chunks of one user turn, ``most`` in all; returns the text at its end."""
     text = ""
     for message in turn:
-        parts = [Text(type="text", text=message.content)] if isinstance(message.content, str) else message.content
+        parts = message.content
+        if isinstance(parts, str):
+            parts = [Text(type="text", text=parts)] if parts else []
         if text and parts and isinstance(parts[0], Text) and not text.endswith("\n"):
             text += "\n"  # texts of two messages must not run into each other
         for part in parts:
@@ -86,11 +97,7 @@ def _user(uploads: Uploads, layout: Layout, turn: Sequence[Message], pixels: Pix
             if text:
                 layout.chunks.append(Chunk.text(text))
                 text = ""
-            if len(layout.chunks) >= most:  # each has a token at least; finding what cannot fit takes time
-                raise BudgetExceeded(
-                    f"a chat must fit the {most} tokens the model takes, got more chunks than that; send fewer",
-                    needed=len(layout.chunks) + 1, budget=most,
-                )  # fmt: skip
+            layout.check_room(most)
             if isinstance(part, Reference):
                 layout.chunks.append(uploads.find(part.chunk))
             else:

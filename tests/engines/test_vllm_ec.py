@@ -187,6 +187,25 @@ class TestScheduler:
         assert len(scheduler.at_hand) == 0 and not scheduler._names and not scheduler._ends
         assert not scheduler.unavailable
 
+    def test_nothing_is_kept_for_a_request_that_has_gone(self, scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        files, begin = scheduler.at_hand._files, threading.Event()
+        monkeypatch.setattr(scheduler.at_hand, "_large", 0)
+        monkeypatch.setattr(files, "get", lambda name: begin.wait(10) and embeddings(1))
+        asked = [request("a", Feature("one", 2)), request("b", Feature("one", 2)), request("c", Feature("two", 2))]
+        for name in ("one", "two"):
+            files.put(name, embeddings(1))
+        assert not any(scheduler.ready(r, 0) for r in asked)
+        scheduler.forget("a")
+        scheduler.forget("c")
+        begin.set()
+        until = time.monotonic() + 10
+        while not scheduler.ready(asked[1], 0) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert scheduler.holds("one")
+        scheduler.forget("b")
+        at_hand = scheduler.at_hand
+        assert at_hand._contents.keys() == {"one"} and not (at_hand._reads or at_hand._waiting or at_hand._users)
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_what_was_found_is_what_is_loaded(self, tmp_path: Path, dtype: torch.dtype) -> None:
         """Between the check and the load the file is written into and goes away, with all the others."""

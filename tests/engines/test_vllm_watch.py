@@ -31,10 +31,10 @@ def sleep(line):
     time.sleep(120)
 
 
-def fork(line):
+def fork(line, whose):
     child = multiprocessing.get_context("fork").Process(target=sleep, args=(None,))
     child.start()
-    Path(line, str(child.pid)).touch()
+    Path(line, f"{whose} {child.pid}").touch()
     sleep(line)
 
 
@@ -43,16 +43,18 @@ if __name__ == "__main__":
     folder.mkdir()
     line = Lifeline(str(folder))
     spawn, forked = multiprocessing.get_context("spawn").Process, multiprocessing.get_context("fork").Process
-    theirs = [forked(target=sleep, args=(line,)), spawn(target=sleep, args=(str(line),))]
+    theirs = [forked(target=fork, args=(line, "theirs")), spawn(target=sleep, args=(str(line),))]
     for child in theirs:
         child.start()
     with starting():
-        ours = [forked(target=sleep, args=(line,)), spawn(target=fork, args=(line,))]
+        ours = [forked(target=sleep, args=(line,)), spawn(target=fork, args=(line, "ours"))]
         for child in ours:
             child.start()
-    while not (below := list(folder.iterdir())):
+    while len(below := list(folder.iterdir())) < 2:
         time.sleep(0.01)
-    print(*[child.pid for child in theirs], *[child.pid for child in ours], below[0].name, flush=True)
+    for whose, children in (("theirs", theirs), ("ours", ours)):
+        pids = [path.name.split()[1] for path in below if path.name.startswith(whose)]
+        print(*pids, *[child.pid for child in children], flush=True)
     time.sleep(120)
 """
 
@@ -63,10 +65,10 @@ def test_only_processes_that_were_given_the_name(tmp_path: Path) -> None:
     script.write_text(STARTS)
     owner = subprocess.Popen([sys.executable, str(script), str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
-    pids = [int(pid) for pid in owner.stdout.readline().split()]
+    theirs, ours = ([int(pid) for pid in owner.stdout.readline().split()] for _ in range(2))
     owner.stdout.close()
-    assert len(pids) == 5 and all(map(runs, pids)) and len(list(tmp_path.glob("ctxwin-*"))) == 1
-    theirs, ours = pids[:2], pids[2:]
+    assert len(theirs) == len(ours) == 3 and all(map(runs, theirs + ours))
+    assert len(list(tmp_path.glob("ctxwin-*"))) == 1
     try:
         owner.kill()  # nobody has asked for its end yet
         until = time.monotonic() + 20
@@ -76,7 +78,7 @@ def test_only_processes_that_were_given_the_name(tmp_path: Path) -> None:
         assert list(tmp_path.glob("ctxwin-*")) == [] and all(map(runs, theirs))
     finally:
         owner.wait(timeout=10)
-        for pid in filter(runs, pids):
+        for pid in filter(runs, theirs + ours):
             os.kill(pid, signal.SIGKILL)
 
 

@@ -293,9 +293,11 @@ def test_a_schema_without_end_and_chunks_without_end_are_refused(server: Server,
         status, answer = call(server, "/v1/chat/completions", raw)
         assert (status, answer["error"]["code"]) in ((400, "invalid_value"), (400, "unsupported_model")), answer
     (message,) = asked["messages"]
-    many = {**asked, "messages": [{**message, "content": message["content"][:1] * 5000}]}
-    status, answer = call(server, "/v1/chat/completions", many)
-    assert (status, answer["error"]["code"]) == (422, "budget_exceeded") and "more chunks" in answer["error"]["message"]
+    told = [{"role": "user", "content": ""}, {"role": "assistant", "content": "a"}] * 5000
+    for many in ([{**message, "content": message["content"][:1] * 5000}], [*told, message]):
+        status, answer = call(server, "/v1/chat/completions", {**asked, "messages": many})
+        assert (status, answer["error"]["code"]) == (422, "budget_exceeded")
+        assert "more chunks" in answer["error"]["message"]
 
 
 def test_an_answer_may_be_sent_back_as_it_came(client: OpenAI, asked: dict[str, Any]) -> None:
