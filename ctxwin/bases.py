@@ -68,9 +68,9 @@ def require_basis(model: str | Path) -> ModelBasis:
     """As `find_basis`; ValueError where there is none, with what was passed over and the command that fits one."""
     usable, refused = _look_up(model)
     if not usable:
-        why = f" ({'; '.join(refused)})" if refused else ""
+        why = f" ({'; '.join(refused)}; the log names the file)" if refused else ""
         raise ValueError(
-            f"{str(model)!r} has no shared basis{why}; fit one with `{FIT} {model}`, or take Fidelity(layout='joint')"
+            f"model {name_of(model)!r} has no shared basis{why}; fit one with `{FIT} MODEL`, or take Fidelity(layout='joint')"
         )
     return max(usable, key=lambda found: found.date)
 
@@ -83,22 +83,33 @@ def _look_up(model: str | Path) -> tuple[list[ModelBasis], list[str]]:
     try:
         places, own = measured_files(folder, BASIS_NAME)
     except (OSError, ValueError) as error:
-        return [], [f"its weights cannot be read: {error}"]
+        return [], [f"its weights cannot be read: {_said(error)}"]
     usable, refused = [], []
     for path in places:
         try:
             stat = path.stat()
             found = _read(path, stat.st_size, stat.st_mtime_ns)
         except (OSError, ValueError) as error:
-            refused.append(f"{path} is no basis of this version: {str(error).splitlines()[0]}")
+            refused.append(f"one is no basis of this version: {_said(error)}")
+            log.warning("%s is not used: %s", path, refused[-1])
             continue
         if found.basis.identity == own:
             usable.append(found)
         else:
-            refused.append(f"{path} was fitted on other weights")
-    for reason in refused:
-        log.warning("%s; it is not used", reason)
+            refused.append("one was fitted on other weights")
+            log.warning("%s is not used: %s", path, refused[-1])
     return usable, refused
+
+
+def name_of(model: str | Path) -> str:
+    """A model's name without the folders it lies in: a server tells clients of these errors."""
+    return str(model) if not Path(model).expanduser().is_dir() else Path(model).name
+
+
+def _said(error: Exception) -> str:
+    """Half a line about an error, without the path that an OSError tells."""
+    text = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+    return text or type(error).__name__
 
 
 @lru_cache(maxsize=16)
@@ -197,10 +208,12 @@ def _cut(model: str, spec: KVSpec, name: str | None, rank: int | None, share: fl
     made = require_basis(model)
     basis = made.basis
     if made.id != name:
-        raise ValueError(f"{model!r} got another shared basis ({made.id}) while a window used {name}; open it again")
+        raise ValueError(
+            f"the model got another shared basis, {made.id}, while a window used {name}; open the window again"
+        )
     shape, own = (basis.heads, basis.k_dim, basis.v_dim), (spec.heads, spec.k_dim, spec.v_dim)
     if shape != own or max(basis.layers) >= spec.layers:
-        raise ValueError(f"the shared basis of {model!r} must be of {own} heads and widths, got {shape}")
+        raise ValueError(f"the model's shared basis must be of {own} heads and widths, got {shape}")
     wanted = set(select_layers(layers, spec.layers))
     at = [i for i, layer in enumerate(basis.layers) if layer in wanted]
     if not at:

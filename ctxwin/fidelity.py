@@ -125,7 +125,7 @@ class Fidelity(BaseModel):
         if self.patch_rank is not None and self.patch_rank > found.rank:
             raise ValueError(
                 f"rank must be at most {found.rank}, the directions of the model's shared basis, got {self.patch_rank}; "
-                f"fit one of more with `{FIT} {model} --rank {self.patch_rank}`"
+                f"fit one of more with `{FIT} MODEL --rank {self.patch_rank}`"
             )
         return self.model_copy(update={"basis": found.id})
 

@@ -75,7 +75,7 @@ def test_a_name_is_of_the_layout_and_the_basis(tmp_path: Path) -> None:
 
 def test_without_a_basis_a_window_says_how_to_fit_one(tmp_path: Path) -> None:
     model = model_in(tmp_path / "m")
-    with pytest.raises(ValueError, match="has no shared basis; fit one with `ctxwin eval basis"):
+    with pytest.raises(ValueError, match=r"^model 'm' has no shared basis; fit one with `ctxwin eval basis MODEL`"):
         SHARED.resolve(str(model))
     write_basis(basis_of(model), model)
     with pytest.raises(ValueError, match="rank must be at most 6"):
