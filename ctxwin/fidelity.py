@@ -41,7 +41,7 @@ class Fidelity(BaseModel):
         layout: ``joint``: every patch has directions of its own. ``shared``: patches are coefficients over directions that
             all patches of the model share (`ctxwin.bases`), ``rank`` numbers a token; a window of a model without a basis
             is refused.
-        basis: id of the shared basis; filled in when a window opens. Set by hand, a model with another one is refused.
+        basis: id of the shared basis; always that of the model where a window opens, whatever is given.
         survivors: what happens to a chunk whose antecedents left: ``keep`` rotates it as it is, ``removal`` corrects it
             with a removal patch (formed once by a forward), ``refresh`` re-forms it.
         orbit: whether one patch may serve every order of its antecedents. Wrong by definition where the answer depends
@@ -107,8 +107,7 @@ class Fidelity(BaseModel):
             model: a folder or a Hub name, as the engine was opened with.
 
         Raises:
-            ValueError: layout ``shared`` on a model without a basis, with another one than ``basis``, or with one of fewer
-                than ``rank`` directions.
+            ValueError: layout ``shared`` on a model without a basis, or with one of fewer than ``rank`` directions.
             Cost: where there is a profile or a basis, a digest of the weights, once a process (see `weights_digest`).
         """
         return self._followed(model)._named(model)
@@ -120,8 +119,6 @@ class Fidelity(BaseModel):
         from ctxwin.bases import FIT, require_basis
 
         found = require_basis(model)
-        if self.basis not in (None, found.id):
-            raise ValueError(f"basis must be that of the model, {found.id}, got {self.basis}")
         if self.patch_rank is not None and self.patch_rank > found.rank:
             raise ValueError(
                 f"rank must be at most {found.rank}, the directions of the model's shared basis, got {self.patch_rank}; "
