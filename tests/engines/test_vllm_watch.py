@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import importlib.util
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from ctxwin.adapters.vllm import watch
 from ctxwin.adapters.vllm.folders import runs
 from ctxwin.adapters.vllm.watch import Lifeline
 from engines import models
@@ -88,6 +91,30 @@ def test_copies_of_a_configuration_start_nothing_in_the_owner(tmp_path: Path) ->
     line = Lifeline(str(tmp_path / f"ctxwin-{os.getpid()}-x"))
     copied = copy.deepcopy({"folder": line})["folder"]
     assert copied == line and type(copied) is Lifeline and threading.active_count() == before
+
+
+def test_in_a_process_with_many_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard <= 1100:
+        pytest.skip("this machine allows no file numbers above 1023")
+    opened, high = os.pidfd_open, []
+
+    def open_high(pid: int) -> int:
+        low = opened(pid)
+        high.append(fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1050))
+        os.close(low)
+        return high[-1]
+
+    monkeypatch.setattr(os, "pidfd_open", open_high)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1100), hard))
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        threading.Timer(0.1, child.kill).start()
+        assert watch._wait(child.pid, os.getppid()) and high[0] >= 1050
+    finally:
+        child.kill()
+        child.wait()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @needs_vllm

@@ -1,4 +1,4 @@
-"""A server on loopback for tests: our routes and gate in front of a stand-in for an OpenAI server's own chat route."""
+"""A server on loopback for tests: our routes and gate in front of a stand-in for an OpenAI server's own routes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Server:
 
     Attributes:
         engines: by tenant.
-        passed: bodies that reached the stand-in's chat route.
+        passed: bodies that reached the stand-in's routes.
     """
 
     url: str
@@ -85,6 +85,9 @@ def serving(
     app = FastAPI(lifespan=lifespan)
 
     @app.post("/v1/chat/completions")
+    @app.post("/v1/responses")
+    @app.post("/v1/messages")
+    @app.post("/tokenize")
     async def plain(request: Request) -> dict[str, Any]:
         passed.append(await request.json())
         return {"plain": True}

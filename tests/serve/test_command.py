@@ -52,7 +52,7 @@ for given in json.loads(sys.argv[1]):
         args = parse("tiny", given)
         found[" ".join(given)] = [args.model, args.served_model_name, args.kv_transfer_config["kv_connector"],
                                   args.max_model_len, args.disable_log_stats, own_keys(args),
-                                  args.enforce_eager]
+                                  args.enforce_eager, args.max_logprobs, args.plain_max_logprobs]
     except (Exception, SystemExit) as error:
         found[" ".join(given)] = f"{type(error).__name__}: {error}"
 print(json.dumps(found))
@@ -66,7 +66,18 @@ def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
     config.write_text("max-model-len: 96\n")
     cases = [
         [],
-        ["--max-model-len", "128", "--served-model-name", "a", "b", "--api-key", "k", "--no-enforce-eager"],
+        [
+            "--max-model-len",
+            "128",
+            "--served-model-name",
+            "a",
+            "b",
+            "--api-key",
+            "k",
+            "--no-enforce-eager",
+            "--max-logprobs",
+            "5",
+        ],
         ["--config", str(config)],
         ["--pipeline-parallel-size", "2"],
         ["--api-server-count", "2"],
@@ -80,8 +91,8 @@ def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM, json.dumps(cases)], capture_output=True, text=True, check=True, timeout=300
     )
     found = dict(zip(range(len(cases)), json.loads(done.stdout.splitlines()[-1]).values(), strict=True))
-    assert found[0][1:] == [["tiny"], "CtxwinConnector", None, False, [], True] and Path(found[0][0]).is_dir()
-    assert found[1][1:] == [["a", "b"], "CtxwinConnector", 128, False, ["k"], False]
+    assert found[0][1:] == [["tiny"], "CtxwinConnector", None, False, [], True, -1, 20] and Path(found[0][0]).is_dir()
+    assert found[1][1:] == [["a", "b"], "CtxwinConnector", 128, False, ["k"], False, -1, 5]
     assert found[2][3] == 96
     assert "pipeline_parallel_size must be 1" in found[3]
     assert "--api-server-count must be 1" in found[4] and "--store redis" in found[4]

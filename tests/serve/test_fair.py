@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -120,6 +121,25 @@ def test_what_is_taken_back_or_shut_down_never_begins() -> None:
     with pytest.raises(RuntimeError, match="shuts down"):
         pool.submit("a", print)
     pool.shutdown()
+
+
+def test_what_is_taken_back_is_let_go_of_at_once(pools: list[FairPool]) -> None:
+    """A client may leave a thousand times while its tenant's one request runs."""
+    pools.append(FairPool(1))
+    line = Line(pools[0])
+    line.add("a1")
+    line.began(1)
+
+    class Body: ...
+
+    body = Body()
+    held, future = weakref.ref(body), pools[0].submit("a", id, body)
+    del body
+    line.add("a2")
+    assert future.cancel() and held() is None
+    assert pools[0].waiting("a") == 1
+    line.end("a1")
+    line.end("a2")
 
 
 def test_an_error_is_its_callers(pools: list[FairPool]) -> None:

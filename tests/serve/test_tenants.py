@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 import urllib.request
@@ -12,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 from openai import APIStatusError, AuthenticationError
+from PIL import Image
 
 from ctxwin import Chunk
 from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
 from ctxwin.serve.errors import NotAllowed, TooLarge, TooManyWindows, UnknownUpload, UnknownWindow
+from ctxwin.serve.limits import Limits
 from ctxwin.serve.tenants import Keys, Tenant, load_tenants
 from serve.serving import Server, serving
 from serve.test_routes import call, read_metrics
@@ -30,10 +34,10 @@ def server() -> Iterator[Server]:
         yield running
 
 
-def chat(server: Server, key: str, **body: Any) -> dict[str, Any]:
-    """What reaches the server's own chat route of a plain request."""
+def chat(server: Server, key: str, path: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
+    """What reaches the server's own route of a plain request."""
     asked = {"messages": [{"role": "user", "content": "hello"}], **body}
-    status, answer = call(server, "/v1/chat/completions", asked, authorization=f"Bearer {key}")
+    status, answer = call(server, path, asked, authorization=f"Bearer {key}")
     if status != 200:
         raise AssertionError((status, answer))
     return server.passed.pop()  # type: ignore[no-any-return]
@@ -112,6 +116,7 @@ def test_plain_requests_are_bound_to_their_tenants_cached_blocks(server: Server)
         ("/v1/chat/completions", {"messages": [], "kv_transfer_params": {"ctxwin": "x"}}),
         ("/v1/chat/completions", {"messages": [], "vllm_xargs": {"kv_transfer_params": "x"}}),
         ("/v1/chat/completions", {"messages": [], "priority": -1}),
+        ("/v1/chat/completions", {"messages": [], "priority": "-1"}),
         ("/v1/responses", {"previous_response_id": "resp_1"}),
         ("/v1/load_lora_adapter", {}),
         ("/invocations", {}),
@@ -171,14 +176,86 @@ def test_the_tenants_file(tmp_path: Path) -> None:
         Keys.of(["k3"], load_tenants(plain))
 
 
-def test_a_tenant_may_not_ask_vllm_for_a_whole_vocabulary(server: Server) -> None:
-    for name, wanted in (("top_logprobs", 21), ("top_logprobs", -1), ("prompt_logprobs", 10**6), ("logprobs", 1e9)):
-        body = {"messages": [], name: wanted}
-        status, answer = call(server, "/v1/chat/completions", body, authorization="Bearer key-a")
-        assert (status, answer["error"]["code"]) == (400, "invalid_value") and name in answer["error"]["message"]
+def test_plain_requests_may_not_ask_for_a_whole_vocabulary(server: Server) -> None:
+    """vLLM's own default, for everybody: it is started without one, for windows."""
+    for name, wanted in (
+        ("top_logprobs", 21), ("top_logprobs", -1), ("prompt_logprobs", 10**400), ("logprobs", 1e9),
+        ("top_logprobs", "21"), ("prompt_logprobs", " 1_000 "), ("logprob_token_ids", list(range(21))),
+    ):  # fmt: skip
+        for key in ("key-a", "key-own"):
+            body = {"messages": [], name: wanted}
+            status, answer = call(server, "/v1/chat/completions", body, authorization=f"Bearer {key}")
+            assert (status, answer["error"]["code"]) == (400, "invalid_value") and name in answer["error"]["message"]
     assert not server.passed
-    assert chat(server, "key-a", logprobs=True, top_logprobs=20)["logprobs"] is True
-    assert chat(server, "key-own", logprobs=True, top_logprobs=-1)["top_logprobs"] == -1
+    for key in ("key-a", "key-own"):
+        assert chat(server, key, logprobs=True, top_logprobs=20)["logprobs"] is True
+    with serving(Limits(max_logprobs=1)) as small, serving(Limits(max_logprobs=-1)) as large:
+        body = {"messages": [], "logprobs": True, "top_logprobs": 2}
+        assert [call(one, "/v1/chat/completions", body)[0] for one in (small, large)] == [400, 200]
+        assert large.passed == [body] and chat(small, "", logprobs=True, top_logprobs=1)["top_logprobs"] == 1
+
+
+PART = "data:image/png;base64,AAAA"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": PART}},
+        {"type": "image_url", "image_url": {"url": "DATA" + PART[4:]}},
+        {"image_url": PART},
+        {"type": "input_image", "image_url": PART},
+        {"type": "video_url", "video_url": {"url": PART}},
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+        {"type": "image_embeds", "image_embeds": {"image_embeds": "AAAA", "image_grid_thw": "AAAA"}},
+        {"type": "image_url", "image_url": None, "uuid": "cat"},
+    ],
+)
+@pytest.mark.parametrize(
+    ("path", "where"), [("/v1/chat/completions", "messages"), ("/v1/responses", "input"), ("/tokenize", "messages")]
+)
+def test_media_have_names_of_their_tenants(server: Server, path: str, where: str, part: dict[str, Any]) -> None:
+    turn = {where: [{"role": "user", "content": [part]}]}
+    own, *others = (
+        chat(server, key, path, **turn)[where][0]["content"][0] for key in ("key-own", "key-a", "key-b", "key-a2")
+    )
+    assert own == part and others[0] == others[2]
+    assert len({name["uuid"] for name in others} | {"cat"}) == 3
+    assert all({**other, "uuid": part.get("uuid")} == {**part, "uuid": part.get("uuid")} for other in others)
+
+
+def test_what_is_no_medium_or_fetched_anew_stays_as_it_is(server: Server) -> None:
+    for part in (
+        {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}},
+        {"type": "text", "text": "x", "image_url": PART},
+        {"type": "tool_use", "id": "1", "name": "find", "input": {"uuid": "of a call", "image_url": PART}},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "no base64!"}},
+        {"type": "image", "source": {"type": "url", "url": "https://example.org/cat.png"}},
+    ):
+        turn = [{"role": "user", "content": [part]}]
+        assert chat(server, "key-a", "/v1/messages", messages=turn)["messages"] == turn
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP"])
+def test_a_picture_without_a_name_is_another_file_for_each_tenant(server: Server, kind: str) -> None:
+    """``/v1/messages`` takes no names: vLLM's key is the file, which shows the same picture."""
+    noise = np.random.default_rng(1).integers(0, 255, (31, 47, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(made := io.BytesIO(), kind)
+    data = base64.b64encode(made.getvalue()).decode()
+    picture = {"type": "image", "source": {"type": "base64", "media_type": f"image/{kind.lower()}", "data": data}}
+    linked = {"type": "image", "source": {"type": "url", "url": f"data:image/{kind.lower()};base64,{data}"}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [picture]}
+    turn = [{"role": "user", "content": [picture, linked, result]}]
+    files: dict[str, list[bytes]] = {}
+    for key in ("key-own", "key-a", "key-a2", "key-b"):
+        parts = chat(server, key, "/v1/messages", messages=turn)["messages"][0]["content"]
+        sources = [parts[0]["source"]["data"], parts[1]["source"]["url"], parts[2]["content"][0]["source"]["data"]]
+        files[key] = [base64.b64decode(source.rpartition(",")[2], validate=True) for source in sources]
+        assert sources[1].startswith(f"data:image/{kind.lower()};base64,") and len(set(files[key])) == 1
+        with Image.open(io.BytesIO(files[key][0])) as shown, Image.open(made) as drawn:
+            assert np.array_equal(shown.convert("RGB"), drawn.convert("RGB"))
+    assert files["key-own"][0] == made.getvalue() and files["key-a"] == files["key-a2"]
+    assert len({names[0] for names in files.values()}) == 3
 
 
 def test_metrics_show_tenants_by_name_and_nothing_else_of_theirs(server: Server) -> None:

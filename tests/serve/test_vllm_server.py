@@ -30,6 +30,7 @@ from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
 from ctxwin.engines.open import vllm_installed
 from ctxwin.serve.errors import UnknownWindow
 from ctxwin.tiny import world
+from serve.test_routes import call
 
 pytestmark = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
 
@@ -315,6 +316,38 @@ def test_tenants_share_nothing(server: Process) -> None:
     assert (
         found['ctxwin_vision_encodes_total{tenant="acme"}'] == found['ctxwin_vision_encodes_total{tenant="bolt"}'] == 3
     )
+
+
+def test_a_tenants_pictures_are_seen_on_every_endpoint(server: Process) -> None:
+    """Whose they are changes the keys of caches, not the answer."""
+    system, user = plain_messages([1, 2], question(2))
+    blocks, items = [], []
+    for part in user["content"]:
+        url = part.get("image_url", {}).get("url", "")
+        source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+        blocks.append({"type": "image", "source": source} if url else part)
+        items.append({"type": "input_image", "image_url": url} if url else {**part, "type": "input_text"})
+    common = {"model": "tiny", "temperature": 0}
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [system, user], "max_tokens": 4},
+        "/v1/messages": {"system": HEADER, "messages": [{"role": "user", "content": blocks}], "max_tokens": 4},
+        "/v1/responses": {
+            "instructions": HEADER,
+            "input": [{"role": "user", "content": items}],
+            "max_output_tokens": 4,
+        },
+    }
+
+    def told(path: str, key: str) -> str:
+        status, answer = call(server, path, common | asked[path], authorization=f"Bearer {key}")  # type: ignore[arg-type]
+        assert status == 200, answer
+        if path == "/v1/chat/completions":
+            return str(answer["choices"][0]["message"]["content"])
+        text = answer["content"] if path == "/v1/messages" else answer["output"][0]["content"]
+        return str(text[0]["text"])
+
+    for path in asked:
+        assert told(path, "key-own") == told(path, "key-acme") != "", path
 
 
 def test_exact_windows_share_blocks_with_plain_requests_of_their_tenant(server: Process) -> None:

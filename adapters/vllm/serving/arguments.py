@@ -39,7 +39,8 @@ def parse(model: str, given: Sequence[str]) -> Namespace:
     validate_parsed_serve_args(args)
     _check_one_process(args)
     _check_template(args)
-    names = {f.name for f in fields(AsyncEngineArgs)} - {"model"}
+    args.plain_max_logprobs = args.max_logprobs  # of plain requests; windows may ask for the whole vocabulary
+    names = {f.name for f in fields(AsyncEngineArgs)} - {"model", "max_logprobs"}
     for name, value in startup.engine_arguments(args.model, _chosen(parser, args, [model, *given], names)).items():
         setattr(args, name, value)
     if startup.eager_on_cpu(vars(args)):

@@ -7,7 +7,7 @@ import logging
 import signal
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ async def _with_windows(
     service = Service(
         _opener(client, asyncio.get_running_loop(), args.model, options),
         models=args.served_model_name or [args.model],
-        limits=options.limits,
+        limits=replace(options.limits, max_logprobs=args.plain_max_logprobs),
         tenants=tenants,
         keys=keys,
         defaults=defaults_of(client.model_config),
