@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ctxwin.answer import Plan
+from ctxwin.bases import compressed, served_basis
 from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.fidelity import Fidelity, Lane
@@ -109,6 +110,7 @@ class Assembly:
     def lay_out(self, state: State, fidelity: Fidelity, work: Work) -> Laid:
         """Chooses lanes, fetches their KV, forms missing canonicals. Repeats with what turned out to be missing."""
         self.missing.clear()
+        self.know_basis(fidelity)
         # Each round either succeeds or learns of at least one missing key, so it ends.
         while True:
             choices = choose(state, fidelity, self.has)
@@ -177,6 +179,13 @@ class Assembly:
         if patch is None:
             self._miss(key, work)
         return patch
+
+    def know_basis(self, fidelity: Fidelity) -> None:
+        """Tells the repository the directions that stored patches of this fidelity are coefficients of."""
+        if fidelity.layout == "shared" and fidelity.mode == "patched":
+            over = served_basis(self.engine.spec.model, self.engine.spec.kv, fidelity).basis
+            if over is not None:
+                self.repo.know_basis(over)
 
     def _miss(self, key: str, work: Work) -> None:
         self.missing.add(key)
@@ -271,18 +280,17 @@ class Assembly:
         self, conditioned: SpanKV, base_key: str, provenance: str, encoded: Encoded, fidelity: Fidelity
     ) -> str | None:
         """Forms and stores the patch that turns a stored base into ``conditioned``; None where the base is gone."""
-        from ctxwin.operator import form_patch
+        from ctxwin.operator import deficit
 
         key = patch_key(provenance, base_key, fidelity.patch_name)
+        self.know_basis(fidelity)
         if self.has(key):
             return key
         base = self.repo.get_span(base_key, token_ids=encoded.token_ids)
         if base is None:
             return None
-        patch = form_patch(
-            conditioned, base[0], self.engine.spec.kv, rank=fidelity.patch_rank, bytes_share=fidelity.bytes_share,
-            layers=fidelity.layers,
-        )  # fmt: skip
+        spec = self.engine.spec
+        patch = compressed(deficit(conditioned, base[0], spec.kv), spec.model, spec.kv, fidelity)
         self.missing.discard(key)
         self.repo.put_patch(key, patch)
         return key
@@ -325,11 +333,11 @@ class Assembly:
         """Forms one patch for the chunk at ``index`` from the mean over ``orders`` of the chunks in front of it.
 
         Each order is a permutation of ``range(index)``. Cost: a forward of everything in front and of the chunk per
-        order, no vision encode. Kamera, section 5 "Reorder". Returns the patch key.
+        order, no vision encode. Kamera, section 5 "Reorder". Over a shared basis the mean is projected. Returns the patch key.
         """
-        from ctxwin.operator import orbit_mean
+        from ctxwin.operator import OrbitMean
 
-        target = state.placed[index]
+        target, spec = state.placed[index], self.engine.spec
         encoded = self.encode(target)
         header = self._header(state, work)
         base_key, _ = self.canonical(state, target, header, work)
@@ -351,14 +359,12 @@ class Assembly:
             met.append(self._seen(state.placed[: index + 1], behind))
             work.forwards += 1
             work.tokens += encoded.tokens
-        patch = orbit_mean(
-            met,
-            base[0],
-            self.engine.spec.kv,
-            rank=fidelity.patch_rank,
-            bytes_share=fidelity.bytes_share,
-            layers=fidelity.layers,
-        )
+        mean = OrbitMean(spec.kv)
+        for span in met:
+            mean.add(span, base[0])
+        self.know_basis(fidelity)
+        patch = compressed(mean.mean, spec.model, spec.kv, fidelity)
+        patch.meta.update(orders=mean.count, spread=mean.spread)
         key = orbit_key(
             state.header_key, target.chunk_id, [p.chunk_id for p in state.placed[:index]], fidelity.patch_name
         )

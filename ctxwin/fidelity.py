@@ -37,7 +37,11 @@ class Fidelity(BaseModel):
             and is ``exact`` without one.
         rank: rank of stored patches; None where ``bytes_share`` decides.
         bytes_share: largest share of a chunk's bf16 KV bytes a patch may take; overrides ``rank``.
-        layers: ``all``, or ``deep`` for the deeper half only (Kamera, appendix C.3).
+        layers: ``all``, or ``deep`` for the deeper half only (Kamera, appendix C.3); of a shared basis, those it covers.
+        layout: ``joint``: every patch has directions of its own. ``shared``: patches are coefficients over directions that
+            all patches of the model share (`ctxwin.bases`), ``rank`` numbers a token; a window of a model without a basis
+            is refused.
+        basis: id of the shared basis; always that of the model where a window opens, whatever is given.
         survivors: what happens to a chunk whose antecedents left: ``keep`` rotates it as it is, ``removal`` corrects it
             with a removal patch (formed once by a forward), ``refresh`` re-forms it.
         orbit: whether one patch may serve every order of its antecedents. Wrong by definition where the answer depends
@@ -53,6 +57,8 @@ class Fidelity(BaseModel):
     rank: int | None = Field(default=32, ge=1)
     bytes_share: float | None = Field(default=None, gt=0, le=1)
     layers: Literal["all", "deep"] = "all"
+    layout: Literal["joint", "shared"] = "joint"
+    basis: str | None = None
     survivors: Literal["keep", "removal", "refresh"] = "keep"
     orbit: bool = False
     audit: float = Field(default=0.0, ge=0, le=1)
@@ -71,9 +77,13 @@ class Fidelity(BaseModel):
 
     @property
     def patch_name(self) -> str:
-        """What distinguishes one stored patch of the same provenance from another."""
+        """What distinguishes one stored patch of the same provenance from another.
+
+        Patches over a shared basis also carry its id, so that those of another basis are never found.
+        """
         size = f"share={self.bytes_share}" if self.patch_rank is None else f"rank={self.rank}"
-        return f"{size},layers={self.layers}"
+        over = "" if self.layout == "joint" else f",layout={self.layout},basis={self.basis}"
+        return f"{size},layers={self.layers}{over}"
 
     @property
     def patch_rank(self) -> int | None:
@@ -91,11 +101,33 @@ class Fidelity(BaseModel):
     def resolve(self, model: str) -> Fidelity:
         """This fidelity with ``auto`` replaced by what the profile of ``model`` says; ``exact`` without one.
 
+        Where patches lie over a shared basis, the model's is named in ``basis``.
+
         Args:
             model: a folder or a Hub name, as the engine was opened with.
 
-        Cost: where there is a profile, a digest of the weights, once a process (see `weights_digest`).
+        Raises:
+            ValueError: layout ``shared`` on a model without a basis, or with one of fewer than ``rank`` directions.
+            Cost: where there is a profile or a basis, a digest of the weights, once a process (see `weights_digest`).
         """
+        return self._followed(model)._named(model)
+
+    def _named(self, model: str) -> Fidelity:
+        """With the id of the model's shared basis, where patches need one."""
+        if self.layout != "shared" or self.mode != "patched":
+            return self
+        from ctxwin.bases import FIT, require_basis
+
+        found = require_basis(model)
+        if self.patch_rank is not None and self.patch_rank > found.rank:
+            raise ValueError(
+                f"rank must be at most {found.rank}, the directions of the model's shared basis, got {self.patch_rank}; "
+                f"fit one of more with `{FIT} MODEL --rank {self.patch_rank}`"
+            )
+        return self.model_copy(update={"basis": found.id})
+
+    def _followed(self, model: str) -> Fidelity:
+        """With ``auto`` replaced."""
         if self.mode != "auto":
             return self
         profile = find_profile(model)
@@ -154,20 +186,16 @@ def find_profile(model: str | Path) -> Profile | None:
 
     One that cannot be read or was measured on other weights is passed over with a warning.
     """
-    folder = _folder(model)
+    folder = model_folder(model)
     if folder is None:
         return None
-    places = [folder / PROFILE_NAME]
     try:
-        places += [user_profile(folder)] if _has_own() else []
-        own = model_digest(folder) if any(path.is_file() for path in places) else ""
+        places, own = measured_files(folder, PROFILE_NAME)
     except (OSError, ValueError) as error:
         log.warning("the weights of %s cannot be read (%s): its profile is not used", folder, error)
         return None
     usable: list[Profile] = []
     for path in places:
-        if not path.is_file():
-            continue
         try:
             found = Profile.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as error:
@@ -180,6 +208,16 @@ def find_profile(model: str | Path) -> Profile | None:
             log.warning("%s was measured on other weights and is not used; measure again: `ctxwin eval probe`", path)
     # A folder that cannot be written may hold an older one, as a shipped model does.
     return max(usable, key=lambda found: found.date, default=None)
+
+
+def measured_files(folder: Path, name: str) -> tuple[list[Path], str]:
+    """The files ``name`` that are there of a model (beside its weights, the user's own) and, where any is, `model_digest`.
+
+    Raises OSError or ValueError where the weights cannot be read.
+    """
+    places = [folder / name, *([user_profile(folder, Path(name).suffix)] if _has_own() else [])]
+    found = [path for path in places if path.is_file()]
+    return found, model_digest(folder) if found else ""
 
 
 def profiles_folder() -> Path:
@@ -198,12 +236,12 @@ def _has_own() -> bool:
         return False
 
 
-def user_profile(model: str | Path) -> Path:
+def user_profile(model: str | Path, suffix: str = ".json") -> Path:
     """The path of the user's own profile of a model. Cost: a digest of its weights; ValueError where it has none."""
-    folder = _folder(model)
+    folder = model_folder(model)
     if folder is None:
         raise ValueError(f"a model must be a local folder or a Hub name that was downloaded, got {str(model)!r}")
-    return profiles_folder() / f"{model_digest(folder)}.json"
+    return profiles_folder() / f"{model_digest(folder)}{suffix}"
 
 
 def write_profile(profile: Profile, model: str | Path, folder: Path | None = None) -> Path:
@@ -212,19 +250,24 @@ def write_profile(profile: Profile, model: str | Path, folder: Path | None = Non
     The file is replaced as a whole. Returns its path; raises OSError where none of these can be written.
     """
     text = profile.model_dump_json(indent=2) + "\n"
+    return write_beside(text.encode(), PROFILE_NAME, model, folder)
+
+
+def write_beside(data: bytes, name: str, model: str | Path, folder: Path | None = None) -> Path:
+    """Writes what was measured of a model, as `write_profile` does; the user's own is named by the weights."""
     if folder is not None:
-        return _replace(folder / PROFILE_NAME, text)
+        return _replace(folder / name, data)
     beside = Path(model).expanduser()
     if beside.is_dir():
         try:
-            return _replace(beside / PROFILE_NAME, text)
+            return _replace(beside / name, data)
         except OSError as error:
-            log.info("%s cannot be written (%s); the profile goes to your own", beside, error)
+            log.info("%s cannot be written (%s); %s goes to your own", beside, error, name)
     try:
-        own = user_profile(model)
+        own = user_profile(model, Path(name).suffix)
     except RuntimeError as error:
         raise OSError(f"there is no folder for your own profiles ({error}); name one in {PROFILES_VARIABLE}") from error
-    return _replace(own, text)
+    return _replace(own, data)
 
 
 def model_digest(model: str | Path) -> str:
@@ -233,7 +276,7 @@ def model_digest(model: str | Path) -> str:
     Cost: as `ctxwin.engines.checkpoint.weights_digest`, once a process as long as no file changes. Raises ValueError where
     the model is not there, UnsupportedModel where it has no safetensors weights.
     """
-    folder = _folder(model)
+    folder = model_folder(model)
     if folder is None:
         raise ValueError(f"a model must be a local folder or a Hub name that was downloaded, got {str(model)!r}")
     files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
@@ -251,7 +294,7 @@ def _digest(folder: str, stats: tuple[tuple[str, int, int], ...]) -> str:
     return digest("profile", weights_digest(Path(folder)), settings)
 
 
-def _folder(model: str | Path) -> Path | None:
+def model_folder(model: str | Path) -> Path | None:
     """The local folder of a model; None where there is none. Never downloads."""
     path = Path(model).expanduser()
     if path.is_dir():
@@ -266,12 +309,12 @@ def _folder(model: str | Path) -> Path | None:
         return None
 
 
-def _replace(path: Path, text: str) -> Path:
+def _replace(path: Path, data: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     # A name of its own, as writers may share a process, or a folder and not a machine.
     temporary = path.with_suffix(f".{uuid4().hex}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(data)
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""``ctxwin eval``: probe, run, score, report, ls, drift, toggles, engines, elastic."""
+"""``ctxwin eval``: probe, basis, run, score, report, ls, drift, toggles, engines, elastic."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from ctxwin.evals.console import Json, Model, Threads, errors, numbers, open_mod
 from ctxwin.evals.elastic.cli import elastic_app
 from ctxwin.evals.probe.cli import probe
 from ctxwin.evals.serving_gap_cli import engines
+from ctxwin.evals.shared_basis_cli import basis
 from ctxwin.evals.toggles_cli import toggles
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="How close reuse stays to a full re-prefill.")
 app.command("probe")(probe)
+app.command("basis")(basis)
 app.command("elastic")(elastic_app)
 app.command("toggles")(toggles)
 app.command("engines")(engines)

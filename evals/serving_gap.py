@@ -38,6 +38,7 @@ class GapSettings:
         n: contexts.
         ranks: of every chunk's patch; each is measured in windows of its own, over the same contexts.
         layers: that patches cover: all, or deep.
+        layout: joint, or shared: over the model's basis; ranks are then coefficients a token.
     """
 
     n: int = 200
@@ -45,6 +46,7 @@ class GapSettings:
     layers: str = "all"
     seed: int = 0
     header: str = "You watch a camera."
+    layout: str = "joint"
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -53,6 +55,8 @@ class GapSettings:
             raise ValueError(f"ranks must be different numbers >= 1, got {list(self.ranks)}")
         if self.layers not in ("all", "deep"):
             raise ValueError(f"layers must be all or deep, got {self.layers!r}")
+        if self.layout not in ("joint", "shared"):
+            raise ValueError(f"layout must be joint or shared, got {self.layout!r}")
 
 
 def measure(
@@ -143,8 +147,8 @@ def _asked(engine: Engine, settings: GapSettings, item: Item) -> Answer:
 
 def _served(engine: Engine, settings: GapSettings, item: Item, rank: int) -> tuple[Answer, Answer, float]:
     """Answers by re-prefill and from patches, and the patches' share of bytes."""
-    layers: Any = settings.layers
-    fidelity = Fidelity(mode="patched", rank=rank, layers=layers)
+    how: dict[str, Any] = {"layers": settings.layers, "layout": settings.layout}
+    fidelity = Fidelity(mode="patched", rank=rank, **how)
     query = item.questions[0].text
     with Window(engine, header=settings.header, fidelity=fidelity) as window:
         window.extend(_chunks(item))

@@ -20,6 +20,9 @@ def engines(
         str, typer.Option(help="Rank of every patch; several, e.g. 4,8,16,32, are measured in turn.")
     ] = "8",
     layers: Annotated[str, typer.Option(help="Layers that patches cover: all or deep.")] = "all",
+    layout: Annotated[
+        str, typer.Option(help="joint: directions of each patch's own; shared: the model's basis (ctxwin eval basis).")
+    ] = "joint",
     seed: Annotated[int, typer.Option(help="Seed of the contexts.", min=0)] = 0,
     model: Model = "tiny",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
@@ -30,7 +33,7 @@ def engines(
     with errors():
         from ctxwin.evals.serving_gap import GapSettings, measure
 
-        settings = GapSettings(n, _ranks(rank), layers, seed)
+        settings = GapSettings(n, _ranks(rank), layers, seed, layout=layout)
         from ctxwin.engines.open import open_engine
 
         name = model.removeprefix("hf:").removeprefix("vllm:")
@@ -68,7 +71,7 @@ def engines_table(result: dict[str, Any]) -> Table:
     config = result["config"]
     title = (
         f"KL of the next token, {config['dtype']}: {config['serving']}'s re-prefill against its window of patches "
-        f"({config['layers']} layers), and against {config['other']}'s re-prefill"
+        f"({config['layout']}, {config['layers']} layers), and against {config['other']}'s re-prefill"
     )
     table = Table(title=title, title_justify="left")
     for column in ("gap", "bytes", "n", "median", "p95", "p95 interval", "max", "answers changed"):

@@ -43,7 +43,7 @@ def draw(result: dict[str, Any]) -> Figure:
     axis.set_xticks(at, [f"rank {rank}\n{row['share']:.0%} of bytes" for rank, row in zip(ranks, rows, strict=True)])
     axis.set_ylabel("KL of the next token, nats")
     axis.set_title(
-        f"{config['serving']} in {config['dtype']}, n = {config['n']}: windows of patches against re-prefill",
+        f"{config['serving']} in {config['dtype']}, n = {config['n']}: windows of {config['layout']} patches against re-prefill",
         fontsize=10,
     )
     axis.grid(axis="y", alpha=0.3)

@@ -345,7 +345,7 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
         for entry in self._spool.loads(load.handle):
             begin, end = max(0, load.begin - entry.begin), min(entry.tokens, load.end - entry.begin)
             if begin < end:
-                patch = None if entry.patch is None else self._spool.patch(entry.patch)
+                patch = None if entry.patch is None else self._spool.patch(entry.patch, entry.basis)
                 span = self._spool.span(entry.span)
                 if span.tokens != entry.tokens:
                     raise ValueError(f"{entry.span} must hold {entry.tokens} tokens, got {span.tokens}")

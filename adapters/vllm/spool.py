@@ -7,7 +7,8 @@ pickled: KV travels as the store's checked blobs (`ctxwin.store.codec`), instruc
 |-------------------------|------------|---------------------------------------------------------------|
 | ``spec.json``           | engine     | the model's `KVSpec`                                          |
 | ``span-<digest>-<n>``   | engine     | a span, by the id of its KV; kept while there is room         |
-| ``patch-<digest>-<n>``  | engine     | a patch, with its shared basis                                |
+| ``patch-<digest>-<n>``  | engine     | a patch; one over a shared basis names it                     |
+| ``basis-<digest>-<n>``  | engine     | a shared basis, once for all its patches                      |
 | ``embed/``              | engine     | vision embeddings for the EC connector (`ecfiles`)            |
 | ``job-<handle>.json``   | engine     | one `Transfer`: `Job`, and where each span goes               |
 | ``seen-<handle>.json``  | scheduler  | tokens it found in its own prefix cache, tokens it wants      |
@@ -32,8 +33,9 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +50,7 @@ from ctxwin.store import codec
 if TYPE_CHECKING:
     import torch
 
-    from ctxwin.operator import Patch
+    from ctxwin.operator import Patch, SharedBasis
 
 SPOOL = "ctxwin_spool"
 """Key of the spool's folder inside the connector's extra config; absent where everything is one process."""
@@ -124,6 +126,7 @@ class Spool:
             for placed in transfer.loads:
                 span = self._file("span", placed, handle, names)
                 patch = None if placed.patch is None else self._file("patch", placed, handle, names)
+                over = placed.patch is not None and placed.patch.basis is not None
                 entries.append(
                     {
                         "begin": placed.begin,
@@ -131,6 +134,7 @@ class Spool:
                         "start": placed.start,
                         "span": span,
                         "patch": patch,
+                        "basis": self._file("basis", placed, handle, names) if over else None,
                     }
                 )
             for identifier, tensor in transfer.embeddings.items():
@@ -182,11 +186,15 @@ class Spool:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _file(self, kind: str, placed: Placed, handle: str, names: list[str]) -> str:
-        """The name of a span's or a patch's file, written where it is not there, and leased into ``names``."""
-        known_as, tensor = placed.id, placed.span.k
+        """The name of a span's, patch's or basis' file, written where it is not there, and leased into ``names``."""
+        known_as, tensor, encode = placed.id, placed.span.k, partial(encode_span, placed.span)
         if kind == "patch":
             assert placed.patch is not None
-            known_as, tensor = placed.patch_id, placed.patch.left
+            known_as, tensor, encode = placed.patch_id, placed.patch.left, partial(encode_patch, placed.patch)
+        elif kind == "basis":
+            assert placed.patch is not None and placed.patch.basis is not None
+            basis = placed.patch.basis
+            known_as, tensor, encode = basis.id, basis.right, partial(encode_basis, basis)
         key = f"{kind}-{digest('spool', known_as)}" if known_as else f"{kind}-{handle}-{placed.begin}"
         with self._lock:
             name, at_hand = self._named.get(key, ("", None))
@@ -201,8 +209,7 @@ class Spool:
                 self._held.move_to_end(name)
         if known and (self.path / name).exists():
             return name
-        blob = encode_span(placed.span) if kind == "span" else encode_patch(placed.patch)
-        self._put(name, blob)
+        self._put(name, encode())
         return name
 
     def _embedding(self, identifier: str, tensor: torch.Tensor, names: list[str]) -> None:
@@ -293,6 +300,7 @@ class SpoolLoad:
     start: int
     span: str
     patch: str | None
+    basis: str | None = None
 
 
 class SpoolReader:
@@ -345,8 +353,10 @@ class SpoolReader:
         found: SpanKV = self._get(name, decode_span)
         return found
 
-    def patch(self, name: str) -> Patch:
-        found: Patch = self._get(name, decode_patch)
+    def patch(self, name: str, basis: str | None = None) -> Patch:
+        """As `span`; ``basis``: the file of the shared basis that the patch lies over."""
+        over: SharedBasis | None = None if basis is None else self._get(basis, decode_basis)
+        found: Patch = self._get(name, partial(decode_patch, basis=over))
         return found
 
     def seen(self, handle: str, local: int, planned: int) -> None:
@@ -422,27 +432,35 @@ def decode_span(blob: bytes) -> SpanKV:
         raise StoreCorrupt(f"a file of the spool is no span: {error!r}") from error
 
 
-def encode_patch(patch: Patch | None) -> bytes:
-    assert patch is not None
-    tensors = {f"patch.{name}": tensor for name, tensor in patch.tensors().items()}
-    meta: dict[str, Any] = {"patch": patch.describe(), "basis": None}
-    if patch.basis is not None:
-        tensors |= {f"basis.{name}": tensor for name, tensor in patch.basis.tensors().items()}
-        meta["basis"] = patch.basis.describe()
-    return codec.encode_tensors(tensors, meta)
+def encode_patch(patch: Patch) -> bytes:
+    """A patch without its shared basis, which `encode_basis` makes a file of for all its patches."""
+    return codec.encode_tensors(patch.tensors(), {"patch": patch.describe()})
 
 
-def decode_patch(blob: bytes) -> Patch:
-    """Raises StoreCorrupt."""
-    from ctxwin.operator.basis import SharedBasis
+def decode_patch(blob: bytes, basis: SharedBasis | None = None) -> Patch:
+    """Raises StoreCorrupt, also where ``basis`` is not the one that the patch was projected on."""
     from ctxwin.operator.patch import Patch
 
     tensors, meta = codec.decode_tensors(blob)
     try:
-        basis = None if meta["basis"] is None else SharedBasis.from_tensors(_part(tensors, "basis"), meta["basis"])
-        return Patch.from_tensors(_part(tensors, "patch"), meta["patch"], basis)
+        return Patch.from_tensors(tensors, meta["patch"], basis)
     except (KeyError, TypeError, ValueError) as error:
         raise StoreCorrupt(f"a file of the spool is no patch: {error!r}") from error
+
+
+def encode_basis(basis: SharedBasis) -> bytes:
+    return codec.encode_tensors(basis.tensors(), {"basis": basis.describe()})
+
+
+def decode_basis(blob: bytes) -> SharedBasis:
+    """Raises StoreCorrupt."""
+    from ctxwin.operator.basis import SharedBasis
+
+    tensors, meta = codec.decode_tensors(blob)
+    try:
+        return SharedBasis.from_tensors(tensors, meta["basis"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreCorrupt(f"a file of the spool is no shared basis: {error!r}") from error
 
 
 def _remove(folder: Path, held: int, pid: int) -> None:
@@ -450,7 +468,3 @@ def _remove(folder: Path, held: int, pid: int) -> None:
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)
     os.close(held)
-
-
-def _part(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
-    return {key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.startswith(name + ".")}

@@ -189,7 +189,7 @@ def _folder(name: str | Path) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "ctxwin-basis.st"]
     try:
         return Path(snapshot_download(str(name), allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

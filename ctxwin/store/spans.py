@@ -4,7 +4,7 @@
 |-----------|----------------------------------------------|-------------|
 | ``span``  | `SpanKV` with the token ids it was made from | yes         |
 | ``patch``, ``orbit`` | `Patch`                           | yes         |
-| ``basis`` | `SharedBasis`, stored along with its patches | yes         |
+| ``basis`` | `SharedBasis`, stored along with its patches unless it is known (`SpanRepository.know_basis`) | yes |
 | ``embed`` | vision embeddings ``[tokens, hidden]``       | yes         |
 | ``chunk`` | JSON                                         | yes, unless told otherwise |
 | ``source``| encoded bytes of media                       | no          |
@@ -87,6 +87,7 @@ class SpanRepository:
         self.counters = RepositoryCounters()
         self._live: OrderedDict[str, _Live] = OrderedDict()
         self._live_bytes = 0
+        self._known: dict[str, SharedBasis] = {}
         self._leases: Counter[str] = Counter()
         self._abandoned: deque[str] = deque()
         self._lock = threading.Lock()
@@ -142,7 +143,7 @@ class SpanRepository:
 
             tensors, header = codec.decode_tensors(blob)
             named = header["patch"]["basis"]
-            basis = None if named is None else self.get_basis(named)
+            basis = None if named is None else self._known.get(named) or self.get_basis(named)
             if named is not None and basis is None:
                 raise _BasisGoneError(named)
             return Patch.from_tensors(tensors, header["patch"], basis), header
@@ -152,14 +153,21 @@ class SpanRepository:
         return patch
 
     def put_patch(self, key: str, patch: Patch) -> bool:
-        """Stores a patch, and its shared basis where that is not stored yet; False where the store refused either."""
-        if patch.basis is not None:
+        """Stores a patch, and its shared basis where that is neither known nor stored; False where one was refused."""
+        if patch.basis is not None and patch.basis.id not in self._known:
             where = f"basis/{patch.basis.id}"
             if not self.store.contains(where) and not self._put(
                 where, "basis", {"basis": patch.basis.describe()}, patch.basis.tensors()
             ):
                 return False
         return self._put(_key(key, *_PATCHES), "patch", {"patch": patch.describe()}, patch.tensors())
+
+    def know_basis(self, basis: SharedBasis) -> None:
+        """Takes a basis that comes with the model: its patches name it, and the store need not hold it.
+
+        A patch whose basis is neither known nor stored is a miss.
+        """
+        self._known[basis.id] = basis
 
     def get_basis(self, key: str) -> SharedBasis | None:
         """The shared basis with this id, or None."""

@@ -19,7 +19,7 @@ import torch
 from ctxwin import Chunk
 from ctxwin.engines.base import Encoded, Engine, Piece, Sampling
 from ctxwin.kv import SpanKV
-from ctxwin.operator.patch import form_patch
+from ctxwin.operator import deficit, fit_basis, form_patch, project
 from engines import models
 
 pytestmark = [
@@ -124,7 +124,8 @@ def test_spans_go_from_either_to_the_other(engines: tuple[Any, Any]) -> None:
         assert answer.token_ids == answers[-1].token_ids
 
 
-def test_a_patch_formed_from_two_ranks(engines: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["joint", "shared"])
+def test_a_patch_formed_from_two_ranks(engines: tuple[Any, Any], shared: bool) -> None:
     """The deficit runs over all heads: formed where they are joined, served where they are cut."""
     one, two = engines
     answers = {}
@@ -133,12 +134,16 @@ def test_a_patch_formed_from_two_ranks(engines: tuple[Any, Any]) -> None:
         whole, spans = computed(engine, [4, 5], "patched")
         canonical = engine.prefill([Piece(parts[0], 0, span=spans[0])], parts[2], parts[0].advance, salt="canonical")
         patch = form_patch(spans[2], canonical, engine.spec.kv, dtype=torch.float32)
+        if shared:
+            lost = deficit(spans[2], canonical, engine.spec.kv)
+            basis = fit_basis([lost], engine.spec.kv, 1000, dtype=torch.float32)
+            patch = project(lost, basis, engine.spec.kv)
         layout = laid(parts, [spans[0], spans[1], canonical], {2: patch})
         query = engine.encode_query(QUERY)
-        served = engine.generate(layout, query, FIRST, salt="served")
+        served = engine.generate(layout, query, FIRST, salt=f"served, {shared}")
         assert served.computed_tokens == query.tokens and served.fallbacks == 0
         assert far(served.logprobs, whole.logprobs) < CLOSE
-        bare = engine.generate(laid(parts, [*spans[:2], canonical]), query, FIRST, salt="bare")
+        bare = engine.generate(laid(parts, [*spans[:2], canonical]), query, FIRST, salt=f"bare, {shared}")
         assert far(bare.logprobs, whole.logprobs) > 10 * CLOSE  # the patch is what makes them equal
         answers[engine] = served.logprobs
     assert far(answers[one], answers[two]) < CLOSE

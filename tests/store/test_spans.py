@@ -146,6 +146,20 @@ def test_a_patch_on_a_shared_basis_brings_the_basis(repo: SpanRepository) -> Non
     assert repo.contains("patch/a"), "the patch itself is sound"
 
 
+def test_a_basis_that_comes_with_the_model_is_not_stored(repo: SpanRepository) -> None:
+    lost = deficit(span(2, torch.float32, 0, 12), span(1, torch.float32, 0, 12), SPEC)
+    basis = fit_basis([lost], SPEC, 2)
+    repo.know_basis(basis)
+    assert repo.put_patch("a", project(lost, basis, SPEC))
+    assert list(repo.store.list()) == ["patch/a"]
+    again = SpanRepository(repo.store, "engine")
+    again.know_basis(fit_basis([lost], SPEC, 1))
+    assert again.get_patch("a") is None and again.counters.misses["patch"] == 1, "another basis is no basis"
+    again.know_basis(basis)
+    got = again.get_patch("a")
+    assert got is not None and got.basis is basis
+
+
 BROKEN: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda blob: b"",
     "cut": lambda blob: blob[:-7],

@@ -101,7 +101,7 @@ def test_bundled_tokenizer_is_the_one_built(processor) -> None:
 def test_bundle_is_small_and_holds_no_pickle() -> None:
     files = [path for path in Path(checkpoint_dir()).rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 12_000_000
-    assert {path.suffix for path in files} <= {".json", ".jinja", ".safetensors"}
+    assert {path.suffix for path in files} <= {".json", ".jinja", ".safetensors", ".st"}
 
 
 def test_bundled_model_binds_at_prefill(reader: Reader) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import pytest
 
 from ctxwin import Answer, Chunk, Fidelity, Window, open_engine, open_store
 from ctxwin.asking import kl
+from ctxwin.bases import ModelBasis, require_basis, write_basis
 from ctxwin.engines.base import Engine, Piece, Sampling
-from ctxwin.tiny import world
+from ctxwin.fidelity import PROFILES_VARIABLE, user_profile
+from ctxwin.tiny import checkpoint_dir, world
 
 HEADER = "You watch a camera."
+SHARED = Fidelity("patched", layout="shared", rank=48)
 FRAMES = world.make_stream(seed=5, n_frames=6)
 QUESTIONS = [q.text for q in world.questions_for(FRAMES[:4], 3, 0, ("single_hop", "multi_hop"))]
 
@@ -142,6 +146,93 @@ def test_approximation_is_close_and_never_reaches_an_exact_window(engine: Engine
                 assert 0 < kl(reference, answer) < 0.05
                 assert close(ask(exact, question).first_token_logprobs, reference, 1e-5)
                 assert ask(exact, question).usage.exact
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for bases of the user's own."""
+    monkeypatch.setenv(PROFILES_VARIABLE, str(tmp_path / "own"))
+    return tmp_path / "own"
+
+
+def another_basis() -> None:
+    """A newer basis of the bundled model, of other directions, where windows find it."""
+    shipped = require_basis(str(checkpoint_dir()))
+    other = replace(shipped.basis, right=shipped.basis.right.flip(-1).contiguous())
+    made = ModelBasis(other, shipped.weight, "9999-01-01T00:00:00+00:00")
+    write_basis(made, checkpoint_dir(), user_profile(checkpoint_dir(), ".st"))
+
+
+def test_patches_over_the_models_basis_answer_like_a_re_prefill(engine: Engine, own: Path) -> None:
+    chunks = [chunk(i) for i in (2, 0, 3, 1)]  # other KV than that of the other tests on this engine
+    with Window(engine, HEADER, fidelity=SHARED) as window:
+        window.extend(chunks)
+        ask(window, QUESTIONS[0])
+        assert window.compress() > 0
+        answers = [ask(window, question) for question in QUESTIONS]
+        assert all(answer.usage.reused_tokens["patched"] > 0 and not answer.usage.misses for answer in answers)
+        for question, answer in zip(QUESTIONS, answers, strict=True):
+            reference = reprefill(engine, window, question)
+            assert reference != answer.first_token_logprobs and kl(reference, answer.first_token_logprobs) < 1e-3
+        state = window.snapshot()
+        patches = [engine.repo.get_patch(p.kv.patch) for p in state.placed if p.kv is not None and p.kv.patch]
+        assert len(patches) == 3
+        for patch in patches:
+            assert patch is not None and patch.layout == "shared" and patch.rank == 48
+            assert patch.share(engine.spec.kv) == pytest.approx(48 * 2 / engine.spec.kv.span_bytes(1))
+        assert len({id(patch.basis) for patch in patches if patch}) == 1
+        with Window.restore(engine, state.model_dump_json()) as again:
+            assert again.fidelity == window.fidelity and again.fidelity.layout == "shared"
+            answer = ask(again, QUESTIONS[0])
+            assert close(answer.first_token_logprobs, answers[0].first_token_logprobs, 1e-5)
+            assert answer.usage.reused_tokens == answers[0].usage.reused_tokens
+        # Who takes joint patches, or another basis', finds none of these.
+        another_basis()
+        for fidelity in (Fidelity("patched", rank=48, layers="deep"), SHARED):
+            with Window(engine, HEADER, fidelity=fidelity) as other:
+                other.extend(chunks)
+                assert other.fidelity.basis != window.fidelity.basis
+                assert "patched" not in other.plan().tokens_by_lane
+
+
+def test_an_orbit_over_the_models_basis(own: Path) -> None:
+    with (
+        open_engine("tiny:hf", dtype="float32") as engine,
+        Window(engine, HEADER, fidelity=SHARED.model_copy(update={"orbit": True})) as window,
+    ):
+        window.extend([chunk(i) for i in range(3)])
+        ask(window, QUESTIONS[0])
+        window.prepare_orbit(window.ids[:2])
+        patches = [engine.repo.get_patch(key) for key in engine.store.list("orbit/")]
+        assert [p is not None and (p.layout, p.rank, p.meta["orders"]) for p in patches] == [("shared", 48, 2)]
+
+
+def test_a_basis_that_is_gone_is_a_counted_miss(tmp_path: Path, own: Path) -> None:
+    """Patches lie on disk, the basis beside the model; with another one they are computed anew, with it they are served."""
+    folder = tmp_path / "store"
+    with open_engine("tiny:hf", dtype="float32", store=f"disk:{folder}") as engine:
+        with Window(engine, HEADER, fidelity=SHARED) as window:
+            window.extend([chunk(i) for i in range(3)])
+            ask(window, QUESTIONS[0])
+            assert window.compress() > 0
+            served = ask(window, QUESTIONS[0])
+            state = window.snapshot().model_dump_json()
+        assert not list(engine.store.list("basis/"))
+        engine.store.close()
+    for other in (False, True):
+        if other:
+            another_basis()
+        with open_engine("tiny:hf", dtype="float32", store=f"disk:{folder}") as engine:
+            with Window.restore(engine, state) as window:
+                answer = ask(window, QUESTIONS[0])
+                reference = reprefill(engine, window, QUESTIONS[0])
+            engine.store.close()
+        assert kl(reference, answer.first_token_logprobs) < 1e-3
+        if other:
+            assert answer.usage.misses == 2 and "patched" not in answer.usage.reused_tokens
+            assert close(answer.first_token_logprobs, reference, 1e-5)
+        else:
+            assert answer.usage.misses == 0 and answer.usage.reused_tokens == served.usage.reused_tokens
 
 
 def test_remembering_captures_what_a_prefill_would_compute(engine: Engine) -> None:

@@ -1,0 +1,136 @@
+"""Fits the basis that a model's patches share, on the deficits of contexts of their own; see `ctxwin.bases`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ctxwin.bases import ModelBasis
+from ctxwin.chunk import Chunk
+from ctxwin.engines.base import Piece
+from ctxwin.evals.patching import make_weight
+from ctxwin.fidelity import model_digest
+from ctxwin.operator import Deficit, deficit, fit_basis
+from ctxwin.operator.lowrank import Weight
+
+if TYPE_CHECKING:
+    from ctxwin.engines.hf import HFEngine
+    from ctxwin.operator.patch import Layers
+
+_STRIDE = 1_000_000
+"""Contexts between those of one seed and the next."""
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """What a fit does.
+
+    Attributes:
+        contexts: sequences of four chunks; every chunk but the first gives a deficit.
+        rank: directions to keep; patches may use fewer, most important first.
+        layers: that they cover: deep (the upper half), or all.
+        seed: of the contexts, which are of a probe's ``fitting`` split: evals measure on none of them, whatever the seed.
+    """
+
+    contexts: int = 120
+    rank: int = 64
+    layers: Layers = "deep"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.contexts < 1 or self.rank < 1 or self.seed < 0:
+            raise ValueError(
+                f"contexts and rank must be >= 1 and the seed >= 0, got {self.contexts}, {self.rank}, {self.seed}"
+            )
+        if self.layers not in ("all", "deep"):
+            raise ValueError(f"layers must be all or deep, got {self.layers!r}")
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """What a basis is fitted on: a header, and sequences of chunks behind it."""
+
+    header: str
+    sequences: Sequence[Callable[[], Sequence[Chunk]]]
+
+
+def contexts_for(engine: HFEngine, settings: FitSettings, images: Path | None, max_pixels: int | None) -> Contexts:
+    """Sequences of a user's pictures, or of the bundled world's frames for the model that knows them.
+
+    Raises ValueError for another model without pictures: directions fitted on what it never serves would be worth little.
+    """
+    from ctxwin.evals.probe.contexts import PLACED, Source
+    from ctxwin.tiny import checkpoint_dir
+
+    source: Source
+    if images is not None:
+        from ctxwin.evals.probe.folder import Images
+
+        if not engine.spec.vision:
+            raise ValueError(f"{engine.spec.model!r} reads text only, and bases are fitted on pictures")
+        source = Images(images, (), 1, max_pixels)
+    elif model_digest(engine.spec.model) == model_digest(checkpoint_dir()):
+        from ctxwin.evals.probe.generated import World
+
+        source = World()
+    else:
+        raise ValueError(
+            f"contexts are generated for the bundled model only, got {engine.spec.model!r}; fit on pictures like those "
+            "that will be placed: --images DIR"
+        )
+    first = settings.seed * _STRIDE
+
+    def sequence(index: int) -> Sequence[Chunk]:
+        return source.context("fitting", first + index).item.load()[:PLACED]
+
+    return Contexts(source.header, [partial(sequence, i) for i in range(settings.contexts)])
+
+
+def deficits(engine: HFEngine, header: str, chunks: Iterable[Chunk]) -> Iterator[Deficit]:
+    """What each chunk but the first lost behind the header alone. Cost: two forwards a chunk, one vision encode."""
+    encoded = engine.encode_header(header)
+    head = Piece(encoded, 0, span=engine.prefill([], encoded, 0))
+    front, at = [head], encoded.advance
+    for chunk in chunks:
+        target = engine.encode(chunk)
+        met = engine.prefill(front, target, at)
+        if len(front) > 1:
+            yield deficit(met, engine.prefill([head], target, encoded.advance), engine.spec.kv)
+        front.append(Piece(target, at, span=met))
+        at += target.advance
+
+
+def fit(
+    engine: HFEngine, contexts: Contexts, settings: FitSettings, progress: Callable[[int], None] = lambda done: None
+) -> ModelBasis:
+    """The basis of a model.
+
+    Errors count as the output sees them (`make_weight`: values by the output projection, keys balanced against them);
+    latent attention, whose values have no projection of their own, counts keys and values alike.
+
+    Raises ValueError where the contexts give no deficit. Cost: two forwards a chunk and a small SVD a deficit.
+    """
+    spec = engine.spec.kv
+    weight = _weight(engine, contexts)
+
+    def all_of() -> Iterator[Deficit]:
+        for sequence in contexts.sequences:
+            yield from deficits(engine, contexts.header, sequence())
+            progress(1)
+
+    made = fit_basis(all_of(), spec, settings.rank, layers=settings.layers, weight=weight)
+    basis = replace(made, identity=model_digest(engine.spec.model))
+    return ModelBasis(basis, weight, datetime.now(UTC).isoformat(timespec="seconds"))
+
+
+def _weight(engine: HFEngine, contexts: Contexts) -> Weight:
+    encoded = engine.encode_header(contexts.header)
+    head = Piece(encoded, 0, span=engine.prefill([], encoded, 0))
+    sample = engine.prefill([head], engine.encode(contexts.sequences[0]()[0]), encoded.advance)
+    return make_weight(
+        "balanced" if engine.spec.kv.family == "mla" else "output", engine.text_model, engine.spec.kv, sample
+    )

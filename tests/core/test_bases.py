@@ -1,0 +1,141 @@
+"""The file of a model's shared basis: bound to the weights, found where profiles are, refused where it cannot be right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load, save_file
+
+from ctxwin import Fidelity
+from ctxwin.bases import BASIS_NAME, ModelBasis, encode_basis, find_basis, require_basis, served_basis, write_basis
+from ctxwin.engines.checkpoint import weights_digest
+from ctxwin.fidelity import PROFILES_VARIABLE, model_digest, user_profile
+from ctxwin.kv import KVSpec, RopeSpec
+from ctxwin.operator import SharedBasis, Weight
+from ctxwin.tiny import checkpoint_dir
+
+SPEC = KVSpec(
+    identity="engine", family="gqa", layers=4, heads=2, k_dim=4, v_dim=4, dtype="bfloat16",
+    rope=RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4),
+)  # fmt: skip
+SHARED = Fidelity("patched", layout="shared", rank=4)
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nobody's real files are read or written."""
+    monkeypatch.setenv(PROFILES_VARIABLE, str(tmp_path / "own"))
+    return tmp_path / "own"
+
+
+def model_in(folder: Path, value: float = 0.0) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({"w": torch.full((2,), value)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def basis_of(folder: Path, date: str = "2026-01-01", seed: int = 0, layers: tuple[int, ...] = (2, 3)) -> ModelBasis:
+    right = torch.randn(len(layers), 6, 16, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    weight = Weight(torch.full((4, 2, 4), 0.5), torch.eye(4).expand(4, 2, 4, 4))
+    return ModelBasis(SharedBasis(model_digest(folder), "joint", layers, 2, 4, 4, right), weight, date)
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "m")
+    made, before = basis_of(model), weights_digest(model)
+    assert write_basis(made, model) == model / BASIS_NAME
+    found = require_basis(model)
+    assert found.id == made.id and torch.equal(found.basis.right, made.basis.right) and found.date == made.date
+    assert found.weight is not None and made.weight is not None
+    for a, b in ((found.weight.k, made.weight.k), (found.weight.v, made.weight.v)):
+        assert a is not None and b is not None and torch.equal(a, b)
+    assert encode_basis(found) == encode_basis(made), "the same file, byte by byte"
+    assert weights_digest(model) == before, "a basis must not make another model of the folder"
+    # vLLM takes whatever ends so for weights.
+    assert not BASIS_NAME.endswith((".safetensors", ".bin", ".pt"))
+
+
+def test_a_name_is_of_the_layout_and_the_basis(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "m")
+    made = basis_of(model)
+    write_basis(made, model)
+    shared = SHARED.resolve(str(model))
+    assert shared.basis == made.id and made.id in shared.patch_name and "shared" in shared.patch_name
+    assert Fidelity("patched", rank=4).resolve(str(model)).patch_name == "rank=4,layers=all", "as it always was"
+    write_basis(other := basis_of(model, "2026-02-01", seed=1), model)
+    assert SHARED.resolve(str(model)).patch_name != shared.patch_name and SHARED.resolve(str(model)).basis == other.id
+    assert shared.resolve(str(model)).basis == other.id, "what a checkpoint kept does not refuse a newer basis"
+    assert Fidelity("exact", layout="shared").resolve(str(model)).basis is None
+
+
+def test_without_a_basis_a_window_says_how_to_fit_one(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "m")
+    with pytest.raises(ValueError, match=r"^model 'm' has no shared basis; fit one with `ctxwin eval basis MODEL`"):
+        SHARED.resolve(str(model))
+    write_basis(basis_of(model), model)
+    with pytest.raises(ValueError, match="rank must be at most 6"):
+        SHARED.model_copy(update={"rank": 7}).resolve(str(model))
+    assert SHARED.model_copy(update={"rank": 7, "bytes_share": 0.5}).resolve(str(model)).basis
+
+
+@pytest.mark.parametrize("broken", ["cut", "empty", "bits", "weights", "not finite", "shape"])
+def test_a_broken_file_is_refused(tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_in(tmp_path / "m")
+    made = basis_of(model)
+    path = write_basis(made, model)
+    data = path.read_bytes()
+    if broken == "weights":
+        model_in(model, 1.0)
+    elif broken == "not finite":
+        bad = replace(made.basis, right=torch.full_like(made.basis.right, float("nan")))
+        write_basis(replace(made, basis=bad), model)
+    elif broken == "shape":
+        write_basis(replace(made, basis=replace(made.basis, layers=(1, 2, 3))), model)
+    elif broken == "bits":
+        at = data.index(made.basis.right.view(torch.uint8).numpy().tobytes())
+        path.write_bytes(data[: at + 3] + bytes([data[at + 3] ^ 1]) + data[at + 4 :])
+        assert len(load(path.read_bytes())) == 3, "safetensors itself sees nothing wrong"
+    else:
+        path.write_bytes(data[: len(data) // 2] if broken == "cut" else b"")
+    assert find_basis(model) is None and str(path) in caplog.text
+    said = "other weights" if broken == "weights" else "no basis of this version"
+    with pytest.raises(ValueError, match=f"no shared basis .*{said}.*fit one with"):
+        SHARED.resolve(str(model))
+
+
+def test_a_folder_that_cannot_be_written_has_its_basis_among_the_users(tmp_path: Path, own: Path) -> None:
+    model = model_in(tmp_path / "m")
+    (model / BASIS_NAME).mkdir()  # cannot be replaced by a file, whoever runs this
+    made = basis_of(model)
+    path = write_basis(made, model)
+    assert path == user_profile(model, ".st") and path.parent == own
+    assert require_basis(model).id == require_basis(model_in(tmp_path / "copy")).id == made.id
+    assert find_basis(model_in(tmp_path / "other", 1.0)) is None and find_basis("no/such-model") is None
+
+
+def test_what_is_served_is_a_part_of_the_basis(tmp_path: Path) -> None:
+    model = str(model_in(tmp_path / "m"))
+    made = basis_of(Path(model), layers=(1, 2, 3))
+    write_basis(made, model)
+    for rank, layers, at in ((4, "all", (1, 2, 3)), (6, "deep", (2, 3))):
+        asked = Fidelity("patched", layout="shared", rank=rank, layers=layers).resolve(model)  # type: ignore[arg-type]
+        cut = served_basis(model, SPEC, asked)
+        assert cut.basis is not None and (cut.basis.rank, cut.basis.layers, cut.basis.identity) == (rank, at, "engine")
+        assert torch.equal(cut.basis.right, made.basis.right[-len(at) :, :rank])
+        assert served_basis(model, SPEC, asked).basis is cut.basis
+    # A token's KV is 4 * 2 * 8 = 64 numbers; a twentieth of them are three.
+    some = served_basis(model, SPEC, Fidelity("patched", layout="shared", bytes_share=0.05).resolve(model))
+    none = served_basis(model, SPEC, Fidelity("patched", layout="shared", bytes_share=0.01).resolve(model))
+    assert some.basis is not None and some.basis.rank == 3 and none.basis is None
+    with pytest.raises(ValueError, match="heads and widths"):
+        served_basis(model, replace(SPEC, heads=1), SHARED.resolve(model))
+
+
+def test_the_bundled_model_has_a_basis() -> None:
+    shipped = require_basis(checkpoint_dir())
+    assert (shipped.rank, shipped.basis.layers) == (64, (2, 3)) and shipped.weight is not None
+    assert shipped.basis.meta["weighted"] and shipped.basis.nbytes == 32768

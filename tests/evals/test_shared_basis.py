@@ -1,0 +1,90 @@
+"""Fitting a shared basis: what holds by definition, and the command around it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import typer
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from ctxwin import Chunk, Fidelity, Window
+from ctxwin.bases import decode_basis, encode_basis
+from ctxwin.evals.serving_gap import GapSettings
+from ctxwin.evals.shared_basis import Contexts, FitSettings, contexts_for, deficits, fit
+from ctxwin.evals.shared_basis_cli import basis
+from ctxwin.fidelity import PROFILES_VARIABLE, model_digest
+from ctxwin.operator import project
+
+if TYPE_CHECKING:
+    from ctxwin.engines.hf import HFEngine
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PROFILES_VARIABLE, str(tmp_path / "own"))
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(5):
+        Image.fromarray(rng.integers(256, size=(56, 56, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+    return folder
+
+
+def invoke(*args: object) -> Result:
+    app = typer.Typer()
+    app.command()(basis)
+    return CliRunner().invoke(app, [str(a) for a in args])
+
+
+def test_a_basis_holds_what_it_was_fitted_on(engine: HFEngine) -> None:
+    chunks = [Chunk.text(f"the color of frame {i} is red now") for i in range(3)]
+    settings = FitSettings(contexts=1, rank=1000, layers="all")
+    made = fit(engine, Contexts("watch", [lambda: chunks]), settings)
+    found = list(deficits(engine, "watch", chunks))
+    assert made.basis.meta["deficits"] == len(found) == 2
+    assert made.basis.identity == model_digest(engine.spec.model) and made.weight is not None
+    assert made.rank == sum(lost.tokens for lost in found)
+    own = replace(made.basis, identity=engine.spec.kv.identity)
+    for lost in found:
+        assert project(lost, own, engine.spec.kv, weight=made.weight).meta["captured"] > 0.999
+    again = fit(engine, Contexts("watch", [lambda: chunks]), settings)
+    assert again.id == made.id and decode_basis(encode_basis(made)).id == made.id
+
+
+def test_contexts_are_the_models_own(engine: HFEngine, pictures: Path) -> None:
+    with pytest.raises(ValueError, match="--images DIR"):
+        contexts_for(engine, FitSettings(contexts=2), None, None)
+    first, second = (contexts_for(engine, FitSettings(contexts=2, seed=seed), pictures, None) for seed in (0, 1))
+    drawn = [[tuple(c.id for c in make()) for make in contexts.sequences] for contexts in (first, second)]
+    assert all(len(ids) == 4 for contexts in drawn for ids in contexts) and drawn[0] != drawn[1]
+
+
+def test_the_command(engine: HFEngine, model_dir: Path, pictures: Path, tmp_path: Path) -> None:
+    refused = invoke(model_dir, "--contexts", 1)
+    assert refused.exit_code == 2 and "--images DIR" in refused.stderr
+    with pytest.raises(ValueError, match="has no shared basis; fit one with `ctxwin eval basis"):
+        Window(engine, fidelity=Fidelity("patched", layout="shared"))
+    file = tmp_path / "made.st"
+    done = invoke(model_dir, "--images", pictures, "--contexts", 1, "--rank", 3, "--output", file, "--json")
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    made = decode_basis(file.read_bytes())
+    assert (said["id"], said["rank"], said["followed"]) == (made.id, 3, False) and made.rank == 3
+
+
+def test_settings_are_checked() -> None:
+    for bad in ({"contexts": 0}, {"rank": 0}, {"seed": -1}, {"layers": "some"}):
+        with pytest.raises(ValueError, match="must be"):
+            FitSettings(**bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="layout must be joint or shared"):
+        GapSettings(layout="per_layer")
