@@ -17,7 +17,7 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.serve.specs import SEED, Body, Reference, Text, checked
 
 _MOST_CHOICES = 128
-_MOST_SCORES = 1 << 22
+_MOST_SCORES = 1 << 20
 _MOST_SCHEMA = 256 << 10
 _Stop = Annotated[str, Field(max_length=1000)]
 _LEAST_LOGPROB = -9999.0

@@ -159,10 +159,8 @@ def test_a_client_that_leaves_before_the_first_token_stops_its_stream(
     connection.close()
     time.sleep(0.3)  # the server hears of it
     go.set()
-    begin = time.monotonic()
     wait_for(lambda: windows._held[window].users == 0)
-    assert time.monotonic() - begin < 2  # 3000 tokens take longer
-    assert not call(server, f"/v1/windows/{window}")[1]["ids"]
+    assert not call(server, f"/v1/windows/{window}")[1]["ids"]  # an answer of 3000 tokens would have been remembered
 
 
 def test_names_of_requests_and_media_are_a_tenants_own() -> None:
