@@ -95,6 +95,7 @@ def drain(ticket: Any) -> Any:
 
 @pytest.mark.parametrize("salt", ["a window's own space", ""], ids=["loaded at once", "loaded in the background"])
 def test_a_preempted_background_request(engine: Any, asked: dict[str, Counter[str]], salt: str) -> None:
+    from ctxwin.adapters.vllm.requests import Told
     from ctxwin.engines.vllm import _Ask
 
     parts = [engine.encode_header("watch a camera"), *(engine.encode(picture(seed)) for seed in (1, 2, 3))]
@@ -107,13 +108,16 @@ def test_a_preempted_background_request(engine: Any, asked: dict[str, Counter[st
     tokens = sum(part.tokens for part in parts) + query.tokens
     free = (BLOCKS - 1) - -(-(tokens + 10) // BLOCK)  # vLLM keeps one block for itself
 
-    def on_token(ids: list[int]) -> bool:
-        if len(ids) == 2:  # there is room for its prompt; its answer takes every other block
+    heard: list[int] = []
+
+    def on_token(token: int, text: str) -> bool:
+        heard.append(token)
+        if len(heard) == 2:  # there is room for its prompt; its answer takes every other block
             prompt = free * BLOCK - 6
             others.append(plain(engine, 3, prompt, (BLOCKS - 1) * BLOCK - prompt))
         return True
 
-    ask = _Ask(query, LONG, salt, on_token=on_token, background=True)
+    ask = _Ask(query, LONG, salt, on_token=Told(on_token, engine.decode), background=True)
     work, outcome, fallbacks = engine._serve(laid(parts, spans), ask)
     assert drain(others[0]).outputs[0].finish_reason == "length"
     (name,) = [request for request, times in asked["preempted"].items() if times]
@@ -122,6 +126,7 @@ def test_a_preempted_background_request(engine: Any, asked: dict[str, Counter[st
     # Its KV is loaded twice; the answer is the undisturbed one.
     assert work.bytes_loaded == 2 * sum(span.nbytes for span in spans) and fallbacks == 0
     assert outcome.token_ids == whole.token_ids and len(outcome.token_ids) > 5
+    assert heard == list(outcome.token_ids)[: len(heard)] and len(heard) > 5  # each once
     assert max(abs(outcome.logprobs[t] - p) for t, p in whole.logprobs.items()) < 1e-4
 
 
