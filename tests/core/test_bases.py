@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load, save_file
+from safetensors.torch import load
 
+from core.folders import model_in
 from ctxwin import Fidelity
 from ctxwin.bases import BASIS_NAME, ModelBasis, encode_basis, find_basis, require_basis, served_basis, write_basis
 from ctxwin.engines.checkpoint import weights_digest
-from ctxwin.fidelity import PROFILES_VARIABLE, model_digest, user_profile
+from ctxwin.fidelity import model_digest, user_profile
 from ctxwin.kv import KVSpec, RopeSpec
 from ctxwin.operator import SharedBasis, Weight
 from ctxwin.tiny import checkpoint_dir
@@ -22,20 +23,6 @@ SPEC = KVSpec(
     rope=RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4),
 )  # fmt: skip
 SHARED = Fidelity("patched", layout="shared", rank=4)
-
-
-@pytest.fixture(autouse=True)
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nobody's real files are read or written."""
-    monkeypatch.setenv(PROFILES_VARIABLE, str(tmp_path / "own"))
-    return tmp_path / "own"
-
-
-def model_in(folder: Path, value: float = 0.0) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({"w": torch.full((2,), value)}, folder / "model.safetensors")
-    (folder / "config.json").write_text("{}")
-    return folder
 
 
 def basis_of(folder: Path, date: str = "2026-01-01", seed: int = 0, layers: tuple[int, ...] = (2, 3)) -> ModelBasis:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pydantic import ValidationError
-from safetensors.torch import save_file
 
+from core.folders import model_in
 from ctxwin import Fidelity
 from ctxwin.fidelity import (
     PROFILE_NAME,
@@ -25,20 +24,6 @@ from ctxwin.fidelity import (
     write_profile,
 )
 from ctxwin.tiny import checkpoint_dir
-
-
-@pytest.fixture(autouse=True)
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nobody's real profiles are read or written."""
-    monkeypatch.setenv(PROFILES_VARIABLE, str(tmp_path / "own"))
-    return tmp_path / "own"
-
-
-def model_in(folder: Path, value: float = 0.0) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({"w": torch.full((2,), value)}, folder / "model.safetensors")
-    (folder / "config.json").write_text("{}")
-    return folder
 
 
 def profile_of(folder: Path, **fields: Any) -> Profile:

@@ -20,3 +20,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that nothing was written to holds NaN, so a gap in a buffer cannot pass for a number."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import LAYOUTS, canonical, patch_of, stack
 from operator_oracle import (
     make_spec,
     oracle_rotate,
@@ -21,10 +21,12 @@ from operator_oracle import (
     worst,
 )
 
-from ctxwin.kv import KVSpec, SpanKV
-from ctxwin.operator import Patch, deficit, fit_basis, form_patch, project, relocate
+from ctxwin.kv import KVSpec
+from ctxwin.operator import relocate
 from ctxwin.operator.kernels import Part, Placing
 from ctxwin.operator.kernels.measure import main
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 FAMILIES = {
@@ -37,49 +39,10 @@ FAMILIES = {
     "mrope": make_spec(heads=2, k_dim=16, v_dim=16, rope=plain_rope(16, sections=(2, 3, 3))),
     "cycling": make_spec(heads=2, k_dim=16, v_dim=16, rope=plain_rope(16, sections=(4, 2, 2), mrope_interleaved=True)),
 }
-LAYOUTS = ["joint", "per_layer", "shared joint", "shared per_layer", "dense", "rank 0"]
-
-
-def stack(placing: Placing) -> tuple[torch.Tensor, torch.Tensor]:
-    """All layers; what is served is valid until the next call only, hence the copies."""
-    pairs = [tuple(x.clone() for x in placing.layer(i)) for i in range(placing.layers)]
-    return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
 
 
 def both(parts: list[Part], spec: KVSpec, **options) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     return stack(Placing(parts, spec, **options)), stack(Placing(parts, spec, kernel="reference", **options))
-
-
-def patch_of(spec: KVSpec, span: SpanKV, layout: str, seed: int, dtype=F64, layers="all", rank=2) -> Patch:
-    """A patch of the given layout, formed on ``span`` (canonical) and random conditioned KV."""
-    base = replace(span, k=span.k.double(), v=span.v.double())
-    other = random_span(spec, span.tokens, seed + 77, positions=span.positions)
-    other = replace(other, k=base.k + 0.3 * other.k, v=base.v + 0.3 * other.v)
-    lost = deficit(other, base, spec)
-    if layout.startswith("shared") and layers:
-        basis = fit_basis([lost], spec, rank, layers=layers, layout=layout.split()[1], dtype=dtype)
-        return project(lost, basis, spec, dtype=dtype)
-    if layout == "dense":
-        patch = form_patch(other, base, spec, layers=layers, layout="per_layer", dtype=dtype)
-        assert patch.dense or not patch.layers
-        return patch
-    kept = 0 if layout == "rank 0" else rank
-    shape = "per_layer" if layout == "per_layer" else "joint"
-    return form_patch(other, base, spec, rank=kept, layers=layers, layout=shape, dtype=dtype)
-
-
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    """Memory that nothing was written to holds NaN, so a gap in a buffer cannot pass for a number."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(1).isnan()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def canonical(spec: KVSpec, tokens: int, seed: int, dtype=F64) -> SpanKV:
-    span = placed(spec, random_span(spec, tokens, seed, positions=random_positions(tokens, seed)), 0)
-    return replace(span, k=span.k.to(dtype), v=span.v.to(dtype))
 
 
 def three_parts(spec: KVSpec, dtype: torch.dtype, layout: str) -> list[Part]:

@@ -14,20 +14,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import kernel_cases
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from operator_oracle import make_spec, placed, plain_rope, random_positions, random_span, worst
+from kernel_cases import LAYOUTS, canonical, stack
+from operator_oracle import make_spec, plain_rope, worst
 
 from ctxwin.kv import KVSpec, SpanKV
-from ctxwin.operator import Patch, deficit, fit_basis, form_patch, project, relocate
+from ctxwin.operator import Patch, relocate
 from ctxwin.operator.kernels import Lines, Part, Placing, choice, choose
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 F16, F32, F64, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
 PACKAGE = "ctxwin.operator.kernels"
@@ -43,7 +47,8 @@ FAMILIES = {
         layers=2, heads=1, k_dim=16, v_dim=16, rope=plain_rope(16, sections=(4, 2, 2), mrope_interleaved=True)
     ),
 }
-LAYOUTS = ["joint", "per_layer", "shared joint", "shared per_layer", "dense", "rank 0"]
+# Layer 1 has no patch, unless a test says so.
+patch_of = partial(kernel_cases.patch_of, layers=(0,))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,45 +69,6 @@ def kernel() -> Iterator[Any]:
     assert module.interpreted()
     yield module.TritonKernel
     forget()
-
-
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    """Memory that nothing was written to holds NaN, so a gap in a buffer cannot pass for a number."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(1).isnan()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def canonical(spec: KVSpec, tokens: int, seed: int, dtype: torch.dtype = F64) -> SpanKV:
-    span = placed(spec, random_span(spec, tokens, seed, positions=random_positions(tokens, seed)), 0)
-    return replace(span, k=span.k.to(dtype), v=span.v.to(dtype))
-
-
-def patch_of(
-    spec: KVSpec, span: SpanKV, layout: str, seed: int, dtype: torch.dtype = F64, layers: Any = (0,), rank: int = 2
-) -> Patch:
-    """A patch of the given layout, formed on ``span`` (canonical) and random conditioned KV."""
-    base = replace(span, k=span.k.double(), v=span.v.double())
-    other = random_span(spec, span.tokens, seed + 77, positions=span.positions)
-    other = replace(other, k=base.k + 0.3 * other.k, v=base.v + 0.3 * other.v)
-    if layout.startswith("shared"):
-        lost = deficit(other, base, spec)
-        basis = fit_basis([lost], spec, rank, layers=layers, layout=layout.split()[1], dtype=dtype)
-        return project(lost, basis, spec, dtype=dtype)
-    if layout == "dense":
-        patch = form_patch(other, base, spec, layers=layers, layout="per_layer", dtype=dtype)
-        assert patch.dense
-        return patch
-    kept = 0 if layout == "rank 0" else rank
-    shape = "per_layer" if layout == "per_layer" else "joint"
-    return form_patch(other, base, spec, rank=kept, layers=layers, layout=shape, dtype=dtype)
-
-
-def stack(placing: Placing) -> tuple[torch.Tensor, torch.Tensor]:
-    pairs = [tuple(x.clone() for x in placing.layer(i)) for i in range(placing.layers)]
-    return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
 
 
 def exact(parts: list[Part], spec: KVSpec, heads: slice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
