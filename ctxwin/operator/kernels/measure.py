@@ -27,7 +27,10 @@ from ctxwin.operator.patch import Patch
 
 @dataclass(frozen=True)
 class Setting:
-    """One load: ``tokens`` in all, split over ``parts``, from the processor's memory to ``device``; the rest as in `KVSpec`."""
+    """One load: ``tokens`` in all, split over ``parts``, from the processor's memory to ``device``; the rest as in `KVSpec`.
+
+    ``frame`` is where spans stand as they are stored: engines form them behind a header.
+    """
 
     tokens: int = 2048
     layers: int = 24
@@ -35,6 +38,7 @@ class Setting:
     dim: int = 64
     rank: int = 32
     parts: int = 1
+    frame: int = 32
     dtype: str = "bfloat16"
     pairing: str = "half"
     rounds: int = 15
@@ -96,7 +100,7 @@ def _parts(setting: Setting, spec: KVSpec, dtype: torch.dtype, patched: bool) ->
         size = setting.tokens // setting.parts + (i < setting.tokens % setting.parts)
         k = torch.randn(spec.layers, size, spec.heads, spec.k_dim, generator=noise).to(dtype)
         v = torch.randn(spec.layers, size, spec.heads, spec.v_dim, generator=noise).to(dtype)
-        span = SpanKV(k, v, torch.arange(size).expand(3, -1), 0)
+        span = SpanKV(k, v, torch.arange(size).expand(3, -1), setting.frame)
         parts.append(Part(span, at, _patch(setting, spec, size, noise, dtype) if patched else None))
         at += size
     return parts

@@ -57,3 +57,21 @@ class Turn:
             out[..., : self.rotary].copy_(turned)
         if self.rotary < keys.shape[-1]:
             out[..., self.rotary :].copy_(keys[..., self.rotary :])
+
+    def add(self, keys: torch.Tensor, total: torch.Tensor) -> None:
+        """Adds the turned ``keys`` to ``total``.
+
+        Args:
+            keys: as for a call; written over where pairs are neighbours.
+            total: ``[T, H, k_dim]`` in the dtype of the arithmetic, other memory than ``keys``.
+        """
+        if self._complex:
+            turning = keys[..., : self.rotary]
+            torch.view_as_complex(turning.view(*turning.shape[:-1], -1, 2)).mul_(self._unit)
+            total.add_(keys)
+            return
+        total[..., : self.rotary].addcmul_(keys[..., : self.rotary], self._cos)
+        total[..., self._first].addcmul_(keys[..., self._second], self._sin, value=-1)
+        total[..., self._second].addcmul_(keys[..., self._first], self._sin)
+        if self.rotary < keys.shape[-1]:
+            total[..., self.rotary :].add_(keys[..., self.rotary :])
