@@ -75,6 +75,12 @@ class Patch:
         return self.left.dtype
 
     @property
+    def factors_dtype(self) -> torch.dtype:
+        """Of the right factors; that of ``left`` where there are none."""
+        right = self.basis.right if self.basis is not None else self.right
+        return self.dtype if right is None else right.dtype
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its own tensors; a shared basis is counted in `SharedBasis.nbytes`, once for all its patches."""
         return sum(x.numel() * x.element_size() for x in self.tensors().values())

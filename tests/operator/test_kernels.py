@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from operator_oracle import (
 from ctxwin.kv import KVSpec
 from ctxwin.operator import relocate
 from ctxwin.operator.kernels import Part, Placing
+from ctxwin.operator.kernels.factors import rounds_once
 from ctxwin.operator.kernels.measure import main
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -179,9 +181,49 @@ def test_what_needs_no_work_is_not_copied():
         )
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("far", [0, 20_000], ids=["near", "far"])
+def test_rounds_once_in_frames_behind_a_header(far, family, dtype, layout):
+    """What is added turns to the frame of the keys by one angle for all tokens where the engine's rounding of angles, which
+    grows with the position, is far below that of the result; else token by token."""
+    spec = FAMILIES[family]
+    parts, wide = [], []
+    for i, (part, frame) in enumerate(zip(three_parts(spec, F64, layout), (50, 50, 31), strict=True)):
+        origin = replace(part.span, positions=part.span.positions + (far if i == 0 else 0))
+        exact = relocate(origin, spec, frame)
+        span = replace(exact, k=exact.k.to(dtype), v=exact.v.to(dtype))
+        patch = None if part.patch is None else patch_of(spec, origin, layout, 5, dtype=dtype, layers=(0, 2))
+        parts.append(replace(part, span=span, patch=patch))
+        wide.append(replace(part, span=replace(span, k=span.k.double(), v=span.v.double()), patch=patch))
+    want = stack(Placing(wide, spec, dtype=F64, kernel="reference"))
+    unit = torch.finfo(dtype).eps / 2
+    for got, exact_values in zip(stack(Placing(parts, spec, dtype=dtype)), want, strict=True):
+        away = (got.double() - exact_values).abs()
+        assert float((away - unit * exact_values.abs()).max()) < 1e-5 * float(exact_values.abs().max())
+
+
+def test_sums_of_sixteen_bits_are_rounded_once_or_not_used():
+    assert not rounds_once(F32, "cpu") and not rounds_once(BF16, "cuda")
+
+    def twice(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return total + left @ right
+
+    rounds_once.cache_clear()
+    with mock.patch.object(torch, "addmm", twice):
+        assert not rounds_once(BF16, "cpu")
+        part = three_parts(FAMILIES["gqa"], BF16, "joint")[:1]
+        without = stack(Placing(part, FAMILIES["gqa"], dtype=BF16))
+    rounds_once.cache_clear()
+    for got, want in zip(stack(Placing(part, FAMILIES["gqa"], dtype=BF16)), without, strict=True):
+        assert float((got.double() - want.double()).abs().max()) < 2**-8 * float(want.abs().max())
+
+
 @pytest.mark.parametrize("family", ["gqa", "mla"])
 @pytest.mark.parametrize("frame", [0, 50])
-def test_leaves_what_is_stored_alone(family, frame):
+@pytest.mark.parametrize("served", [F32, BF16])
+def test_leaves_what_is_stored_alone(served, family, frame):
     """Also in float32, where summing in place in the stored tensors would be possible."""
     spec = FAMILIES[family]
     origin = canonical(spec, 8, 0, F32)
@@ -189,8 +231,8 @@ def test_leaves_what_is_stored_alone(family, frame):
     assert patch.right is not None
     stored = [x.clone() for x in (span.k, span.v, span.positions, patch.left, patch.right)]
     for start in (frame, 700):
-        stack(Placing([Part(span, start, patch), Part(span, start)], spec, dtype=F32))
-        stack(Placing([Part(span, start, patch)], spec, dtype=F32))
+        stack(Placing([Part(span, start, patch), Part(span, start)], spec, dtype=served))
+        stack(Placing([Part(span, start, patch)], spec, dtype=served))
     for before, after in zip(stored, (span.k, span.v, span.positions, patch.left, patch.right), strict=True):
         assert torch.equal(before, after)
 

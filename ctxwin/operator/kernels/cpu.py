@@ -18,7 +18,7 @@ from ctxwin.kv import KVSpec
 from ctxwin.operator.kernels.factors import Factors
 from ctxwin.operator.kernels.parts import Part, compute_dtype
 from ctxwin.operator.kernels.turning import Turn
-from ctxwin.operator.rope import angles
+from ctxwin.operator.rope import angles, shift_angles
 
 
 class CpuKernel:
@@ -75,7 +75,9 @@ class CpuKernel:
             return _served(self._alone.v[i], self._v)
         rows = []
         for piece in self._pieces:
-            if piece.patched(i):
+            if piece.patched(i) and piece.sums:
+                piece.sum_values(i)
+            elif piece.patched(i):
                 piece.sum_v.copy_(piece.v[i], non_blocking=self._away)
                 piece.add_values(i)
                 rows.append(piece.rows)
@@ -146,17 +148,25 @@ class _Piece:
         self.sum_k, self.sum_v = sums[0][rows], sums[1][rows]
         self.out_k, self.out_v = outs[0][rows], outs[1][rows]
         self._flat_k, self._flat_v = self.sum_k.flatten(1), self.sum_v.flatten(1)
+        # Keys outside the canonical frame: what is added to them turns there first, token by token or before the product.
+        self.framed, self.sums = False, False
         self._factors: Factors | None = None
-        if part.patch is not None:
-            self._factors = Factors(part.patch, spec, tokens, heads, self.sum_k.dtype, self.sum_k.device)
-        self.framed = part.patch is not None and part.span.start != 0
+        if part.patch is not None and (part.patch.dense or part.patch.rank):
+            turn = None
+            if part.span.start != 0:
+                if part.patch.dense or not _as_one(self.positions, part.span.start, outs[0].dtype):
+                    self.framed = True
+                else:
+                    turn = _one_turn(spec, part, heads[1] - heads[0], self.sum_k)
+            self._factors = Factors(part.patch, spec, tokens, heads, self.sum_k.dtype, self.sum_k.device, turn)
+            self.sums = self._factors.sums(part.span.v) and part.span.v.dtype == outs[1].dtype
 
     def patched(self, layer: int) -> bool:
         """Whether its patch covers ``layer``."""
         return self._factors is not None and layer in self._factors.layers
 
     def add_keys(self, layer: int) -> None:
-        """Adds the patch to the summed keys, which stand in the canonical frame."""
+        """Adds the patch to the summed keys."""
         assert self._factors is not None
         self._factors.add_keys(layer, self._flat_k)
 
@@ -169,6 +179,30 @@ class _Piece:
         """Adds the patch to the summed values."""
         assert self._factors is not None
         self._factors.add_values(layer, self._flat_v)
+
+    def sum_values(self, layer: int) -> None:
+        """Writes values and patch to what is served; where ``sums`` says that this can be."""
+        assert self._factors is not None
+        self._factors.sum_values(layer, self.v[layer].flatten(1), self.out_v.flatten(1))
+
+
+def _as_one(positions: torch.Tensor, start: int, served: torch.dtype) -> bool:
+    """Whether all tokens may turn from the origin to ``start`` by the same angles.
+
+    They do but for the engine's float32 rounding of each angle, so by up to ``position * 2 ** -23``; that must be less than a
+    sixteenth of what is rounded off the result.
+    """
+    last = start + int(positions.max())
+    return last * torch.finfo(torch.float32).eps <= torch.finfo(served).eps / 32
+
+
+def _one_turn(spec: KVSpec, part: Part, heads: int, sums: torch.Tensor) -> Turn:
+    """From the origin to the span's frame, for the rows of its patch's right factors."""
+    assert part.patch is not None
+    origin = torch.zeros(3, part.patch.rank, dtype=torch.int64)
+    return Turn(
+        spec, shift_angles(spec.rope, origin, 0, part.span.start).to(sums.device), heads=heads, compute=sums.dtype
+    )
 
 
 @dataclass(frozen=True)

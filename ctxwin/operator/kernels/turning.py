@@ -46,7 +46,7 @@ class Turn:
         """
         turning = keys[..., : self.rotary]
         if self._complex:
-            torch.view_as_complex(turning.view(*turning.shape[:-1], -1, 2)).mul_(self._unit)
+            torch.view_as_complex(turning.view(*turning.shape[:-1], self.rotary // 2, 2)).mul_(self._unit)
             out.copy_(keys)
             return
         turned = out[..., : self.rotary] if out.dtype == keys.dtype else scratch
@@ -67,7 +67,7 @@ class Turn:
         """
         if self._complex:
             turning = keys[..., : self.rotary]
-            torch.view_as_complex(turning.view(*turning.shape[:-1], -1, 2)).mul_(self._unit)
+            torch.view_as_complex(turning.view(*turning.shape[:-1], self.rotary // 2, 2)).mul_(self._unit)
             total.add_(keys)
             return
         total[..., : self.rotary].addcmul_(keys[..., : self.rotary], self._cos)
