@@ -34,10 +34,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from ctxwin.adapters.vllm.paged import PagedKV
 from ctxwin.adapters.vllm.refusals import check_config
 from ctxwin.adapters.vllm.registry import PARAM, Exchange, Job, find_exchange, is_handle
-from ctxwin.adapters.vllm.serial import alone
 from ctxwin.adapters.vllm.spool import SPOOL, SpoolReader
 from ctxwin.errors import UnsupportedModel
-from ctxwin.operator.kernels import Part, Placing
+from ctxwin.operator.kernels import Part
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -337,10 +336,7 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
             begin, end = max(placed.begin, load.begin) - placed.begin, min(placed.end, load.end) - placed.begin
             if begin < end:
                 parts.append(Part(placed.span, placed.start, placed.patch, begin, end))
-        if exchange.paged.device.type == "cpu":
-            transfer.bytes_loaded += alone(_write, exchange.paged, parts, exchange.kv, load)
-        else:
-            transfer.bytes_loaded += _write(exchange.paged, parts, exchange.kv, load)
+        transfer.bytes_loaded += _write(exchange.paged, parts, exchange.kv, load)
         transfer.loaded_tokens = load.end - load.begin
 
     def _load_files(self, load: Load) -> None:
@@ -391,7 +387,7 @@ class CtxwinConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vL
 
 @torch.inference_mode()
 def _write(paged: PagedKV, parts: list[Part], kv: Any, load: Load, heads: slice | None = None) -> int:
-    placing = Placing(parts, kv, dtype=paged.dtype, device=paged.device, heads=heads, kernel=paged.kernel)
+    placing = paged.place(parts, kv, heads)
     if placing.tokens != load.end - load.begin:
         raise RuntimeError(f"spans must cover all {load.end - load.begin} tokens of the load, got {placing.tokens}")
     return paged.write(placing, paged.slots(load.blocks, load.begin, load.end))

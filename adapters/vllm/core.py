@@ -103,7 +103,7 @@ class Core:
             worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
             self.inputs = Inputs(config, driver.renderer, worker.get_model(), self._see_here)
             layers = driver.config.compilation_config.static_forward_context
-            exchange.paged = PagedKV(layers, self.kv, driver.config.cache_config.block_size)
+            exchange.paged = PagedKV(layers, self.kv, driver.config.cache_config.block_size, alone=True)
         else:
             exchange.alive = lambda: driver.dead is None
             exchange.ranks = int(driver.config.parallel_config.tensor_parallel_size)

@@ -12,11 +12,13 @@ FlashAttention, FlashInfer and Triton are: keys and values then go from where th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from ctxwin.adapters.vllm import serial
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv import KVSpec
 from ctxwin.operator.kernels import Kernel, Lines, Part, Placing, choose
@@ -33,6 +35,7 @@ class PagedKV:
         kv: layout of the model's KV.
         block_size: tokens in a block, as the scheduler counts them.
         kernel: the load kernel; None is what `choose` takes for the cache's device.
+        alone: whether a CPU's loads are computed by a thread of their own, see `serial`.
 
     Attributes:
         kernel: the load kernel for what is written here.
@@ -42,7 +45,14 @@ class PagedKV:
         seconds, in which load kernels are compiled and tried.
     """
 
-    def __init__(self, layers: Mapping[str, Any], kv: KVSpec, block_size: int, kernel: Kernel | None = None) -> None:
+    def __init__(
+        self,
+        layers: Mapping[str, Any],
+        kv: KVSpec,
+        block_size: int,
+        kernel: Kernel | None = None,
+        alone: bool = False,
+    ) -> None:
         self._kv = kv
         self._layers = _ordered(layers)
         self.block_size = block_size
@@ -57,6 +67,7 @@ class PagedKV:
         self.device: torch.device = self._layers[0].kv_cache.device
         self._gather = self._probe()
         self.kernel = choose(kv, self.dtype, self.device, kernel=kernel)
+        self._alone = alone and self.device.type == "cpu"
         self._lines = self._steps() if self.kernel == "triton" else None
 
     @property
@@ -101,13 +112,19 @@ class PagedKV:
                 f"{placing.layers}"
             )
         slots = slots.to(self.device)
-        for i, layer in enumerate(self._layers):
-            if self._lines is not None and placing.stores:
+        if self._lines is not None and placing.stores:
+            for i, layer in enumerate(self._layers):
                 placing.store(i, layer.kv_cache, self._lines[i], slots)
-            else:
-                k, v = placing.layer(i)
-                _update(layer, k, v, layer.kv_cache, slots)
+            return placing.nbytes
+        computed = serial.layers_of(placing) if self._alone else (placing.layer(i) for i in range(placing.layers))
+        for layer, (k, v) in zip(self._layers, computed, strict=True):
+            _update(layer, k, v, layer.kv_cache, slots)
         return placing.nbytes
+
+    def place(self, parts: Sequence[Part], kv: KVSpec, heads: slice | None) -> Placing:
+        """What `write` takes, for parts of the layout ``kv`` (the whole model's) of which ``heads`` are this cache's."""
+        make = partial(Placing, parts, kv, dtype=self.dtype, device=self.device, heads=heads, kernel=self.kernel)
+        return serial.alone(make) if self._alone else make()
 
     def read(self, blocks: Sequence[int], begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """KV of the tokens ``[begin, end)`` of a request that owns ``blocks``.

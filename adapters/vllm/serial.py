@@ -9,15 +9,37 @@ own have no such threads, and load on all that they compute with.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 
+if TYPE_CHECKING:
+    from ctxwin.operator.kernels import Placing
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+def layers_of(placing: Placing) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The layers of ``placing`` in order, each computed by a thread alone while the caller uses the one before.
+
+    Raises what computing raises. What it yields is valid until the next one is asked for.
+    """
+    under_way: deque[Future[tuple[torch.Tensor, torch.Tensor]]] = deque()
+    for i in range(placing.layers):
+        under_way.append(_thread().submit(_layer, placing, i))
+        if i:
+            yield under_way.popleft().result()
+    yield under_way.popleft().result()
+
+
+@torch.inference_mode()
+def _layer(placing: Placing, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return placing.layer(i)
 
 
 def alone(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -71,8 +71,9 @@ class Placing:
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``(k [T, H, k_dim], v [T, H, v_dim])`` of layer ``i``, contiguous.
 
-        They are valid until the next call, which may write over them, and must not be written to: what needs no work
-        may be a view of the stored span. Any order of layers will do.
+        They are valid until the next call but one, which may write over them, so that a layer can be computed while
+        the one before is used; they must not be written to: what needs no work may be a view of the stored span. Any
+        order of layers will do.
 
         Raises:
             IndexError: a layer out of range. Cost: about one read and one write of the layer; with a patch also one

@@ -30,8 +30,15 @@ class CpuKernel:
         compute, count = compute_dtype(parts), heads[1] - heads[0]
         tokens = sum(part.tokens for part in parts)
         rotary = spec.rope.rotary_dim
-        self._k = torch.empty(tokens, count, spec.k_dim, dtype=dtype, device=device)
-        self._v = torch.empty(tokens, count, spec.v_dim, dtype=dtype, device=device)
+        # Two layers: one may still be read while the next one is computed.
+        self._outs = [
+            (
+                torch.empty(tokens, count, spec.k_dim, dtype=dtype, device=device),
+                torch.empty(tokens, count, spec.v_dim, dtype=dtype, device=device),
+            )
+            for _ in range(2)
+        ]
+        self._k, self._v = self._outs[0]
         self._sum_k = torch.empty(tokens, count, spec.k_dim, dtype=compute, device=device)
         # Values are done with before keys turn, so one buffer serves both.
         scratch = torch.empty(tokens * count * max(spec.v_dim, rotary), dtype=compute, device=device)
@@ -42,7 +49,7 @@ class CpuKernel:
         at = 0
         for part in parts:
             rows = slice(at, at + part.tokens)
-            self._pieces.append(_Piece(part, spec, rows, heads, (self._sum_k, self._sum_v), (self._k, self._v)))
+            self._pieces.append(_Piece(part, spec, rows, heads, (self._sum_k, self._sum_v), dtype))
             at = rows.stop
         self._alone = self._pieces[0] if len(self._pieces) == 1 else None
         self._turns = self._runs(spec, [piece for piece in self._pieces if piece.moved], frame=False)
@@ -67,6 +74,8 @@ class CpuKernel:
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of layer ``i``."""
+        self._outs.reverse()
+        self._k, self._v = self._outs[0]
         values = self._values(i)
         return self._keys(i), values
 
@@ -76,13 +85,13 @@ class CpuKernel:
         rows = []
         for piece in self._pieces:
             if piece.patched(i) and piece.sums:
-                piece.sum_values(i)
+                piece.sum_values(i, self._v[piece.rows])
             elif piece.patched(i):
                 piece.sum_v.copy_(piece.v[i], non_blocking=self._away)
                 piece.add_values(i)
                 rows.append(piece.rows)
             else:
-                piece.out_v.copy_(piece.v[i], non_blocking=self._away)
+                self._v[piece.rows].copy_(piece.v[i], non_blocking=self._away)
         for run in _joined(rows):
             self._v[run].copy_(self._sum_v[run])
         return self._v
@@ -93,7 +102,7 @@ class CpuKernel:
         still = []
         for piece in self._pieces:
             patched = piece.patched(i)
-            target = piece.sum_k if patched or piece.moved else piece.out_k
+            target = piece.sum_k if patched or piece.moved else self._k[piece.rows]
             target.copy_(piece.k[i], non_blocking=self._away)
             if patched and not piece.framed:
                 piece.add_keys(i)
@@ -127,7 +136,8 @@ class _Piece:
         spec: layout of the whole model.
         rows: where its tokens stand in the run.
         heads: first and last-plus-one KV head that is served.
-        sums, outs: the keys and values of all parts, as they are summed and as they are served.
+        sums: the keys and values of all parts, as they are summed.
+        served: dtype of the result.
     """
 
     def __init__(
@@ -137,7 +147,7 @@ class _Piece:
         rows: slice,
         heads: tuple[int, int],
         sums: tuple[torch.Tensor, torch.Tensor],
-        outs: tuple[torch.Tensor, torch.Tensor],
+        served: torch.dtype,
     ) -> None:
         self.part, self.rows = part, rows
         self.moved = part.start != part.span.start
@@ -146,7 +156,6 @@ class _Piece:
         self.k = part.span.k[:, tokens, slice(*heads)].unbind(0)
         self.v = part.span.v[:, tokens, slice(*heads)].unbind(0)
         self.sum_k, self.sum_v = sums[0][rows], sums[1][rows]
-        self.out_k, self.out_v = outs[0][rows], outs[1][rows]
         self._flat_k, self._flat_v = self.sum_k.flatten(1), self.sum_v.flatten(1)
         # Keys outside the canonical frame: what is added to them turns there first, token by token or before the product.
         self.framed, self.sums = False, False
@@ -154,12 +163,12 @@ class _Piece:
         if part.patch is not None and (part.patch.dense or part.patch.rank):
             turn = None
             if part.span.start != 0:
-                if part.patch.dense or not _as_one(self.positions, part.span.start, outs[0].dtype):
+                if part.patch.dense or not _as_one(self.positions, part.span.start, served):
                     self.framed = True
                 else:
                     turn = _one_turn(spec, part, heads[1] - heads[0], self.sum_k)
             self._factors = Factors(part.patch, spec, tokens, heads, self.sum_k.dtype, self.sum_k.device, turn)
-            self.sums = self._factors.sums(part.span.v) and part.span.v.dtype == outs[1].dtype
+            self.sums = self._factors.sums(part.span.v) and part.span.v.dtype == served
 
     def patched(self, layer: int) -> bool:
         """Whether its patch covers ``layer``."""
@@ -180,10 +189,10 @@ class _Piece:
         assert self._factors is not None
         self._factors.add_values(layer, self._flat_v)
 
-    def sum_values(self, layer: int) -> None:
-        """Writes values and patch to what is served; where ``sums`` says that this can be."""
+    def sum_values(self, layer: int, out: torch.Tensor) -> None:
+        """Writes values and patch to ``out [T, H, v_dim]``, in the dtype that is served; where ``sums`` says that this can be."""
         assert self._factors is not None
-        self._factors.sum_values(layer, self.v[layer].flatten(1), self.out_v.flatten(1))
+        self._factors.sum_values(layer, self.v[layer].flatten(1), out.flatten(1))
 
 
 def _as_one(positions: torch.Tensor, start: int, served: torch.dtype) -> bool:

@@ -66,7 +66,7 @@ class TritonKernel:
         tokens = self._starts[-1]
         self._shapes = (tokens, count, spec.k_dim), (tokens, count, spec.v_dim)
         self._dtype = dtype
-        self._out: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._outs: list[tuple[torch.Tensor, torch.Tensor]] = []  # two: one may be read while the next one is computed
         self._width = count * (spec.k_dim + spec.v_dim)
         self._columns = _columns(spec, heads)
         self._entries, size = self._lay_out()
@@ -105,10 +105,11 @@ class TritonKernel:
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of layer ``i``."""
-        if self._out is None:
+        while len(self._outs) < 2:
             k, v = (torch.empty(shape, dtype=self._dtype, device=self._device) for shape in self._shapes)
-            self._out = k, v
-        k, v = self._out
+            self._outs.append((k, v))
+        self._outs.reverse()
+        k, v = self._outs[0]
         self._launch(i, k, v, Lines.of_rows(*self._shapes), None)
         return k, v
 
