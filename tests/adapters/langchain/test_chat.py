@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import base64
+import gc
 import io
 import threading
 from collections.abc import Iterator
