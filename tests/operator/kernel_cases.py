@@ -16,7 +16,7 @@ LAYOUTS = ["joint", "per_layer", "shared joint", "shared per_layer", "dense", "r
 
 
 def stack(placing: Placing) -> tuple[torch.Tensor, torch.Tensor]:
-    """All layers; what is served is valid until the next call only, hence the copies."""
+    """All layers; what is served is valid until the next call but one, hence the copies."""
     pairs = [tuple(x.clone() for x in placing.layer(i)) for i in range(placing.layers)]
     return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
 

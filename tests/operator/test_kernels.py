@@ -247,6 +247,18 @@ def test_any_order_of_layers(layout):
         assert torch.equal(again[0], k[i]) and torch.equal(again[1], v[i])
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layer_is_left_alone_while_the_next_one_is_computed(layout, dtype):
+    spec = FAMILIES["gqa"]
+    placing = Placing(three_parts(spec, dtype, layout), spec, dtype=dtype)
+    for i, j in ((0, 1), (1, 2), (2, 0), (0, 2)):  # neighbours and not
+        k, v = placing.layer(i)
+        before = k.clone(), v.clone()
+        placing.layer(j)
+        assert torch.equal(k, before[0]) and torch.equal(v, before[1])
+
+
 def test_many_small_parts():
     """Moved and resting, patched and plain ones in turn: every border between runs is met."""
     spec = FAMILIES["gqa"]

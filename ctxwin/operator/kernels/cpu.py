@@ -18,7 +18,7 @@ from ctxwin.kv import KVSpec
 from ctxwin.operator.kernels.factors import Factors
 from ctxwin.operator.kernels.parts import Part, compute_dtype
 from ctxwin.operator.kernels.turning import Turn
-from ctxwin.operator.rope import angles, shift_angles
+from ctxwin.operator.rope import shift_angles
 
 
 class CpuKernel:
@@ -65,11 +65,8 @@ class CpuKernel:
         runs = []
         for rows in _joined(piece.rows for piece in pieces):
             inside = tuple(piece for piece in pieces if rows.start <= piece.rows.start < rows.stop)
-            stored = torch.cat([piece.positions + piece.part.span.start for piece in inside], dim=1)
-            other = torch.cat([piece.positions + (0 if frame else piece.part.start) for piece in inside], dim=1)
-            delta = angles(spec.rope, other) - angles(spec.rope, stored)
-            turn = Turn(spec, (-delta if frame else delta).to(device), heads=heads, compute=compute)
-            runs.append(_Run(rows, inside, turn))
+            delta = torch.cat([shift_angles(spec.rope, piece.positions, *piece.way(frame)) for piece in inside])
+            runs.append(_Run(rows, inside, Turn(spec, delta.to(device), heads=heads, compute=compute)))
         return runs
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,6 +166,11 @@ class _Piece:
                     turn = _one_turn(spec, part, heads[1] - heads[0], self.sum_k)
             self._factors = Factors(part.patch, spec, tokens, heads, self.sum_k.dtype, self.sum_k.device, turn)
             self.sums = self._factors.sums(part.span.v) and part.span.v.dtype == served
+
+    def way(self, frame: bool) -> tuple[int, int]:
+        """Frames that its keys turn between: from where they are stored to where they are served, or, for what is added to
+        them (``frame``), from the origin to where they are stored."""
+        return (0, self.part.span.start) if frame else (self.part.span.start, self.part.start)
 
     def patched(self, layer: int) -> bool:
         """Whether its patch covers ``layer``."""
