@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ctxwin.answer import Answer, Disposability, Plan, PlanEntry, PlanRequest, Usage
     from ctxwin.chunk import Chunk
     from ctxwin.engines.open import open_engine
     from ctxwin.errors import (
@@ -26,22 +25,27 @@ if TYPE_CHECKING:
         WindowBusy,
     )
     from ctxwin.fidelity import Fidelity
-    from ctxwin.state import State
     from ctxwin.store import open_store
-    from ctxwin.window import Window
+    from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry, PlanRequest, Usage
+    from ctxwin.window.state import State
+    from ctxwin.window.window import Window
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "Answer": "answer", "Disposability": "answer", "Plan": "answer", "PlanEntry": "answer", "PlanRequest": "answer",
-    "Usage": "answer", "Chunk": "chunk", "open_engine": "engines.open", "Fidelity": "fidelity", "State": "state",
-    "open_store": "store", "Window": "window",
-    **dict.fromkeys(
-        ("BadMedia", "BudgetExceeded", "ChunkUnavailable", "CtxwinError", "EngineFailed", "ReadOnlyWindow", "StoreCorrupt",
-         "UnknownChunk", "UnsupportedModel", "WindowBusy"),
-        "errors",
+_EXPORTS = {
+    "chunk": ("Chunk",),
+    "engines.open": ("open_engine",),
+    "errors": (
+        "BadMedia", "BudgetExceeded", "ChunkUnavailable", "CtxwinError", "EngineFailed", "ReadOnlyWindow", "StoreCorrupt",
+        "UnknownChunk", "UnsupportedModel", "WindowBusy",
     ),
+    "fidelity": ("Fidelity",),
+    "store": ("open_store",),
+    "window.answer": ("Answer", "Disposability", "Plan", "PlanEntry", "PlanRequest", "Usage"),
+    "window.state": ("State",),
+    "window.window": ("Window",),
 }  # fmt: skip
+_HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
     "Answer", "BadMedia", "BudgetExceeded", "Chunk", "ChunkUnavailable", "CtxwinError", "Disposability", "EngineFailed",

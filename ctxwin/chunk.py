@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from ctxwin.errors import BadMedia
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
 from ctxwin.media import as_rgb, decode_video, pixels_digest, stack_frames
 
 if TYPE_CHECKING:

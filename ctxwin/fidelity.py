@@ -39,7 +39,7 @@ class Fidelity(BaseModel):
         bytes_share: largest share of a chunk's bf16 KV bytes a patch may take; overrides ``rank``.
         layers: ``all``, or ``deep`` for the deeper half only (Kamera, appendix C.3); of a shared basis, those it covers.
         layout: ``joint``: every patch has directions of its own. ``shared``: patches are coefficients over directions that
-            all patches of the model share (`ctxwin.bases`), ``rank`` numbers a token; a window of a model without a basis
+            all patches of the model share (`ctxwin.profiles`), ``rank`` numbers a token; a window of a model without a basis
             is refused.
         basis: id of the shared basis; always that of the model where a window opens, whatever is given.
         survivors: what happens to a chunk whose antecedents left: ``keep`` rotates it as it is, ``removal`` corrects it
@@ -116,7 +116,7 @@ class Fidelity(BaseModel):
         """With the id of the model's shared basis, where patches need one."""
         if self.layout != "shared" or self.mode != "patched":
             return self
-        from ctxwin.bases import FIT, require_basis
+        from ctxwin.profiles import FIT, require_basis
 
         found = require_basis(model)
         if self.patch_rank is not None and self.patch_rank > found.rank:
@@ -273,7 +273,7 @@ def write_beside(data: bytes, name: str, model: str | Path, folder: Path | None 
 def model_digest(model: str | Path) -> str:
     """What tells a model from another one for a profile: its weights and its config, whatever dtype they are served in.
 
-    Cost: as `ctxwin.engines.checkpoint.weights_digest`, once a process as long as no file changes. Raises ValueError where
+    Cost: as `ctxwin.engines.encoding.checkpoint.weights_digest`, once a process as long as no file changes. Raises ValueError where
     the model is not there, UnsupportedModel where it has no safetensors weights.
     """
     folder = model_folder(model)
@@ -286,8 +286,8 @@ def model_digest(model: str | Path) -> str:
 
 @lru_cache(maxsize=16)
 def _digest(folder: str, stats: tuple[tuple[str, int, int], ...]) -> str:
-    from ctxwin.engines.checkpoint import weights_digest
-    from ctxwin.identity import digest
+    from ctxwin.engines.encoding.checkpoint import weights_digest
+    from ctxwin.hashing import digest
 
     config = Path(folder) / "config.json"
     settings = hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else ""

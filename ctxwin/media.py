@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import BadMedia
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
 
 if TYPE_CHECKING:
     import numpy as np

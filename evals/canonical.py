@@ -14,8 +14,8 @@ import torch
 
 from ctxwin import Chunk, open_engine
 from ctxwin.engines.base import Encoded, Piece
-from ctxwin.engines.hf import HFEngine
-from ctxwin.operator import apply_patch, form_patch
+from ctxwin.engines.hf.engine import HFEngine
+from ctxwin.kv.patch import apply_patch, form_patch
 from ctxwin.tiny import world
 
 SEED = 991_000_000  # items of its own

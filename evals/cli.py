@@ -233,7 +233,7 @@ def plainly(result: dict[str, Any]) -> dict[str, Any]:
 
 def _default_folder(config: dict[str, Any]) -> Path:
     """One folder a configuration, so that the same command continues its run and no other."""
-    from ctxwin.identity import digest
+    from ctxwin.hashing import digest
 
     return Path("eval-output") / digest("run", config)[:12]
 

@@ -15,7 +15,7 @@ from ctxwin.errors import CtxwinError
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Model = Annotated[str, typer.Option(help="'tiny' (bundled), or a local folder or Hub name.")]
@@ -33,7 +33,7 @@ def open_model(model: str, dtype: str, device: str, threads: int) -> HFEngine:
 
     Raises ValueError for another engine's name or a device that is not there.
     """
-    from ctxwin.engines._torchvision import repair
+    from ctxwin.engines.torchvision_repair import repair
 
     repair()  # before the first import of transformers
     import torch

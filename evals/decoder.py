@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ctxwin.engines.base import Encoded
-from ctxwin.kv import KVSpec, SpanKV
+from ctxwin.kv.layout import KVSpec, SpanKV
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 Watch = Callable[[int, Tensor], None]
 """Called with a layer and its attention weights ``[B, heads, T, S]`` (rows: the tokens run; columns: slots).

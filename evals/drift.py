@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ctxwin.answer import Answer
 from ctxwin.chunk import Chunk
 from ctxwin.evals.decoder import Decoder, Memory, concatenated
 from ctxwin.evals.isolation import isolated
@@ -25,12 +24,13 @@ from ctxwin.evals.tasks.drawn import TRAINED_FRAMES
 from ctxwin.evals.tasks.tiny import SPACE
 from ctxwin.fidelity import Fidelity
 from ctxwin.tiny.world import Frame, Kind, Question, answer, make_stream, questions_for, render
-from ctxwin.window import Window
+from ctxwin.window.answer import Answer
+from ctxwin.window.window import Window
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 _ASKED: tuple[Kind, ...] = ("multi_hop", "order", "unbound", "single_hop")
 

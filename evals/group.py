@@ -18,8 +18,11 @@ from ctxwin.evals.decoder import Decoder, Memory, Tokens, concatenated
 from ctxwin.evals.items import Item
 from ctxwin.evals.patching import Patcher
 from ctxwin.evals.streaming import streamed
-from ctxwin.kv import KVSpec, SpanKV
-from ctxwin.operator import Deficit, Patch, apply_patch, deficit, relocate
+from ctxwin.kv.deficit import deficit
+from ctxwin.kv.relocate import relocate
+from ctxwin.kv.deficit import Deficit
+from ctxwin.kv.layout import KVSpec, SpanKV
+from ctxwin.kv.patch import Patch, apply_patch
 
 AT_ONCE = 32
 """Contexts that share a forward, at most."""

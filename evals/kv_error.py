@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ctxwin.kv import SpanKV
+from ctxwin.kv.layout import SpanKV
 
 DIGITS = 6
 

@@ -12,9 +12,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ctxwin.kv import KVSpec, SpanKV
-from ctxwin.operator import Deficit, Patch, SharedBasis, Weight, compress, fit_basis, project
-from ctxwin.operator.patch import Layers, Layout
+from ctxwin.kv.basis import SharedBasis, fit_basis, project
+from ctxwin.kv.deficit import Deficit
+from ctxwin.kv.layout import KVSpec, SpanKV
+from ctxwin.kv.lowrank import Weight
+from ctxwin.kv.patch import Layers, Layout, Patch, compress
 
 Weighting = Literal["none", "balanced", "output"]
 BASIS_RANK = 96

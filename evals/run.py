@@ -24,13 +24,13 @@ from ctxwin.evals.patching import Patcher, Weighting, load_basis, make_weight, p
 from ctxwin.evals.samples import FORMAT, Row, Samples, open_samples
 from ctxwin.evals.tasks import SUITES
 from ctxwin.evals.tasks.tiny import TinyOptions, as_item, fit_cases
-from ctxwin.kv import SpanKV
-from ctxwin.operator import Deficit
-from ctxwin.operator.patch import Layers, Layout
+from ctxwin.kv.deficit import Deficit
+from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.patch import Layers, Layout
 from ctxwin.tiny import checkpoint_dir
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 BATCH = 16
 BLOCK = 5 * BATCH

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ctxwin.asking import kl
 from ctxwin.chunk import Chunk
 from ctxwin.evals.isolation import isolated
 from ctxwin.evals.toggles import ToggleSettings, draw
 from ctxwin.fidelity import Fidelity
 from ctxwin.tiny.world import render
-from ctxwin.window import Window
+from ctxwin.window.ask import kl
+from ctxwin.window.window import Window
 
 if TYPE_CHECKING:
-    from ctxwin.answer import Answer
     from ctxwin.engines.base import Engine
     from ctxwin.tiny.world import Item
+    from ctxwin.window.answer import Answer
 
 ENGINES = "engines"
 _DRAWS = 2000

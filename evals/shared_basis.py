@@ -1,4 +1,4 @@
-"""Fits the basis that a model's patches share, on the deficits of contexts of their own; see `ctxwin.bases`."""
+"""Fits the basis that a model's patches share, on the deficits of contexts of their own; see `ctxwin.profiles`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ctxwin.bases import ModelBasis
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Piece
 from ctxwin.evals.patching import make_weight
 from ctxwin.fidelity import model_digest
-from ctxwin.operator import Deficit, deficit, fit_basis
-from ctxwin.operator.lowrank import Weight
+from ctxwin.kv.deficit import deficit
+from ctxwin.kv.basis import fit_basis
+from ctxwin.kv.deficit import Deficit
+from ctxwin.kv.lowrank import Weight
+from ctxwin.profiles import ModelBasis
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
-    from ctxwin.operator.patch import Layers
+    from ctxwin.engines.hf.engine import HFEngine
+    from ctxwin.kv.patch import Layers
 
 _STRIDE = 1_000_000
 """Contexts between those of one seed and the next."""

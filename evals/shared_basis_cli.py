@@ -28,8 +28,8 @@ def basis(
 ) -> None:
     """Fit the directions that all patches of a model share, for Fidelity("patched", layout="shared")."""
     with errors():
-        from ctxwin.bases import find_basis, write_basis
         from ctxwin.evals.shared_basis import FitSettings, contexts_for, fit
+        from ctxwin.profiles import find_basis, write_basis
 
         settings = FitSettings(contexts, rank, layers, seed)  # type: ignore[arg-type]
         with open_model(model, dtype, device, threads) as engine, progress("contexts", contexts) as advance:
@@ -57,6 +57,6 @@ def basis(
 
 
 def _name() -> str:
-    from ctxwin.bases import BASIS_NAME
+    from ctxwin.profiles import BASIS_NAME
 
     return BASIS_NAME

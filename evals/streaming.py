@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ctxwin.kv import SpanKV
-from ctxwin.operator import relocate
+from ctxwin.kv.relocate import relocate
+from ctxwin.kv.layout import SpanKV
 
 if TYPE_CHECKING:
     from ctxwin.evals.group import Group

@@ -21,10 +21,10 @@ from ctxwin.evals.tasks.tiny import SPACE
 from ctxwin.fidelity import Fidelity
 from ctxwin.tiny.world import Item, answer, make_item, render
 from ctxwin.tiny.world import Task as WorldTask
-from ctxwin.window import Window
+from ctxwin.window.window import Window
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 TESTS = {
     "evict": "asked again after the eviction, survivors kept: `Window.disposable`",

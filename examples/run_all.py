@@ -21,7 +21,7 @@ from rich.table import Table
 from web.browser import find_chromium
 
 EXAMPLES = ("video_agent", "web_agent", "document_agent", "visual_search", "two_agents", "custom_loop")
-POLICIES = ("naive", "trim", "append")  # uses of a prefix cache, see `ctxwin.ledger`
+POLICIES = ("naive", "trim", "append")  # uses of a prefix cache, see `ctxwin.baselines.ledger`
 SUMS = (
     "asks", "known", "right", "right_reprefill", "compared", "agree", "seconds",
     *(what + who for what in ("computed_tokens", "vision_encodes") for who in ("", *(f"_{p}" for p in POLICIES))),

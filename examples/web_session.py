@@ -25,10 +25,10 @@ from web_agent import Context, budget_for, graph
 
 from ctxwin import Chunk, Window, open_engine, open_store
 from ctxwin.engines.base import Engine
-from ctxwin.events import Event
 from ctxwin.store import parse_bytes
 from ctxwin.tiny import world
-from ctxwin.trace import Trace
+from ctxwin.view.trace import Trace
+from ctxwin.window.events import Event
 
 
 class Rendered:

@@ -20,7 +20,7 @@ from urllib.request import url2pathname
 
 from ctxwin.chunk import Chunk
 from ctxwin.errors import BadMedia
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
 from ctxwin.media import as_rgb, decode_video, pixels_digest
 
 _SAMPLING = ("start", "end", "fps", "frames")

@@ -21,19 +21,19 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
-from ctxwin import asking
 from ctxwin.adapters.langchain.blocks import Seen
 from ctxwin.adapters.langchain.messages import Conversation, converse, encoded
 from ctxwin.adapters.langchain.pool import Pool
 from ctxwin.adapters.langchain.streaming import Chunks, Worker
 from ctxwin.adapters.langchain.toolcalls import Part, Reader, Syntax, learn
 from ctxwin.adapters.langchain.usage import profile_of, remembers, response_metadata, usage_metadata
-from ctxwin.answer import Answer
 from ctxwin.engines.base import Engine
 from ctxwin.engines.open import open_engine
 from ctxwin.errors import BudgetExceeded, ChunkUnavailable
-from ctxwin.events import Observer
 from ctxwin.fidelity import Fidelity
+from ctxwin.window import ask as asking
+from ctxwin.window.answer import Answer
+from ctxwin.window.events import Observer
 
 _log = logging.getLogger("ctxwin")
 
@@ -56,7 +56,7 @@ class _Call:
 class ChatCtxwin(BaseChatModel):
     """A chat model over windows of one engine.
 
-    Each call brings a fork of the most similar recent window to the messages it gets (`ctxwin.sync`): messages that were
+    Each call brings a fork of the most similar recent window to the messages it gets (`ctxwin.window.sync`): messages that were
     appended, dropped, brought back or reordered since become cache edits, and what stayed is not computed again. Calls
     may run concurrently. Identity is content; message and block ids do not count.
 

@@ -31,10 +31,10 @@ from langchain_core.messages import (
 from ctxwin.adapters.langchain.blocks import Seen, identity, parts, text_of
 from ctxwin.chunk import Chunk, TextPart, TokensPart
 from ctxwin.engines.base import Engine
-from ctxwin.engines.templates import PROBE_CALL, Template
+from ctxwin.engines.encoding.templates import PROBE_CALL, Template
 from ctxwin.errors import UnsupportedModel
-from ctxwin.identity import digest
-from ctxwin.keeping import keep_source
+from ctxwin.hashing import digest
+from ctxwin.window.placement import keep_source
 
 _CHAT_ROLES: dict[str, type[BaseMessage]] = {
     "system": SystemMessage, "developer": SystemMessage, "user": HumanMessage, "human": HumanMessage,

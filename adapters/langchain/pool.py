@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
-from ctxwin.events import Observer
 from ctxwin.fidelity import Fidelity
-from ctxwin.sync import sync
-from ctxwin.window import Window
+from ctxwin.window.events import Observer
+from ctxwin.window.sync import sync
+from ctxwin.window.window import Window
 
 
 class Pool:
@@ -38,7 +38,7 @@ class Pool:
         """A window that places exactly ``chunks``: a synced fork of the one that shares most with them.
 
         It is kept when the block ends without an error, instead of the one it came from where they are much the same.
-        Raises like `ctxwin.sync.sync`.
+        Raises like `ctxwin.window.sync.sync`.
         """
         base, window = self._forked(header, chunks)
         try:

@@ -14,7 +14,7 @@ from langchain_core.messages import InvalidToolCall, ToolCall
 from langchain_core.messages.tool import invalid_tool_call, tool_call
 
 from ctxwin.engines.base import Engine
-from ctxwin.engines.templates import PROBE_CALL
+from ctxwin.engines.encoding.templates import PROBE_CALL
 from ctxwin.errors import UnsupportedModel
 
 Part = str | ToolCall | InvalidToolCall

@@ -9,9 +9,9 @@ from langchain_core.language_models import ModelProfile
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 
 from ctxwin.adapters.langchain.toolcalls import Reader, learn
-from ctxwin.answer import Answer
 from ctxwin.engines.base import Engine
 from ctxwin.errors import UnsupportedModel
+from ctxwin.window.answer import Answer
 
 _COMPUTED = ("computed", "formed")  # lanes whose tokens went through a forward
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ctxwin.engines.base import Engine
 
 if TYPE_CHECKING:
-    from ctxwin.events import Observer
-    from ctxwin.window import Window
+    from ctxwin.window.events import Observer
+    from ctxwin.window.window import Window
 
 
 class Watcher(Protocol):
-    """What wants to see every window, like `ctxwin.ledger.Ledger` and `ctxwin.trace.Trace`."""
+    """What wants to see every window, like `ctxwin.baselines.ledger.Ledger` and `ctxwin.view.trace.Trace`."""
 
     def watch(self, window: Window) -> None: ...
 
@@ -24,8 +24,8 @@ class WindowContext:
 
     Attributes:
         engine: from `ctxwin.open_engine`; shared by all windows of all runs. Never in the state.
-        ledger: counts every window that a node opens, e.g. `ctxwin.ledger.Ledger`.
-        observer: sees them, too: a callable as for `Window.observe`, or a `Watcher` like `ctxwin.trace.Trace`.
+        ledger: counts every window that a node opens, e.g. `ctxwin.baselines.ledger.Ledger`.
+        observer: sees them, too: a callable as for `Window.observe`, or a `Watcher` like `ctxwin.view.trace.Trace`.
     """
 
     engine: Engine

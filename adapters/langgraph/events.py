@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ctxwin.events import Event
+from ctxwin.window.events import Event
 
 _LONGEST = 400  # characters of a query, an answer or a note
 

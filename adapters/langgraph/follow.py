@@ -15,7 +15,7 @@ from ctxwin.chunk import Chunk
 from ctxwin.policies.base import Eviction, Retrieval
 
 if TYPE_CHECKING:
-    from ctxwin.window import Window
+    from ctxwin.window.window import Window
 
 
 def follow(

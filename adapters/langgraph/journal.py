@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.adapters.langgraph import manifest
-from ctxwin.answer import Answer, Usage
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
+from ctxwin.window.answer import Answer, Usage
 
 if TYPE_CHECKING:
-    from ctxwin.state import State
     from ctxwin.store.spans import SpanRepository
+    from ctxwin.window.state import State
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 
-from ctxwin.identity import digest
-from ctxwin.state import Placed, State
+from ctxwin.hashing import digest
+from ctxwin.window.state import Placed, State
 
 if TYPE_CHECKING:
     from ctxwin.store.spans import SpanRepository

@@ -22,10 +22,10 @@ from ctxwin.adapters.langgraph.follow import Sparing, Without, follow
 from ctxwin.adapters.langgraph.marks import packed, unpacked
 from ctxwin.adapters.langgraph.reference import merge_windows
 from ctxwin.adapters.langgraph.session import Session, open_window
-from ctxwin.answer import Answer
 from ctxwin.fidelity import Fidelity
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
 from ctxwin.policies.base import Eviction, Retrieval
+from ctxwin.window.answer import Answer
 
 
 class WindowState(TypedDict, total=False):

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from ctxwin.adapters.langgraph import manifest
-from ctxwin.identity import digest
-from ctxwin.state import Placed, State
-from ctxwin.window import Window
+from ctxwin.hashing import digest
+from ctxwin.window.state import Placed, State
+from ctxwin.window.window import Window
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine

@@ -15,22 +15,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ctxwin import keeping
 from ctxwin.adapters.langgraph import manifest
 from ctxwin.adapters.langgraph.context import attend, engine_of
 from ctxwin.adapters.langgraph.events import describe_event
 from ctxwin.adapters.langgraph.journal import Journal, Operation
 from ctxwin.adapters.langgraph.reference import Restored, restore, save
-from ctxwin.answer import Answer
-from ctxwin.asking import in_thread
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
-from ctxwin.events import Event
 from ctxwin.fidelity import Fidelity
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
 from ctxwin.policies.base import Eviction, Retrieval
-from ctxwin.state import Placed, State
-from ctxwin.window import Window
+from ctxwin.window import placement as placing
+from ctxwin.window.answer import Answer
+from ctxwin.window.ask import in_thread
+from ctxwin.window.events import Event
+from ctxwin.window.state import Placed, State
+from ctxwin.window.window import Window
 
 if TYPE_CHECKING:
     from langgraph.runtime import Runtime
@@ -105,7 +105,7 @@ class Session(Window):
         """`Window.fork` as a session: its ids are the same when the node runs again; `ref` gives its own reference."""
         state = self.snapshot()
         if header is not None and header != state.header:
-            state = keeping.behind(self.engine, state, header)
+            state = placing.behind(self.engine, state, header)
         self._index += 1
         seed = digest("fork", self._seed, self.id, self._index)
         branch = Session.restore(

@@ -9,13 +9,13 @@ from typing import Any, Self, TypeVar
 from openai import AsyncOpenAI, OpenAI
 
 from ctxwin.adapters.openai import chunks, transport
-from ctxwin.answer import Answer, Disposability, Plan, PlanEntry
 from ctxwin.chunk import Chunk
 from ctxwin.errors import EngineFailed, ReadOnlyWindow
 from ctxwin.fidelity import Fidelity
 from ctxwin.serve import wire
 from ctxwin.serve.errors import UnknownUpload, UnknownWindow
-from ctxwin.state import State
+from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry
+from ctxwin.window.state import State
 
 T = TypeVar("T")
 

@@ -108,7 +108,7 @@ def _model(model: str, where: Path | None, seed: int) -> str:
 
 
 def _open(engine: str, model: str, threads: int) -> Engine:
-    from ctxwin.engines._torchvision import repair
+    from ctxwin.engines.torchvision_repair import repair
 
     repair()  # before the first import of transformers
     import torch

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 if TYPE_CHECKING:
-    from ctxwin.engines.vllm import VLLMEngine
+    from ctxwin.engines.vllm.engine import VLLMEngine
 
 
 def serve(
@@ -126,9 +126,9 @@ def _model(model: str, where: Path | None, seed: int) -> str:
 
 
 def _open(model: str, processes: str) -> VLLMEngine:
-    from ctxwin.engines._torchvision import repair
+    from ctxwin.engines.torchvision_repair import repair
 
     repair()  # before the first import of transformers
-    from ctxwin.engines.vllm import VLLMEngine
+    from ctxwin.engines.vllm.engine import VLLMEngine
 
     return VLLMEngine(model, processes=processes)

@@ -53,7 +53,7 @@ def serve(
     if fidelity not in ("auto", "exact", "patched", "blind"):
         raise ValueError(f"--fidelity must be auto, exact, patched or blind, got {fidelity!r}")
     if vllm_help:
-        from ctxwin.adapters.vllm.serving.arguments import print_help
+        from ctxwin.serve.vllm.arguments import print_help
 
         print_help(vllm_help)
         return
@@ -65,6 +65,6 @@ def serve(
         threads=max_concurrency,
         fidelity=Fidelity(fidelity),  # type: ignore[arg-type]
     )
-    from ctxwin.adapters.vllm.serving.server import Options, run
+    from ctxwin.serve.vllm.server import Options, run
 
     run(model, ctx.args, Options(store, store_bytes or None, tenants, limits))

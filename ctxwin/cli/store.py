@@ -93,7 +93,7 @@ def verify(url: Url, tenant: Tenant = "", as_json: AsJson = False) -> None:
 
 def _open(url: str, tenant: str) -> Store:
     """An existing store; looking must not make one."""
-    from ctxwin.identity import digest
+    from ctxwin.hashing import digest
     from ctxwin.store import open_store
 
     kind, colon, _ = url.partition(":")

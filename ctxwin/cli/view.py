@@ -25,9 +25,9 @@ def view(
 
     Writes one self-contained HTML file; with --serve, a page that follows a run that is going on.
     """
-    from ctxwin.trace import read_trace
     from ctxwin.view import render, totals
     from ctxwin.view.totals import in_words
+    from ctxwin.view.trace import read_trace
 
     if serve and (out is not None or as_json):
         raise ValueError("--serve writes no file and prints no totals; drop --out and --json, or drop --serve")

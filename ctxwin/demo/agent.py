@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from ctxwin.asking import kl
+from ctxwin.baselines.reprefill import Reference
 from ctxwin.chunk import Chunk
 from ctxwin.demo.footage import HEADER, Footage, Query
 from ctxwin.demo.opponents import Ask, Opponent
 from ctxwin.demo.record import Step
 from ctxwin.engines.base import Encoded, Engine, Sampling
 from ctxwin.fidelity import Fidelity
-from ctxwin.reference import Reference
-from ctxwin.window import Window
+from ctxwin.window.ask import kl
+from ctxwin.window.window import Window
 
 CYCLE = ("look_back", "fork", "look_back", "reorder", "look_back", "toggle", "look_back", "disposable")
 IDLE_EVERY = 8

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ctxwin.prefix_cache import BLOCK, ENCODER_CACHE, Media, PrefixCache, Prompt
+from ctxwin.baselines.prefix_cache import BLOCK, ENCODER_CACHE, Media, PrefixCache, Prompt
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Encoded

@@ -20,7 +20,7 @@ from ctxwin.demo.palette import POLICIES
 from ctxwin.demo.record import Step, summarise
 from ctxwin.errors import UnsupportedModel
 from ctxwin.fidelity import Fidelity
-from ctxwin.trace import Trace
+from ctxwin.view.trace import Trace
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine

@@ -16,8 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from ctxwin.adapters.vllm import versions
 from ctxwin.engines import repair_install
+from ctxwin.engines.vllm.lifecycle import versions
 
 Status = Literal["ok", "note", "broken"]
 
@@ -92,7 +92,7 @@ def transformers() -> Finding:
     if version is None:
         return Finding("transformers", "broken", "not installed", "pip install ctxwin")
     done = _run(
-        "import ctxwin.engines._torchvision as t; t.repair()\n"
+        "import ctxwin.engines.torchvision_repair as t; t.repair()\n"
         "from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessor\nprint('imports')"
     )
     if done is None:
@@ -124,8 +124,8 @@ def vllm() -> Finding:
 
 _KERNEL = """
 import torch
-from ctxwin.kv import KVSpec, RopeSpec
-from ctxwin.operator.kernels import choice, choose
+from ctxwin.kv.layout import KVSpec, RopeSpec
+from ctxwin.kv.kernels import choice, choose
 rope = RopeSpec(inv_freq=tuple(1e4 ** (-i / 64) for i in range(64)), rotary_dim=128, pairing="half")
 spec = KVSpec("doctor", "gqa", 2, 8, 128, 128, rope, "bfloat16")
 device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -251,7 +251,7 @@ def _companion(name: str) -> Finding:
     if healthy is None or healthy[0]:
         return Finding(name, "ok", version)
     done = _run(
-        f"import ctxwin.engines._torchvision as t; t.repair()\nimport importlib.util\nimport importlib\nprint({_USABLE[name]})"
+        f"import ctxwin.engines.torchvision_repair as t; t.repair()\nimport importlib.util\nimport importlib\nprint({_USABLE[name]})"
     )
     if done is not None and done[0] and done[1] == "True":
         return Finding(name, "ok", f"{version} does not fit torch {_version('torch')}; repaired when it is imported")

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import torch
 
     from ctxwin.chunk import Chunk
-    from ctxwin.engines.templates import Template
-    from ctxwin.kv import KVSpec, SpanKV
-    from ctxwin.operator import Patch
+    from ctxwin.engines.encoding.templates import Template
+    from ctxwin.kv.layout import KVSpec, SpanKV
+    from ctxwin.kv.patch import Patch
     from ctxwin.store.base import Store
     from ctxwin.store.spans import SpanRepository
 

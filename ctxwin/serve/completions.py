@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from ctxwin.answer import Answer
 from ctxwin.engines.base import Sampling, ScoredToken
 from ctxwin.fidelity import Fidelity
 from ctxwin.serve.specs import SEED, Body, Reference, Text, checked
+from ctxwin.window.answer import Answer
 
 _MOST_CHOICES = 128
 _MOST_SCORES = 1 << 20

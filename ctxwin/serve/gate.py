@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
 from ctxwin.serve.chat import names_chunks
 from ctxwin.serve.errors import NotAllowed, TooLarge, to_body
 from ctxwin.serve.service import Service

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from ctxwin.events import Event
 from ctxwin.store.base import Store, StoreStats
 from ctxwin.store.tiered import TieredStore
 from ctxwin.store.wrappers import WrapperStore
+from ctxwin.window.events import Event
 
 M = TypeVar("M", Counter, Gauge, Histogram)
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

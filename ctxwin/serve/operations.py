@@ -11,10 +11,10 @@ from pydantic import Field
 from ctxwin.chunk import Chunk
 from ctxwin.fidelity import Fidelity
 from ctxwin.serve import wire
-from ctxwin.serve.registry import Registry
 from ctxwin.serve.specs import SEED, Body, checked
 from ctxwin.serve.uploads import Uploads
-from ctxwin.window import Window
+from ctxwin.serve.windows import Registry
+from ctxwin.window.window import Window
 
 ChunkData = str | dict[str, Any]
 """The id of an uploaded chunk, or a chunk as `ctxwin.serve.specs` takes it."""

@@ -15,7 +15,6 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
-from ctxwin import asking
 from ctxwin.errors import CtxwinError, EngineFailed
 from ctxwin.serve import completions, wire
 from ctxwin.serve.completions import ChatRequest
@@ -24,8 +23,9 @@ from ctxwin.serve.gate import OUR_CHAT, TENANT
 from ctxwin.serve.operations import OPERATIONS, Ask, Open
 from ctxwin.serve.service import Items, Service, Space
 from ctxwin.serve.specs import checked
-from ctxwin.state import State
-from ctxwin.window import Window
+from ctxwin.window import ask as asking
+from ctxwin.window.state import State
+from ctxwin.window.window import Window
 
 T = TypeVar("T")
 

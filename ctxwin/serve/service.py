@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ctxwin import asking
 from ctxwin.engines.base import Engine
 from ctxwin.errors import EngineFailed
 from ctxwin.serve.chat import Chat
@@ -21,10 +20,11 @@ from ctxwin.serve.fair import FairPool
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.metrics import CountingStore, Metrics
 from ctxwin.serve.operations import Around
-from ctxwin.serve.registry import Registry
 from ctxwin.serve.tenants import Keys, Tenant
 from ctxwin.serve.uploads import Uploads
-from ctxwin.window import Window
+from ctxwin.serve.windows import Registry
+from ctxwin.window import ask as asking
+from ctxwin.window.window import Window
 
 T = TypeVar("T")
 OpenEngine = Callable[[str, Tenant | None], "tuple[Engine, CountingStore]"]

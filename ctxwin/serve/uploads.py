@@ -9,9 +9,9 @@ from typing import Any
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.errors import ChunkUnavailable
-from ctxwin.keeping import keep_source
 from ctxwin.serve.errors import TooLarge, UnknownUpload
 from ctxwin.serve.specs import Builder, Pixels, check_spec
+from ctxwin.window.placement import keep_source
 
 _ID = re.compile(r"[0-9a-f]{64}")
 

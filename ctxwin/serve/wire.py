@@ -6,10 +6,10 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ctxwin.answer import Answer, Disposability, Plan, PlanEntry, PlanRequest, Usage
+from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry, PlanRequest, Usage
 
 if TYPE_CHECKING:
-    from ctxwin.window import Window
+    from ctxwin.window.window import Window
 
 
 def number(value: float | None) -> float | str | None:

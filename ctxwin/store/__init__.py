@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
 from ctxwin.store.base import Store, StoreStats
 
 __all__ = ["Store", "StoreStats", "open_store", "parse_bytes"]

@@ -16,7 +16,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ctxwin.errors import StoreCorrupt
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
 from ctxwin.store import codec
 from ctxwin.store import redis_scripts as scripts
 from ctxwin.store.base import Store, StoreStats, check_key, check_value, drop_lease

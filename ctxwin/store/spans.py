@@ -21,15 +21,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ctxwin.errors import StoreCorrupt
-from ctxwin.kv import SpanKV
+from ctxwin.kv.layout import SpanKV
 from ctxwin.store import codec
 from ctxwin.store.base import Store
 
 if TYPE_CHECKING:
     import torch
 
-    from ctxwin.operator.basis import SharedBasis
-    from ctxwin.operator.patch import Patch
+    from ctxwin.kv.basis import SharedBasis
+    from ctxwin.kv.patch import Patch
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class SpanRepository:
         """The patch under ``patch/`` or ``orbit/``, its shared basis included, or None."""
 
         def decode(blob: bytes) -> tuple[Patch, dict[str, Any]]:
-            from ctxwin.operator.patch import Patch
+            from ctxwin.kv.patch import Patch
 
             tensors, header = codec.decode_tensors(blob)
             named = header["patch"]["basis"]
@@ -173,7 +173,7 @@ class SpanRepository:
         """The shared basis with this id, or None."""
 
         def decode(blob: bytes) -> tuple[SharedBasis, dict[str, Any]]:
-            from ctxwin.operator.basis import SharedBasis
+            from ctxwin.kv.basis import SharedBasis
 
             tensors, header = codec.decode_tensors(blob)
             return SharedBasis.from_tensors(tensors, header["basis"]), header

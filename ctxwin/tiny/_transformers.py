@@ -7,7 +7,7 @@ from typing import Any
 
 def transformers() -> Any:
     """The transformers module, made importable where torchvision does not match torch; imported on first use."""
-    from ctxwin.engines._torchvision import repair
+    from ctxwin.engines.torchvision_repair import repair
 
     repair()
     import transformers

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ctxwin.demo.palette import LANES
-from ctxwin.trace import Recording, read_trace
 from ctxwin.view.totals import in_words, totals
+from ctxwin.view.trace import Recording, read_trace
 
 LIMIT = 2000
 """Operations shown unless told otherwise: the newest ones."""
@@ -28,7 +28,7 @@ def render(trace_path: str | Path, out: str | Path, *, limit: int = LIMIT) -> Pa
     """Writes the page of a trace; returns its path.
 
     Args:
-        trace_path: written by `ctxwin.trace.Trace`; a run may still be writing it.
+        trace_path: written by `ctxwin.view.trace.Trace`; a run may still be writing it.
         out: the HTML file; replaced where it exists.
         limit: most operations shown, the newest ones.
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from threading import BoundedSemaphore, Event
 from urllib.parse import parse_qs, urlsplit
 
-from ctxwin.trace import read_trace
 from ctxwin.view.page import LIMIT, page
+from ctxwin.view.trace import read_trace
 
 POLL_S = 0.25
 """Seconds between two looks at the file."""

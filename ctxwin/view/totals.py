@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ctxwin.trace import Recording
+from ctxwin.view.trace import Recording
 
 
 def totals(recording: Recording) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from ctxwin.evals.items import Setting
-from ctxwin.kv import SpanKV
+from ctxwin.kv.layout import SpanKV
 
 if TYPE_CHECKING:
     from ctxwin.evals.generation import Policy

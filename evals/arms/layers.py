@@ -13,8 +13,8 @@ from torch import Tensor
 from ctxwin.evals.arms.base import RankedArm, Served, SharedArm
 from ctxwin.evals.arms.select import highest, quota, served, serving, spans_of
 from ctxwin.evals.items import Setting
-from ctxwin.kv import KVSpec, SpanKV
-from ctxwin.operator.rope import angles, turn
+from ctxwin.kv.layout import KVSpec, SpanKV
+from ctxwin.kv.rope import angles, turn
 
 if TYPE_CHECKING:
     from ctxwin.evals.decoder import Memory

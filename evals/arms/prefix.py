@@ -10,7 +10,7 @@ import torch
 
 from ctxwin.evals.arms.base import Arm, Served
 from ctxwin.evals.items import Item, Setting
-from ctxwin.kv import SpanKV
+from ctxwin.kv.layout import SpanKV
 
 if TYPE_CHECKING:
     from ctxwin.evals.group import Group

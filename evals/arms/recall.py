@@ -11,8 +11,9 @@ import torch
 
 from ctxwin.evals.arms.base import PlainArm, RankedArm, Served, parse_share
 from ctxwin.evals.items import Item, Setting
-from ctxwin.kv import SpanKV
-from ctxwin.operator import Patch, apply_patch, deficit
+from ctxwin.kv.deficit import deficit
+from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.patch import Patch, apply_patch
 
 if TYPE_CHECKING:
     from ctxwin.evals.group import Group

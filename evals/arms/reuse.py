@@ -13,7 +13,9 @@ import numpy as np
 from ctxwin.evals.arms.base import PlainArm, RankedArm, Served
 from ctxwin.evals.items import Item, Setting
 from ctxwin.evals.patching import parse_variant
-from ctxwin.operator import Deficit, OrbitMean, Patch
+from ctxwin.kv.deficit import Deficit
+from ctxwin.kv.orbit import OrbitMean
+from ctxwin.kv.patch import Patch
 
 if TYPE_CHECKING:
     from ctxwin.evals.group import Group

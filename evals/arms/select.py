@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ctxwin.evals.arms.base import Served
 from ctxwin.evals.decoder import Memory
-from ctxwin.kv import SpanKV
+from ctxwin.kv.layout import SpanKV
 
 if TYPE_CHECKING:
     from ctxwin.evals.group import Group

@@ -28,7 +28,7 @@ from ctxwin.evals.arms.select import (
     spans_of,
 )
 from ctxwin.evals.items import Setting
-from ctxwin.kv import SpanKV
+from ctxwin.kv.layout import SpanKV
 
 if TYPE_CHECKING:
     from ctxwin.evals.group import Group

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
 
 FORMAT = 1
 """Part of the folder's name: a change of what `write_model` writes makes another model."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ctxwin.evals.bench.content import make_chunk
 from ctxwin.fidelity import Fidelity
-from ctxwin.window import Window
+from ctxwin.window.window import Window
 
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ctxwin.engines.base import Piece, Sampling
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Encoded, Engine, Generation

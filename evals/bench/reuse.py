@@ -21,8 +21,8 @@ from ctxwin.fidelity import Fidelity
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine, Generation
-    from ctxwin.events import Event
-    from ctxwin.window import Window
+    from ctxwin.window.events import Event
+    from ctxwin.window.window import Window
 
 SPEEDUP_SHARE = 0.75
 """Least share of (re-prefill / floor), the best that anybody could reach, that a speedup must be."""

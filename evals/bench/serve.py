@@ -25,7 +25,7 @@ from ctxwin.evals.bench.serve_trace import Mix, arrivals, frames_of, trace
 from ctxwin.fidelity import Fidelity, Mode
 
 if TYPE_CHECKING:
-    from ctxwin.engines.vllm import VLLMEngine
+    from ctxwin.engines.vllm.engine import VLLMEngine
 
 FORMAT = 1
 SIZES = Sizes(

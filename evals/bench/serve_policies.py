@@ -1,4 +1,4 @@
-"""The four ways to serve a session: windows, and three users of vLLM's prefix cache (as in `ctxwin.ledger`).
+"""The four ways to serve a session: windows, and three users of vLLM's prefix cache (as in `ctxwin.baselines.ledger`).
 
 | policy | what it sends                                                                                      |
 |--------|----------------------------------------------------------------------------------------------------|
@@ -27,13 +27,13 @@ from ctxwin.engines.base import Encoded, Engine
 from ctxwin.evals.bench.content import make_chunk
 from ctxwin.evals.bench.serve_trace import QUESTIONS, REACH, Mix, Turn
 from ctxwin.fidelity import Fidelity
-from ctxwin.identity import digest
-from ctxwin.window import Window
+from ctxwin.hashing import digest
+from ctxwin.window.window import Window
 
 if TYPE_CHECKING:
-    from ctxwin.answer import Answer
     from ctxwin.chunk import Chunk
-    from ctxwin.engines.vllm import VLLMEngine
+    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin.window.answer import Answer
 
 POLICIES = ("ctxwin", "naive", "trim", "append")
 HEADER = "You watch a camera."
@@ -281,7 +281,7 @@ class Plain:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        from ctxwin.adapters.vllm.inputs import Inputs
+        from ctxwin.engines.vllm.inputs import Inputs
 
         self._engine, self._core = engine, engine._core
         config, model = self._core.driver.config.model_config, self._core.inputs.model

@@ -23,11 +23,11 @@ from ctxwin.evals.bench.serve_load import Row, open_loop
 from ctxwin.evals.bench.serve_policies import Film, Served, Windows, _next, budget_of
 from ctxwin.evals.bench.serve_trace import Mix, Turn, arrivals, frames_of, trace
 from ctxwin.fidelity import Fidelity
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
 
 if TYPE_CHECKING:
-    from ctxwin.adapters.vllm.drivers import Driver
-    from ctxwin.engines.vllm import VLLMEngine
+    from ctxwin.engines.vllm.drivers import Driver
+    from ctxwin.engines.vllm.engine import VLLMEngine
 
 BESIDE_RATE = 0.5
 """Turns a second of each window beside plain traffic."""
@@ -57,7 +57,7 @@ def main() -> None:
 
 @contextmanager
 def _opened(start: Row) -> Iterator[tuple[Driver, VLLMEngine | None]]:
-    from ctxwin.engines._torchvision import repair
+    from ctxwin.engines.torchvision_repair import repair
 
     repair()
     import torch
@@ -65,7 +65,7 @@ def _opened(start: Row) -> Iterator[tuple[Driver, VLLMEngine | None]]:
     if start["threads"]:
         torch.set_num_threads(start["threads"])
     if start["connector"]:
-        from ctxwin.engines.vllm import VLLMEngine
+        from ctxwin.engines.vllm.engine import VLLMEngine
 
         engine = VLLMEngine(start["model"], processes=start["processes"])
         try:
@@ -80,10 +80,10 @@ def _opened(start: Row) -> Iterator[tuple[Driver, VLLMEngine | None]]:
 @contextmanager
 def bare(model: str, processes: str) -> Iterator[Driver]:
     """vLLM without the connector, otherwise as ctxwin starts it. For a process of its own: it changes the environment."""
-    from ctxwin.adapters.vllm.core import read_model
-    from ctxwin.adapters.vllm.drivers import LoopDriver, StepDriver
-    from ctxwin.adapters.vllm.registry import open_exchange
-    from ctxwin.adapters.vllm.startup import with_connector
+    from ctxwin.engines.vllm.core import read_model
+    from ctxwin.engines.vllm.drivers import LoopDriver, StepDriver
+    from ctxwin.engines.vllm.lifecycle.startup import with_connector
+    from ctxwin.engines.vllm.transfers import open_exchange
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if processes == "single" else "1"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -28,7 +28,7 @@ from ctxwin.evals.benchmarks.milebench_score import aggregate, process, quantity
 from ctxwin.evals.benchmarks.options import DataOptions
 from ctxwin.evals.benchmarks.prompt import Picture, Prompt, interleave
 from ctxwin.evals.items import Item, Scored
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
 
 TASKS = {
     "milebench/ActionSequence": "which action came before or after another",

@@ -29,7 +29,7 @@ from ctxwin.evals.benchmarks.mm_niah_score import aggregate, score_answer
 from ctxwin.evals.benchmarks.options import DataOptions
 from ctxwin.evals.benchmarks.prompt import Picture, Piece, Prompt, interleave
 from ctxwin.evals.items import Item, Scored
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
 
 TASKS = {
     "mm-niah/retrieval-text": "one sentence of a long document is asked for (control)",

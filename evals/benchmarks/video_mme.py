@@ -19,7 +19,7 @@ from ctxwin.evals.benchmarks.options import DataOptions
 from ctxwin.evals.benchmarks.subtitles import cues_at
 from ctxwin.evals.benchmarks.video_mme_score import DURATIONS, LETTERS, aggregate, extract_lmms_eval, extract_official
 from ctxwin.evals.items import Item, Scored
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
 
 NAME = "video-mme"
 PARQUET = "videomme/test-00000-of-00001.parquet"

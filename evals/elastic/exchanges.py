@@ -14,11 +14,11 @@ import numpy as np
 from ctxwin.chunk import Chunk
 from ctxwin.evals.items import Item
 from ctxwin.evals.tasks.tiny import SPACE
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
 from ctxwin.tiny.world import Frame, questions_for, render, sample_frames
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
     from ctxwin.tiny.world import Role
 
 FRAMES, QUESTIONS = 4, 8

@@ -25,7 +25,7 @@ from ctxwin.evals.patching import Patcher
 from ctxwin.evals.stats import bootstrap_mean, bootstrap_ratio
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 BATCH = 32
 FULL = "full"

@@ -25,7 +25,7 @@ from ctxwin.evals.elastic.policies import METHODS
 from ctxwin.evals.generation import Policy, Reading
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 FULL = "full"
 _FIGURES = ("prompt_s", "generate_s", "total_s", "cpu_s")
@@ -86,12 +86,12 @@ def random_engine(layers: int = 8, dtype: str = "float32", device: str = "cpu", 
 
     About ``12 * hidden ** 2`` parameters a layer; it has the bundled model's tokenizer. Nothing stays on disk.
     """
-    from ctxwin.engines._torchvision import repair
+    from ctxwin.engines.torchvision_repair import repair
 
     repair()
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
     from ctxwin.tiny import checkpoint_dir
 
     with tempfile.TemporaryDirectory() as place:

@@ -11,7 +11,7 @@ import typer
 from ctxwin.evals.console import Json, errors, open_model, print_json, say, stages
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
     from ctxwin.evals.probe.contexts import Source
 
 FOLDER, REPORT, RESULT = "probe-output", "probe.html", "probe.json"

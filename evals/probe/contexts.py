@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ctxwin.evals.items import Item
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
 
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk

@@ -14,9 +14,10 @@ import torch
 from ctxwin.engines.base import Encoded
 from ctxwin.evals.decoder import Decoder
 from ctxwin.evals.probe.listen import Clock
-from ctxwin.kv import SpanKV
-from ctxwin.operator import apply_patch, compress, deficit, relocate
-from ctxwin.operator.patch import Layers
+from ctxwin.kv.deficit import deficit
+from ctxwin.kv.relocate import relocate
+from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.patch import Layers, apply_patch, compress
 from ctxwin.store import open_store
 from ctxwin.store.spans import SpanRepository
 

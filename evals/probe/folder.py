@@ -17,7 +17,7 @@ from ctxwin.evals.probe.contexts import LETTERS, PLACED, Context, Question, Sour
 from ctxwin.media import as_rgb
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 VIDEOS = (".mp4", ".avi", ".mkv", ".mov", ".webm")

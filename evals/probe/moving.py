@@ -17,8 +17,8 @@ from ctxwin.evals.probe.asking import divergence
 from ctxwin.evals.probe.contexts import PLACED, Context, Kind, Stream
 from ctxwin.evals.probe.listen import Clock, Heard, Listener
 from ctxwin.evals.stats import bootstrap_mean, share_interval
-from ctxwin.operator import relocate
-from ctxwin.operator.patch import Layers
+from ctxwin.kv.relocate import relocate
+from ctxwin.kv.patch import Layers
 
 TURNED = (0, 1, PLACED - 1)
 """How many of the chunks in front are replaced between an eviction and the recall."""

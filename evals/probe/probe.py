@@ -37,7 +37,7 @@ from ctxwin.evals.probe.verdict import (
 )
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 FORMAT = 1
 RANKS = (1, 2, 4, 8, 16, 32, 64)

@@ -10,8 +10,8 @@ import torch
 
 from ctxwin.evals.probe.contexts import Context
 from ctxwin.evals.probe.listen import Clock, Listener, bare
-from ctxwin.operator import Deficit
-from ctxwin.operator.relocate import relocation_error
+from ctxwin.kv.deficit import Deficit
+from ctxwin.kv.relocate import relocation_error
 
 ENERGY = 0.9
 CLOSED = 0.95

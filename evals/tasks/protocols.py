@@ -21,7 +21,7 @@ import numpy as np
 from ctxwin.chunk import Chunk
 from ctxwin.evals.items import Item, Scored, Setting, Task
 from ctxwin.evals.tasks.edits import Edit, duplicated, preceded, reordered, replaced, replaced_share, scattered
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
 
 BLOCK = 8
 """Distractors of an item come from its block of so many items, so that an item never depends on how many are drawn."""

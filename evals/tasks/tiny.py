@@ -34,7 +34,7 @@ from ctxwin.evals.tasks.drawn import (
     world,
 )
 from ctxwin.evals.tasks.edits import duplicated, preceded, reordered, replaced, scattered
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
 from ctxwin.tiny.world import Frame, answer, render
 
 SPACE = 0x63747877

@@ -11,11 +11,12 @@ from safetensors.torch import load
 
 from core.folders import model_in
 from ctxwin import Fidelity
-from ctxwin.bases import BASIS_NAME, ModelBasis, encode_basis, find_basis, require_basis, served_basis, write_basis
-from ctxwin.engines.checkpoint import weights_digest
+from ctxwin.engines.encoding.checkpoint import weights_digest
 from ctxwin.fidelity import model_digest, user_profile
-from ctxwin.kv import KVSpec, RopeSpec
-from ctxwin.operator import SharedBasis, Weight
+from ctxwin.kv.basis import SharedBasis
+from ctxwin.kv.layout import KVSpec, RopeSpec
+from ctxwin.kv.lowrank import Weight
+from ctxwin.profiles import BASIS_NAME, ModelBasis, encode_basis, find_basis, require_basis, served_basis, write_basis
 from ctxwin.tiny import checkpoint_dir
 
 SPEC = KVSpec(

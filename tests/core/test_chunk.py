@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from ctxwin import BadMedia, Chunk
-from ctxwin.identity import digest
+from ctxwin.hashing import digest
 from ctxwin.media import as_rgb, decode_video, pack_frames, pixels_digest, unpack_frames
 
 PLAIN = st.recursive(

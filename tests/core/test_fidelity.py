@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from ctxwin import Fidelity
-from ctxwin.asking import kl
 from ctxwin.fidelity import Profile, model_digest, write_profile
+from ctxwin.window.ask import kl
 
 
 def test_auto_follows_the_models_profile_and_is_exact_without_one(tmp_path: Path) -> None:

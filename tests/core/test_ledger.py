@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.ledger import Ledger
+from ctxwin.baselines.ledger import Ledger
 from window.fake import FakeEngine
 
 QUERY = 4 + 2  # tokens of "what" with its turn

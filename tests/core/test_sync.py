@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.errors import BudgetExceeded
-from ctxwin.events import Event
-from ctxwin.sync import plan_sync, sync
+from ctxwin.window.events import Event
+from ctxwin.window.sync import plan_sync, sync
 from window.fake import FakeEngine
 
 LISTS = st.lists(st.sampled_from("abcde"), max_size=6)

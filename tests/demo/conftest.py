@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny; threads wo
 @pytest.fixture(scope="session")
 def vision_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random vision model: right about nothing, but every cost and every file is real."""
-    from ctxwin.engines._torchvision import repair
+    from ctxwin.engines.torchvision_repair import repair
 
     repair()
     from engines.models import write_vision_model

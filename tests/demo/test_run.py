@@ -16,8 +16,8 @@ from ctxwin.demo.run import Options, prepare, run
 from ctxwin.fidelity import PROFILE_NAME, Fidelity
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.tiny.world import answer
-from ctxwin.trace import read_trace
 from ctxwin.view import totals
+from ctxwin.view.trace import read_trace
 
 STEP = {
     "op", "query", "answer", "truth", "answer_reprefill", "tokens_by_lane", "computed_tokens", "computed_tokens_naive",

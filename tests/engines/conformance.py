@@ -19,10 +19,11 @@ from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
 from ctxwin.errors import ChunkUnavailable, EngineFailed, UnsupportedModel
 from ctxwin.fidelity import Fidelity
-from ctxwin.kv import SpanKV
-from ctxwin.operator import apply_patch, form_patch, relocate
+from ctxwin.kv.relocate import relocate
+from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.patch import apply_patch, form_patch
 from ctxwin.store import Store, open_store
-from ctxwin.window import Window
+from ctxwin.window.window import Window
 
 HEADER = "You watch a camera."
 QUERY = "what color is the square"

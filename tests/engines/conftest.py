@@ -8,7 +8,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny; threads would only wait for each other
 
-from ctxwin.engines._torchvision import repair
+from ctxwin.engines.torchvision_repair import repair
 
 repair()
 

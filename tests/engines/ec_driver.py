@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
-from ctxwin.adapters.vllm.ec import CtxwinECConnector
+from ctxwin.engines.vllm.ec import CtxwinECConnector
 
 HEAD = [10, 11]
 QUESTION = list(range(20, 40))
@@ -208,7 +208,7 @@ def scenarios(driver: Driver, folder: Path) -> dict[str, Any]:
     """What became of each request, by name."""
     import torch
 
-    from ctxwin.adapters.vllm.ecfiles import EmbeddingFiles
+    from ctxwin.engines.vllm.ecfiles import EmbeddingFiles
 
     files = EmbeddingFiles(folder, "test")
     out: dict[str, Any] = {"first": driver.seen(1, "one", ec_transfer_params=SAVE)}

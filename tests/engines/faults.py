@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ctxwin.adapters.vllm import connector, requests
-from ctxwin.adapters.vllm.folders import shared_memory
-from ctxwin.adapters.vllm.registry import Exchange
-from ctxwin.adapters.vllm.spool import Spool
+from ctxwin.engines.vllm import connector, requests
+from ctxwin.engines.vllm.lifecycle.folders import shared_memory
+from ctxwin.engines.vllm.spool import Spool
+from ctxwin.engines.vllm.transfers import Exchange
 
 KINDS = {Exchange: ("refused", "torn"), Spool: ("gone", "cut", "turned")}
 """What can happen to a load. In process: the write raises, before or after it has written garbage. Elsewhere: a file that

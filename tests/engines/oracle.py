@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ctxwin.engines.base import Encoded, Sampling
-from ctxwin.engines.hf import HFEngine
+from ctxwin.engines.hf.engine import HFEngine
 from engines.conformance import QUERY, laid
 
 

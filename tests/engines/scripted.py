@@ -8,8 +8,8 @@ from typing import Any
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
-from ctxwin.engines.templates import Template
-from ctxwin.kv import SpanKV
+from ctxwin.engines.encoding.templates import Template
+from ctxwin.kv.layout import SpanKV
 
 
 class ScriptedEngine(Engine):

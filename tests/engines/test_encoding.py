@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines import checkpoint as checkpoint_module
 from ctxwin.engines.base import EngineCounters, MediaSpan
-from ctxwin.engines.checkpoint import Checkpoint, open_checkpoint, weights_digest
-from ctxwin.engines.encoding import Encoder
+from ctxwin.engines.encoding.checkpoint import Checkpoint, open_checkpoint, weights_digest
+from ctxwin.engines.encoding.encoder import Encoder
+from ctxwin.engines.encoding import checkpoint as checkpoint_module
 from ctxwin.engines.open import open_engine
 from ctxwin.errors import ChunkUnavailable, EngineFailed, UnsupportedModel
 from ctxwin.media import pack_frames
@@ -218,7 +218,7 @@ def test_names_of_engines(text_dir: Path, monkeypatch: Any) -> None:
 def test_the_repair_waits_until_it_is_needed() -> None:
     code = """
 import json, sys
-import ctxwin, ctxwin.engines.base, ctxwin.engines._torchvision as t
+import ctxwin, ctxwin.engines.base, ctxwin.engines.torchvision_repair as t
 t.install_hook()
 before = [m for m in ("torch", "transformers", "vllm", "cv2") if m in sys.modules]
 from transformers import Qwen2VLImageProcessor

@@ -13,7 +13,7 @@ from PIL import Image
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Engine
-from ctxwin.engines.hf import HFEngine
+from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.engines.open import open_engine
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.store import Store, open_store

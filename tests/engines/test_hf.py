@@ -11,8 +11,8 @@ from PIL import Image
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine, Piece, Sampling
-from ctxwin.engines.checkpoint import open_checkpoint
-from ctxwin.engines.hf import HFEngine
+from ctxwin.engines.encoding.checkpoint import open_checkpoint
+from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.engines.open import open_engine
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.store import Store

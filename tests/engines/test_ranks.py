@@ -17,10 +17,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxwin.adapters.vllm.ranks import gather, own_heads
-from ctxwin.kv import KVSpec, RopeSpec, SpanKV
-from ctxwin.operator.patch import apply_patch, form_patch
-from ctxwin.operator.relocate import canonicalise, relocate
+from ctxwin.engines.vllm.ranks import gather, own_heads
+from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
+from ctxwin.kv.patch import apply_patch, form_patch
+from ctxwin.kv.relocate import canonicalise, relocate
 from ctxwin.store import codec, open_store
 from ctxwin.store.spans import SpanRepository
 
@@ -112,9 +112,9 @@ RANK = """
 import json, sys
 from pathlib import Path
 import torch
-from ctxwin.adapters.vllm.ranks import own_heads
-from ctxwin.kv import KVSpec, RopeSpec
-from ctxwin.operator.relocate import relocate
+from ctxwin.engines.vllm.ranks import own_heads
+from ctxwin.kv.layout import KVSpec, RopeSpec
+from ctxwin.kv.relocate import relocate
 from ctxwin.store import codec, open_store
 from ctxwin.store.spans import SpanRepository
 from dataclasses import replace

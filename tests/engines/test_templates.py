@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ctxwin.engines.templates import Template
+from ctxwin.engines.encoding.templates import Template
 from ctxwin.errors import UnsupportedModel
 from engines.models import CHATML
 from engines.tool_models import HERMES, TOOL_ROLE

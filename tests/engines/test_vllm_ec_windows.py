@@ -15,8 +15,8 @@ import torch
 
 from ctxwin import Chunk
 from ctxwin.engines.base import Encoded, Piece, Sampling
-from ctxwin.kv import SpanKV
-from ctxwin.operator.patch import form_patch
+from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.patch import form_patch
 from engines import models
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -30,7 +30,7 @@ CLOSE = 1e-4
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """An encoder cache of 96 embeddings: ten pictures of 9."""
-    from ctxwin.engines.vllm import VLLMEngine
+    from ctxwin.engines.vllm.engine import VLLMEngine
 
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     folder = models.wide(models.write_vision_model, tmp_path_factory.mktemp("ec") / "model", rope_parameters=rope)
@@ -111,7 +111,7 @@ def test_a_synchronous_load_that_fails_cold(engine: Any) -> None:
     whole = ask(engine, laid(parts), "cold")
     spans = [whole.captured[i] for i in range(3)]
     encodes = flood(engine)
-    with mock.patch("ctxwin.adapters.vllm.spool.encode_span", return_value=b"nothing that anybody can read"):
+    with mock.patch("ctxwin.engines.vllm.spool.encode_span", return_value=b"nothing that anybody can read"):
         found = ask(engine, laid(parts, spans), "cold load")
     assert found.fallbacks == 1 and far(found, whole) < CLOSE
     assert engine.counters.vision_encodes == encodes

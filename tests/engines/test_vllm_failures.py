@@ -28,7 +28,7 @@ import pytest
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.base import Encoded, Generation, Piece, Sampling
 from ctxwin.errors import EngineFailed
-from ctxwin.kv import SpanKV
+from ctxwin.kv.layout import SpanKV
 from ctxwin.store import open_store
 from ctxwin.store.rawdisk import BLOBS
 from ctxwin.store.wrappers import WrapperStore
@@ -53,7 +53,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_engine(model_dir: Path, processes: str) -> Any:
-    from ctxwin.engines.vllm import VLLMEngine
+    from ctxwin.engines.vllm.engine import VLLMEngine
 
     return VLLMEngine(
         model_dir, dtype="float32", processes=processes, num_gpu_blocks_override=BLOCKS, disable_log_stats=False
@@ -192,8 +192,8 @@ class TestLoads:
         """Its media are blank: computed, their embeddings would be zeros under the picture's name, for all who follow."""
         from vllm import SamplingParams
 
-        from ctxwin.adapters.vllm.registry import PARAM, new_handle
-        from ctxwin.engines.vllm import _joined
+        from ctxwin.engines.vllm.engine import _joined
+        from ctxwin.engines.vllm.transfers import PARAM, new_handle
 
         core, parts = engine._core, encoded(engine, [picture(1), picture(2)])
         query = engine.encode_query("what color")
@@ -465,7 +465,7 @@ class TestKilled:
         script = f"""
             import time
             from pathlib import Path
-            from ctxwin.engines._torchvision import repair
+            from ctxwin.engines.torchvision_repair import repair
             repair()
             from ctxwin.engines.vllm import VLLMEngine
             if __name__ == "__main__":
@@ -536,7 +536,7 @@ def assert_killed_well(engine: Any, name: str) -> None:
 
 def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     """By the next engine, also while nobody has asked for the end of the killed one."""
-    from ctxwin.adapters.vllm.folders import sweep
+    from ctxwin.engines.vllm.lifecycle.folders import sweep
 
     script = "import os, sys, time; open(os.path.join(sys.argv[1], f'ctxwin-{os.getpid()}-x', 'a'), 'w') if os.mkdir("
     script += (
@@ -557,7 +557,7 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
 
 def test_segments_of_a_killed_process_are_removed() -> None:
     """Shared memory that vLLM's processes would have removed themselves; not while one of them still uses it."""
-    from ctxwin.adapters.vllm import leftovers
+    from ctxwin.engines.vllm.lifecycle import cleanup
 
     script = """
         import time
@@ -570,12 +570,12 @@ def test_segments_of_a_killed_process_are_removed() -> None:
     child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     name = child.stdout.readline().strip()
-    assert name in leftovers.segments()
-    with mock.patch.object(leftovers, "_PATIENCE_S", 0.0):
-        leftovers.remove([name])
+    assert name in cleanup.segments()
+    with mock.patch.object(cleanup, "_PATIENCE_S", 0.0):
+        cleanup.remove([name])
     assert faults.left({name}) == [name]
     child.kill()
-    leftovers.remove([name, "psm_never"])
+    cleanup.remove([name, "psm_never"])
     assert faults.left({name}) == []
     child.wait(timeout=10)
     child.stdout.close()

@@ -13,7 +13,7 @@ import pytest
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine, Generation, Sampling
-from ctxwin.engines.hf import HFEngine
+from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.engines.open import open_engine
 from ctxwin.errors import UnsupportedModel
 from ctxwin.store import Store, open_store
@@ -39,7 +39,7 @@ def gap(a: Generation, b: Generation) -> float:
 class OnVLLM(EngineConformance):
     @classmethod
     def make_engine(cls, model_dir: Path, store: Store) -> Engine:
-        from ctxwin.engines.vllm import VLLMEngine
+        from ctxwin.engines.vllm.engine import VLLMEngine
 
         return VLLMEngine(model_dir, dtype="float32", store=store)
 
@@ -119,7 +119,7 @@ class TestLatentAttention(OnVLLM):
 class TestOptions:
     def test_rotation_on_a_cpu_stays_with_torch(self) -> None:
         """vLLM's CPU kernel turns the strided view of latent attention wrongly; its own setting avoids it."""
-        from ctxwin.adapters.vllm.startup import _correct_rotation
+        from ctxwin.engines.vllm.lifecycle.startup import _correct_rotation
 
         arguments: dict[str, object] = {"compilation_config": {"custom_ops": ["+rms_norm"], "level": 0}}
         _correct_rotation(arguments)

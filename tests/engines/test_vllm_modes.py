@@ -122,7 +122,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 @pytest.fixture(scope="module")
 def reference() -> list[Answer]:
     """The program in this process; what the connector's scheduler tells its workers is looked at on the way."""
-    from ctxwin.adapters.vllm.connector import CtxwinConnector, Load, Save, Step
+    from ctxwin.engines.vllm.connector import CtxwinConnector, Load, Save, Step
 
     told: list[Step] = []
     build = CtxwinConnector.build_connector_meta
@@ -158,7 +158,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Opened]:
     """An engine in processes of its own, which has run the program; what it left behind is checked at the end."""
     import psutil
 
-    from ctxwin.adapters.vllm.vision import remote
+    from ctxwin.engines.vllm.vision import remote
 
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     engine: Any = open_engine("tiny:vllm", dtype="float32", processes=request.param, disable_log_stats=False)

@@ -40,7 +40,7 @@ CLOSE = 1e-4
 
 PLAIN = """
 import json, sys
-from ctxwin.engines._torchvision import repair
+from ctxwin.engines.torchvision_repair import repair
 repair()
 import numpy as np, torch
 from transformers import AutoConfig
@@ -116,7 +116,7 @@ def gap(p: dict[int, float], q: dict[int, float]) -> float:
 
 def prompt_of(engine: Any, window: Window, query: str = QUERY) -> tuple[list[int], list[MediaSpan]]:
     """The tokens that ``window`` asks with, and their media."""
-    from ctxwin.engines.vllm import _joined
+    from ctxwin.engines.vllm.engine import _joined
 
     chunks = [engine.encode(window.chunk(i)) for i in window.ids]
     return _joined([engine.encode_header(window.header), *chunks, engine.encode_query(query)])
@@ -150,7 +150,7 @@ def plain(engine: Any, prompt: dict[str, Any]) -> Any:
     """One request of somebody who knows nothing of ctxwin, by `vllm.LLM.generate` on the same vLLM."""
     from vllm import SamplingParams
 
-    from ctxwin.adapters.vllm.drivers import _no_compilation
+    from ctxwin.engines.vllm.drivers import _no_compilation
 
     driver = engine._core.driver
     parameters = SamplingParams(max_tokens=4, temperature=0, logprobs=-1, detokenize=False)
@@ -472,7 +472,7 @@ def test_plain_requests_in_the_same_steps_as_windows(view: Any) -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    from ctxwin.adapters.vllm.requests import _next
+    from ctxwin.engines.vllm.requests import _next
 
     driver = view._core.driver
     with window_on(view, [words(i) for i in range(20, 24)]) as window:
@@ -596,8 +596,8 @@ def block_names(pieces: Sequence[Piece], salt: str, block: int) -> list[bytes]:
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
-    from ctxwin.adapters.vllm.spaces import space_of
-    from ctxwin.engines.vllm import _joined
+    from ctxwin.engines.vllm.engine import _joined
+    from ctxwin.engines.vllm.prefix_space import space_of
 
     init_none_hash(sha256)
     space = space_of(pieces, salt, block)
@@ -620,7 +620,7 @@ def block_names(pieces: Sequence[Piece], salt: str, block: int) -> list[bytes]:
 def test_no_approximate_token_is_in_a_block_of_an_exact_name(
     pieces: list[Piece], block: int, data: st.DataObject
 ) -> None:
-    from ctxwin.adapters.vllm.spaces import space_of
+    from ctxwin.engines.vllm.prefix_space import space_of
 
     exact = block_names([replace(piece, apart=False) for piece in pieces], "", block)
     apart = [i for i, piece in enumerate(pieces) if piece.apart]

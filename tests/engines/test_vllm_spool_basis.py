@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ctxwin.adapters.vllm.registry import Placed, Transfer
-from ctxwin.adapters.vllm.spool import Spool, SpoolReader
+from ctxwin.engines.vllm.spool import Spool, SpoolReader
+from ctxwin.engines.vllm.transfers import Placed, Transfer
 from ctxwin.errors import StoreCorrupt
-from ctxwin.kv import KVSpec, RopeSpec, SpanKV
-from ctxwin.operator import SharedBasis, deficit, fit_basis, form_patch, project
+from ctxwin.kv.deficit import deficit
+from ctxwin.kv.basis import SharedBasis, fit_basis, project
+from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
+from ctxwin.kv.patch import form_patch
 
 KV = KVSpec(
     identity="m", family="gqa", layers=2, heads=2, k_dim=4, v_dim=4, dtype="float32",

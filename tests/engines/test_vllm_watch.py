@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from ctxwin.adapters.vllm import watch
-from ctxwin.adapters.vllm.folders import runs
-from ctxwin.adapters.vllm.watch import Lifeline
+from ctxwin.engines.vllm.lifecycle import watchdog
+from ctxwin.engines.vllm.lifecycle.folders import runs
+from ctxwin.engines.vllm.lifecycle.watchdog import Lifeline
 from engines import models
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -27,7 +27,7 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 STARTS = """
 import multiprocessing, os, sys, time
 from pathlib import Path
-from ctxwin.adapters.vllm.watch import Lifeline, starting
+from ctxwin.engines.vllm.lifecycle.watchdog import Lifeline, starting
 
 
 def sleep(line):
@@ -110,7 +110,7 @@ def test_in_a_process_with_many_files_open(monkeypatch: pytest.MonkeyPatch) -> N
     child = subprocess.Popen(["sleep", "60"])
     try:
         threading.Timer(0.1, child.kill).start()
-        assert watch._wait(child.pid, os.getppid()) and high[0] >= 1050
+        assert watchdog._wait(child.pid, os.getppid()) and high[0] >= 1050
     finally:
         child.kill()
         child.wait()
@@ -128,7 +128,7 @@ def test_killed_while_vllm_starts(tmp_path: Path, processes: str, started: int) 
     model = models.write_vision_model(tmp_path / "model")
     script = f"""
         from pathlib import Path
-        from ctxwin.engines._torchvision import repair
+        from ctxwin.engines.torchvision_repair import repair
         repair()
         from ctxwin.engines.vllm import VLLMEngine
         if __name__ == "__main__":

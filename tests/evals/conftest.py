@@ -10,12 +10,12 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny; threads would only wait for each other
 
-from ctxwin.engines._torchvision import repair
+from ctxwin.engines.torchvision_repair import repair
 
 repair()
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine(model_dir: Path) -> Iterator[HFEngine]:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
     opened = HFEngine(model_dir, dtype="float32")
     yield opened

@@ -16,10 +16,12 @@ from ctxwin.evals.group import Group
 from ctxwin.evals.metrics import kl_divergence
 from ctxwin.evals.patching import Patcher, make_weight
 from ctxwin.evals.tasks.tiny import TASKS, as_item
-from ctxwin.operator import compress, fit_basis, relocate
+from ctxwin.kv.relocate import relocate
+from ctxwin.kv.basis import fit_basis
+from ctxwin.kv.patch import compress
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 HEADER = "You watch a camera."
 

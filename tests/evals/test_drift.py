@@ -13,7 +13,7 @@ from ctxwin.evals.drift import Asked, DriftSettings, _Stream, _summary, measure
 from ctxwin.tiny.world import render
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 SETTINGS = DriftSettings(streams=1, window=3, points=(1, 3, 5), questions=3)
 

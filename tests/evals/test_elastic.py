@@ -27,7 +27,7 @@ from ctxwin.evals.elastic.report import plot_quality, quality_table, speed_table
 from ctxwin.evals.elastic.speed import Shape, SpeedSettings, measure_speed, random_engine
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 TURNS = (Turn("what color is it?", "red"), Turn("shape?", "a blue square"), Turn("number?", "now"))
 

@@ -18,14 +18,14 @@ from ctxwin.evals.generation import ROOM, Held, Reading, continue_, forced_logit
 from ctxwin.tiny.world import make_stream, render
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 LONG = ROOM + 30
 
 
 @pytest.fixture(scope="module")
 def mla_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HFEngine]:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
     from engines.models import write_mla_model
 
     opened = HFEngine(write_mla_model(tmp_path_factory.mktemp("mla") / "model"), dtype="float32")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from ctxwin.evals.kv_error import by_layer
-from ctxwin.kv import SpanKV
+from ctxwin.kv.layout import SpanKV
 
 
 def span(tokens: int, seed: int) -> SpanKV:

@@ -22,7 +22,7 @@ from ctxwin.evals.run import Runner, Settings, plan_jobs
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 HEADER = "You watch a camera."
 

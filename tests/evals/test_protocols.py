@@ -24,7 +24,7 @@ from ctxwin.evals.tasks.protocols import PROTOCOLS, ProtocolTask
 from ctxwin.evals.tasks.tiny import TASKS, TinyOptions, TinyTask, as_item
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 HEADER = "You watch a camera."
 
@@ -276,7 +276,7 @@ class Mixed(Task):
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "kimi"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
     """Grouped queries, deepstack, latent attention."""
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
     from engines.models import write_kimi, write_vision_model
 
     folder = tmp_path_factory.mktemp("family") / request.param

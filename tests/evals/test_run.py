@@ -16,7 +16,7 @@ from ctxwin.evals.tasks import TaskOptions, open_task
 from ctxwin.evals.tasks.tiny import TinyOptions
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 ARMS = "blind,patched:1,patched:2,first_k:2,orbit:2,survivor,update:2"
 TASKS = [

@@ -13,7 +13,7 @@ from ctxwin.evals.serving_gap_cli import _ranks, engines_table
 from ctxwin.evals.serving_gap_figure import draw
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 
 def test_an_engine_against_itself(engine: HFEngine) -> None:

@@ -14,15 +14,15 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.bases import decode_basis, encode_basis
 from ctxwin.evals.serving_gap import GapSettings
 from ctxwin.evals.shared_basis import Contexts, FitSettings, contexts_for, deficits, fit
 from ctxwin.evals.shared_basis_cli import basis
 from ctxwin.fidelity import PROFILES_VARIABLE, model_digest
-from ctxwin.operator import project
+from ctxwin.kv.basis import project
+from ctxwin.profiles import decode_basis, encode_basis
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 
 @pytest.fixture(autouse=True)

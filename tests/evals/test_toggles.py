@@ -14,10 +14,10 @@ from ctxwin.evals.toggles import TESTS, TRUTHS, ToggleSettings, confusion, draw,
 from ctxwin.evals.toggles_cli import toggles, toggles_tables
 from ctxwin.fidelity import Fidelity
 from ctxwin.tiny.world import answer, render
-from ctxwin.window import Window
+from ctxwin.window.window import Window
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 
 def test_a_chunk_in_front_of_the_answer_is_judged_and_as_often_as_not_it_decides() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ctxwin.tiny import world
-from ctxwin.trace import read_trace
+from ctxwin.view.trace import read_trace
 from examples.agent_runs import EXAMPLES, check_figures, figures_of, run_example
 
 pytest.importorskip("pypdfium2", reason="pypdfium2 is not installed; run pip install 'ctxwin[pdf]'")

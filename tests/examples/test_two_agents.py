@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ctxwin.ledger import NAMES
+from ctxwin.baselines.ledger import NAMES
 from ctxwin.tiny import world
 from ctxwin.tiny.clip import write_clip
-from ctxwin.trace import read_trace
+from ctxwin.view.trace import read_trace
 from examples.agent_runs import check_figures, figures_of, run_example
 
 

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from ctxwin.tiny import world
-from ctxwin.trace import read_trace
+from ctxwin.view.trace import read_trace
 from examples.agent_runs import EXAMPLES, check_figures, figures_of, run_example
 
 

@@ -15,7 +15,7 @@ from openai import OpenAI
 from prometheus_client import CollectorRegistry, generate_latest
 
 from ctxwin.engines.base import Engine
-from ctxwin.engines.hf import HFEngine
+from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.serve.app import install
 from ctxwin.serve.gate import Gate
 from ctxwin.serve.limits import Limits

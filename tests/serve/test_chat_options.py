@@ -14,14 +14,15 @@ import pytest
 import torch
 from openai import OpenAI
 
-from ctxwin import Chunk, asking
+from ctxwin import Chunk
 from ctxwin.adapters.openai import chunk_part, upload
 from ctxwin.engines.base import Sampling
-from ctxwin.engines.hf_model import warped
+from ctxwin.engines.hf.model import warped
 from ctxwin.serve.chat import several
 from ctxwin.serve.completions import Reply, parse
 from ctxwin.serve.limits import Limits
 from ctxwin.tiny import world
+from ctxwin.window import ask as asking
 from serve.serving import Server, serving
 from serve.test_routes import call, wait_for
 

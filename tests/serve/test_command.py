@@ -45,7 +45,7 @@ def test_bad_options_of_ours_are_one_line(arguments: tuple[str, ...], said: str)
 
 PROGRAM = """
 import json, sys
-from ctxwin.adapters.vllm.serving.arguments import own_keys, parse
+from ctxwin.serve.vllm.arguments import own_keys, parse
 found = {}
 for given in json.loads(sys.argv[1]):
     try:

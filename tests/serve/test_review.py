@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ctxwin import Chunk, asking
+from ctxwin import Chunk
 from ctxwin.adapters.openai import upload
 from ctxwin.serve.errors import NotAllowed
 from ctxwin.serve.gate import _bound_body
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.service import Results
 from ctxwin.serve.tenants import Tenant
+from ctxwin.window import ask as asking
 from serve.serving import Server, serving
 from serve.test_routes import call, png, read_metrics, wait_for
 

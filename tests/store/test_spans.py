@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ctxwin.kv import KVSpec, RopeSpec, SpanKV
-from ctxwin.operator.basis import fit_basis, project
-from ctxwin.operator.deficit import deficit
-from ctxwin.operator.patch import Patch, form_patch
+from ctxwin.kv.basis import fit_basis, project
+from ctxwin.kv.deficit import deficit
+from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
+from ctxwin.kv.patch import Patch, form_patch
 from ctxwin.store import open_store
 from ctxwin.store.codec import decode_tensors, encode_bytes, encode_tensors
 from ctxwin.store.memory import MemoryStore

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.trace import Trace
+from ctxwin.view.trace import Trace
 from window.fake import FakeEngine
 
 DESK, PHONE = (1440, 1000), (360, 780)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ctxwin.trace import Trace
 from ctxwin.view.server import ViewServer, messages
+from ctxwin.view.trace import Trace
 from view.recorded import frame, watched
 from window.fake import FakeEngine
 

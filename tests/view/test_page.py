@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ctxwin import Chunk
-from ctxwin.trace import Trace, read_trace
 from ctxwin.view import render, totals
+from ctxwin.view.trace import Trace, read_trace
 from view.recorded import DESK, PHONE, frame, watched
 from window.fake import FakeEngine
 

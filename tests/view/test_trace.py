@@ -18,7 +18,7 @@ from PIL import Image
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.media import decode_video
-from ctxwin.trace import Trace, read_trace
+from ctxwin.view.trace import Trace, read_trace
 from window.fake import FakeEngine
 
 
@@ -261,7 +261,7 @@ def test_a_new_trace_replaces_an_old_one(engine: FakeEngine, path: Path) -> None
 
 
 def test_a_trace_loads_no_torch() -> None:
-    code = "import sys, ctxwin.trace; print([m for m in ('torch', 'cv2', 'numpy', 'PIL') if m in sys.modules])"
+    code = "import sys, ctxwin.view.trace; print([m for m in ('torch', 'cv2', 'numpy', 'PIL') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

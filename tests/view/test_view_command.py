@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ctxwin.cli.main import app
-from ctxwin.trace import read_trace
+from ctxwin.view.trace import read_trace
 
 
 def view(*args: object) -> Result:

@@ -17,10 +17,10 @@ import torch
 from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
 from ctxwin.engines.base import Encoded, Engine, EngineCounters, EngineSpec, Generation, MediaSpan, Piece, Sampling
 from ctxwin.errors import ChunkUnavailable
-from ctxwin.identity import digest
-from ctxwin.kv import KVSpec, RopeSpec, SpanKV
+from ctxwin.hashing import digest
+from ctxwin.kv.relocate import relocate
+from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin.media import unpack_frames
-from ctxwin.operator import relocate
 from ctxwin.store import open_store
 from ctxwin.store.base import Store
 from ctxwin.store.spans import SpanRepository

@@ -12,8 +12,8 @@ from typing import Any, get_args
 import pytest
 
 from ctxwin import BudgetExceeded, Chunk, EngineFailed, Fidelity, UnknownChunk, Window, WindowBusy
-from ctxwin.events import Event, Op
 from ctxwin.policies import ByToolCall
+from ctxwin.window.events import Event, Op
 from window.fake import FakeEngine
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from ctxwin import Answer, Chunk, Fidelity, Window, open_engine, open_store
-from ctxwin.asking import kl
-from ctxwin.bases import ModelBasis, require_basis, write_basis
 from ctxwin.engines.base import Engine, Piece, Sampling
 from ctxwin.fidelity import PROFILES_VARIABLE, user_profile
+from ctxwin.profiles import ModelBasis, require_basis, write_basis
 from ctxwin.tiny import checkpoint_dir, world
+from ctxwin.window.ask import kl
 
 HEADER = "You watch a camera."
 SHARED = Fidelity("patched", layout="shared", rank=48)

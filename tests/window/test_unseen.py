@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.state import State
+from ctxwin.window.state import State
 from window.fake import FakeEngine
 
 

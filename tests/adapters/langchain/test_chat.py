@@ -22,11 +22,11 @@ from PIL import Image
 from ctxwin import Chunk, Fidelity, open_engine
 from ctxwin.adapters.langchain import blocks
 from ctxwin.adapters.langchain.chat import ChatCtxwin
+from ctxwin.baselines.reprefill import Reference
 from ctxwin.engines.base import Encoded, Engine, Sampling
 from ctxwin.errors import UnsupportedModel
-from ctxwin.events import Event
-from ctxwin.reference import Reference
 from ctxwin.tiny.world import Frame, make_stream, questions_for, render
+from ctxwin.window.events import Event
 from engines.scripted import ScriptedEngine
 from engines.tool_models import HERMES, write_tool_model
 

@@ -25,7 +25,7 @@ from ctxwin.adapters.langchain.chat import ChatCtxwin
 from ctxwin.adapters.langchain.middleware import KEY, WindowMiddleware
 from ctxwin.adapters.langchain.units import LeastRecentlyReadMessages, Unit, blocks, is_media
 from ctxwin.engines.base import Engine
-from ctxwin.events import Event
+from ctxwin.window.events import Event
 from engines.scripted import ScriptedEngine
 
 Middleware = Callable[..., WindowMiddleware]

@@ -21,11 +21,12 @@ from langgraph.runtime import ExecutionInfo, Runtime
 from langgraph.types import interrupt
 from PIL import Image
 
-from ctxwin import BudgetExceeded, Chunk, Fidelity, Window, edits
+from ctxwin import BudgetExceeded, Chunk, Fidelity, Window
 from ctxwin.adapters.langgraph import WindowContext, WindowNode, WindowState, load, merge_windows, open_window
 from ctxwin.adapters.langgraph.context import engine_of
 from ctxwin.adapters.langgraph.follow import follow
-from ctxwin.sync import sync
+from ctxwin.window import edits
+from ctxwin.window.sync import sync
 from window.fake import FakeEngine
 
 Picture = Callable[[int], Chunk]

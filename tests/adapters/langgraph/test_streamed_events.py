@@ -17,8 +17,8 @@ from langgraph.types import Command, TimeoutPolicy, interrupt
 
 from ctxwin import Chunk
 from ctxwin.adapters.langgraph import WindowContext, merge_windows, open_window
-from ctxwin.events import Event
-from ctxwin.ledger import Ledger
+from ctxwin.baselines.ledger import Ledger
+from ctxwin.window.events import Event
 
 Picture = Callable[[int], Chunk]
 CONFIG: Any = {"configurable": {"thread_id": "t"}}

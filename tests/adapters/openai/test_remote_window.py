@@ -27,13 +27,13 @@ from ctxwin import (
     UnknownChunk,
     Window,
     WindowBusy,
-    asking,
     open_engine,
 )
 from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
 from ctxwin.engines.base import Engine
 from ctxwin.serve.errors import UnknownUpload, UnknownWindow
 from ctxwin.tiny import world
+from ctxwin.window import ask as asking
 from serve.serving import Server
 
 FRAMES = world.make_stream(seed=5, n_frames=12)

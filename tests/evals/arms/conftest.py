@@ -18,7 +18,7 @@ from ctxwin.evals.patching import Patcher
 from ctxwin.evals.tasks.tiny import TASKS, as_item
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 HEADER = "You watch a camera."
 TEXTS = ("a red circle now", "the square is blue", "the number of a frame", "what color is the camera now red blue")
@@ -99,7 +99,7 @@ def bench(engine: HFEngine) -> Bench:
 @pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl", "mla", "kimi"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """A random model of each family: what holds on all of them holds by definition."""
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
     from engines.models import write_kimi, write_mla_model, write_vision_model
 
     folder: Path = tmp_path_factory.mktemp("arms") / request.param

@@ -21,7 +21,7 @@ from ctxwin.evals.patching import Patcher
 from ctxwin.evals.tasks.tiny import TASKS, as_item
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 HEADER = "You watch a camera."
 
@@ -47,7 +47,7 @@ def decoder(engine: HFEngine) -> Decoder:
 
 @pytest.fixture(scope="module")
 def mla(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
     from engines.models import write_mla_model
 
     opened = HFEngine(write_mla_model(tmp_path_factory.mktemp("mla") / "model"), dtype="float32")
@@ -57,7 +57,7 @@ def mla(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
 
 @pytest.fixture(scope="module")
 def deepstack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
     from engines.models import write_vision_model
 
     opened = HFEngine(write_vision_model(tmp_path_factory.mktemp("deep") / "model", "qwen3_vl"), dtype="float32")

@@ -12,7 +12,7 @@ from ctxwin.evals.arms.layers import VlCache, filled, low_rank_keys
 from ctxwin.evals.arms.select import highest, recompute
 from ctxwin.evals.items import Item
 from ctxwin.evals.tasks import open_task
-from ctxwin.operator.rope import angles, turn
+from ctxwin.kv.rope import angles, turn
 
 if TYPE_CHECKING:
     from .conftest import Bench

@@ -151,8 +151,8 @@ def _attract(bench: Bench, group: Group, b: int, t: int) -> None:
     bench.decoder.append(bench.decoder.tokens([query], group.begin), memory)
     for hook in hooks:
         hook.remove()
-    from ctxwin.kv import SpanKV
-    from ctxwin.operator.rope import angles, turn
+    from ctxwin.kv.layout import SpanKV
+    from ctxwin.kv.rope import angles, turn
 
     place = next(i for i, p in enumerate(group.places) if p.slot <= t < p.end)
     span, at = group.exact[b][place], t - group.places[place].slot

@@ -20,10 +20,10 @@ from ctxwin.evals.bench.serve_policies import POLICIES, Film, Prompts, Windows, 
 from ctxwin.evals.bench.serve_show import lines, picture, serve_table
 from ctxwin.evals.bench.serve_trace import Mix, Turn, frames_of, trace
 from ctxwin.fidelity import Fidelity
-from ctxwin.window import Window
+from ctxwin.window.window import Window
 
 if TYPE_CHECKING:
-    from ctxwin.engines.vllm import VLLMEngine
+    from ctxwin.engines.vllm.engine import VLLMEngine
 
 MIX = Mix(sessions=2, frames=3, look_backs=0.4)
 TOKENS = 32
@@ -94,8 +94,8 @@ def turn(kind: Any, frame: int, *placed: int) -> Turn:
 
 def test_users_of_the_prefix_cache_hold_what_the_ledger_says(engine: VLLMEngine, film: Film) -> None:
     """The same moves in a window that a `Ledger` watches: the same frames in the same order, branches aside."""
+    from ctxwin.baselines.ledger import Ledger
     from ctxwin.evals.bench.serve_policies import HEADER
-    from ctxwin.ledger import Ledger
 
     mix, answer = MIX, 4
     turns = [t for t in trace(mix, 60, seed=0) if t.session == 0 and t.kind in ("now", "back")]

@@ -23,7 +23,7 @@ from ctxwin.evals.probe.patchers import make_patcher, spelling, variants
 from ctxwin.evals.probe.reading import read
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 
 def heard_by(engine: HFEngine, source: Source) -> Listener:
@@ -39,7 +39,7 @@ def world(engine: HFEngine) -> Listener:
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Listener, Source]]:
     """Latent attention, reading text."""
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
     from engines.models import write_mla_model
 
     folder = tmp_path_factory.mktemp("latent")

@@ -20,7 +20,7 @@ from ctxwin.evals.probe.sizes import Sizes
 from ctxwin.fidelity import PROFILES_VARIABLE, Fidelity, find_profile
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 
 @pytest.fixture

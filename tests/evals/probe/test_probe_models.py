@@ -18,7 +18,7 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.tiny import checkpoint_dir
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
 CHAINING = Path(__file__).parents[2] / "models" / "chaining"
 SMALL = Sizes(
@@ -45,7 +45,7 @@ def probed(engine: HFEngine, sizes: Sizes = SMALL) -> dict[str, Any]:
 
 
 def opened(folder: Path) -> HFEngine:
-    from ctxwin.engines.hf import HFEngine
+    from ctxwin.engines.hf.engine import HFEngine
 
     return HFEngine(folder, dtype="float32")
 

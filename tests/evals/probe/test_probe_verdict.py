@@ -27,7 +27,7 @@ from ctxwin.evals.probe.verdict import (
     summary,
     with_margin,
 )
-from ctxwin.operator import Deficit
+from ctxwin.kv.deficit import Deficit
 
 READS = [Competence("cross", 48, True, 0.5, 0.2, 1.0, 0.3, 0.4, moved=2.0)]
 

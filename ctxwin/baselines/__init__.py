@@ -1,0 +1,1 @@
+"""What others would have computed: users of a prefix cache, and a re-prefill."""

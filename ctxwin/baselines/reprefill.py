@@ -1,0 +1,58 @@
+"""The yardsticks: an exact re-prefill of what is placed now, and blind reuse of frames prefilled alone.
+
+Neither touches the window's spans in the store nor its part of the engine's prefix cache; only vision embeddings are
+shared. What they compute is not counted as the window's work.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
+
+if TYPE_CHECKING:
+    from ctxwin.kv.layout import SpanKV
+
+
+class Reference:
+    """Answers questions over frames in an order, from scratch or blindly.
+
+    Args:
+        engine: the engine of the window.
+        header: the window's header.
+    """
+
+    def __init__(self, engine: Engine, header: Encoded) -> None:
+        self._engine = engine
+        self._header = header
+        self._alone: dict[str, SpanKV] = {}
+        self._head: SpanKV | None = None
+
+    def reprefill(self, frames: Sequence[Encoded], query: Encoded, sampling: Sampling) -> Generation:
+        """One exact forward over header, frames and query; nothing is reused."""
+        return self._engine.generate(self._layout(frames, None), query, sampling, salt=_fresh())
+
+    def blind(self, frames: Sequence[Encoded], query: Encoded, sampling: Sampling) -> Generation:
+        """Every frame's KV as it is behind the header alone, moved to its place."""
+        if self._head is None:
+            self._head = self._engine.prefill([], self._header, 0, salt=_fresh())
+        front = [Piece(self._header, 0, span=self._head, id="header")]
+        for frame in frames:
+            if frame.chunk_id not in self._alone:
+                self._alone[frame.chunk_id] = self._engine.prefill(front, frame, self._header.advance, salt=_fresh())
+        spans = [self._head, *(self._alone[frame.chunk_id] for frame in frames)]
+        return self._engine.generate(self._layout(frames, spans), query, sampling, salt=_fresh())
+
+    def _layout(self, frames: Sequence[Encoded], spans: Sequence[SpanKV] | None) -> list[Piece]:
+        at, pieces = 0, []
+        for i, encoded in enumerate((self._header, *frames)):
+            pieces.append(Piece(encoded, at, span=None if spans is None else spans[i], id=encoded.chunk_id))
+            at += encoded.advance
+        return pieces
+
+
+def _fresh() -> str:
+    """A salt never used before: no prefix-cache hit, and none left for anybody."""
+    return uuid.uuid4().hex

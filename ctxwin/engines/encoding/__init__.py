@@ -1,0 +1,1 @@
+"""Chunks as tokens, media inputs and positions."""

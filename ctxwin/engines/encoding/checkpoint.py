@@ -1,0 +1,256 @@
+"""A model's files: config, tokenizer, processors, prompt template, and the identity that stored KV is keyed by."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ctxwin.engines.encoding.families import Family, family_of, patches_per_token
+from ctxwin.engines.encoding.templates import Template
+from ctxwin.engines.torchvision_repair import repair
+from ctxwin.errors import UnsupportedModel
+from ctxwin.hashing import digest
+
+_WHOLE = 1 << 30
+"""Weight files up to this many bytes are hashed as a whole."""
+_SAMPLE = 16 << 10
+"""Of larger ones, this many bytes from the start of every tensor."""
+_VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash", "_from_model_config", "torch_dtype", "dtype")
+
+
+@dataclass(frozen=True)
+class MediaTokens:
+    """Token ids that stand for media, and around them; ``video`` is None where videos have no tokens of their own."""
+
+    start: int
+    end: int
+    image: int
+    video: int | None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One model folder, opened without its weights.
+
+    Attributes:
+        name: what the caller asked for.
+        path: the local folder.
+        config: transformers config.
+        text_config: the decoder's part of it (the config itself for a text model).
+        image_processor: None for a text model. ``video_processor``: None where there is none.
+        media: placeholder tokens; None for a text model.
+        family: what the processors do; None for a text model.
+        bos: ids that the tokenizer puts in front on its own; used only without a chat template.
+        eos: ids that end an answer.
+        weights: digest of the weight files.
+        tokenizing: to be held around the tokenizer, which keeps a call's options in itself: of two calls at once one may
+            read special tokens where the other's text only spells them out.
+    """
+
+    name: str
+    path: Path
+    config: Any
+    text_config: Any
+    tokenizer: Any
+    image_processor: Any
+    video_processor: Any
+    media: MediaTokens | None
+    template: Template
+    bos: tuple[int, ...]
+    eos: frozenset[int]
+    weights: str
+    processors: str = field(repr=False, default="")
+    family: Family | None = None
+    tokenizing: threading.Lock = field(repr=False, compare=False, default_factory=threading.Lock)
+
+    @property
+    def patches_per_token(self) -> int:
+        """How many patches of a grid become one token; only for a vision model."""
+        return patches_per_token(self.config, self.image_processor)
+
+    def identity(self, dtype: str, positions: str) -> str:
+        """Digest of everything that makes KV of this model interchangeable.
+
+        Args:
+            dtype: name of the dtype that KV is computed in.
+            positions: name of the engine's position rule (``transformers``, ``vllm``): engines place what follows a
+                video differently, so that a span of one must not be served by the other.
+        """
+        config = {k: v for k, v in self.config.to_dict().items() if k not in _VOLATILE}
+        return digest("model", _plain(config), self.weights, dtype, self.processors, positions)
+
+
+def open_checkpoint(name: str | Path) -> Checkpoint:
+    """Opens a local folder or a Hugging Face Hub name (downloaded once, safetensors only).
+
+    Cost: reading the weight files once for their digest (sampled above 1 GiB a file, see `weights_digest`).
+
+    Raises:
+        ValueError: neither a model folder nor a name that the Hub knows.
+        UnsupportedModel: positions under which KV cannot be moved (ALiBi ...), a vision model of no known family, no
+            safetensors weights, or a chat template that cannot be cut into pieces.
+    """
+    repair()
+    path = _folder(name)
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    from ctxwin.kv.config import check_supported
+
+    config = AutoConfig.from_pretrained(path)
+    check_supported(config)  # before gigabytes of weights are read
+    text_config = config.get_text_config()
+    family = family_of(config) if hasattr(config, "vision_config") else None
+    weights = weights_digest(path)
+    image_processor = video_processor = media = None
+    if family is not None:
+        from transformers import AutoProcessor
+
+        processor = AutoProcessor.from_pretrained(path)
+        tokenizer = processor.tokenizer
+        image_processor = getattr(processor, "image_processor", None)
+        video_processor = getattr(processor, "video_processor", None)
+        source = getattr(processor, "chat_template", None) or tokenizer.chat_template
+        media = _media_tokens(config, processor, family.video and video_processor is not None)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        source = tokenizer.chat_template
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:
+        generation = None
+    picture = None
+    if media is not None:
+        start, image, end = tokenizer.convert_ids_to_tokens([media.start, media.image, media.end])
+        picture = (start, image, end)
+    settings = [p.to_dict() if p is not None else None for p in (image_processor, video_processor)]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
+    return Checkpoint(
+        name=str(name),
+        path=path,
+        config=config,
+        text_config=text_config,
+        tokenizer=tokenizer,
+        image_processor=image_processor,
+        video_processor=video_processor,
+        media=media,
+        template=Template(_renderer(tokenizer, source), picture),
+        bos=_bos(tokenizer),
+        eos=_eos(generation, text_config, tokenizer),
+        weights=weights,
+        processors=digest("processors", _plain(settings), rules, source),
+        family=family,
+    )
+
+
+def weights_digest(path: Path) -> str:
+    """SHA-256 over the safetensors files of a folder, by name.
+
+    Files up to 1 GiB are hashed as a whole (about a second each). Of larger ones, the header (names, dtypes, shapes,
+    offsets), the size, and the first 16 KiB of every tensor are: enough to tell fine-tunes of one model apart without
+    reading tens of gigabytes at every start. No modification times, so a copy keeps its identity.
+
+    Raises UnsupportedModel where there are none (pickled weights are not read).
+    """
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise UnsupportedModel(f"the model must have *.safetensors weights, got none in {path.name!r}; convert it")
+    return digest("weights", [[f.name, f.stat().st_size, _file_digest(f)] for f in files])
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        if file.stat().st_size <= _WHOLE:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+        h = hashlib.sha256()
+        raw = stream.read(8)
+        (length,) = struct.unpack("<Q", raw)
+        header = stream.read(length)
+        h.update(raw + header)
+        for name, entry in sorted(json.loads(header).items()):
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                stream.seek(8 + length + begin)
+                h.update(stream.read(min(_SAMPLE, end - begin)))
+        return h.hexdigest()
+
+
+def _folder(name: str | Path) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"a model folder must hold a config.json, got {str(path)!r}")
+        return path.resolve()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "ctxwin-basis.st"]
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=wanted))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"a model must be a local folder or a Hugging Face Hub name, got {str(name)!r}: {reason}"
+        ) from error
+
+
+def _media_tokens(config: Any, processor: Any, video: bool) -> MediaTokens:
+    vocabulary = processor.tokenizer.get_vocab()
+
+    def find(field_name: str, processors_name: str, token: str) -> int:
+        held = getattr(config, field_name, None)
+        if held is None:
+            held = getattr(processor, processors_name, None)
+        if held is None:
+            held = vocabulary.get(token)
+        if held is None:
+            raise UnsupportedModel(f"the config of a vision model must name {field_name}, got none")
+        return int(held)
+
+    return MediaTokens(
+        start=find("vision_start_token_id", "start_image_token_id", "<|vision_start|>"),
+        end=find("vision_end_token_id", "end_image_token_id", "<|vision_end|>"),
+        image=find("image_token_id", "image_token_id", "<|image_pad|>"),
+        video=find("video_token_id", "video_token_id", "<|video_pad|>") if video else None,
+    )
+
+
+def _renderer(tokenizer: Any, source: str | None) -> Any:
+    if not source:
+        return None
+
+    def render(messages: list[dict[str, Any]], generation: bool, tools: list[dict[str, Any]] | None = None) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=source, tokenize=False, add_generation_prompt=generation
+            )
+        )
+
+    return render
+
+
+def _bos(tokenizer: Any) -> tuple[int, ...]:
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a", add_special_tokens=True)["input_ids"]
+    at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
+    return tuple(full[:at])
+
+
+def _eos(generation: Any, text_config: Any, tokenizer: Any) -> frozenset[int]:
+    found: set[int] = set()
+    for held in (getattr(generation, "eos_token_id", None), getattr(text_config, "eos_token_id", None)):
+        if held is not None and not found:
+            found |= {int(held)} if isinstance(held, int) else {int(i) for i in held}
+    if tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    return frozenset(found)
+
+
+def _plain(value: Any) -> Any:
+    """JSON form of a config, for `digest`; what JSON does not know is taken as its text."""
+    return json.loads(json.dumps(value, sort_keys=True, default=str))

@@ -1,0 +1,62 @@
+"""Stored vision embeddings: what lets the tower run once for the same media, also across restarts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from ctxwin.engines.encoding.families import Grid
+
+if TYPE_CHECKING:
+    import torch
+
+    from ctxwin.store.spans import SpanRepository
+
+_log = logging.getLogger("ctxwin.engines")
+
+
+class Embeddings:
+    """Vision embeddings by key, with their patch grid, in a repository.
+
+    What the store refuses (full, everything leased) is kept in memory up to ``max_bytes``, so that the forward which
+    follows an encode finds it.
+    """
+
+    def __init__(self, repository: SpanRepository, max_bytes: int = 64 << 20) -> None:
+        self._repository = repository
+        self._max_bytes = max_bytes
+        self._refused: OrderedDict[str, tuple[torch.Tensor, Grid]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> tuple[torch.Tensor, Grid] | None:
+        """``([tokens, width], (t, h, w))``, or None where either is gone or unreadable."""
+        with self._lock:
+            if key in self._refused:
+                return self._refused[key]
+        grid = self._repository.get_json(_grid_key(key))
+        if grid is None:
+            return None
+        embeddings = self._repository.get_embedding(key)
+        return None if embeddings is None else (embeddings, (int(grid[0]), int(grid[1]), int(grid[2])))
+
+    def contains(self, key: str) -> bool:
+        with self._lock:
+            held = key in self._refused
+        return held or (self._repository.contains(key) and self._repository.contains(_grid_key(key)))
+
+    def put(self, key: str, embeddings: torch.Tensor, grid: Grid) -> None:
+        embeddings = embeddings.detach().to("cpu").contiguous()
+        # The grid goes first: embeddings without their grid would be useless, a grid alone is a miss.
+        if self._repository.put_json(_grid_key(key), list(grid)) and self._repository.put_embedding(key, embeddings):
+            return
+        _log.warning("the store refused vision embeddings %s; they are kept in memory only", key)
+        with self._lock:
+            self._refused[key] = (embeddings, grid)
+            while len(self._refused) > 1 and sum(e.nbytes for e, _ in self._refused.values()) > self._max_bytes:
+                self._refused.popitem(last=False)
+
+
+def _grid_key(key: str) -> str:
+    return "grid/" + key.partition("/")[2]

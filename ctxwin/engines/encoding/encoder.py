@@ -1,0 +1,356 @@
+"""Chunks to tokens, media and positions: what every engine does the same way.
+
+The vision tower runs at most once for the same media: its embeddings are stored under ``embed/<digest>`` together with
+the patch grid, so that a chunk whose pixels are gone can still be encoded, also after a restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
+from ctxwin.engines.base import Encoded, Engine, EngineCounters, MediaSpan
+from ctxwin.engines.encoding.checkpoint import Checkpoint
+from ctxwin.engines.encoding.embeddings import Embeddings
+from ctxwin.engines.encoding.families import Family, Grid, process_images, process_video, stamps
+from ctxwin.errors import BadMedia, ChunkUnavailable, UnsupportedModel
+from ctxwin.hashing import digest
+from ctxwin.media import unpack_frames
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from ctxwin.engines.encoding.templates import Template
+    from ctxwin.store.spans import SpanRepository
+
+Vision = Callable[[Any, Any], Any]
+"""``(pixel_values, grid_thw int64 [n, 3]) -> embeddings [tokens, width]`` of all n items, in order."""
+Positions = Callable[[Sequence[int], Sequence[MediaSpan]], "tuple[np.ndarray, int]"]
+"""``(token_ids, media) -> (int64 [3, T] starting at 0, position of a text token that would follow)``."""
+
+_Item = tuple[str, int, Grid, float | None, str]
+"""Key, tokens, grid, seconds a temporal step, and the text in front, of what stands as one run of placeholders."""
+_FRAMES_AT_ONCE = 16
+_HEADERS = 64
+_log = logging.getLogger("ctxwin.engines")
+
+
+class Encoder:
+    """Turns headers, chunks, queries and exchanges into `Encoded`. Thread-safe.
+
+    Texts are tokenised piece by piece, and special tokens inside them are taken as plain text: content cannot forge a
+    turn or a picture. Raw ids (`Chunk.tokens`) may hold special tokens, but no media placeholders.
+
+    Args:
+        checkpoint: the model's files.
+        identity: model identity, part of every embedding key.
+        repository: where embeddings are kept and media sources are looked up.
+        vision: runs the vision tower; None for a text model.
+        positions: the serving engine's position rule.
+        counters: ``vision_encodes`` counts media that went through the tower.
+        cache: how many encoded chunks are remembered.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        identity: str,
+        repository: SpanRepository,
+        vision: Vision | None,
+        positions: Positions,
+        counters: EngineCounters,
+        cache: int = 1024,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.embeddings = Embeddings(repository)
+        self._identity = identity
+        self._repository = repository
+        self._vision = vision
+        self._positions = positions
+        self._counters = counters
+        self._cache: OrderedDict[str, Encoded] = OrderedDict()
+        self._headers: OrderedDict[str, Encoded] = OrderedDict()
+        self._closing: tuple[int, ...] | None = None
+        self._cache_size = cache
+        self._lock = threading.RLock()
+
+    def encode_header(self, header: str) -> Encoded:
+        """Tokens of the system turn and the opening of the user turn; raises UnsupportedModel without a system turn.
+
+        The newest headers are remembered: every ask of a window needs its own.
+        """
+        with self._lock:
+            if header in self._headers:
+                self._headers.move_to_end(header)
+                return self._headers[header]
+        before, after = self.checkpoint.template.header(header)
+        ids = [*self.template_ids(before), *self.text_ids(header), *self.template_ids(after)]
+        if self.checkpoint.template.plain:
+            ids = [*self.checkpoint.bos, *ids]
+        made = self._made(digest("header", header), ids, ())  # may wait for the engine, so not under the lock
+        with self._lock:
+            self._headers[header] = made
+            while len(self._headers) > _HEADERS:
+                self._headers.popitem(last=False)
+        return made
+
+    def encode_query(self, query: str) -> Encoded:
+        """Tokens of the query and of the turn's closing."""
+        return self._made(digest("query", query), self._query_ids(query), ())
+
+    def encode_exchange(self, query: str, answer_ids: Sequence[int]) -> Encoded:
+        """``encode_query(query)``, the answer, its turn's end and a reopened user turn."""
+        answer = [int(i) for i in answer_ids]
+        after = self.checkpoint.template.exchange(query, self.decode(answer))
+        ids = [*self._query_ids(query), *answer, *self.template_ids(after)]
+        return self._made(digest("exchange", query, answer), ids, ())
+
+    def encode(self, chunk: Chunk) -> Encoded:
+        """Tokens, media and positions of a chunk; see `Engine.encode`."""
+        with self._lock:
+            held = self._cache.get(chunk.id)
+            if held is not None and all(self.embeddings.contains(m.key) for m in held.media):
+                self._cache.move_to_end(chunk.id)
+                return held
+            ids: list[int] = []
+            media: list[MediaSpan] = []
+            before, after = self._around(chunk)
+            ids += self.template_ids(before)
+            for part in chunk.parts:
+                if isinstance(part, TextPart):
+                    ids += self.text_ids(part.text)
+                elif isinstance(part, TokensPart):
+                    ids += self._raw_ids(part)
+                else:
+                    self._add_media(chunk, part, ids, media)
+            ids += self.template_ids(after)
+            if not ids:
+                raise ValueError("a chunk must have at least one token, got none after tokenisation")
+            made = self._made(chunk.id, ids, tuple(media))
+            self._cache[chunk.id] = made
+            while len(self._cache) > self._cache_size:
+                self._cache.popitem(last=False)
+            return made
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of generated ids, special tokens left out."""
+        with self.checkpoint.tokenizing:
+            return str(self.checkpoint.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def embed(self, key: str) -> torch.Tensor:
+        """Stored embeddings, as the tower gave them; see `Engine.embed`."""
+        found = self.embeddings.get(key)
+        if found is None:
+            raise ChunkUnavailable(
+                f"the vision embeddings {key} are not stored any more; encode the chunk again (its pixels are needed)"
+            )
+        return found[0]
+
+    def _made(self, chunk_id: str, ids: Sequence[int], media: tuple[MediaSpan, ...]) -> Encoded:
+        positions, advance = self._positions(ids, media)
+        return Encoded(chunk_id, tuple(ids), positions, advance, media)
+
+    def text_ids(self, text: str) -> list[int]:
+        """Ids of content: special tokens spelled out in it stay text."""
+        if not text:
+            return []
+        with self.checkpoint.tokenizing:
+            made = self.checkpoint.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+        return [int(i) for i in made["input_ids"]]
+
+    def template_ids(self, text: str) -> list[int]:
+        """Ids of a piece of the template: special tokens count."""
+        if not text:
+            return []
+        with self.checkpoint.tokenizing:
+            made = self.checkpoint.tokenizer(text, add_special_tokens=False)
+        return [int(i) for i in made["input_ids"]]
+
+    def _query_ids(self, query: str) -> list[int]:
+        if self._closing is None:
+            self._closing = tuple(self.template_ids(self.checkpoint.template.closing))
+        return [*self.text_ids(query), *self._closing]
+
+    def _raw_ids(self, part: TokensPart) -> tuple[int, ...]:
+        media = self.checkpoint.media
+        reserved = set() if media is None else {media.image, media.video}
+        size = len(self.checkpoint.tokenizer)
+        for i in part.ids:
+            if i in reserved:
+                raise ValueError(f"tokens must not hold media placeholders, got id {i}; use Chunk.image or Chunk.video")
+            if i >= size and i >= int(self.checkpoint.text_config.vocab_size):
+                raise ValueError(f"token ids must be below the vocabulary size {size}, got {i}")
+        return part.ids
+
+    def _around(self, chunk: Chunk) -> tuple[str, str]:
+        """What stands around the chunk's parts: nothing for a bare chunk, its turn for a message."""
+        template = self.checkpoint.template
+        if chunk.role is None:
+            return "", ""
+        around = template.turns(chunk.role)
+        if not any(isinstance(p, TokensPart) for p in chunk.parts):
+            blocks = [
+                {"type": "text", "text": p.text} if isinstance(p, TextPart) else {"type": "image"}
+                for p in chunk.parts
+                if not (isinstance(p, MediaPart) and p.media == "video")
+            ]
+            texts = [b["text"] for b in blocks if b["type"] == "text"]
+            if len(texts) == len(blocks):
+                template.check_message(chunk.role, "".join(texts))
+            else:
+                template.check_message(chunk.role, blocks)
+        return around
+
+    def _add_media(self, chunk: Chunk, part: MediaPart, ids: list[int], media: list[MediaSpan]) -> None:
+        family = self._family(part)
+        tokens = self.checkpoint.media
+        assert tokens is not None
+        lead, tail = (self.template_ids(text) for text in self.checkpoint.template.picture())
+        native = part.media == "video" and not chunk.as_frames and tokens.video is not None
+        items = self._video(chunk, part, family) if native else self._images(chunk, part, family)
+        pad = tokens.video if native else tokens.image
+        assert pad is not None
+        for key, rows, grid, seconds, stamp in items:
+            ids += [*self.text_ids(stamp), tokens.start] if native else lead
+            media.append(MediaSpan("video" if native else "image", key, len(ids), rows, grid, seconds))
+            ids += [pad] * rows
+            ids += [tokens.end] if native else tail
+
+    def _family(self, part: MediaPart) -> Family:
+        family = self.checkpoint.family
+        if family is None or self._vision is None or self.checkpoint.image_processor is None:
+            raise UnsupportedModel(f"{self.checkpoint.name} does not see {part.media}s; use a vision-language model")
+        return family
+
+    def _images(self, chunk: Chunk, part: MediaPart, family: Family) -> list[_Item]:
+        """An image, or the frames of a video as images. One count a media."""
+        frames = part.media == "video"
+        keys = [self._key(part, "image", index if frames else None) for index in range(part.shape[0])]
+        missing = [i for i, key in enumerate(keys) if self.embeddings.get(key) is None]
+        fresh: dict[str, tuple[int, Grid]] = {}
+        if missing:
+            from PIL import Image
+
+            checkpoint, shown = self.checkpoint, self._pixels(chunk, part)
+            for at in range(0, len(missing), _FRAMES_AT_ONCE):
+                batch = missing[at : at + _FRAMES_AT_ONCE]
+                pictures = [Image.fromarray(shown[i]) for i in batch]
+                pixels, grids = self._processed(
+                    part, process_images, family, checkpoint.config, checkpoint.image_processor, pictures, frames
+                )
+                fresh |= self._run(pixels, grids, [keys[i] for i in batch])
+            self._counters.vision_encodes += 1
+        return [(key, *(fresh.get(key) or self._known(key)), None, "") for key in keys]
+
+    def _video(self, chunk: Chunk, part: MediaPart, family: Family) -> list[_Item]:
+        """A video as native tokens: one item, or one each temporal group where the family stamps them."""
+        processor = self.checkpoint.video_processor
+        patch = int(processor.temporal_patch_size)
+        fps = part.fps or 2.0
+        marks = stamps(part.shape[0], fps, patch) if family.stamps else [""]
+        keys = [self._key(part, "video", [fps, i] if family.stamps else fps) for i in range(len(marks))]
+        fresh: dict[str, tuple[int, Grid]] = {}
+        if any(self.embeddings.get(key) is None for key in keys):
+            frames = self._pixels(chunk, part)
+            pixels, grids = self._processed(part, process_video, processor, frames)
+            fresh = self._run(pixels, grids, keys)
+            self._counters.vision_encodes += 1
+        seconds = None if family.stamps else patch / fps
+        return [
+            (key, *(fresh.get(key) or self._known(key)), seconds, mark) for key, mark in zip(keys, marks, strict=True)
+        ]
+
+    def _processed(self, part: MediaPart, process: Callable[..., tuple[Any, Any]], *inputs: Any) -> tuple[Any, Any]:
+        try:
+            return process(*inputs)
+        except ValueError as error:  # an aspect ratio beyond the processor's limits, for example
+            raise BadMedia(f"the model's processor refused a {part.media} of {part.shape}: {error}") from error
+
+    def _run(self, pixels: Any, grids: Any, keys: list[str]) -> dict[str, tuple[int, Grid]]:
+        """One run of the vision tower over ``keys``; stores each part, returns (tokens, grid) by key.
+
+        More keys than grids: each temporal step of the one grid has a key of its own.
+        """
+        assert self._vision is not None
+        merge = self.checkpoint.patches_per_token
+        embeddings = self._vision(pixels, grids)
+        sizes = [(int(t), int(h), int(w)) for t, h, w in grids.tolist()]
+        if len(sizes) != len(keys):
+            ((steps, high, wide),) = sizes
+            sizes = [(1, high, wide)] * steps
+        rows = [t * h * w // merge for t, h, w in sizes]
+        if int(embeddings.shape[0]) != sum(rows):
+            raise UnsupportedModel(f"the vision tower must give {sum(rows)} embeddings, got {int(embeddings.shape[0])}")
+        for key, part, grid in zip(keys, embeddings.split(rows), sizes, strict=True):
+            self.embeddings.put(key, part.clone(), grid)
+        return {key: (count, grid) for key, count, grid in zip(keys, rows, sizes, strict=True)}
+
+    def _known(self, key: str) -> tuple[int, Grid]:
+        found = self.embeddings.get(key)
+        if found is None:
+            raise ChunkUnavailable(f"the vision embeddings {key} left the store while the chunk was encoded; try again")
+        return int(found[0].shape[0]), found[1]
+
+    def _key(self, part: MediaPart, form: str, detail: float | int | list[float] | None) -> str:
+        return "embed/" + digest("embed", self._identity, part.content, list(part.shape), form, detail)
+
+    def _pixels(self, chunk: Chunk, part: MediaPart) -> np.ndarray:
+        """Frames ``[F, H, W, 3]``: from the chunk, its file, or the packed source in the store."""
+        frames = chunk.pixels(part)
+        if frames is not None:
+            return frames
+        packed = self._repository.get_source(f"source/{part.content}")
+        if packed is not None:
+            return unpack_frames(packed)
+        origin = f"its file {part.source!r} is gone or changed" if part.source else "it came from memory"
+        raise ChunkUnavailable(
+            f"the pixels of a {part.media} are needed and cannot be had: {origin} and no source is stored; "
+            "append it again from its file, or keep sources (keep_source=True) in a store that lasts"
+        )
+
+
+class EncodingEngine(Engine):
+    """The part of an engine that is an `Encoder` behind the engine's lock; what both engines share.
+
+    Attributes:
+        encoder: tokens, positions and embeddings.
+        _lock: guards the model. `encode` may run the vision tower, so it takes this lock before the encoder's own, as
+            generating does when it decodes text: the other order can deadlock.
+    """
+
+    encoder: Encoder
+    _lock: threading.RLock
+
+    def encode_header(self, header: str) -> Encoded:
+        return self.encoder.encode_header(header)
+
+    def encode(self, chunk: Chunk) -> Encoded:
+        with self._lock:
+            return self.encoder.encode(chunk)
+
+    def encode_query(self, query: str) -> Encoded:
+        return self.encoder.encode_query(query)
+
+    def encode_exchange(self, query: str, answer_ids: Sequence[int]) -> Encoded:
+        return self.encoder.encode_exchange(query, answer_ids)
+
+    @property
+    def template(self) -> Template | None:
+        return self.encoder.checkpoint.template
+
+    def text_ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self.encoder.text_ids(text))
+
+    def template_ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self.encoder.template_ids(text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.encoder.decode(token_ids)
+
+    def embed(self, key: str) -> torch.Tensor:
+        return self.encoder.embed(key)

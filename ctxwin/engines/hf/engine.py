@@ -1,0 +1,437 @@
+"""The reference engine, on transformers: every arm runs here, and other engines are held against it.
+
+KV is a `DynamicCache` filled with relocated spans; what is missing is computed behind it with explicit 3-D positions
+and a causal mask over past and new tokens. One request at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ctxwin.engines.base import Encoded, EngineCounters, EngineSpec, Generation, MediaSpan, Piece, Sampling
+from ctxwin.engines.encoding.checkpoint import open_checkpoint
+from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
+from ctxwin.engines.hf import model as hf_model
+from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.kv.layout import SpanKV
+from ctxwin.store.spans import SpanRepository
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    import torch
+
+    from ctxwin.store.base import Store
+
+_log = logging.getLogger("ctxwin.engines")
+
+
+@dataclass
+class _Pass:
+    """One assembled sequence: its cache, where each piece lies in it, and what it cost."""
+
+    cache: Any
+    tokens: int = 0
+    slices: list[tuple[int, int]] = field(default_factory=list)
+    logits: torch.Tensor | None = None
+    computed: int = 0
+    forwards: int = 0
+    bytes_loaded: int = 0
+
+
+class HFEngine(EncodingEngine):
+    """Serves Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL, Kimi K2.5, and text models with rotary positions: GQA, MHA (Qwen2,
+    Llama and their kin) and MLA (DeepSeek).
+
+    Args:
+        model: local folder or Hub name.
+        device: torch device.
+        dtype: ``float32``, ``bfloat16`` or ``float16`` (or the torch dtype); None takes the checkpoint's own.
+        store: where spans, embeddings and sources are kept; None opens a store in memory.
+
+    Raises:
+        UnsupportedModel: a model whose KV cannot be moved, or a vision model other than those in `families`.
+        ValueError: no such model, device or dtype.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str | torch.dtype | None = None,
+        store: Store | None = None,
+    ) -> None:
+        import torch
+
+        from ctxwin.kv.config import kv_spec_from_config
+        from ctxwin.store import open_store
+
+        checkpoint = open_checkpoint(model)
+        name = hf_model.dtype_name(dtype, checkpoint.config)
+        identity = checkpoint.identity(name, "transformers")
+        kv = kv_spec_from_config(checkpoint.config, identity, name, "hf")
+        self._device, self._model = hf_model.load(checkpoint, device, name)
+        self.spec = EngineSpec(
+            name="hf",
+            model=str(model),
+            identity=identity,
+            kv=kv,
+            max_tokens=int(checkpoint.text_config.max_position_embeddings),
+            vision=checkpoint.media is not None,
+        )
+        self.store = store if store is not None else open_store("memory:")
+        self.repo = SpanRepository(self.store, identity)
+        self.counters = EngineCounters()
+        self._checkpoint = checkpoint
+        self._dtype = getattr(torch, name)
+        self._deep = hf_model.deep_layers(checkpoint.config)
+        self._lock = threading.RLock()
+        vision = self._see if checkpoint.media is not None else None
+        self.encoder = Encoder(checkpoint, identity, self.repo, vision, self._positions, self.counters)
+        _log.info("transformers engine: %s (%s) on %s, %s", model, checkpoint.config.model_type, self._device, name)
+
+    def prefill(
+        self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "", background: bool = False
+    ) -> SpanKV:
+        """See `Engine.prefill`. This engine has no prefix cache and no queue: the rest has no effect."""
+        with self._lock:
+            done = self._run([*context, Piece(target, start)])
+            return self._span(done, done.slices[-1], target.positions, start)
+
+    def generate(
+        self,
+        layout: Sequence[Piece],
+        query: Encoded,
+        sampling: Sampling,
+        *,
+        salt: str = "",
+        capture_query: bool = False,
+        on_token: Callable[[int, str], bool] | None = None,
+    ) -> Generation:
+        """See `Engine.generate`. ``salt`` has no effect: this engine has no prefix cache."""
+        if sampling.max_tokens < 1 or sampling.temperature < 0:
+            raise ValueError(
+                f"max_tokens must be >= 1 and temperature >= 0, got {sampling.max_tokens} and {sampling.temperature}"
+            )
+        if sampling.json_schema is not None or sampling.repetition_penalty != 1:
+            raise UnsupportedModel("the hf engine has no JSON schemas and no repetition_penalty; open it as vllm:MODEL")
+        begun = time.perf_counter()
+        made = Generation()
+        with self._lock:
+            start = _end(layout)
+            done = self._run([*layout, Piece(query, start)], room=sampling.max_tokens)
+            made.computed_tokens, made.forwards = done.computed, done.forwards
+            made.bytes_loaded = done.bytes_loaded
+            for index, piece in enumerate(layout):
+                if piece.capture and piece.span is None:
+                    made.captured[index] = self._span(done, done.slices[index], piece.encoded.positions, piece.start)
+            fed = self._decode_loop(done, query, start, sampling, made, on_token, begun)
+            if capture_query:
+                made.query_span = self._query_span(done, query, fed, start)
+        made.text = self.decode(made.token_ids)
+        made.total_s = time.perf_counter() - begun
+        return made
+
+    def logits(self, layout: Sequence[Piece], query: Encoded) -> torch.Tensor:
+        """Next-token logits behind ``query``, float32 ``[vocab]`` on the CPU; one forward over what is missing."""
+        with self._lock:
+            return _last(self._run([*layout, Piece(query, _end(layout))]))
+
+    def teacher_forced(self, layout: Sequence[Piece], query: Encoded, answer_ids: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities before each answer token given the earlier ones, float32 ``[len(answer_ids), vocab]``.
+
+        One forward over what is missing, the query and the answer. Row i is the distribution that ``answer_ids[i]`` is
+        drawn from. ValueError where the answer is empty.
+        """
+        if not len(answer_ids):
+            raise ValueError("answer_ids must hold at least one id, got none")
+        start = _end(layout)
+        answer = _text([int(i) for i in answer_ids])
+        with self._lock:
+            tail = [Piece(query, start), Piece(answer, start + query.advance)]
+            done = self._run([*layout, *tail], keep=answer.tokens + 1)
+        assert done.logits is not None
+        return done.logits[:-1].log_softmax(-1)
+
+    def close(self) -> None:
+        """Drops the model; the store stays open, it belongs to the caller (a store in memory goes with the engine)."""
+        with self._lock:
+            self._model = None
+
+    def _run(self, pieces: Sequence[Piece], *, room: int = 0, keep: int = 1) -> _Pass:
+        """Assembles ``pieces`` into one sequence. Neighbours without a span share a forward, as do neighbours with one.
+
+        Args:
+            pieces: in order; the last one has no span.
+            room: tokens that will be generated behind.
+            keep: how many of the last tokens' logits are kept.
+        """
+        import torch
+        from transformers import DynamicCache
+
+        self._opened()
+        self._check(pieces, room)
+        done = _Pass(DynamicCache(config=self._checkpoint.text_config))
+        waiting: list[Piece] = []
+        try:
+            with torch.no_grad():
+                for piece in pieces:
+                    done.slices.append((done.tokens, done.tokens + piece.encoded.tokens))
+                    done.tokens += piece.encoded.tokens
+                    if not piece.encoded.tokens:
+                        continue
+                    if waiting and (waiting[0].span is None) != (piece.span is None):
+                        self._flush(done, waiting, 1)
+                        waiting = []
+                    waiting.append(piece)
+                self._flush(done, waiting, keep)
+        except RuntimeError as error:  # torch's own: out of memory, a failed kernel
+            raise EngineFailed(f"the forward over {done.tokens} tokens failed: {error}") from error
+        if done.logits is None or bool(done.logits.isnan().any()):
+            raise EngineFailed("the model gave no usable logits (NaN); try dtype='float32'")
+        return done
+
+    def _flush(self, done: _Pass, pieces: Sequence[Piece], keep: int) -> None:
+        if pieces[0].span is None:
+            self._forward(done, pieces, keep)
+        else:
+            self._load(done, pieces)
+
+    def _check(self, pieces: Sequence[Piece], room: int) -> None:
+        tokens = sum(p.encoded.tokens for p in pieces)
+        last = max((p.start + int(p.encoded.positions.max()) for p in pieces if p.encoded.tokens), default=0)
+        if not pieces or not pieces[-1].encoded.tokens or pieces[-1].span is not None:
+            raise ValueError("the last piece of a forward must have tokens to compute, got none")
+        if tokens + room > self.spec.max_tokens or last + room >= self.spec.max_tokens:
+            raise EngineFailed(
+                f"{tokens} prompt tokens (up to position {last}) and {room} to generate must fit the model's "
+                f"{self.spec.max_tokens} positions; drop chunks or ask for fewer tokens"
+            )
+
+    def _load(self, done: _Pass, pieces: Sequence[Piece]) -> None:
+        """Writes relocated spans into the cache: one rotation a span, one append a layer."""
+        import torch
+
+        from ctxwin.kv.patch import apply_patch
+        from ctxwin.kv.relocate import relocate
+
+        keys, values = [], []
+        for piece in pieces:
+            span = piece.span
+            assert span is not None
+            if not torch.equal(span.positions.cpu(), torch.from_numpy(_writable(piece.encoded.positions))):
+                raise ValueError(
+                    f"a span must have its piece's {piece.encoded.tokens} positions, got {span.tokens} others (chunk "
+                    f"{piece.encoded.chunk_id[:12]})"
+                )
+            here = SpanKV(span.k.to(self._device), span.v.to(self._device), span.positions.to(self._device), span.start)
+            if piece.patch is None:
+                moved = relocate(here, self.spec.kv, piece.start)
+            else:
+                moved = apply_patch(here, piece.patch, self.spec.kv, piece.start)
+            keys.append(moved.k.to(self._dtype))
+            values.append(moved.v.to(self._dtype))
+            done.bytes_loaded += span.nbytes
+        k, v = torch.cat(keys, dim=1).transpose(1, 2), torch.cat(values, dim=1).transpose(1, 2)
+        # Transformers caches MLA's latent as "keys" and its decoupled rope keys as "values".
+        first, second = (v, k) if self.spec.kv.family == "mla" else (k, v)
+        for layer in range(self.spec.kv.layers):
+            done.cache.update(first[layer][None], second[layer][None], layer)
+
+    def _forward(self, done: _Pass, pieces: Sequence[Piece], keep: int) -> None:
+        """One forward over neighbouring pieces behind everything in the cache."""
+        import numpy as np
+        import torch
+
+        fed = self.inputs([p.encoded for p in pieces])
+        positions = torch.from_numpy(np.concatenate([p.encoded.positions + p.start for p in pieces], axis=1))
+        self._feed(done, fed, positions, keep)
+        tokens = int(fed.embeds.shape[0])
+        done.computed += tokens
+        done.forwards += 1
+        self.counters.prefill_tokens += tokens
+        self.counters.prefill_forwards += 1
+
+    def _feed(self, done: _Pass, fed: hf_model.Inputs, positions: torch.Tensor, keep: int) -> None:
+        """Runs T tokens at ``positions [3, T]`` and leaves the last ``keep`` logits in ``done``."""
+        import torch
+
+        past, new = int(done.cache.get_seq_length()), int(fed.embeds.shape[0])
+        # Explicit, since transformers would otherwise guess packed sequences from positions that jump.
+        mask = torch.ones(new, past + new, dtype=torch.bool, device=self._device).tril(past)
+        places = positions.to(self._device)
+        run: dict[str, Any] = dict(
+            inputs_embeds=fed.embeds[None],
+            position_ids=places[:, None] if self.spec.kv.rope.sections else places[:1],
+            attention_mask=mask[None, None],
+            past_key_values=done.cache,
+            use_cache=True,
+        )
+        if fed.deep is None:
+            logits = self._model(**run, logits_to_keep=keep).logits
+        else:  # the whole model takes such features from pixels only, its decoder takes them as they are
+            every = torch.ones(1, new, dtype=torch.bool, device=self._device)
+            out = self.text_model(**run, visual_pos_masks=every, deepstack_visual_embeds=list(fed.deep))
+            logits = self.lm_head(out.last_hidden_state[:, -keep:])
+        done.logits = logits[0].to("cpu", torch.float32)
+
+    def inputs(self, encodeds: Sequence[Encoded]) -> hf_model.Inputs:
+        """What the decoder is fed for neighbouring encodeds of T tokens together; no vision encode.
+
+        Raises:
+            ChunkUnavailable: vision embeddings left the store. EngineFailed: they are another model's.
+        """
+
+        ids = [i for encoded in encodeds for i in encoded.token_ids]
+        words = self._words(ids)
+        seen: list[tuple[int, torch.Tensor]] = []
+        at = 0
+        for encoded in encodeds:
+            for media in encoded.media:
+                stored = self.embed(media.key)
+                if int(stored.shape[0]) != media.tokens:
+                    raise EngineFailed(
+                        f"stored vision embeddings must have {media.tokens} rows, got {int(stored.shape[0])}"
+                    )
+                seen.append((at + media.offset, stored))
+            at += encoded.tokens
+        try:
+            return hf_model.inputs(words, seen, self._deep)
+        except ValueError as error:
+            raise EngineFailed(str(error)) from error
+
+    def _words(self, ids: Sequence[int]) -> torch.Tensor:
+        """Word embeddings ``[T, hidden]``."""
+        import torch
+
+        with torch.no_grad():
+            rows = self._opened().get_input_embeddings()(torch.tensor(ids, dtype=torch.int64, device=self._device))
+        assert isinstance(rows, torch.Tensor)
+        return rows
+
+    @property
+    def text_model(self) -> Any:
+        """The decoder, for who runs it layer by layer: ``layers``, ``norm``, ``rotary_emb``, ``config``."""
+        return self._opened().get_decoder()
+
+    @property
+    def lm_head(self) -> Any:
+        """From the decoder's normed hidden states to logits."""
+        return self._opened().get_output_embeddings()
+
+    def _decode_loop(
+        self,
+        done: _Pass,
+        query: Encoded,
+        start: int,
+        sampling: Sampling,
+        made: Generation,
+        on_token: Callable[[int, str], bool] | None,
+        begun: float,
+    ) -> int:
+        """Samples until an end; returns how many generated tokens were fed back (their KV is in the cache)."""
+        import torch
+
+        ends = self._checkpoint.eos | set(sampling.stop_ids)
+        generator = torch.Generator().manual_seed(sampling.seed) if sampling.seed is not None else None
+        at, fed = start + query.advance, 0
+        logits = _last(done)
+        if sampling.logprobs:
+            made.logprobs = hf_model.top_logprobs(logits, sampling.logprobs)
+        with torch.no_grad():
+            while True:
+                drawn = hf_model.warped(logits, sampling, made.token_ids)
+                token = hf_model.sample(drawn, sampling.temperature, generator)
+                if not made.ttft_s:
+                    made.ttft_s = time.perf_counter() - begun
+                if token in ends:
+                    return fed
+                if sampling.token_logprobs is not None:
+                    token = hf_model.scored(token, len(made.token_ids), logits, sampling.token_logprobs)
+                made.token_ids.append(token)
+                if on_token is not None and on_token(token, self.decode(made.token_ids)) is False:
+                    made.finished = False
+                    return fed
+                if len(made.token_ids) >= sampling.max_tokens:
+                    return fed
+                self._feed(done, hf_model.Inputs(self._words([token])), torch.full((3, 1), at + fed), 1)
+                fed += 1
+                logits = _last(done)
+
+    def _query_span(self, done: _Pass, query: Encoded, fed: int, start: int) -> SpanKV:
+        """KV of the query and the tokens fed behind it, positions relative to the query's start."""
+        import numpy as np
+
+        begin, end = done.slices[-1]
+        answer = np.tile(np.arange(query.advance, query.advance + fed, dtype=np.int64), (3, 1))
+        return self._span(done, (begin, end + fed), np.concatenate([query.positions, answer], axis=1), start)
+
+    def _span(self, done: _Pass, part: tuple[int, int], positions: np.ndarray, start: int) -> SpanKV:
+        """A copy, on the CPU, of part of the cache, in the frame it was computed in."""
+        import torch
+
+        def take(name: str) -> torch.Tensor:
+            layers = [getattr(layer, name)[0, :, part[0] : part[1]] for layer in done.cache.layers]
+            return torch.stack(layers).transpose(1, 2).contiguous().to("cpu")
+
+        rope, content = ("values", "keys") if self.spec.kv.family == "mla" else ("keys", "values")
+        where = torch.from_numpy(_writable(positions))
+        span = SpanKV(k=take(rope), v=take(content), positions=where, start=start)
+        span.validate(self.spec.kv)
+        return span
+
+    def _see(self, pixels: Any, grids: Any) -> torch.Tensor:
+        """Runs the vision tower: embeddings ``[tokens, hidden * (1 + D)]`` of all items, see `inputs`."""
+        import torch
+
+        with self._lock, torch.no_grad():
+            family = self._checkpoint.family
+            assert family is not None
+            sizes = {} if family.tiles else {"image_grid_thw": grids.to(self._device)}
+            seen = self._opened().get_image_features(pixels.to(self._device, self._dtype), **sizes, return_dict=True)
+            deep = getattr(seen, "deepstack_features", None) or ()
+            # The model's own order, which is vLLM's too: the bottom first, then layer by layer. Items lie apart, or in one
+            # tensor: InternVL's tiles [tiles, tokens, hidden], and deep layers in transformers before 5.19.
+            parts = [
+                p.flatten(0, -2) if isinstance(p, torch.Tensor) else torch.cat(list(p))
+                for p in (seen.pooler_output, *deep)
+            ]
+            return torch.cat(parts, dim=-1)
+
+    def _positions(self, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
+        return hf_model.positions(self._opened(), token_ids, media)
+
+    def _opened(self) -> Any:
+        if self._model is None:
+            raise EngineFailed("the engine is closed; open it again")
+        return self._model
+
+
+def _writable(positions: np.ndarray) -> np.ndarray:
+    """A writable int64 copy, which torch can share."""
+    import numpy as np
+
+    return np.array(positions, dtype=np.int64)
+
+
+def _end(layout: Sequence[Piece]) -> int:
+    """Where the query starts: right behind the last piece."""
+    return layout[-1].start + layout[-1].encoded.advance if layout else 0
+
+
+def _text(ids: Sequence[int]) -> Encoded:
+    import numpy as np
+
+    return Encoded("", tuple(ids), np.tile(np.arange(len(ids), dtype=np.int64), (3, 1)), len(ids))
+
+
+def _last(done: _Pass) -> torch.Tensor:
+    assert done.logits is not None
+    return done.logits[-1]

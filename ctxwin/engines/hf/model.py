@@ -1,0 +1,165 @@
+"""What the transformers engine needs of a model: loading it, its position rule, and choosing tokens from logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ctxwin.engines.base import MediaSpan, Sampling, ScoredToken
+from ctxwin.engines.encoding.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a decoder is fed for a run of tokens.
+
+    Attributes:
+        embeds: input embeddings ``[T, hidden]``, vision embeddings in their places.
+        deep: ``[D, T, hidden]``, added to the hidden states behind each of the first D decoder layers; zeros at text
+            tokens (DeepStack, arXiv 2406.04334, as in Qwen3-VL). None for a model that adds nothing there.
+    """
+
+    embeds: torch.Tensor
+    deep: torch.Tensor | None = None
+
+
+def load(checkpoint: Checkpoint, device: str, dtype: str) -> tuple[torch.device, Any]:
+    """The device and the model on it, ready for inference; ValueError where torch cannot use the device."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    loader: Any = AutoModelForCausalLM if checkpoint.media is None else AutoModelForImageTextToText
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:  # an unknown device, or one that torch was not built for
+        raise ValueError(f"device must be one that torch can use, got {device!r}: {error}") from error
+    model = loader.from_pretrained(
+        checkpoint.path, dtype=getattr(torch, dtype), attn_implementation="sdpa", use_safetensors=True
+    )
+    return place, model.to(place).eval()
+
+
+def positions(model: Any, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
+    """The model's own position rule: int64 ``[3, T]``, and where a text token behind would stand.
+
+    ``get_rope_index`` where the model has one (M-RoPE); else every token is one step, pictures' too.
+
+    The latter is learned by placing one text token more: behind a video, transformers goes on from the height and width
+    of its grid, not from its last moment.
+    """
+    import numpy as np
+    import torch
+
+    count = len(token_ids)
+    rule = getattr(model.base_model, "get_rope_index", None)
+    if not media or rule is None:
+        return np.tile(np.arange(count, dtype=np.int64), (3, 1)), count
+    kinds = torch.zeros(1, count + 1, dtype=torch.int64)
+    for m in media:
+        kinds[0, m.offset : m.offset + m.tokens] = 1 if m.modality == "image" else 2
+    images = [m.grid_thw for m in media if m.modality == "image"]
+    videos = [m for m in media if m.modality == "video"]
+    seconds = [m.seconds_per_grid for m in videos]
+    placed, _ = rule(
+        torch.tensor([[*token_ids, 0]]),
+        mm_token_type_ids=kinds,
+        image_grid_thw=torch.tensor(images) if images else None,
+        video_grid_thw=torch.tensor([m.grid_thw for m in videos]) if videos else None,
+        second_per_grid_ts=torch.tensor(seconds) if videos and None not in seconds else None,
+    )
+    places = placed[:, 0].numpy().astype(np.int64)
+    return np.ascontiguousarray(places[:, :-1]), int(places[0, -1])
+
+
+def deep_layers(config: Any) -> int:
+    """Behind how many decoder layers the model adds vision features; 0 for most."""
+    return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+
+
+def inputs(words: torch.Tensor, seen: Sequence[tuple[int, torch.Tensor]], deep: int) -> Inputs:
+    """Puts stored vision embeddings among word embeddings.
+
+    Args:
+        words: ``[T, hidden]``; changed in place.
+        seen: (first token, stored embeddings ``[tokens, hidden * (1 + deep)]``) by item: what goes in at the bottom,
+            then what is added behind each of the first layers.
+        deep: number of those layers.
+
+    Raises:
+        ValueError: stored embeddings of another width.
+    """
+    import torch
+
+    tokens, hidden = int(words.shape[0]), int(words.shape[1])
+    added = words.new_zeros(deep, tokens, hidden) if deep else None
+    for offset, stored in seen:
+        if stored.ndim != 2 or int(stored.shape[1]) != hidden * (1 + deep):
+            raise ValueError(f"stored vision embeddings must be [tokens, {hidden * (1 + deep)}], got {[*stored.shape]}")
+        parts = torch.split(stored.to(words), hidden, dim=1)
+        end = offset + int(stored.shape[0])
+        words[offset:end] = parts[0]
+        if added is not None:
+            for layer, part in enumerate(parts[1:]):
+                added[layer, offset:end] = part
+    return Inputs(words, added)
+
+
+def sample(logits: torch.Tensor, temperature: float, generator: torch.Generator | None) -> int:
+    """One token id from ``logits [vocab]``: the most likely one at temperature 0."""
+    import torch
+
+    if temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+
+
+def warped(logits: torch.Tensor, sampling: Sampling, answer: Sequence[int]) -> torch.Tensor:
+    """``logits [vocab]`` with penalties for the ``answer`` so far, and -inf for tokens that must not be drawn.
+
+    In vLLM's order: penalties, temperature, min_p, top_k, top_p; the temperature itself is left to `sample`.
+    """
+    import torch
+
+    if answer and (sampling.presence_penalty or sampling.frequency_penalty):
+        counts = torch.bincount(torch.tensor([int(i) for i in answer]), minlength=logits.numel()).to(logits)
+        logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+    if sampling.temperature == 0 or (sampling.top_p, sampling.top_k, sampling.min_p) == (1, 0, 0):
+        return logits
+    probs = (logits / sampling.temperature).softmax(-1)
+    allowed = probs >= sampling.min_p * probs.max()
+    order = torch.where(allowed, probs, 0).argsort(descending=True, stable=True)
+    if sampling.top_k > 0:
+        allowed[order[sampling.top_k :]] = False
+    if sampling.top_p < 1:
+        kept = torch.where(allowed, probs, 0)[order]
+        before = kept.cumsum(0) - kept
+        allowed[order[before >= sampling.top_p * kept.sum()]] = False
+    return logits.masked_fill(~allowed, -torch.inf)
+
+
+def scored(token: int, index: int, logits: torch.Tensor, best: int) -> ScoredToken:
+    """A token drawn from ``logits [vocab]`` with its own log-probability and the ``best`` ones'."""
+    return ScoredToken(token, index, float(logits.log_softmax(-1)[token]), top_logprobs(logits, best))
+
+
+def top_logprobs(logits: torch.Tensor, count: int) -> dict[int, float]:
+    """Log-probabilities by token id, best first; all of them where ``count`` is -1."""
+    best = logits.log_softmax(-1).topk(logits.numel() if count < 0 else min(count, logits.numel()))
+    return dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+
+def dtype_name(dtype: Any, config: Any) -> str:
+    """Name of the dtype to serve in, the checkpoint's own for None; ValueError for one that is not in `DTYPES`."""
+    own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or "float32"
+    name = str(own if dtype is None else dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return name

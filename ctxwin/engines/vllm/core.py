@@ -1,0 +1,196 @@
+"""One running vLLM and what its engines share: checkpoint, driver, exchange, inputs."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ctxwin.engines.vllm.drivers import Driver, LoopDriver, StepDriver
+from ctxwin.engines.vllm.inputs import Inputs, bare_model
+from ctxwin.engines.vllm.lifecycle import cleanup, startup
+from ctxwin.engines.vllm.paged import PagedKV
+from ctxwin.engines.vllm.spool import SPOOL, Spool
+from ctxwin.engines.vllm.transfers import Exchange, open_exchange
+from ctxwin.engines.vllm.vision import remote, see
+from ctxwin.errors import EngineFailed, UnsupportedModel
+
+if TYPE_CHECKING:
+    import asyncio
+
+    import torch
+
+    from ctxwin.engines.encoding.checkpoint import Checkpoint
+    from ctxwin.kv.layout import KVSpec
+
+VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl")
+REFUSED = {"kimi_k25": "vLLM 0.32 does not know transformers' class of it"}
+"""Why families of the transformers engine are not served here."""
+_DTYPES = ("bfloat16", "float16", "float32")
+_spools: weakref.WeakValueDictionary[str, Spool] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class Served:
+    """A checkpoint as vLLM serves it in one dtype."""
+
+    checkpoint: Checkpoint
+    dtype: str
+    identity: str
+    kv: KVSpec
+
+
+def read_model(model: str | Path, dtype: Any = "auto") -> Served:
+    """Raises UnsupportedModel for a model whose KV cannot be moved, ValueError for an unknown dtype. Reads no weights."""
+    from ctxwin.engines.encoding.checkpoint import open_checkpoint
+    from ctxwin.kv.config import kv_spec_from_config
+
+    checkpoint = open_checkpoint(model)
+    kind = str(checkpoint.config.model_type)
+    if checkpoint.media is not None and kind not in VISION_MODELS:
+        reason = f" ({REFUSED[kind]})" if kind in REFUSED else ""
+        raise UnsupportedModel(
+            f"a vision model on vLLM must be one of {', '.join(VISION_MODELS)}, got {kind!r}{reason}; "
+            "open it as hf:MODEL"
+        )
+    name = _dtype(dtype, checkpoint.config)
+    identity = checkpoint.identity(name, "vllm")
+    return Served(checkpoint, name, identity, kv_spec_from_config(checkpoint.config, identity, name, "vllm"))
+
+
+def prepare(model: str | Path, options: dict[str, Any]) -> dict[str, Any]:
+    """See `startup.engine_arguments`, with the spool that the engine will be attached by."""
+    served = read_model(model, options.get("dtype") or "auto")
+    spool = Spool(served.kv)
+    try:
+        given = {**options, "dtype": served.dtype}
+        arguments = startup.with_connector(str(served.checkpoint.path), given, spool)
+    except BaseException:
+        spool.close()
+        raise
+    _spools[spool.name] = spool
+    _kept.append(spool)
+    return arguments
+
+
+_kept: list[Spool] = []  # prepared, but not attached yet
+
+
+class Core:
+    """A running vLLM, counted by its engines; the last `release` ends what `start` began.
+
+    Attributes:
+        model: the path or hub name it was opened with.
+        inputs: renders prompts, counts positions, runs the tower.
+        vision: whether it sees images.
+        block: tokens of a block of its paged cache.
+    """
+
+    def __init__(self, model: str | Path, served: Served, driver: Driver, exchange: Exchange | Spool) -> None:
+        self.model = str(model)
+        self.checkpoint, self.identity, self.kv = served.checkpoint, served.identity, served.kv
+        self.driver = driver
+        self.exchange = exchange
+        self.block = int(driver.config.cache_config.block_size)
+        self._users = 0
+        self._segments: set[str] = set()  # shared memory of processes that it started
+        self._lock = threading.Lock()
+        config = driver.config.model_config
+        if isinstance(exchange, Exchange):
+            llm = cast("StepDriver", driver).llm
+            worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+            self.inputs = Inputs(config, driver.renderer, worker.get_model(), self._see_here)
+            layers = driver.config.compilation_config.static_forward_context
+            exchange.paged = PagedKV(layers, self.kv, driver.config.cache_config.block_size, alone=True)
+        else:
+            exchange.alive = lambda: driver.dead is None
+            exchange.ranks = int(driver.config.parallel_config.tensor_parallel_size)
+            self.inputs = Inputs(
+                config, driver.renderer, bare_model(config), remote(driver.rpc, exchange.path), files=True
+            )
+        self.vision = self.inputs.multimodal and self.checkpoint.media is not None
+
+    @classmethod
+    def start(cls, model: str | Path, processes: str | None, options: dict[str, Any]) -> Core:
+        """See `VLLMEngine`."""
+        options = dict(options)
+        served = read_model(model, options.pop("dtype", "auto"))
+        if processes is None:
+            processes = "multi" if options.get("tensor_parallel_size", 1) > 1 else "single"
+        exchange: Exchange | Spool = open_exchange(served.kv) if processes == "single" else Spool(served.kv)
+        driver, before = None, cleanup.segments()
+        try:
+            given = {"dtype": served.dtype, **options}
+            driver = startup.start(str(served.checkpoint.path), exchange, given, cast("Any", processes))
+            core = cls(model, served, driver, exchange)
+            core._segments = set() if driver.local else cleanup.segments() - before
+            return core
+        except BaseException:
+            if driver is not None:
+                driver.close()
+            exchange.close()
+            raise
+
+    @classmethod
+    def attach(cls, llm: Any, model: str | Path, loop: asyncio.AbstractEventLoop | None) -> Core:
+        """See `VLLMEngine.attach`."""
+        engine = getattr(llm, "llm_engine", llm)
+        config = engine.vllm_config
+        extra = getattr(config.kv_transfer_config, "kv_connector_extra_config", None) or {}
+        spool = _spools.get(str(extra.get(SPOOL, "")))
+        if spool is None:
+            raise ValueError(
+                "vLLM must have been started in this process with the arguments of "
+                "ctxwin.engines.vllm.lifecycle.startup.engine_arguments(model, options)"
+            )
+        if not spool.path.exists():
+            raise ValueError("vLLM's last ctxwin engine was closed; start vLLM anew with new engine_arguments")
+        if engine is llm and loop is None:
+            raise ValueError("an AsyncLLM needs loop=, the running event loop that it was started on")
+        served = read_model(model, str(config.model_config.dtype))
+        driver: Driver
+        driver = StepDriver(llm, lambda _: None) if engine is not llm else LoopDriver(llm, cast("Any", loop))
+        try:
+            core = cls(model, served, driver, spool)
+        except BaseException:
+            driver.close()
+            raise
+        _kept[:] = [s for s in _kept if s is not spool]
+        return core
+
+    def retain(self) -> None:
+        with self._lock:
+            if self._users < 0:
+                raise EngineFailed("the engine is closed; open a new one")
+            self._users += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            self._users = -1
+        try:
+            self.driver.close()
+        finally:
+            cleanup.remove(self._segments)
+            self.inputs.close()
+            self.exchange.close()
+
+    def _see_here(self, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+        driver = self.driver
+        assert isinstance(driver, StepDriver)
+        return driver.call(lambda: see(self.inputs.model, driver.config.model_config.hf_config, pixels, grids))
+
+
+def _dtype(wanted: Any, config: Any) -> str:
+    """The name of the dtype to serve in: what was asked for, else the checkpoint's."""
+    name = str(wanted).removeprefix("torch.")
+    if name == "auto":
+        own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+        name = str(own or "bfloat16").removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ValueError(f"dtype must be auto, {', '.join(_DTYPES)}, got {wanted!r}")
+    return name

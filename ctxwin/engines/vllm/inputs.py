@@ -1,0 +1,252 @@
+"""What vLLM needs around a request: positions, vision embeddings, and prompts with embeddings instead of pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ctxwin.engines.base import MediaSpan
+from ctxwin.engines.hf.model import deep_layers
+from ctxwin.engines.vllm.vision import Vision, is_tiled
+from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.hashing import digest
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt for vLLM.
+
+    Attributes:
+        prompt: an engine input, the form that vLLM's own renderer hands to the engine.
+        blank: its first tokens that can not be computed, because a medium among them carries no embeddings.
+        embeddings: what the EC connector has to find, by multimodal identifier.
+    """
+
+    prompt: dict[str, Any]
+    blank: int = 0
+    embeddings: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Inputs:
+    """What one started engine's model makes of a prompt; holds no state of requests. Thread-safe.
+
+    Args:
+        config: vLLM's ``ModelConfig``.
+        renderer: its renderer, whose processor names the fields of media.
+        model: the model, or `bare_model` of its class: only its rule of positions is asked.
+        vision: ``(pixels, grids) -> embeddings``, one run of the vision tower where the model is; see `see`.
+        files: whether embeddings reach vLLM as files, through its EC connector, and not inside requests.
+    """
+
+    def __init__(self, config: Any, renderer: Any, model: Any, vision: Vision, *, files: bool = False) -> None:
+        self._config = config
+        self._files = files
+        self.model = model
+        self._vision = vision
+        self.multimodal = bool(config.is_multimodal_model)
+        self._tiled = is_tiled(config.hf_config)
+        self._blank: dict[Any, Any] = {}
+        self._processor: Any = renderer.get_mm_processor() if self.multimodal else None
+
+    def close(self) -> None:
+        """Lets go of the model, whose weights would live as long as any of its callers."""
+        self.model = self._processor = None
+
+    def positions(self, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
+        """Positions of a prompt as the model itself counts them.
+
+        Returns:
+            int64 ``[3, T]`` from 0 (three equal rows without M-RoPE), and the position of a text token that would
+            follow. Cost: O(T), no forward.
+        """
+        self._check_open()
+        count = len(token_ids)
+        if not self._config.uses_mrope:
+            return np.tile(np.arange(count, dtype=np.int64), (3, 1)), count
+        if not count:
+            return np.zeros((3, 0), dtype=np.int64), 0
+        features = [self._feature(span, None) for span in media]
+        found, delta = self.model.get_mrope_input_positions(list(token_ids), features)
+        rows = np.asarray(found, dtype=np.int64)
+        if rows.shape != (3, count):
+            raise UnsupportedModel(f"the model must give positions [3, {count}], got {list(rows.shape)}")
+        return rows, count + int(delta)
+
+    def see(self, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+        """One run of the vision tower, for images and videos alike.
+
+        Args:
+            pixels: the processor's patches of all items, one after the other.
+            grids: int64 ``[items, 3]``, the patch grid (t, h, w) of each.
+
+        Returns:
+            Embeddings ``[tokens, hidden * (1 + D)]`` of all items in order, on the CPU, in the model's dtype; D as in
+            `ctxwin.engines.hf.model.Inputs`.
+        """
+        self._check_open()
+        if not self.multimodal:
+            raise UnsupportedModel(f"{self._config.model} is a text model: it has no vision tower")
+        return self._vision(pixels, grids)
+
+    def prompt(
+        self,
+        token_ids: Sequence[int],
+        media: Sequence[MediaSpan],
+        embed: Callable[[str], torch.Tensor],
+        salt: str,
+        covered: int = 0,
+        tenant: str = "",
+        marks: Mapping[int, str] | None = None,
+        tail: int | None = None,
+        at_hand: Callable[[str], torch.Tensor | None] = lambda _: None,
+    ) -> Rendered:
+        """A rendered engine input, the form that vLLM's own renderer hands to the engine.
+
+        vLLM's processor and tower never run: media carry their embeddings, or (``files``) only the shape that positions
+        follow from, and their embeddings are named beside the prompt. The digest in their key is their hash, so
+        nothing is hashed again.
+
+        Args:
+            token_ids: placeholders expanded.
+            media: with offsets within ``token_ids``.
+            embed: embeddings by key.
+            salt: separates prefix-cache entries; "" for none.
+            covered: tokens in front whose KV will be loaded. The embeddings of media among them are not read, and need
+                not exist any more; they are zeros, which is safe because a load that does not happen is noticed.
+            tenant: whose embeddings these are: no tenant hits another's entry in vLLM's encoder cache.
+            marks: what tells the blocks from a medium on apart, by the medium's offset; see `spaces`.
+            tail: token from which on what is covered may be computed instead, see `registry.Job.wanted`; None: nowhere.
+            at_hand: embeddings that cost nothing, by key, for the media that reach into the tail.
+        """
+        if not media:
+            from vllm.inputs.engine import tokens_input
+
+            return Rendered(dict(tokens_input(list(token_ids), cache_salt=salt or None)))
+        from vllm.inputs.engine import mm_input
+        from vllm.multimodal.inputs import MultiModalKwargsItems
+
+        known = min(covered, len(token_ids) - 1)  # vLLM always computes the last token
+        features, blank = [], 0
+        embeddings: dict[str, torch.Tensor] = {}
+        for span in sorted(media, key=lambda m: m.offset):
+            end = span.offset + span.tokens
+            if end > known:
+                found: torch.Tensor | None = embed(span.key)
+            else:
+                found = None if tail is None or end <= tail else at_hand(span.key)
+            blank = end if found is None else blank
+            mark = (marks or {}).get(span.offset, "")
+            for feature, part in self._features(span, found, tenant):
+                if part is not None and self._files:
+                    embeddings[feature.identifier] = part
+                if mark:
+                    feature.identifier = f"{feature.identifier}@{mark}"
+                features.append(feature)
+        items: dict[str, list[Any]] = {}
+        hashes: dict[str, list[str]] = {}
+        places: dict[str, list[Any]] = {}
+        for feature in features:
+            items.setdefault(feature.modality, []).append(feature.data)
+            hashes.setdefault(feature.modality, []).append(feature.identifier)
+            places.setdefault(feature.modality, []).append(feature.mm_position)
+        made = mm_input(list(token_ids), MultiModalKwargsItems(items), hashes, places, cache_salt=salt or None)
+        return Rendered(dict(made), blank, embeddings)
+
+    def _check_open(self) -> None:
+        if self.model is None:
+            raise EngineFailed("the engine is closed; open a new one")
+
+    def _features(
+        self, span: MediaSpan, embeddings: torch.Tensor | None, tenant: str
+    ) -> list[tuple[Any, torch.Tensor | None]]:
+        """One media item as vLLM describes it, or its tiles: InternVL takes embeddings of one shape only."""
+        import torch
+
+        tiles = span.grid_thw[0] if self._tiled else 1
+        if tiles == 1:
+            return [(self._feature(span, embeddings, tenant), embeddings)]
+        each = span.tokens // tiles
+        parts = [None] * tiles if embeddings is None else list(torch.split(embeddings, each))
+        made = []
+        for i, part in enumerate(parts):
+            tile = replace(
+                span, key=f"{span.key}-{i}", offset=span.offset + i * each, tokens=each,
+                grid_thw=(1, *span.grid_thw[1:]),
+            )  # fmt: skip
+            made.append((self._feature(tile, part, tenant), part))
+        return made
+
+    def _feature(self, span: MediaSpan, embeddings: torch.Tensor | None, tenant: str = "") -> Any:
+        """One media item as vLLM describes it; without embeddings it is good for positions and covered media only."""
+        import torch
+        from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+        if embeddings is not None and embeddings.shape[0] != span.tokens:
+            raise ValueError(f"{span.key} must hold {span.tokens} embeddings, got {embeddings.shape[0]}")
+        if embeddings is not None and not self._files:
+            item = self._item(span, embeddings)
+        else:
+            shape = (span.modality, span.grid_thw, span.seconds_per_grid)
+            if shape not in self._blank:  # a handful of shapes in a stream of frames, and a millisecond each
+                self._blank[shape] = self._item(span, None if self._files else self._zeros(span.tokens))
+            item = self._blank[shape]
+        place = PlaceholderRange(offset=span.offset, length=span.tokens)
+        if span.modality == "video" and span.seconds_per_grid is None:
+            # Qwen3-VL looks for each temporal group's opening token within the item, which embeds to itself.
+            embedded = torch.ones(span.tokens + 1, dtype=torch.bool)
+            embedded[0] = False
+            place = PlaceholderRange(offset=span.offset - 1, length=span.tokens + 1, is_embed=embedded)
+        name = span.key.rpartition("/")[2]
+        identifier = digest("tenant", tenant, name) if tenant else name
+        return MultiModalFeatureSpec(data=item, modality=span.modality, identifier=identifier, mm_position=place)
+
+    def _zeros(self, tokens: int) -> torch.Tensor:
+        import torch
+
+        width = self._config.get_inputs_embeds_size() * (1 + deep_layers(self._config.hf_config))
+        return torch.zeros(1).expand(tokens, width)
+
+    def _item(self, span: MediaSpan, embeddings: torch.Tensor | None) -> Any:
+        """The fields of one item; without embeddings only those that positions follow from."""
+        import torch
+        from transformers import BatchFeature
+        from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems
+
+        if self._processor is None:
+            raise UnsupportedModel(f"{self._config.model} takes no {span.modality}s: it is a text model")
+        data: dict[str, torch.Tensor] = {}
+        if self._tiled:
+            if embeddings is None:
+                return MultiModalKwargsItem({})
+            data["image_embeds"] = embeddings[None]
+        else:
+            data[f"{span.modality}_grid_thw"] = torch.tensor([span.grid_thw], dtype=torch.int64)
+            if embeddings is not None:
+                data[f"{span.modality}_embeds"] = embeddings
+        if span.modality == "video" and span.seconds_per_grid is not None:
+            data["second_per_grid_ts"] = torch.tensor([span.seconds_per_grid])
+        batch = BatchFeature(data)
+        items = MultiModalKwargsItems.from_hf_inputs(batch, self._processor._get_mm_fields_config(batch, {}))
+        if span.modality not in items:
+            raise UnsupportedModel(f"{type(self.model).__name__} takes no {span.modality} embeddings")
+        return items[span.modality][0]
+
+
+def bare_model(config: Any) -> Any:
+    """The model's class with its config and nothing else: enough to count positions where the model itself is in
+    another process."""
+    from torch import nn
+    from vllm.model_executor.model_loader.utils import get_model_cls
+
+    kind = get_model_cls(config)
+    model = kind.__new__(kind)
+    nn.Module.__init__(model)
+    model.config = config.hf_config
+    model.model_config = config
+    return model

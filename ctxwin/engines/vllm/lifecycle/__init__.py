@@ -1,0 +1,1 @@
+"""vLLM's processes from their start to their end."""

@@ -1,0 +1,344 @@
+"""Starting and stopping vLLM with the ctxwin connector: in this process, or in processes of its own.
+
+vLLM is made for processes of its own: starting it seeds the global random generators, replaces
+``torch.set_num_threads``, reads its settings from environment variables and logs a screenful. Here everything that a
+host program would notice is put back, and several engines can be open at once although vLLM keeps its process groups in
+globals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import random
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+from ctxwin.engines.vllm.drivers import Driver, LoopDriver, StepDriver, in_turn
+from ctxwin.engines.vllm.lifecycle import versions, watchdog
+from ctxwin.engines.vllm.spool import SPOOL, Spool, refusal
+from ctxwin.engines.vllm.transfers import PARAM, Exchange
+from ctxwin.errors import EngineFailed, UnsupportedModel
+
+Processes = Literal["single", "multi", "async"]
+"""``single``: all of vLLM in this process. ``multi``: ``vllm.LLM`` with engine and workers in processes of their own.
+``async``: ``AsyncLLM``, the engine of vLLM's server, likewise in processes of its own."""
+
+CPU_KV_BYTES = 1 << 30
+"""Paged cache on a CPU unless told otherwise, or what one request of full length takes where that is more; vLLM's own
+default there is most of the machine's memory."""
+
+_FIXED: dict[str, Any] = {
+    "enable_mm_embeds": True,
+    "enable_prefix_caching": True,
+    "max_logprobs": -1,
+    "scheduling_policy": "priority",  # what nobody waits for stands behind what somebody does
+    "mm_device_do_normalize": False,  # pixels come normalised from the model's own processor
+}
+_ONE = ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+_log = logging.getLogger("ctxwin.engines")
+_lock = threading.Lock()
+_open = 0
+
+
+def start(model: str, exchange: Exchange | Spool, options: dict[str, Any], processes: Processes = "single") -> Driver:
+    """A running vLLM with the ctxwin connector.
+
+    Args:
+        model: path or hub name.
+        exchange: where the connector finds its transfers; a `Spool` unless ``processes`` is "single".
+        options: engine arguments of vLLM (those of ``vllm.LLM``); what ctxwin depends on is refused where it differs.
+        processes: see `Processes`.
+
+    Raises:
+        ValueError: an option that cannot be changed. UnsupportedModel: a kind of parallelism that spans cannot follow.
+        EngineFailed: vLLM does not start; the cause is chained. Cost: loading the model, 3-30 s, in which other engines
+        in this process stand still; with processes of its own 10-30 s more.
+    """
+    if processes not in get_args(Processes):
+        raise ValueError(f"processes must be one of {', '.join(get_args(Processes))}, got {processes!r}")
+    if processes == "single" and options.get("tensor_parallel_size", 1) != 1:
+        raise ValueError("tensor_parallel_size needs processes='multi' or 'async', got 'single'")
+    versions.check(options.get("allow_untested_vllm"))
+    with _lock, in_turn() if processes == "single" else contextlib.nullcontext(), _unnoticed(processes, options):
+        from transformers import AutoConfig
+        from vllm import envs
+
+        arguments = {
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "skip_mm_profiling": True,  # the tower never runs inside a window's request
+            **with_connector(model, options, exchange),
+        }
+        _import_model_classes(AutoConfig.from_pretrained(model))
+        envs.disable_envs_cache()  # vLLM keeps the settings of the first engine of a process, which may be of another kind
+        try:
+            return _in_thread(model, arguments) if processes == "async" else _stepped(model, arguments)
+        except Exception as error:
+            if processes == "single":
+                _tear_down_groups()
+            if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+                raise ValueError(f"options of the vLLM engine must be engine arguments of vLLM: {error}") from error
+            if isinstance(error, UnsupportedModel):
+                raise
+            said = refusal(exchange) if isinstance(exchange, Spool) else None
+            if said is not None:
+                raise UnsupportedModel(said) from error
+            raise EngineFailed(f"vLLM could not open {model!r}: {error}") from error
+
+
+def engine_arguments(model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` and what ctxwin needs beside them, as engine arguments of vLLM.
+
+    For whoever starts vLLM himself, a server for example, and then calls ``VLLMEngine.attach`` in the same process.
+
+    Raises:
+        ValueError, UnsupportedModel: options that ctxwin cannot work with; the message says what to do.
+    """
+    from ctxwin.engines.vllm.core import prepare
+
+    return prepare(model, options)
+
+
+def with_connector(model: str, options: dict[str, Any], exchange: Exchange | Spool) -> dict[str, Any]:
+    """See `engine_arguments`; ``exchange`` is where the connector finds its transfers."""
+    from transformers import AutoConfig
+    from vllm.platforms import current_platform
+
+    options = dict(options)
+    versions.check(options.pop("allow_untested_vllm", None))
+    arguments = _arguments(exchange, options)
+    if current_platform.is_cpu():
+        kv = exchange.kv
+        if kv.family == "mla":
+            _correct_rotation(arguments)  # the size of its blocks is the platform's choice
+        else:
+            arguments.setdefault("block_size", 32)  # the smallest for CPU kernels: less to load behind a prefix hit
+        arguments.setdefault("enforce_eager", True)  # compiling costs more than a CPU window wins back
+        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            text = AutoConfig.from_pretrained(model).get_text_config()
+            longest = arguments.get("max_model_len") or text.max_position_embeddings
+            room = int(longest) + 2 * arguments.get("block_size", 128)
+            whole = kv.span_bytes(room, _itemsize(kv.dtype))
+            arguments.setdefault("kv_cache_memory_bytes", max(CPU_KV_BYTES, whole))
+    return arguments
+
+
+def _stepped(model: str, arguments: dict[str, Any]) -> StepDriver:
+    global _open
+    from vllm import LLM
+
+    with watchdog.starting():
+        llm = LLM(model, **arguments)
+    if hasattr(llm.llm_engine.engine_core, "engine_core"):
+        _open += 1
+    return StepDriver(llm, stop)
+
+
+def _in_thread(model: str, arguments: dict[str, Any]) -> LoopDriver:
+    """An ``AsyncLLM`` on an event loop of its own."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="ctxwin-vllm", daemon=True)
+    thread.start()
+
+    def stop_loop() -> None:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+    async def make() -> Any:
+        with watchdog.starting():
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **arguments))
+
+    try:
+        llm: Any = asyncio.run_coroutine_threadsafe(make(), loop).result()
+    except BaseException:
+        stop_loop()
+        raise
+
+    held = [llm]
+
+    def stop_all() -> None:
+        with _lock, _quiet():
+            asyncio.run_coroutine_threadsafe(_shut_down(held.pop()), loop).result()
+            stop_loop()
+            gc.collect()  # vLLM cleans up once more when the last reference goes; not at the interpreter's end
+
+    return LoopDriver(llm, loop, stop_all)
+
+
+async def _shut_down(llm: Any) -> None:
+    llm.shutdown()
+    await asyncio.sleep(0)  # what was cancelled ends before its loop does
+
+
+def stop(llm: Any) -> None:
+    """Shuts a ``vllm.LLM`` down; the last one of this process also takes vLLM's process groups with it."""
+    global _open
+    with _lock, _quiet():
+        engine = llm.llm_engine
+        engine.renderer.shutdown()
+        if not hasattr(engine.engine_core, "engine_core"):
+            engine.engine_core.shutdown()
+            return
+        with in_turn():
+            _open -= 1
+            if _open == 0:
+                engine.engine_core.shutdown()
+            else:
+                # EngineCore.shutdown would destroy the process groups and the worker-side connector, which the other
+                # engines of this process share: release only what is this engine's own.
+                engine.engine_core._finalizer.detach()
+                core = engine.engine_core.engine_core
+                core.structured_output_manager.clear_backend()
+                core.scheduler.shutdown()
+                core.model_executor.driver_worker.worker.model_runner.shutdown()
+                gc.unfreeze()
+            gc.collect()
+
+
+def _arguments(exchange: Exchange | Spool, options: dict[str, Any]) -> dict[str, Any]:
+    for name in _ONE:
+        if options.get(name, 1) != 1:
+            raise UnsupportedModel(
+                f"{name} must be 1, got {options[name]!r}: spans are handed to every worker whole; use "
+                "tensor_parallel_size, or serve from several replicas"
+            )
+    fixed = dict(_FIXED)
+    spool = isinstance(exchange, Spool)
+    if spool:
+        fixed["worker_extension_cls"] = "ctxwin.engines.vllm.vision.WorkerExtension"
+    else:
+        fixed["async_scheduling"] = False  # spans are read back the moment that their request ends
+    for name, value in fixed.items():
+        if options.get(name) not in (None, "", value):
+            raise ValueError(f"{name} must be {value!r} under ctxwin, got {options[name]!r}; leave it out")
+    for name in ("kv_transfer_config", "kv_offloading_size", "speculative_config", "enable_lora"):
+        if options.get(name):
+            raise ValueError(f"{name} must not be set under ctxwin, got {options[name]!r}; leave it out")
+    if isinstance(exchange, Spool):
+        if options.get("ec_transfer_config"):
+            raise ValueError("ec_transfer_config must not be set under ctxwin; leave it out")
+        fixed["ec_transfer_config"] = {
+            "ec_connector": "CtxwinECConnector",
+            "ec_connector_module_path": "ctxwin.engines.vllm.ec",
+            "ec_role": "ec_consumer",  # a producer encodes an item of the largest size at start-up, and must have a tower
+            "ec_connector_extra_config": {"folder": str(exchange.embeddings), "identity": exchange.kv.identity},
+        }
+    extra = {SPOOL: exchange.name} if spool else {PARAM: exchange.name}
+    connector = {
+        "kv_connector": "CtxwinConnector",
+        "kv_connector_module_path": "ctxwin.engines.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": extra,
+    }
+    return {"seed": 0, **options, **fixed, "kv_transfer_config": connector}
+
+
+def _correct_rotation(arguments: dict[str, Any]) -> None:
+    """Has rotary embedding done by torch: vLLM 0.32's CPU kernel gets the strided view wrong that MLA hands to it."""
+    given = arguments.get("compilation_config")
+    if given is None or isinstance(given, dict):
+        ops = list((given or {}).get("custom_ops", ()))
+        if "+rotary_embedding" in ops:
+            raise ValueError(
+                "custom_ops must not switch on rotary_embedding for a model with latent attention on a CPU"
+            )
+        arguments["compilation_config"] = {**(given or {}), "custom_ops": [*ops, "-rotary_embedding"]}
+    else:
+        raise ValueError(
+            "compilation_config must be a dict for a model with latent attention on a CPU, got "
+            f"{type(given).__name__}; ctxwin adds to it"
+        )
+
+
+def _itemsize(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
+
+
+def _import_model_classes(config: Any) -> None:
+    """Imports the model's class here, so that vLLM does not start a Python process just to look at it.
+
+    That process costs seconds, and would need any repair of the environment that this one has had.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for name in getattr(config, "architectures", None) or ():
+        entry = ModelRegistry.models.get(name)
+        if entry is not None and not hasattr(entry, "model_cls"):
+            ModelRegistry.register_model(name, entry.load_model_cls())
+
+
+def _tear_down_groups() -> None:
+    if _open == 0:
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+
+
+def eager_on_cpu(options: dict[str, Any]) -> bool:
+    """Whether nothing of vLLM will be compiled: no GPU, and not asked for."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu()) and bool(options.get("enforce_eager", True))
+
+
+@contextlib.contextmanager
+def _unnoticed(processes: Processes, options: dict[str, Any]) -> Iterator[None]:
+    """Restores what starting vLLM changes in the process: environment, random state, threads, logging."""
+    import numpy as np
+    import torch
+
+    before = dict(os.environ)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if processes == "single" else "1"
+    if processes != "single" and eager_on_cpu(options):
+        # As `StepDriver` does in this process: vLLM's few compiled sampling functions would take 5-17 s.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # The threads of the host program are not ours to pin.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    try:
+        with _quiet():
+            yield
+    finally:
+        for name in [n for n in os.environ if n not in before]:
+            del os.environ[name]
+        for name, value in before.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        torch.set_num_threads = set_threads
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps vLLM's log at errors unless the user chose a level, and its deprecation warnings to itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        if "VLLM_LOGGING_LEVEL" in os.environ:
+            yield
+            return
+        # vLLM reads the variable once, when it is first imported; before and after that its logger's level counts.
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            os.environ.pop("VLLM_LOGGING_LEVEL", None)
+            logging.getLogger("vllm").setLevel(logging.ERROR)

@@ -1,0 +1,265 @@
+"""Writing and reading token slots of vLLM's paged KV cache, whatever its packing.
+
+Attention backends pack a block as their kernels like it (transposed keys, tiles, keys and values in one tensor), and
+the packing depends on the instruction set. Writing therefore goes through the backend's own ``do_kv_cache_update``,
+which every backend has. There is no reading counterpart, so `PagedKV` learns the packing once: it writes the index of
+each number into a scratch block, in digits that the cache dtype holds exactly, and inverts the permutation it finds.
+
+A load kernel that can write slots itself (Triton's) does so where the packing is one of constant steps, as those of
+FlashAttention, FlashInfer and Triton are: keys and values then go from where they are computed to where they stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ctxwin.engines.vllm import serial
+from ctxwin.errors import UnsupportedModel
+from ctxwin.kv.kernels import Kernel, Lines, Part, Placing, choose
+from ctxwin.kv.kernels.choice import report, trial
+from ctxwin.kv.layout import KVSpec
+
+_BASE = 128  # digits 0..127 are exact in bfloat16 (8 bits of mantissa) as in every wider dtype
+
+
+class PagedKV:
+    """The paged cache of one engine.
+
+    Args:
+        layers: attention layers by name, as in ``compilation_config.static_forward_context``.
+        kv: layout of the model's KV.
+        block_size: tokens in a block, as the scheduler counts them.
+        kernel: the load kernel; None is what `choose` takes for the cache's device.
+        alone: whether a CPU's loads are computed by a thread of their own, see `serial`.
+
+    Attributes:
+        kernel: the load kernel for what is written here.
+
+    Raises:
+        UnsupportedModel: a cache that cannot be read back exactly; the message names the property. Cost: on a GPU some
+        seconds, in which load kernels are compiled and tried.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, Any],
+        kv: KVSpec,
+        block_size: int,
+        kernel: Kernel | None = None,
+        alone: bool = False,
+    ) -> None:
+        self._kv = kv
+        self._layers = _ordered(layers)
+        self.block_size = block_size
+        if len(self._layers) != kv.layers:
+            raise UnsupportedModel(
+                f"the cache must have one attention layer per decoder layer ({kv.layers}), got {len(self._layers)}; "
+                "models with layers of other kinds, or with a drafter, cannot be served from spans"
+            )
+        for layer in self._layers:
+            self._check_layer(layer)
+        self.dtype: torch.dtype = self._layers[0].kv_cache.dtype
+        self.device: torch.device = self._layers[0].kv_cache.device
+        self._gather = self._probe()
+        self.kernel = choose(kv, self.dtype, self.device, kernel=kernel)
+        self._alone = alone and self.device.type == "cpu"
+        self._lines = self._steps() if self.kernel == "triton" else None
+
+    @property
+    def direct(self) -> bool:
+        """Whether spans are written into their slots by the load kernel itself."""
+        return self._lines is not None
+
+    def _check_layer(self, layer: Any) -> None:
+        cache = layer.kv_cache
+        per_token = self._kv.heads * (self._kv.k_dim + self._kv.v_dim)
+        if cache.dtype != getattr(torch, self._kv.dtype) or layer.kv_cache_dtype not in ("auto", self._kv.dtype):
+            raise UnsupportedModel(
+                f"kv_cache_dtype must be the model's own dtype ({self._kv.dtype}), got {layer.kv_cache_dtype!r} "
+                f"({cache.dtype}): a cache that rounds or quantises cannot be moved losslessly"
+            )
+        if cache[0].numel() != self.block_size * per_token:
+            raise UnsupportedModel(
+                f"a cache block must hold {self.block_size} tokens of {per_token} numbers, got {tuple(cache.shape)}"
+            )
+        if getattr(layer, "sliding_window", None) is not None:
+            raise UnsupportedModel("sliding-window attention drops what left its window; spans cannot serve it")
+
+    def slots(self, blocks: Sequence[int], begin: int, end: int) -> torch.Tensor:
+        """Slot of each token ``[begin, end)`` of a request that owns ``blocks``: int64 ``[end - begin]``."""
+        tokens = torch.arange(begin, end)
+        owned = torch.tensor(blocks, dtype=torch.int64)
+        return owned[tokens // self.block_size] * self.block_size + tokens % self.block_size
+
+    def write(self, placing: Placing, slots: torch.Tensor) -> int:
+        """Writes spans as they are placed, layer by layer, so that each layer's work stays in the processor's cache.
+
+        Args:
+            placing: of as many tokens as there are slots, in the cache's dtype, on its device.
+            slots: int64 ``[T]``.
+
+        Returns:
+            the bytes written. Raises ValueError where the numbers of tokens or layers do not fit.
+        """
+        if placing.tokens != len(slots) or placing.layers != len(self._layers):
+            raise ValueError(
+                f"spans must fill {len(slots)} slots of {len(self._layers)} layers, got {placing.tokens} tokens of "
+                f"{placing.layers}"
+            )
+        slots = slots.to(self.device)
+        if self._lines is not None and placing.stores:
+            for i, layer in enumerate(self._layers):
+                placing.store(i, layer.kv_cache, self._lines[i], slots)
+            return placing.nbytes
+        computed = serial.layers_of(placing) if self._alone else (placing.layer(i) for i in range(placing.layers))
+        for layer, (k, v) in zip(self._layers, computed, strict=True):
+            _update(layer, k, v, layer.kv_cache, slots)
+        return placing.nbytes
+
+    def place(self, parts: Sequence[Part], kv: KVSpec, heads: slice | None) -> Placing:
+        """What `write` takes, for parts of the layout ``kv`` (the whole model's) of which ``heads`` are this cache's."""
+        make = partial(Placing, parts, kv, dtype=self.dtype, device=self.device, heads=heads, kernel=self.kernel)
+        return serial.alone(make) if self._alone else make()
+
+    def read(self, blocks: Sequence[int], begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """KV of the tokens ``[begin, end)`` of a request that owns ``blocks``.
+
+        Returns:
+            ``(k, v)``, each ``[layers, end - begin, heads, dim]``, new tensors on the cache's device, complete: other
+            threads may read them on streams of their own. Cost: one gather of the blocks concerned per layer, and on a
+            GPU the wait for it.
+        """
+        first, last = begin // self.block_size, -(-end // self.block_size)
+        if not 0 <= begin < end or last > len(blocks):
+            raise ValueError(f"tokens [{begin}, {end}) must be non-empty and lie in {len(blocks)} blocks")
+        index = torch.tensor(blocks[first:last], dtype=torch.int64, device=self._layers[0].kv_cache.device)
+        head, tail = begin - first * self.block_size, end - first * self.block_size
+        ks, vs = [], []
+        for layer in self._layers:
+            k, v = self._unpack(layer.kv_cache[index])
+            ks.append(k[head:tail])
+            vs.append(v[head:tail])
+        found = torch.stack(ks), torch.stack(vs)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return found
+
+    def _unpack(self, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[blocks, ...]`` as cached to ``k [blocks * block_size, H, k_dim]`` and ``v``."""
+        count, size, heads = raw.shape[0], self.block_size, self._kv.heads
+        numbers = raw.reshape(count, -1)[:, self._gather]
+        cut = size * heads * self._kv.k_dim
+        k = numbers[:, :cut].reshape(count * size, heads, self._kv.k_dim)
+        v = numbers[:, cut:].reshape(count * size, heads, self._kv.v_dim)
+        return k, v
+
+    def _probe(self) -> torch.Tensor:
+        """Where each number of (k, v) of one block lies in it: int64 ``[block_size * heads * (k_dim + v_dim)]``.
+
+        Raises UnsupportedModel where the packing is not a permutation that is the same for every block.
+        """
+        layer, kv, size = self._layers[0], self._kv, self.block_size
+        scratch = torch.zeros_like(layer.kv_cache[:2])
+        keys, total = size * kv.heads * kv.k_dim, scratch[0].numel()
+        digits = 1
+        while _BASE**digits < total:
+            digits += 1
+        found = torch.zeros(2, total, dtype=torch.int64, device=scratch.device)
+        numbers = torch.arange(total, device=scratch.device)
+        for digit in range(digits):
+            value = (numbers // _BASE**digit % _BASE).to(scratch.dtype)
+            k = value[:keys].reshape(size, kv.heads, kv.k_dim)
+            v = value[keys:].reshape(size, kv.heads, kv.v_dim)
+            for block in range(2):
+                slots = torch.arange(size, device=scratch.device) + block * size
+                _update(layer, k, v, scratch, slots)
+            found += scratch.reshape(2, total).to(torch.int64) * _BASE**digit
+        if not torch.equal(found[0], found[1]) or not torch.equal(found[0].sort().values, numbers):
+            raise UnsupportedModel(
+                f"the cache packing of attention backend {type(layer.impl).__name__} is not a permutation within a "
+                "block; spans cannot be read back from it: choose another attention backend"
+            )
+        gather = torch.empty_like(numbers)
+        gather[found[0]] = numbers
+        self._gather = gather
+        self._round_trip(layer, scratch)
+        return gather
+
+    def _round_trip(self, layer: Any, scratch: torch.Tensor) -> None:
+        """Writes tokens at scattered slots, as real loads do, and reads them back bit for bit."""
+        kv, size = self._kv, self.block_size
+        noise = torch.Generator().manual_seed(0)
+        scratch.zero_()
+        slots = torch.randperm(2 * size, generator=noise)
+        k = torch.randn(2 * size, kv.heads, kv.k_dim, generator=noise).to(scratch)
+        v = torch.randn(2 * size, kv.heads, kv.v_dim, generator=noise).to(scratch)
+        step = 2 * size // 3
+        for at in range(0, 2 * size, step):
+            part = slots[at : at + step]
+            _update(layer, k[part], v[part], scratch, part.to(scratch.device))
+        got_k, got_v = self._unpack(scratch)
+        if not (torch.equal(got_k, k) and torch.equal(got_v, v)):
+            raise UnsupportedModel(
+                f"attention backend {type(layer.impl).__name__} does not return the KV that was written into its cache"
+            )
+
+    def _steps(self) -> list[Lines] | None:
+        """Each layer's packing as steps of constant length, where it is one and the load kernel writes by it rightly."""
+        found = [self._line(layer.kv_cache) for layer in self._layers]
+        lines = [line for line in found if line is not None]
+        if len(lines) < len(found) or self.block_size < 8:
+            return None
+        try:
+            # All in a block and a half, so that two blocks of the scratch cache hold it.
+            tokens = (self.block_size, self.block_size // 4 + 1, self.block_size // 4 + 1)
+            fault = trial(self._written, self._kv, self.dtype, self.device, tokens)
+        except Exception as error:  # whatever a compiler or a driver comes up with
+            fault = f"{type(error).__name__}: {error}"
+        if fault is not None:
+            report(f"the Triton load kernel does not write the paged cache itself on {self.device}: {fault}")
+            return None
+        return lines
+
+    def _line(self, cache: torch.Tensor) -> Lines | None:
+        return Lines.find(cache, self._gather, self.block_size, self._kv.heads, (self._kv.k_dim, self._kv.v_dim))
+
+    def _written(self, parts: Sequence[Part], spec: KVSpec, **options: Any) -> Any:
+        """A kernel whose layers go through scattered slots of a scratch cache, packed like the first layer's."""
+        placing = Placing(parts, spec, dtype=options["dtype"], device=options["device"], kernel="triton")
+        slots = torch.randperm(2 * self.block_size, generator=torch.Generator().manual_seed(0))[: placing.tokens]
+
+        def layer(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+            scratch = torch.zeros_like(self._layers[0].kv_cache[:2])
+            line = self._line(scratch)
+            assert line is not None
+            placing.store(i, scratch, line, slots.to(self.device))
+            k, v = self._unpack(scratch)
+            return k[slots], v[slots]
+
+        return SimpleNamespace(layer=layer)
+
+
+def _update(layer: Any, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    if hasattr(layer, "kv_lora_rank"):  # latent attention: c_KV is our content channel, k_pe the rope channel
+        layer.impl.do_kv_cache_update(v[:, 0], k, cache, slots, layer.kv_cache_dtype, layer._k_scale)
+    else:
+        layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
+
+
+def _ordered(layers: Mapping[str, Any]) -> list[Any]:
+    """Decoder attention layers that have a cache, in the order of their index within the model."""
+    found = []
+    for name, layer in layers.items():
+        cache = getattr(layer, "kv_cache", None)
+        if not isinstance(cache, torch.Tensor) or cache.numel() == 0 or not hasattr(layer.impl, "do_kv_cache_update"):
+            continue
+        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        if len(numbers) != 1:
+            raise UnsupportedModel(f"an attention layer's name must hold its index once, got {name!r}")
+        found.append((numbers[0], layer))
+    return [layer for _, layer in sorted(found, key=lambda item: item[0])]

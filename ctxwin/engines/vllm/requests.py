@@ -1,0 +1,270 @@
+"""One request on vLLM: hands over what it loads, follows its outputs, collects what it captured."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ctxwin.engines.base import Sampling, ScoredToken
+from ctxwin.engines.vllm.transfers import PARAM, Exchange, Transfer
+from ctxwin.errors import EngineFailed
+
+if TYPE_CHECKING:
+    from ctxwin.engines.vllm.drivers import Driver
+    from ctxwin.engines.vllm.spool import Spool
+
+BACKGROUND = 10
+"""Priority of work that nobody waits for; vLLM serves lower numbers first, and plain requests have 0."""
+
+
+class LoadError(Exception):
+    """The connector could not load or read back a span; nothing of the request may be used."""
+
+
+class CallerError(Exception):
+    """The caller's ``on_token`` raised; its exception is the cause."""
+
+
+@dataclass
+class Outcome:
+    """What one request returned.
+
+    Attributes:
+        token_ids: generated ids, the ending token excluded.
+        logprobs: first-token log-probabilities by token id.
+        first_token_at: `time.perf_counter` at the first token.
+        finished: False where ``on_token`` stopped it.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: dict[int, float] = field(default_factory=dict)
+    first_token_at: float = 0.0
+    finished: bool = True
+
+
+class Told:
+    """Tells a caller each token once.
+
+    A request whose blocks were taken away and whose load then fails is served anew, from its begin. Nothing can be taken
+    back of what was told, so that has to come again.
+
+    Args:
+        on_token: see `Engine.generate`.
+        decode: text of ids.
+    """
+
+    def __init__(self, on_token: Callable[[int, str], bool], decode: Callable[[list[int]], str]) -> None:
+        self._on_token = on_token
+        self._decode = decode
+        self._ids: list[int] = []
+        self._goes_on = True
+
+    def __call__(self, ids: list[int]) -> bool:
+        """Hears all ``ids`` so far; False once the caller wants no more. Raises EngineFailed where they are others."""
+        at = len(ids) - 1
+        if at >= len(self._ids):
+            self._ids.append(ids[at])
+            self._goes_on = self._on_token(ids[at], self._decode(ids)) is not False
+        elif ids[at] != self._ids[at]:
+            raise self._lost()
+        return self._goes_on or len(ids) < len(self._ids)
+
+    def check(self, ids: list[int]) -> None:
+        """Raises EngineFailed for an answer that has ended before what was told."""
+        if len(ids) < len(self._ids):
+            raise self._lost()
+
+    def _lost(self) -> EngineFailed:
+        return EngineFailed(
+            "KV of the answer was lost while it was being told, and computed anew the answer is another one; ask again"
+        )
+
+
+def run(
+    driver: Driver,
+    exchange: Exchange | Spool,
+    prompt: dict[str, Any],
+    transfer: Transfer,
+    sampling: Sampling,
+    ending: Sequence[int] = (),
+    on_token: Callable[[list[int]], bool] | None = None,
+    priority: int = 0,
+) -> Outcome:
+    """Runs one request to its end, beside whatever else vLLM has to do.
+
+    Args:
+        driver: of a started engine.
+        exchange: where its connector finds transfers.
+        prompt: a rendered engine input.
+        transfer: what to load and capture; filled on return, as far as the request came where ``on_token`` stopped it.
+        sampling: how to decode.
+        ending: token ids that end the answer.
+        on_token: called in this thread with all ids after each token that does not end the answer; returning False stops.
+        priority: lower is served first.
+
+    Raises:
+        LoadError, CallerError: see there. Whatever vLLM raises passes through. The request is taken back in each case.
+    """
+    try:
+        handle = exchange.add(transfer)
+    except OSError as error:
+        raise LoadError(f"no room to hand over what the request loads: {error}") from error
+    outcome = Outcome()
+    try:
+        reason = _follow(driver, prompt, _parameters(sampling, ending, handle), outcome, sampling, on_token, priority)
+        exchange.collect(handle, transfer, reason != "error")
+    except Exception:
+        exchange.collect(handle, transfer, False)  # what it cost counts all the same
+        raise
+    finally:
+        exchange.remove(handle)
+    served = transfer.local_tokens + transfer.planned_tokens
+    if not outcome.finished and served >= transfer.blank:
+        # The tokens so far came from sound KV. What failed or was still to be loaded since then, behind a preemption
+        # for example, concerns nobody: asked anew, the caller would hear the answer again that was stopped.
+        if transfer.error is not None or transfer.loaded_tokens != transfer.planned_tokens:
+            transfer.captured.clear()
+        return outcome
+    if transfer.error is not None or reason == "error":
+        raise LoadError(str(transfer.error or "vLLM reported a failed load")) from transfer.error
+    if transfer.loaded_tokens != transfer.planned_tokens:
+        # The scheduler counted on tokens that nobody wrote: their blocks hold garbage under the hashes of real ones.
+        driver.reset_prefix_cache()
+        raise LoadError(f"{transfer.planned_tokens} tokens were to be loaded, got {transfer.loaded_tokens}")
+    if served < transfer.blank:
+        # vLLM did not ask the connector, or not for all of it: zeros were computed where media stand.
+        driver.reset_prefix_cache()
+        raise LoadError(f"{transfer.blank} tokens were to come from the cache or from spans, got fewer")
+    return outcome
+
+
+def _follow(
+    driver: Driver,
+    prompt: dict[str, Any],
+    parameters: Any,
+    outcome: Outcome,
+    sampling: Sampling,
+    on_token: Callable[[list[int]], bool] | None,
+    priority: int,
+) -> str:
+    """Reads outputs until the request ends; returns vLLM's reason."""
+    ticket = driver.submit(prompt, parameters, priority)
+    ended = False
+    try:
+        while True:
+            output = _next(driver, ticket.outputs)
+            if isinstance(output, BaseException):
+                ended = True
+                raise output
+            ended = output.finished
+            (part,) = output.outputs
+            fresh = _fresh(part, len(outcome.token_ids), sampling.token_logprobs)
+            if fresh and not outcome.first_token_at:
+                outcome.first_token_at = time.perf_counter()
+                outcome.logprobs = _first(part.logprobs, sampling.logprobs)
+            if part.finish_reason == "stop" and fresh:
+                fresh.pop()
+            for token in fresh:
+                outcome.token_ids.append(token)
+                if on_token is not None and not _asked(on_token, outcome.token_ids):
+                    outcome.finished = False
+                    return str(part.finish_reason) if ended else "abort"
+            if ended:
+                return str(part.finish_reason)
+    finally:
+        if not ended:
+            driver.cancel(ticket)
+
+
+def _next(driver: Driver, outputs: queue.SimpleQueue[Any]) -> Any:
+    """The next output; looks now and then whether vLLM still runs, in case it died without a word."""
+    while True:
+        try:
+            return outputs.get(timeout=5.0)
+        except queue.Empty:
+            dead = driver.dead
+            if dead is not None and outputs.empty():
+                raise dead from None
+
+
+def _asked(on_token: Callable[[list[int]], bool], token_ids: list[int]) -> bool:
+    try:
+        return on_token(token_ids)
+    except Exception as error:
+        raise CallerError from error
+
+
+def _parameters(sampling: Sampling, ending: Sequence[int], handle: str) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    schema = sampling.json_schema
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        seed=sampling.seed,
+        logprobs=_wanted(sampling),
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
+        # The ending ids are the tokenizer's and the generation config's, collected once for every engine.
+        ignore_eos=True,
+        stop_token_ids=[*ending, *sampling.stop_ids],
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={"kv_transfer_params": {PARAM: handle}},
+    )
+
+
+def check(driver: Driver, sampling: Sampling) -> None:
+    """Raises ValueError for what vLLM would refuse: ids and counts beyond the vocabulary, a schema it cannot hold an
+    answer to. What it makes of a schema is cheap beside an answer."""
+    if sampling.json_schema is None and sampling.logprobs <= 0 and not sampling.stop_ids:
+        return
+    config = driver.config
+    what = "logprobs and stop_ids" if sampling.json_schema is None else "the JSON schema"
+    try:
+        _parameters(sampling, (), "").verify(
+            config.model_config, config.speculative_config, config.structured_outputs_config, driver.renderer.tokenizer
+        )
+    except Exception as error:  # of whichever library reads schemas
+        raise ValueError(f"{what} must be what vLLM takes: {error}") from error
+
+
+def _wanted(sampling: Sampling) -> int | None:
+    """How many log-probabilities vLLM returns with each token; it adds the token's own."""
+    if sampling.logprobs < 0 or sampling.token_logprobs is None:
+        return sampling.logprobs or None
+    return max(sampling.logprobs, sampling.token_logprobs)
+
+
+def _fresh(part: Any, index: int, best: int | None) -> list[int]:
+    """The ids of an output; as `ScoredToken` with the ``best`` beside them where those are wanted."""
+    if best is None or not part.token_ids:
+        return list(part.token_ids)
+    scored = []
+    for i, (token, entries) in enumerate(zip(part.token_ids, part.logprobs, strict=True)):
+        scored.append(ScoredToken(token, index + i, float(entries[token].logprob), _best(entries, best)))
+    return list(scored)
+
+
+def _first(logprobs: Any, wanted: int) -> dict[int, float]:
+    """The log-probabilities of the first position; vLLM adds the sampled token to the ``wanted`` best."""
+    if not logprobs or not wanted:
+        return {}
+    if wanted < 0:
+        return {token: float(entry.logprob) for token, entry in logprobs[0].items()}
+    return _best(logprobs[0], wanted)
+
+
+def _best(entries: Any, count: int) -> dict[int, float]:
+    found = {token: float(entry.logprob) for token, entry in entries.items()}
+    best = sorted(found, key=lambda token: (-found[token], token))[:count]
+    return {token: found[token] for token in best}

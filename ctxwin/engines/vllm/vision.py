@@ -1,0 +1,90 @@
+"""The vision tower, where the model is: in this process, or in vLLM's worker through its worker extension."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ctxwin.engines.encoding.families import FAMILIES
+
+if TYPE_CHECKING:
+    import torch
+
+_PIXELS, _SEEN = "see-", "seen-"
+
+Vision = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
+"""``(pixels, grids int64 [items, 3]) -> embeddings [tokens, width]`` of all items in order, on the CPU."""
+
+
+def is_tiled(config: Any) -> bool:
+    """Whether the model cuts pictures into tiles (InternVL)."""
+    family = FAMILIES.get(str(getattr(config, "model_type", "")))
+    return family is not None and family.tiles
+
+
+def see(model: Any, config: Any, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+    """One run of a model's tower; ``config`` is its Hugging Face config. See `Inputs.see`."""
+    import torch
+
+    like = next(model.parameters())
+    given: dict[str, Any] = {"pixel_values": pixels.to(device=like.device, dtype=like.dtype)}
+    if is_tiled(config):
+        given |= {"image_num_patches": grids[:, 0], "image_token_id": torch.tensor([config.image_token_id])}
+    else:
+        given["image_grid_thw"] = grids
+    with torch.inference_mode():
+        found = model.embed_multimodal(**given)
+        joined = torch.cat(list(found)).to("cpu")
+    # A copy outside inference mode is an ordinary tensor, which callers may use anywhere.
+    return joined.clone()
+
+
+class WorkerExtension:
+    """Methods that vLLM mixes into each of its workers (``worker_extension_cls``). Tensors travel as files."""
+
+    if TYPE_CHECKING:
+        model_config: Any
+        vllm_config: Any
+
+        def get_model(self) -> Any: ...
+
+    def ctxwin_see(self, source: str, target: str) -> None:
+        """Reads pixels and grids from ``source``, writes embeddings to ``target``; every rank runs, the first writes.
+
+        Raises ValueError for files outside the engine's spool: a server may let its clients call methods of workers.
+        """
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        from ctxwin.engines.vllm.lifecycle.folders import write_file
+        from ctxwin.engines.vllm.spool import SPOOL
+        from ctxwin.store import codec
+
+        folder = Path(self.vllm_config.kv_transfer_config.kv_connector_extra_config[SPOOL])
+        for path, prefix in ((Path(source), _PIXELS), (Path(target), _SEEN)):
+            if path.parent != folder or not path.name.startswith(prefix):
+                raise ValueError(f"files of ctxwin_see must be {folder}/{prefix}..., got {path}")
+        tensors, _ = codec.decode_tensors(Path(source).read_bytes())
+        found = see(self.get_model(), self.model_config.hf_config, tensors["pixels"], tensors["grids"])
+        if get_tensor_model_parallel_rank() == 0:
+            write_file(Path(target), codec.encode_tensors({"embeddings": found}))
+
+
+def remote(rpc: Callable[..., list[Any]], folder: Path) -> Vision:
+    """A `Vision` that runs in vLLM's workers; ``rpc`` is `Driver.rpc`, ``folder`` a spool's."""
+    from ctxwin.engines.vllm.lifecycle.folders import write_file
+    from ctxwin.store import codec
+
+    def run(pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+        name = secrets.token_hex(8)
+        source, target = folder / f"{_PIXELS}{name}", folder / f"{_SEEN}{name}"
+        try:
+            write_file(source, codec.encode_tensors({"pixels": pixels, "grids": grids}))
+            rpc("ctxwin_see", str(source), str(target))
+            return codec.decode_tensors(target.read_bytes())[0]["embeddings"].clone()
+        finally:
+            source.unlink(missing_ok=True)
+            target.unlink(missing_ok=True)
+
+    return run

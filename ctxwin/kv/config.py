@@ -1,0 +1,221 @@
+"""From a transformers config to `RopeSpec` and `KVSpec`, or a refusal that names the property in the way.
+
+Inverse frequencies come from transformers' own functions. What cannot be moved is refused, before any KV is stored:
+
+- frequencies that depend on the length of the sequence (dynamic NTK, LongRoPE), so a key has no one rotation to undo;
+- positions that are no rotation of the key (ALiBi, learned absolute, none at all);
+- state that is no KV of tokens (linear attention, state space, convolution layers);
+- windowed layers (sliding, chunked): the mathematics would allow them, since a cached span depends on its antecedents
+  only, but engines drop what left the window, so such a span can neither be read back whole nor be written in place. A
+  window that is configured but never in effect (Qwen2 with ``use_sliding_window`` false, or a window no shorter than
+  the context) passes.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+
+from ctxwin.errors import UnsupportedModel
+from ctxwin.kv.layout import KVSpec, RopeSpec
+
+Engine = Literal["hf", "vllm"]
+
+_LEARNED = frozenset((
+    "bart", "bert", "biogpt", "ctrl", "electra", "gpt2", "gpt_bigcode", "gpt_neo", "imagegpt", "marian", "mbart",
+    "openai-gpt", "opt", "roberta", "trocr", "whisper", "xglm", "xlm",
+))  # fmt: skip
+_RECURRENT = frozenset((
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
+    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
+    "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
+))  # fmt: skip
+_ALIBI = frozenset(("bloom", "mpt"))
+# Models that turn neighbouring dimensions (2i, 2i + 1) and leave them where they are. DeepSeek-V3 and its kin also pair
+# neighbours, but transformers caches their keys de-interleaved (half), vLLM as they were (interleaved).
+_INTERLEAVED = frozenset((
+    "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "glm4v_text",
+    "glm_ocr_text", "helium",
+))  # fmt: skip
+_CYCLING_MROPE = ("qwen3_vl", "qwen3_omni")
+_BLOCKED_MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "glm_ocr", "paddleocr_vl")
+# Sections that the modelling code falls back to where the config names none.
+_DEFAULT_SECTIONS = {"qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
+_STATE_LAYERS = (
+    ("linear_attention", "linear attention layers"),
+    ("mamba", "state space layers"),
+    ("conv", "convolution layers"),
+    ("recurrent", "recurrent layers"),
+    ("chunked_attention", "chunked attention layers"),
+)
+_COMPOSING = ("linear", "llama3", "yarn", "proportional")
+
+
+def text_config(config: Any) -> Any:
+    """The decoder's config inside a multimodal one; the config itself where it is one."""
+    get = getattr(config, "get_text_config", None)
+    return get(decoder=True) if get is not None else getattr(config, "text_config", config)
+
+
+def check_supported(config: Any) -> None:
+    """Raises UnsupportedModel, naming the property, where KV of this model cannot be moved."""
+    text = text_config(config)
+    kind = str(getattr(text, "model_type", ""))
+    if kind in _ALIBI or getattr(text, "alibi", False) or getattr(text, "use_alibi", False):
+        raise _refusal(kind, "ALiBi", "its bias is in the attention, not in the key")
+    if kind in _LEARNED or getattr(text, "position_embedding_type", None) in ("absolute", "learned_absolute"):
+        raise _refusal(kind, "learned absolute positions", "they are mixed into the values and cannot be turned")
+    if kind in _RECURRENT:
+        raise _refusal(kind, "linear attention or state space layers", "their state is no KV of tokens")
+    if getattr(text, "is_encoder_decoder", False) or getattr(text, "cross_attention_layers", None):
+        raise _refusal(kind, "cross attention layers", "their KV does not belong to tokens of the window")
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        raise _refusal(kind, "bidirectional attention", "a chunk's KV depends on what follows it")
+    if getattr(text, "index_topk", None):
+        raise _refusal(kind, "a sparse attention indexer", "its own key cache would have to move too")
+    _check_layers(text, kind)
+
+
+def _check_layers(text: Any, kind: str) -> None:
+    types = set(getattr(text, "layer_types", None) or ())
+    for name, label in _STATE_LAYERS:
+        if any(name in t for t in types):
+            raise _refusal(kind, label, "they keep no KV for every token of the window")
+    window = getattr(text, "sliding_window", None)
+    switched_on = getattr(text, "use_sliding_window", True) is not False
+    in_effect = "sliding_attention" in types if types else bool(window) and switched_on
+    longest = getattr(text, "max_position_embeddings", None)
+    if in_effect and window and not (longest and window >= longest):
+        raise _refusal(kind, "sliding window layers", "engines drop the KV that left the window")
+    rest = types - {"full_attention", "sliding_attention", "attention"}
+    if rest:
+        raise _refusal(kind, f"{', '.join(sorted(rest))} layers", "only full attention is known to move")
+    unrotated = getattr(text, "no_rope_layers", None)
+    if unrotated and not all(unrotated):
+        raise _refusal(kind, "layers without rotary positions", "all layers must turn alike")
+
+
+def rope_spec_from_config(config: Any, engine: Engine = "hf") -> RopeSpec:
+    """How a model turns positions into angles, from its transformers config.
+
+    Args:
+        config: a text config (or a multimodal one, whose decoder counts), with ``rope_parameters`` (transformers 5) or
+            ``rope_scaling`` and ``rope_theta`` (older). It is not changed.
+        engine: whose cache the keys come from; DeepSeek-V3's are laid out differently in transformers and vLLM.
+
+    Returns:
+        The spec, with transformers' own float32 inverse frequencies.
+
+    Raises:
+        UnsupportedModel: a property under which keys cannot be moved.
+    """
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    check_supported(config)
+    text = text_config(config)
+    kind = str(getattr(text, "model_type", ""))
+    view = _rope_view(text, kind)
+    given = view.rope_parameters
+    scaling = given["rope_type"]
+    if scaling == "dynamic":
+        raise _refusal(kind, "dynamic NTK rope scaling", "its frequencies change with the length of the sequence")
+    if scaling == "longrope":
+        raise _refusal(kind, "LongRoPE scaling", "its frequencies switch at a length of the sequence")
+    if scaling == "default":
+        dim = int(view.head_dim * given.get("partial_rotary_factor", 1.0))
+        inv_freq, magnitude = 1.0 / (given["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)), 1.0
+    elif scaling in _COMPOSING:
+        inv_freq, magnitude = ROPE_INIT_FUNCTIONS[scaling](cast(Any, view), torch.device("cpu"))
+    else:
+        raise _refusal(kind, f"rope type {scaling!r}", f"known are default, {', '.join(_COMPOSING)}")
+    sections, cycling = _sections(given, kind)
+    return RopeSpec(
+        inv_freq=tuple(inv_freq.to(torch.float32).tolist()), rotary_dim=2 * inv_freq.numel(),
+        pairing=_pairing(text, kind, engine), sections=sections, mrope_interleaved=cycling, magnitude=float(magnitude),
+    )  # fmt: skip
+
+
+def kv_spec_from_config(config: Any, identity: str, dtype: str, engine: Engine = "hf") -> KVSpec:
+    """The layout of a model's KV cache, from its transformers config.
+
+    Args:
+        config: text or multimodal config.
+        identity: digest of the model, see `KVSpec.identity`.
+        dtype: name of the dtype that KV is served in.
+        engine: as in `rope_spec_from_config`.
+
+    Returns:
+        ``mla`` where the config has a ``kv_lora_rank``, ``mha`` where there are as many KV heads as query heads, else
+        ``gqa``.
+
+    Raises:
+        UnsupportedModel: see `rope_spec_from_config`.
+    """
+    rope = rope_spec_from_config(config, engine)
+    text = text_config(config)
+    layers, queries = int(text.num_hidden_layers), int(text.num_attention_heads)
+    if getattr(text, "kv_lora_rank", None):
+        return KVSpec(
+            identity=identity, family="mla", layers=layers, heads=1, k_dim=int(text.qk_rope_head_dim),
+            v_dim=int(text.kv_lora_rank), rope=rope, dtype=dtype,
+        )  # fmt: skip
+    heads = int(getattr(text, "num_key_value_heads", None) or queries)
+    dim = int(getattr(text, "head_dim", None) or text.hidden_size // queries)
+    return KVSpec(
+        identity=identity, family="mha" if heads == queries else "gqa", layers=layers, heads=heads, k_dim=dim,
+        v_dim=int(getattr(text, "v_head_dim", None) or dim), rope=rope, dtype=dtype,
+    )  # fmt: skip
+
+
+def _rope_view(text: Any, kind: str) -> Any:
+    """What transformers' rope functions read, with the parameters in the form of transformers 5; a copy."""
+    given = dict(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {})
+    theta = given.get("rope_theta") or getattr(text, "rope_theta", None)
+    if any(isinstance(value, dict) for value in given.values()):
+        raise _refusal(kind, "rotary frequencies per layer type", "all layers must turn alike")
+    if theta is None:
+        raise _refusal(kind, "no rotary positions", "its config has neither rope_parameters nor rope_theta")
+    given["rope_theta"] = float(theta)
+    scaling = given.get("rope_type") or given.get("type") or "default"
+    # Qwen2-VL's checkpoints from before transformers 5 call plain frequencies with sections "mrope".
+    given["rope_type"] = "default" if scaling == "mrope" else scaling
+    partial = getattr(text, "partial_rotary_factor", None)
+    if partial is not None:
+        given.setdefault("partial_rotary_factor", partial)
+    longest = getattr(text, "max_position_embeddings", None)
+    pretrained = getattr(text, "original_max_position_embeddings", None)
+    if pretrained is not None:
+        given["original_max_position_embeddings"] = pretrained
+    else:
+        given.setdefault("original_max_position_embeddings", longest)
+    mla = getattr(text, "kv_lora_rank", None)
+    dim = text.qk_rope_head_dim if mla else getattr(text, "head_dim", None)
+    return SimpleNamespace(
+        rope_parameters=given, hidden_size=text.hidden_size, num_attention_heads=text.num_attention_heads,
+        head_dim=dim or text.hidden_size // text.num_attention_heads, max_position_embeddings=longest,
+        standardize_rope_params=lambda: None,
+    )  # fmt: skip
+
+
+def _sections(given: dict[str, Any], kind: str) -> tuple[tuple[int, ...] | None, bool]:
+    fallback = next((size for name, size in _DEFAULT_SECTIONS.items() if kind.startswith(name)), None)
+    sections = given.get("mrope_section") or fallback
+    if sections is None:
+        return None, False
+    if kind.startswith(_CYCLING_MROPE):
+        return tuple(sections), True
+    if kind.startswith(_BLOCKED_MROPE):
+        return tuple(sections), False
+    raise _refusal(kind, "an unknown M-RoPE layout", f"known are {', '.join(_BLOCKED_MROPE + _CYCLING_MROPE)}")
+
+
+def _pairing(text: Any, kind: str, engine: Engine) -> Literal["half", "interleaved"]:
+    if kind in _INTERLEAVED:
+        return "interleaved"
+    neighbours = getattr(text, "kv_lora_rank", None) and getattr(text, "rope_interleave", True)
+    return "interleaved" if neighbours and engine == "vllm" else "half"
+
+
+def _refusal(kind: str, prop: str, why: str) -> UnsupportedModel:
+    return UnsupportedModel(f"model type {kind or 'unknown'!r} has {prop}: {why}; cached KV cannot be moved")

@@ -1,0 +1,97 @@
+"""The deficit: what a chunk's KV absorbs from its antecedents (Kamera, section 2, eq. 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ctxwin.kv.layout import KVSpec, SpanKV
+from ctxwin.kv.relocate import canonicalise
+
+# Relative size (to the layer's own KV) under which a deficit is arithmetic noise: what is left of equal KV that went
+# through one rotation and one rounding at two places, with room for GEMM reordering.
+_NOISE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+@dataclass(frozen=True)
+class Deficit:
+    """``KV(B|A) - KV(B|0)`` in the canonical frame, so that it holds wherever the chunk is served.
+
+    Attributes:
+        k: ``[L, T, H, k_dim]`` float32 or float64.
+        v: ``[L, T, H, v_dim]``.
+        reference: per layer, the energy (sum of squares) of the base KV: float64 ``[L]``.
+        noise: relative norm under which a layer's deficit is arithmetic noise.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    reference: torch.Tensor
+    noise: float
+
+    @property
+    def tokens(self) -> int:
+        return int(self.k.shape[1])
+
+    @property
+    def energy(self) -> torch.Tensor:
+        """Sum of squares per layer, float64 ``[L]``."""
+        return _energy(self.k) + _energy(self.v)
+
+    @property
+    def relative(self) -> torch.Tensor:
+        """Norm per layer relative to the base KV, float64 ``[L]`` (Kamera, section 4, "Deep")."""
+        return (self.energy / self.reference.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
+
+    def matrix(self, layer: int) -> torch.Tensor:
+        """One layer as ``[T, heads * (k_dim + v_dim)]``, K columns first."""
+        return torch.cat([self.k[layer].flatten(1), self.v[layer].flatten(1)], dim=1)
+
+    def covered(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of ``wanted`` whose deficit is more than arithmetic noise; layer 0 usually is not one of them."""
+        relative = self.relative.tolist()
+        return tuple(layer for layer in wanted if relative[layer] > self.noise)
+
+
+def deficit(conditioned: SpanKV, base: SpanKV, spec: KVSpec) -> Deficit:
+    """What ``conditioned`` has over ``base``, both brought to the canonical frame first.
+
+    For addition ``base`` is the canonical span; for removal ``conditioned`` is the re-prefill without the antecedent
+    that left and ``base`` the survivor.
+
+    Args:
+        conditioned: the wanted KV, in any frame.
+        base: the KV at hand, in any frame.
+        spec: layout of both.
+
+    Returns:
+        The deficit, in float64 where both are float64, else float32. Cost: two rotations and one subtraction.
+
+    Raises:
+        ValueError: spans that do not fit ``spec`` or do not cover the same tokens.
+    """
+    conditioned.validate(spec)
+    base.validate(spec)
+    if conditioned.tokens != base.tokens:
+        raise ValueError(f"both spans must cover the same tokens, got {conditioned.tokens} and {base.tokens}")
+    if not torch.equal(conditioned.positions.to(base.positions), base.positions):
+        raise ValueError("both spans must have the same positions relative to their origin, got different ones")
+    noise = max(_NOISE.get(x.dtype, _NOISE[torch.bfloat16]) for x in (conditioned.k, base.k))
+    exact = all(x.dtype == torch.float64 for x in (conditioned.k, conditioned.v, base.k, base.v))
+    compute = torch.float64 if exact else torch.float32
+    want, have = (canonicalise(_cast(span, compute), spec) for span in (conditioned, base))
+    return Deficit(
+        k=want.k - have.k.to(want.k.device),
+        v=want.v - have.v.to(want.v.device),
+        reference=_energy(have.k) + _energy(have.v),
+        noise=noise,
+    )
+
+
+def _cast(span: SpanKV, dtype: torch.dtype) -> SpanKV:
+    return SpanKV(span.k.to(dtype), span.v.to(dtype), span.positions, span.start)
+
+
+def _energy(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten(1).to(torch.float64).pow(2).sum(dim=1).cpu()

@@ -1,0 +1,122 @@
+"""Loading spans: patch, rotate and line up what an engine is about to write into its cache, one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from ctxwin.kv.kernels.choice import Kernel, choose
+from ctxwin.kv.kernels.cpu import CpuKernel
+from ctxwin.kv.kernels.lines import Lines
+from ctxwin.kv.kernels.parts import Part, check_parts, head_range
+from ctxwin.kv.kernels.reference import ReferenceKernel
+from ctxwin.kv.layout import KVSpec
+
+
+class _Kernel(Protocol):
+    """What every kernel has; those that write into a paged cache themselves have `store` as well."""
+
+    def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class Placing:
+    """The KV of a run of parts as it is served, layer by layer: ``R(start) (K0 + dK)``, ``V0 + dV`` (Kamera, eq. 1).
+
+    Exactness is `apply_patch`'s and `relocate`'s: keys turn once, by the float64 difference of the engine's own angles;
+    cosine and sine are float64; arithmetic is float32 (float64 for float64 spans); the result is rounded once, to
+    ``dtype``. A patch that does not cover a layer adds nothing there.
+
+    Args:
+        parts: what stands one behind the other in the prompt, at least one.
+        spec: layout of the whole model.
+        dtype: dtype that is served, that of the engine's cache.
+        device: where the result is wanted; spans and patches may lie elsewhere. Only ``cpu`` is tested.
+        heads: the KV heads to serve (a tensor-parallel rank's share); None is all of them.
+        kernel: which implementation; None is what `choose` takes for the device.
+
+    Attributes:
+        kernel: the implementation.
+        tokens: tokens of all parts.
+        layers: layers of the model.
+        nbytes: bytes that are served, over all layers.
+
+    Raises:
+        ValueError: parts that do not fit the spec or their patch, no parts, no heads, an unknown kernel.
+        Cost: one pass over the angles; the layers are computed when they are asked for.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        spec: KVSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        heads: slice | None = None,
+        kernel: Kernel | None = None,
+    ) -> None:
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
+        checked = check_parts(parts, spec)
+        first, last = head_range(heads, spec.heads)
+        self.tokens = sum(part.tokens for part in checked)
+        self.layers, self._dtype = spec.layers, dtype
+        self.nbytes = self.layers * self.tokens * (last - first) * (spec.k_dim + spec.v_dim) * dtype.itemsize
+        device = torch.device(device)
+        self.kernel = choose(spec, dtype, device, last - first, kernel)
+        self._kernel: _Kernel = _make(self.kernel)(checked, spec, dtype=dtype, device=device, heads=(first, last))
+
+    def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(k [T, H, k_dim], v [T, H, v_dim])`` of layer ``i``, contiguous.
+
+        They are valid until the next call but one, which may write over them, so that a layer can be computed while
+        the one before is used; they must not be written to: what needs no work may be a view of the stored span. Any
+        order of layers will do.
+
+        Raises:
+            IndexError: a layer out of range. Cost: about one read and one write of the layer; with a patch also one
+            ``[T, m] @ [m, W]`` product.
+        """
+        self._check(i)
+        return self._kernel.layer(i)
+
+    @property
+    def stores(self) -> bool:
+        """Whether `store` can be called: the kernel writes into paged caches itself."""
+        return hasattr(self._kernel, "store")
+
+    def store(self, i: int, cache: torch.Tensor, lines: Lines, slots: torch.Tensor) -> None:
+        """Writes layer ``i`` straight into slots of a paged cache; the numbers are those of `layer`.
+
+        Args:
+            i: the layer; any order will do.
+            cache: its paged cache, on the device and of the dtype that is served.
+            lines: where the numbers of a slot lie in it.
+            slots: int64 ``[T]``, on the device; each must lie within the cache.
+
+        Raises:
+            IndexError: a layer out of range. ValueError: another dtype, device or number of slots.
+            Cost: one read of the layer and one write, and the patch's product.
+        """
+        self._check(i)
+        if cache.dtype != self._dtype or len(slots) != self.tokens or cache.device != slots.device:
+            raise ValueError(
+                f"cache must hold {self._dtype} and there must be {self.tokens} slots on its device, got {cache.dtype} on "
+                f"{cache.device} and {len(slots)} on {slots.device}"
+            )
+        self._kernel.store(i, cache, lines, slots)  # type: ignore[attr-defined]  # see `stores`
+
+    def _check(self, i: int) -> None:
+        if not 0 <= i < self.layers:
+            raise IndexError(f"layer must be in [0, {self.layers}), got {i}")
+
+
+def _make(kernel: Kernel) -> Callable[..., _Kernel]:
+    if kernel == "triton":
+        # Triton comes with torch's builds for GPUs only.
+        from ctxwin.kv.kernels.triton_kernel import TritonKernel
+
+        return TritonKernel
+    return CpuKernel if kernel == "cpu" else ReferenceKernel

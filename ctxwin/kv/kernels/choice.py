@@ -1,0 +1,146 @@
+"""Which load kernel a device gets: Triton's on a GPU, once it has shown there that it is right; torch's everywhere else."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import torch
+
+from ctxwin.kv.kernels.parts import Part
+from ctxwin.kv.kernels.reference import ReferenceKernel
+from ctxwin.kv.layout import KVSpec, SpanKV
+from ctxwin.kv.patch import Patch
+
+Kernel = Literal["cpu", "reference", "triton"]
+"""``cpu``: torch operators, one layer at a time, on any device. ``triton``: one launch a layer, on GPUs. ``reference``: the
+slow oracle."""
+
+KERNEL = "CTXWIN_KERNEL"
+"""Environment variable that names the load kernel of this process and those it starts, tested or not."""
+
+Make = Callable[..., Any]
+_log = logging.getLogger("ctxwin.engines")
+_good: dict[tuple[Any, ...], bool] = {}  # whether a layout on a device gets Triton's kernel
+_faults: list[str] = []
+_lock = threading.Lock()
+
+
+def choose(
+    spec: KVSpec, dtype: torch.dtype, device: torch.device, heads: int | None = None, kernel: Kernel | None = None
+) -> Kernel:
+    """The load kernel for a layout on a device.
+
+    Args:
+        spec: layout of the model.
+        dtype: dtype that is served.
+        device: where it is served.
+        heads: how many KV heads are served; None is all of them.
+        kernel: takes this one, whatever it is; None asks the environment (`KERNEL`), and then the device.
+
+    Returns:
+        ``triton`` on a GPU where Triton is installed and `trial` finds no fault; ``cpu`` otherwise. A fault is logged
+        once, as a warning, and is one of `faults`.
+
+    Raises:
+        ValueError: no kernel of that name. Cost: on a GPU the first call for a layout compiles the kernel, some seconds;
+        nothing on a CPU and afterwards.
+    """
+    named = kernel if kernel is not None else os.environ.get(KERNEL) or None
+    if named is not None:
+        if named not in get_args(Kernel):
+            where = "" if kernel is not None else f" in {KERNEL}"
+            raise ValueError(f"kernel must be one of {', '.join(get_args(Kernel))}, got {named!r}{where}")
+        chosen: Kernel = named  # type: ignore[assignment]  # mypy does not narrow by get_args
+        return chosen
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return "cpu"
+    count = spec.heads if heads is None else heads
+    rope = spec.rope
+    key = (str(device), dtype, count, spec.k_dim, spec.v_dim, rope.rotary_dim, rope.pairing)
+    with _lock:
+        if key not in _good:
+            _good[key] = _tried(replace(spec, heads=count), dtype, device)
+        return "triton" if _good[key] else "cpu"
+
+
+def faults() -> list[str]:
+    """Why Triton's kernel is not used, or not everywhere, in this process: a line for each device and layout."""
+    return list(_faults)
+
+
+def report(fault: str) -> None:
+    """Counts a fault among `faults` and logs it as a warning."""
+    _faults.append(fault)
+    _log.warning("%s; loads run on torch operators there", fault)
+
+
+def trial(
+    make: Make, spec: KVSpec, dtype: torch.dtype, device: torch.device, tokens: Sequence[int] = (37, 9, 5)
+) -> str | None:
+    """What is wrong with a kernel's results on a device: a line, or None where they are right.
+
+    Small random parts of each kind (moved and patched, moved, resting and patched with the deficit itself) are held
+    against the reference in float64. Nothing may be further from it than one rounding to ``dtype`` and float32's own
+    arithmetic; tf32 or another rotation is.
+
+    Args:
+        make: the kernel's class.
+        spec, dtype, device: as in `choose`.
+        tokens: of the three parts; the last two lose their first one to a cut.
+
+    Raises whatever the kernel raises.
+    """
+    layers = 2  # with patches, and without
+    small = replace(spec, layers=layers)
+    parts = samples(small, dtype, tokens)
+    wide = [replace(p, span=replace(p.span, k=p.span.k.double(), v=p.span.v.double())) for p in parts]
+    heads = (0, spec.heads)
+    oracle = ReferenceKernel(wide, small, dtype=torch.float64, device=torch.device("cpu"), heads=heads)
+    kernel = make(parts, small, dtype=dtype, device=device, heads=heads)
+    unit = torch.finfo(dtype).eps / 2
+    for i in range(layers):
+        for name, got, want in zip(("keys", "values"), kernel.layer(i), oracle.layer(i), strict=True):
+            away = (got.to("cpu").double() - want).abs() - unit * want.abs()
+            bound = 2e-6 * float(want.abs().max())
+            if not float(away.max()) <= bound:  # NaN is no number within the bound
+                return f"{name} of layer {i} are {float(away.max()):.2g} away from the reference, more than {bound:.2g}"
+    return None
+
+
+def samples(spec: KVSpec, dtype: torch.dtype, tokens: Sequence[int]) -> list[Part]:
+    """Three random parts, one of each kind and always the same; patches cover layer 0."""
+    noise = torch.Generator().manual_seed(0)
+    width = spec.heads * (spec.k_dim + spec.v_dim)
+    parts = []
+    for i, count in enumerate(tokens):
+        k = torch.randn(spec.layers, count, spec.heads, spec.k_dim, generator=noise).to(dtype)
+        v = torch.randn(spec.layers, count, spec.heads, spec.v_dim, generator=noise).to(dtype)
+        positions = torch.randint(0, 50, (3, count), generator=noise)
+        rank, dense = 21, i == 2
+        left = torch.randn(*((1, count, width) if dense else (count, rank)), generator=noise)
+        right = None if dense else torch.randn(1, rank, width, generator=noise).to(dtype)
+        patch = Patch(
+            identity=spec.identity, layout="joint", layers=(0,), heads=spec.heads, k_dim=spec.k_dim, v_dim=spec.v_dim,
+            rank=rank, left=left.to(dtype), right=right, dense=dense,
+        )  # fmt: skip
+        start = (3000, 77, 0)[i % 3]
+        parts.append(Part(SpanKV(k, v, positions, 0), start, None if i == 1 else patch, min(i, 1)))
+    return parts
+
+
+def _tried(spec: KVSpec, dtype: torch.dtype, device: torch.device) -> bool:
+    try:
+        from ctxwin.kv.kernels.triton_kernel import TritonKernel
+
+        fault = trial(TritonKernel, spec, dtype, device)
+    except Exception as error:  # whatever a compiler or a driver comes up with
+        fault = f"{type(error).__name__}: {error}"
+    if fault is not None:
+        report(f"the Triton load kernel is not used on {device} for {dtype}: {fault}")
+    return fault is None

@@ -1,0 +1,226 @@
+# mypy: disable-error-code="import-untyped,import-not-found"
+"""The load kernel on Triton: one launch a layer that patches, rotates, rounds and writes all parts, keys and values.
+
+Torch operators take a dozen passes over a layer and as many launches a part; here each number is read once and written
+once, in place of its paged slot where the cache's layout is known (`Lines`).
+
+Verified under Triton's interpreter, and compiled for NVIDIA's compute capabilities 8.0 and 9.0. It has not run on a GPU:
+block sizes are chosen so that nothing spills, not by measurement, and `choice.choose` compares it with the reference on
+the very device before it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ctxwin.kv.kernels import fused
+from ctxwin.kv.kernels.lines import Lines
+from ctxwin.kv.kernels.parts import Part, compute_dtype
+from ctxwin.kv.kernels.staging import Field, Staging
+from ctxwin.kv.layout import KVSpec
+from ctxwin.kv.patch import Patch
+from ctxwin.kv.rope import angles
+
+BLOCK_TOKENS = 16
+"""Tokens of a program. With 16 ranks and 64 values at a time a thread needs 164 registers on compute capability 9.0; 32 of
+each would spill."""
+BLOCK_RANK = 16
+BLOCK_VALUES = 64
+_LEAST = 16  # what Triton's products need in each direction, in every version
+_DTYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+class TritonKernel:
+    """Keys and values of a run of parts, layer by layer. Same arguments as `CpuKernel`.
+
+    Raises ValueError for a device that Triton has no code for, or a dtype it does not know.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], spec: KVSpec, *, dtype: torch.dtype, device: torch.device, heads: tuple[int, int]
+    ) -> None:
+        if device.type == "cpu" and not interpreted():
+            raise ValueError(
+                "kernel triton must run on a GPU, got device cpu; use kernel cpu, or set TRITON_INTERPRET=1 to test"
+            )
+        compute = compute_dtype(parts)
+        for name in (dtype, *(part.span.k.dtype for part in parts)):
+            if name not in _DTYPES:
+                raise ValueError(f"kernel triton must be given {', '.join(map(str, _DTYPES))}, got {name}")
+        self._device, self._heads, count = device, heads, heads[1] - heads[0]
+        self._parts = parts
+        self._starts = [0]
+        for part in parts:
+            self._starts.append(self._starts[-1] + part.tokens)
+        tokens = self._starts[-1]
+        self._shapes = (tokens, count, spec.k_dim), (tokens, count, spec.v_dim)
+        self._dtype = dtype
+        self._outs: list[tuple[torch.Tensor, torch.Tensor]] = []  # two: one may be read while the next one is computed
+        self._width = count * (spec.k_dim + spec.v_dim)
+        self._columns = _columns(spec, heads)
+        self._entries, size = self._lay_out()
+        self._table = torch.tensor(self._entries, dtype=torch.int64)
+        stored = _common([x.dtype for part in parts for x in (part.span.k, part.span.v)], compute)
+        factors = _common([part.patch.dtype for part in parts if part.patch is not None], compute)
+        self._staging = Staging(
+            [
+                Field(tuple(self._table.shape), torch.int64),
+                Field(self._shapes[0], stored),
+                Field(self._shapes[1], stored),
+                Field((max(size, 1),), factors),
+            ],
+            device,
+        )
+        blocks = [
+            (i, row)
+            for i, (begin, end) in enumerate(zip(self._starts, self._starts[1:], strict=False))
+            for row in range(begin, end, BLOCK_TOKENS)
+        ]
+        self._blocks = torch.tensor(blocks, dtype=torch.int64).to(device)
+        self._turn = self._angles(spec, compute, frame=False)
+        framed = any(part.patch is not None and part.span.start != 0 for part in parts)
+        self._frame = self._angles(spec, compute, frame=True) if framed else self._turn
+        half, runs = spec.rope.rotary_dim // 2, -(-spec.v_dim // _block(spec.v_dim, BLOCK_VALUES))
+        near = spec.rope.pairing == "interleaved"
+        rest = spec.k_dim - 2 * half
+        self._grid = (len(blocks), count * (1 + runs))
+        self._fixed: dict[str, Any] = {
+            "FIELDS": fused.FIELDS, "HEADS": count, "K_DIM": spec.k_dim, "V_DIM": spec.v_dim, "WIDTH": self._width,
+            "HALF": half, "STEP": 2 if near else 1, "OFFSET": 1 if near else half, "REST": rest, "TASKS": 1 + runs,
+            "FRAMED": framed, "COMPUTE": _DTYPES[compute], "OUT": _DTYPES[dtype], "BLOCK_T": BLOCK_TOKENS,
+            "BLOCK_HALF": _block(half), "BLOCK_REST": _block(rest), "BLOCK_V": _block(spec.v_dim, BLOCK_VALUES),
+            "BLOCK_R": BLOCK_RANK,
+        }  # fmt: skip
+
+    def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of layer ``i``."""
+        while len(self._outs) < 2:
+            k, v = (torch.empty(shape, dtype=self._dtype, device=self._device) for shape in self._shapes)
+            self._outs.append((k, v))
+        self._outs.reverse()
+        k, v = self._outs[0]
+        self._launch(i, k, v, Lines.of_rows(*self._shapes), None)
+        return k, v
+
+    def store(self, i: int, cache: torch.Tensor, lines: Lines, slots: torch.Tensor) -> None:
+        """Writes layer ``i`` into slots of a paged cache: one launch, and nothing in between.
+
+        Args:
+            i: the layer.
+            cache: its paged cache, in the dtype that is served, on the device.
+            lines: where the numbers of a slot lie in ``cache``.
+            slots: int64 ``[T]``, on the device, each within the cache.
+        """
+        self._launch(i, cache, cache, lines, slots)
+
+    def _launch(self, i: int, k: torch.Tensor, v: torch.Tensor, lines: Lines, slots: torch.Tensor | None) -> None:
+        patched = any(part.patch is not None and i in part.patch.layers for part in self._parts)
+        self._fill(i, self._staging.open())
+        # Only a layer that has a patch takes its factors along.
+        with _on(self._device):
+            table, stored_k, stored_v, factors = self._staging.send(4 if patched else 3)
+            fused.load_layer[self._grid](
+                stored_k, stored_v, factors, table, self._blocks, self._turn, self._frame,
+                self._blocks if slots is None else slots, k, v, *lines.k, *lines.v, **self._fixed,
+                PATCHED=patched, PAGED=slots is not None, BLOCK_SIZE=lines.block_size, num_warps=4,
+                enable_fp_fusion=True,
+            )  # fmt: skip
+
+    def _fill(self, i: int, fields: Sequence[torch.Tensor]) -> None:
+        """Puts layer ``i`` together on the host."""
+        table, keys, values, factors = fields
+        table.copy_(self._table)
+        for j, part in enumerate(self._parts):
+            rows, tokens = slice(self._starts[j], self._starts[j + 1]), slice(part.begin, part.stop)
+            keys[rows].copy_(part.span.k[i, tokens, slice(*self._heads)])
+            values[rows].copy_(part.span.v[i, tokens, slice(*self._heads)])
+            patch = part.patch
+            if patch is None or i not in patch.layers:
+                table[j, 2] = 0
+                continue
+            _, _, rank, left, right = self._entries[j]
+            if patch.dense:
+                self._cut(factors, left, patch.left[patch.layers.index(i), tokens])
+            elif rank:
+                sides = patch.factors(i)
+                assert sides is not None
+                factors[left : left + part.tokens * rank].view(-1, rank).copy_(sides[0][tokens])
+                self._cut(factors, right, sides[1])
+
+    def _cut(self, factors: torch.Tensor, at: int, rows: torch.Tensor) -> None:
+        """Rows over all columns of a layer, cut to the heads that are served, from ``at`` on."""
+        both = factors[at : at + len(rows) * self._width].view(len(rows), self._width)
+        edge = self._columns[0].stop - self._columns[0].start
+        both[:, :edge].copy_(rows[:, self._columns[0]])
+        both[:, edge:].copy_(rows[:, self._columns[1]])
+
+    def _lay_out(self) -> tuple[list[list[int]], int]:
+        """The table of parts that `fused.load_layer` reads, and how many numbers its factors take; see `fused.FIELDS`."""
+        rows, at = [], 0
+        for j, part in enumerate(self._parts):
+            rank = 0 if part.patch is None else _rank(part.patch)
+            left = at
+            right = left + (part.tokens * rank if rank >= 0 else 0)
+            at = right + (rank if rank >= 0 else part.tokens) * self._width
+            rows.append([self._starts[j], self._starts[j + 1], rank, left, right])
+        return rows, at
+
+    def _angles(self, spec: KVSpec, compute: torch.dtype, *, frame: bool) -> torch.Tensor:
+        """``[T, 2, rotary_dim / 2]``, cosine and sine: of what the keys turn by, or of the turn from the origin to their
+        frame. Float64 on the device, rounded to ``compute``."""
+        old, new = [], []
+        for part in self._parts:
+            here = part.span.positions[:, part.begin : part.stop]
+            old.append(here if frame else here + part.span.start)
+            new.append(here + (part.span.start if frame else part.start))
+        both = torch.stack([torch.cat([x.to("cpu") for x in side], dim=1) for side in (old, new)]).to(self._device)
+        delta = angles(spec.rope, both[1]) - angles(spec.rope, both[0])
+        return torch.stack([delta.cos(), delta.sin()], dim=1).to(compute)
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernel, on any device (``TRITON_INTERPRET=1`` when it was imported)."""
+    return not isinstance(fused.load_layer, triton.runtime.JITFunction)
+
+
+def _rank(patch: Patch) -> int:
+    return -1 if patch.dense else patch.rank
+
+
+def _columns(spec: KVSpec, heads: tuple[int, int]) -> tuple[slice, slice]:
+    """Columns of a patch's rows that are keys, and those that are values, of these heads."""
+    first, last = heads
+    keys = spec.heads * spec.k_dim
+    return (
+        slice(first * spec.k_dim, last * spec.k_dim),
+        slice(keys + first * spec.v_dim, keys + last * spec.v_dim),
+    )
+
+
+def _block(size: int, most: int | None = None) -> int:
+    """The power of two that holds ``size``, up to ``most``."""
+    least = max(_LEAST, 1 << max(size - 1, 0).bit_length())
+    return least if most is None else min(least, most)
+
+
+def _common(dtypes: Sequence[torch.dtype], compute: torch.dtype) -> torch.dtype:
+    """The dtype that tensors cross in: their own where it is one and no wider than the arithmetic's, else that one."""
+    own = set(dtypes)
+    same = own.pop() if len(own) == 1 else compute
+    return same if same in _DTYPES and same.itemsize <= compute.itemsize else compute
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, whatever its tensors' is."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,381 @@
+"""The conditioning patch: the low-rank half of the operator (Kamera, section 3, eq. 1, second term; appendix A).
+
+The paper's listing adds the factors after the rotation, which is right only at the place they were formed at. Here the
+deficit is taken in the canonical frame, the factors are added there, and every served key is rotated once, so a patch
+formed at one place is right at every place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from ctxwin.kv.deficit import Deficit, deficit
+from ctxwin.kv.layout import KVSpec, SpanKV
+from ctxwin.kv.lowrank import Method, Weight, truncated_svd
+from ctxwin.kv.rope import shift_angles, turn
+
+if TYPE_CHECKING:
+    from ctxwin.kv.basis import SharedBasis
+
+Layout = Literal["joint", "per_layer", "shared"]
+Layers = Literal["all", "deep"] | Sequence[int]
+
+# Budgets are shares of a chunk's KV in bf16, whatever dtype the patch has.
+_KV_ITEMSIZE = 2
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Factors that recondition one canonical span; valid at every place.
+
+    With ``W = heads * (k_dim + v_dim)`` (K columns first), ``n`` covered layers and rank ``m``:
+
+    | layout      | ``left``    | ``right``                             |
+    |-------------|-------------|---------------------------------------|
+    | joint       | ``[T, m]``  | ``[n, m, W]``                         |
+    | per_layer   | ``[n, T, m]``| ``[n, m, W]``                        |
+    | shared      | as its basis' layout | None: it is ``basis.right``  |
+    | any, dense  | ``[n, T, W]``, the deficit itself | None             |
+
+    Attributes:
+        identity: `KVSpec.identity` of the model it was formed on.
+        layout: how the factors are shared between layers.
+        layers: the layers it covers, ascending; others have no deficit or were not asked for.
+        heads, k_dim, v_dim: shape of one layer.
+        rank: directions kept (the full rank where dense).
+        dense: the deficit itself is kept, because factors of this rank would weigh no less.
+        basis: the shared basis that ``left`` are coefficients of.
+        meta: JSON-able: ``energy`` (of the whole deficit), ``captured`` (share of it the patch restores, after
+            rounding), ``dropped`` (layers asked for that had none), ``method``, ``weighted``.
+    """
+
+    identity: str
+    layout: Layout
+    layers: tuple[int, ...]
+    heads: int
+    k_dim: int
+    v_dim: int
+    rank: int
+    left: torch.Tensor
+    right: torch.Tensor | None
+    dense: bool = False
+    basis: SharedBasis | None = None
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.left.shape[-2])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.left.dtype
+
+    @property
+    def factors_dtype(self) -> torch.dtype:
+        """Of the right factors; that of ``left`` where there are none."""
+        right = self.basis.right if self.basis is not None else self.right
+        return self.dtype if right is None else right.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its own tensors; a shared basis is counted in `SharedBasis.nbytes`, once for all its patches."""
+        return sum(x.numel() * x.element_size() for x in self.tensors().values())
+
+    def share(self, spec: KVSpec) -> float:
+        """`nbytes` over the bytes of the chunk's KV in bf16."""
+        return self.nbytes / max(1, spec.span_bytes(self.tokens, _KV_ITEMSIZE))
+
+    def factors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """``(left [T, m], right [m, W])`` of one layer, K columns first; None where it is dense or not covered."""
+        if self.dense or layer not in self.layers:
+            return None
+        i = self.layers.index(layer)
+        if self.basis is not None:
+            right = self.basis.right[self.basis.layers.index(layer)]
+        else:
+            assert self.right is not None
+            right = self.right[i]
+        return (self.left if self.left.ndim == 2 else self.left[i]), right
+
+    def delta(self, layer: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What it adds to one layer in the canonical frame: ``(k [T, H, k_dim], v [T, H, v_dim])``; None where nothing.
+
+        Cost: one ``[T, m] @ [m, W]`` product.
+        """
+        if layer not in self.layers:
+            return None
+        if self.dense:
+            both = self.left[self.layers.index(layer)].to(dtype)
+        else:
+            factors = self.factors(layer)
+            assert factors is not None
+            both = factors[0].to(dtype) @ factors[1].to(dtype)
+        k, v = both[:, : self.heads * self.k_dim], both[:, self.heads * self.k_dim :]
+        return k.view(-1, self.heads, self.k_dim), v.view(-1, self.heads, self.v_dim)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its tensors by name, for a codec."""
+        return {"left": self.left} if self.right is None else {"left": self.left, "right": self.right}
+
+    def describe(self) -> dict[str, Any]:
+        """Everything but the tensors, JSON-able; `from_tensors` takes it back."""
+        return {
+            "identity": self.identity, "layout": self.layout, "layers": list(self.layers), "heads": self.heads,
+            "k_dim": self.k_dim, "v_dim": self.v_dim, "rank": self.rank, "dense": self.dense,
+            "basis": None if self.basis is None else self.basis.id, "meta": dict(self.meta),
+        }  # fmt: skip
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any], basis: SharedBasis | None = None
+    ) -> Patch:
+        """The patch that `tensors` and `describe` came from.
+
+        Args:
+            tensors: ``left`` and, where it has one, ``right``.
+            meta: what `describe` returned.
+            basis: the shared basis named in ``meta["basis"]``.
+
+        Raises:
+            ValueError: missing tensors, shapes that do not fit, or another basis than the patch was projected on.
+        """
+        named = meta["basis"]
+        if named != (None if basis is None else basis.id):
+            raise ValueError(f"basis must be {named}, got {None if basis is None else basis.id}")
+        if "left" not in tensors:
+            raise ValueError(f"tensors must hold 'left', got {sorted(tensors)}")
+        patch = cls(
+            identity=meta["identity"], layout=meta["layout"], layers=tuple(meta["layers"]), heads=meta["heads"],
+            k_dim=meta["k_dim"], v_dim=meta["v_dim"], rank=meta["rank"], left=tensors["left"],
+            right=tensors.get("right"), dense=meta["dense"], basis=basis, meta=dict(meta["meta"]),
+        )  # fmt: skip
+        patch.validate()
+        return patch
+
+    def validate(self) -> None:
+        """Raises ValueError where the tensors do not fit the description; O(1)."""
+        n, width, t = len(self.layers), self.heads * (self.k_dim + self.v_dim), self.tokens
+        joint = self.layout == "joint" or (self.basis is not None and self.basis.layout == "joint")
+        left = (n, t, width) if self.dense else (t, self.rank) if joint else (n, t, self.rank)
+        right = None if self.dense or self.layout == "shared" else (n, self.rank, width)
+        if tuple(self.left.shape) != left:
+            raise ValueError(f"left must be {left}, got {tuple(self.left.shape)}")
+        if (None if self.right is None else tuple(self.right.shape)) != right:
+            raise ValueError(f"right must be {right}, got {None if self.right is None else tuple(self.right.shape)}")
+
+    def check_fits(self, base: SpanKV, spec: KVSpec) -> None:
+        """Raises ValueError where it was formed on another model or on another number of tokens than ``base``; O(1)."""
+        if self.identity != spec.identity:
+            raise ValueError(f"patch must be formed on model {spec.identity}, got {self.identity}; form it again")
+        if self.tokens != base.tokens:
+            raise ValueError(f"patch must cover {base.tokens} tokens, got {self.tokens}; form it again")
+
+
+def form_patch(
+    conditioned: SpanKV,
+    base: SpanKV,
+    spec: KVSpec,
+    *,
+    rank: int | None = None,
+    bytes_share: float | None = None,
+    layers: Layers = "all",
+    layout: Layout = "joint",
+    method: Method = "exact",
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    weight: Weight | None = None,
+) -> Patch:
+    """The patch that takes ``base`` to ``conditioned`` (Kamera, section 3, "Forming and applying the patch").
+
+    Args:
+        conditioned: KV of the chunk behind its antecedents, in any frame. For a removal patch: the re-prefill without
+            the antecedent that left.
+        base: the canonical span, in any frame; for removal, the survivor's KV.
+        spec: layout of both.
+        rank: directions to keep, per patch (joint) or per layer (per_layer); capped at min(tokens, width). None with no
+            ``bytes_share``: the full rank.
+        bytes_share: instead of ``rank``: the largest rank whose bytes stay within this share of the chunk's KV in bf16,
+            the deficit itself where that fits. Rank 0 where not even one direction fits; see ``meta["captured"]``.
+        layers: ``all``, ``deep`` (the upper half) or layer numbers. Where the deficit is arithmetic noise a layer is
+            dropped.
+        layout: ``joint`` (one left factor for all layers) or ``per_layer``. Shared ones come from `basis.project`.
+        method: ``exact`` SVD or ``randomized``.
+        seed: of the randomised method.
+        dtype: of the stored factors.
+        weight: measures the truncation's error as the output sees it; None is the plain norm.
+
+    Returns:
+        A patch; `Patch.dense` where factors of that rank would weigh no less than the deficit itself.
+
+    Raises:
+        ValueError: both ``rank`` and ``bytes_share``, values out of range, or spans that do not match.
+        Cost: two rotations and the SVD of ``[T, n W]`` (joint) or of n matrices ``[T, W]``.
+    """
+    return compress(
+        deficit(conditioned, base, spec), spec, rank=rank, bytes_share=bytes_share, layers=layers, layout=layout,
+        method=method, seed=seed, dtype=dtype, weight=weight,
+    )  # fmt: skip
+
+
+def compress(
+    lost: Deficit,
+    spec: KVSpec,
+    *,
+    rank: int | None = None,
+    bytes_share: float | None = None,
+    layers: Layers = "all",
+    layout: Layout = "joint",
+    method: Method = "exact",
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    weight: Weight | None = None,
+) -> Patch:
+    """The patch of a deficit; arguments as in `form_patch`."""
+    if layout not in ("joint", "per_layer"):
+        raise ValueError(f"layout must be joint or per_layer, got {layout!r}; shared patches come from basis.project")
+    if bytes_share is not None and not bytes_share > 0:
+        raise ValueError(f"bytes_share must be > 0, got {bytes_share}")
+    if rank is not None and rank < 0:
+        raise ValueError(f"rank must be >= 0, got {rank}")
+    wanted = select_layers(layers, spec.layers)
+    covered = lost.covered(wanted)
+    if weight is not None:
+        weight.validate(spec)
+    n, t, width = len(covered), lost.tokens, spec.heads * (spec.k_dim + spec.v_dim)
+    per_rank = t + n * width if layout == "joint" else n * (t + width)
+    cap = min(t, n * width if layout == "joint" else width)
+    whole = n * t * width
+    budget = None if bytes_share is None else bytes_share * spec.span_bytes(t, _KV_ITEMSIZE) / dtype.itemsize
+    kept = _rank(rank, budget, cap, per_rank, whole) if n else 0
+    dense = n > 0 and kept * per_rank >= whole
+    left, right = (_dense(lost, covered, dtype), None) if dense else _factor(
+        lost, covered, spec, kept, layout, method, seed, dtype, weight
+    )  # fmt: skip
+    patch = Patch(
+        identity=spec.identity, layout=layout, layers=covered, heads=spec.heads, k_dim=spec.k_dim, v_dim=spec.v_dim,
+        rank=cap if dense else kept, left=left, right=right, dense=dense,
+        meta={"method": method, "weighted": weight is not None,
+              "dropped": [layer for layer in wanted if layer not in covered]},
+    )  # fmt: skip
+    patch.meta.update(captured_energy(lost, patch))
+    return patch
+
+
+def apply_patch(base: SpanKV, patch: Patch, spec: KVSpec, start: int) -> SpanKV:
+    """The reconditioned span at ``start``: ``R(start) (K0 + dK)``, ``V0 + dV`` (Kamera, eq. 1).
+
+    Every served key is rotated once and rounded once: from a canonical base, patch and keys are added first and turn
+    together; from a base in another frame each turns by its own angle before they are added.
+
+    Args:
+        base: the span that the patch was formed on, in any frame.
+        patch: its patch.
+        spec: layout of both.
+        start: position of the origin (>= 0).
+
+    Returns:
+        A new span in the dtype of ``base``; ``positions`` are shared. Cost: one rotation and one ``[T, m] @ [m, W]``
+        a layer.
+
+    Raises:
+        ValueError: a patch of another model or of another number of tokens, or shapes that do not fit.
+    """
+    if start < 0:
+        raise ValueError(f"start must be >= 0, got {start}")
+    base.validate(spec)
+    patch.check_fits(base, spec)
+    compute = torch.float64 if base.k.dtype == torch.float64 else torch.float32
+    move = shift_angles(spec.rope, base.positions, base.start, start)
+    from_origin = shift_angles(spec.rope, base.positions, 0, start)
+    k, v = torch.empty_like(base.k), base.v.clone()
+    for layer in range(spec.layers):
+        keys = base.k[layer]
+        delta = patch.delta(layer, compute)
+        if delta is None:
+            k[layer] = turn(spec.rope, keys, move) if base.start != start else keys
+            continue
+        dk, dv = (x.to(keys.device) for x in delta)
+        if base.start == 0:
+            served = turn(spec.rope, keys.to(compute) + dk, from_origin)
+        else:
+            served = turn(spec.rope, keys.to(compute), move) + turn(spec.rope, dk, from_origin)
+        k[layer] = served.to(k.dtype)
+        v[layer] = (base.v[layer].to(compute) + dv).to(v.dtype)
+    return SpanKV(k=k, v=v, positions=base.positions, start=start)
+
+
+def select_layers(layers: Layers, count: int) -> tuple[int, ...]:
+    """Layer numbers for ``all``, ``deep`` (the upper half) or a sequence; ValueError where one is out of range."""
+    if isinstance(layers, str):
+        if layers not in ("all", "deep"):
+            raise ValueError(f"layers must be all, deep or layer numbers, got {layers!r}")
+        return tuple(range(count // 2 if layers == "deep" else 0, count))
+    chosen = tuple(sorted(set(layers)))
+    if any(not 0 <= layer < count for layer in chosen):
+        raise ValueError(f"layers must be in [0, {count}), got {chosen}")
+    return chosen
+
+
+def captured_energy(lost: Deficit, patch: Patch) -> dict[str, float]:
+    """``energy`` of a deficit and ``captured``: the share of it that ``patch`` restores, 1.0 where it is only noise."""
+    energy = float(lost.energy.sum())
+    if not lost.covered(tuple(range(lost.k.shape[0]))):
+        return {"energy": energy, "captured": 1.0}
+    left_over = 0.0
+    for layer in range(lost.k.shape[0]):
+        delta = patch.delta(layer, lost.k.dtype)
+        k, v = (lost.k[layer], lost.v[layer]) if delta is None else (lost.k[layer] - delta[0], lost.v[layer] - delta[1])
+        left_over += float(k.double().pow(2).sum()) + float(v.double().pow(2).sum())
+    return {"energy": energy, "captured": 1.0 - left_over / energy}
+
+
+def _rank(rank: int | None, budget: float | None, cap: int, per_rank: int, whole: int) -> int:
+    """Directions to keep; ``budget``, ``per_rank`` and ``whole`` (the deficit itself) count numbers."""
+    if rank is not None and budget is not None:
+        raise ValueError("give rank or bytes_share, got both")
+    if budget is not None:
+        return cap if whole <= budget else min(cap, int(budget / per_rank))
+    return cap if rank is None else min(cap, rank)
+
+
+def _dense(lost: Deficit, covered: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.stack([lost.matrix(layer) for layer in covered]).to(dtype)
+
+
+def _factor(
+    lost: Deficit,
+    covered: tuple[int, ...],
+    spec: KVSpec,
+    rank: int,
+    layout: Layout,
+    method: Method,
+    seed: int,
+    dtype: torch.dtype,
+    weight: Weight | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left and right factors; singular values stand in the left one."""
+    width = spec.heads * (spec.k_dim + spec.v_dim)
+    n, t = len(covered), lost.tokens
+    if n == 0 or rank == 0:
+        shape = (t, rank) if layout == "joint" else (n, t, rank)
+        return lost.k.new_zeros(shape, dtype=dtype), lost.k.new_zeros((n, rank, width), dtype=dtype)
+    weighed = [weigh(lost.matrix(layer), layer, spec, weight) for layer in covered]
+    if layout == "joint":
+        left, flat = truncated_svd(torch.cat(weighed, dim=1), rank, method, seed)
+        rights = list(flat.view(rank, n, width).unbind(1))
+    else:
+        pairs = [truncated_svd(x, rank, method, seed + i) for i, x in enumerate(weighed)]
+        left, rights = torch.stack([pair[0] for pair in pairs]), [pair[1] for pair in pairs]
+    back = [weigh(x, layer, spec, weight, inverse=True) for x, layer in zip(rights, covered, strict=True)]
+    return left.to(dtype).contiguous(), torch.stack(back).to(dtype)
+
+
+def weigh(
+    rows: torch.Tensor, layer: int, spec: KVSpec, weight: Weight | None, *, inverse: bool = False
+) -> torch.Tensor:
+    """``rows [R, W]`` of one layer under ``weight``; unchanged without one."""
+    return rows if weight is None else weight.apply(rows, layer, spec.heads, spec.k_dim, inverse=inverse)

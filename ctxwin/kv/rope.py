@@ -1,0 +1,112 @@
+"""Rotary positions: the engine's own angles, and the turn that takes keys from one place to another.
+
+RoPE composes, ``R(d) R(p0) = R(p0 + d)`` (Kamera, section 3), but engines round: they multiply float32 positions by
+float32 frequencies and round the product. Turning by ``d * inv_freq`` therefore misses the engine's own keys by up to
+5e-5 (theta 1e4, 8k positions). Turning each token by the *difference of the two rounded angles* does not: what is left
+is one float32 multiply-add.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ctxwin.kv.layout import RopeSpec
+
+# Numbers that are turned at once.
+_BLOCK = 1 << 18
+
+
+def axes(rope: RopeSpec) -> torch.Tensor:
+    """Which position row (0 = t, 1 = h, 2 = w) drives each frequency: int64 ``[rotary_dim / 2]``.
+
+    Raises ValueError where the sections do not fit the frequencies.
+    """
+    count = len(rope.inv_freq)
+    rows = torch.zeros(count, dtype=torch.int64)
+    if rope.sections is None:
+        return rows
+    if rope.mrope_interleaved:
+        if len(rope.sections) != 3:
+            raise ValueError(f"interleaved M-RoPE must have 3 sections, got {rope.sections}")
+        for row in (1, 2):
+            rows[row : rope.sections[row] * 3 : 3] = row
+        return rows
+    if sum(rope.sections) != count:
+        raise ValueError(f"sections must add up to rotary_dim / 2 = {count}, got {rope.sections}")
+    begin = 0
+    for i, size in enumerate(rope.sections):
+        rows[begin : begin + size] = i % 3
+        begin += size
+    return rows
+
+
+def angles(rope: RopeSpec, positions: torch.Tensor) -> torch.Tensor:
+    """The angles that the engine turns by at ``positions``, with its own float32 rounding.
+
+    Args:
+        rope: how positions become angles.
+        positions: integers ``[3, T]``: (t, h, w) of each token, absolute.
+
+    Returns:
+        float64 ``[T, rotary_dim / 2]`` on the device of ``positions``, each a float32 value exactly, so that a
+        difference of two is exact too.
+
+    Raises:
+        ValueError: positions of another shape, or sections that do not fit. TypeError: positions that are not integers.
+    """
+    if positions.ndim != 2 or positions.shape[0] != 3:
+        raise ValueError(f"positions must be [3, T], got {list(positions.shape)}")
+    if positions.dtype.is_floating_point or positions.dtype == torch.bool:
+        raise TypeError(f"positions must be integers, got {positions.dtype}")
+    inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=positions.device)
+    rows = axes(rope).to(positions.device)
+    return (positions.to(torch.float32)[rows].T * inv_freq).to(torch.float64)
+
+
+def turn(rope: RopeSpec, k: torch.Tensor, delta_angles: torch.Tensor) -> torch.Tensor:
+    """Rotates the first ``rotary_dim`` dimensions of ``k``; the others pass through.
+
+    Cosine and sine are taken in float64 and applied in float32 (float64 for float64 keys); the result is rounded once,
+    to the dtype of ``k``. YaRN's magnitude stands on the keys already and cancels in a difference.
+
+    Args:
+        rope: pairing and rotary width.
+        k: ``[..., T, H, D]``.
+        delta_angles: ``[T, rotary_dim / 2]``, the new angles minus the old.
+
+    Returns:
+        A new tensor of the shape and dtype of ``k``. Cost: one read and one write of ``k``.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    half = rope.rotary_dim // 2
+    if k.ndim < 3 or k.shape[-1] < rope.rotary_dim:
+        raise ValueError(f"k must be [..., T, H, D >= {rope.rotary_dim}], got {list(k.shape)}")
+    if tuple(delta_angles.shape) != (k.shape[-3], half):
+        raise ValueError(f"delta_angles must be {[k.shape[-3], half]}, got {list(delta_angles.shape)}")
+    compute = torch.float64 if k.dtype == torch.float64 else torch.float32
+    delta = delta_angles.to(device=k.device, dtype=torch.float64).unsqueeze(-2)
+    cos, sin = delta.cos().to(compute), delta.sin().to(compute)
+    if rope.pairing == "half":
+        first, second = slice(0, half), slice(half, rope.rotary_dim)
+    else:
+        first, second = slice(0, rope.rotary_dim, 2), slice(1, rope.rotary_dim, 2)
+    out = torch.empty_like(k)
+    # A few layers at a time: temporaries that stay in cache, not tens of megabytes of fresh pages.
+    whole, turned = (k, out) if k.ndim > 3 else (k.unsqueeze(0), out.unsqueeze(0))
+    size = max(1, _BLOCK // max(1, whole[:1].numel()))
+    for old, new in zip(torch.split(whole, size), torch.split(turned, size), strict=True):
+        x, y = old[..., first].to(compute), old[..., second].to(compute)
+        new[..., first] = (x * cos - y * sin).to(k.dtype)
+        new[..., second] = (y * cos + x * sin).to(k.dtype)
+        new[..., rope.rotary_dim :] = old[..., rope.rotary_dim :]
+    return out
+
+
+def shift_angles(rope: RopeSpec, positions: torch.Tensor, old: int, new: int) -> torch.Tensor:
+    """Angles that take tokens at ``positions`` from frame ``old`` to frame ``new``: float64 ``[T, rotary_dim / 2]``.
+
+    t, h and w move together, by the engine's start position (Kamera, Fig. 2b).
+    """
+    return angles(rope, positions + new) - angles(rope, positions + old)

@@ -1,0 +1,103 @@
+"""``vllm serve``'s arguments, parsed by vLLM, with what ctxwin needs put in."""
+
+from __future__ import annotations
+
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from ctxwin.engines.vllm.lifecycle import startup
+from ctxwin.errors import UnsupportedModel
+from ctxwin.tiny import checkpoint_dir
+
+_log = logging.getLogger("ctxwin.serve")
+
+
+def parse(model: str, given: Sequence[str]) -> Namespace:
+    """vLLM's namespace for ``vllm serve MODEL GIVEN...``, ready for its server, with the connector's arguments in it.
+
+    ``tiny`` is the bundled model. Exits like any command line where vLLM does not know an argument.
+
+    Raises:
+        ValueError, UnsupportedModel: an argument that ctxwin cannot work with; the message says what to do.
+    """
+    from vllm import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    parser = make_arg_parser(FlexibleArgumentParser(prog="ctxwin serve"))
+    args: Namespace = parser.parse_args([model, *given])
+    args.model = args.model_tag
+    if model == "tiny":
+        args.model = args.model_tag = str(checkpoint_dir())
+        args.served_model_name = args.served_model_name or ["tiny"]
+    validate_parsed_serve_args(args)
+    _check_one_process(args)
+    _check_template(args)
+    args.plain_max_logprobs = args.max_logprobs  # of plain requests; windows may ask for the whole vocabulary
+    names = {f.name for f in fields(AsyncEngineArgs)} - {"model", "max_logprobs"}
+    for name, value in startup.engine_arguments(args.model, _chosen(parser, args, [model, *given], names)).items():
+        setattr(args, name, value)
+    if startup.eager_on_cpu(vars(args)):
+        # vLLM's few compiled sampling functions take 5-17 s to compile, and win nothing back here.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    return args
+
+
+def _chosen(parser: Any, args: Namespace, given: Sequence[str], names: set[str]) -> dict[str, Any]:
+    """What was asked for by name: what differs from the default, and switches that were set to it."""
+    defaults = vars(parser.parse_args([]))
+    chosen = {name: value for name, value in vars(args).items() if name in names and value != defaults[name]}
+    # argparse gives a default only to what the namespace does not have yet.
+    switches = {name: None for name in names if isinstance(defaults.get(name), bool)}
+    asked = vars(parser.parse_args(list(given), Namespace(**switches)))
+    return chosen | {name: asked[name] for name in switches if asked[name] is not None}
+
+
+def own_keys(args: Namespace) -> list[str]:
+    """The server's own API keys: ``--api-key``, else ``VLLM_API_KEY``."""
+    from vllm import envs
+
+    return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+
+
+def print_help(section: str) -> None:
+    """vLLM's own help of ``vllm serve``: ``all``, the name of a group, or of an argument."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    make_arg_parser(FlexibleArgumentParser(prog="ctxwin serve")).parse_args([f"--help={section}"])
+
+
+def _check_one_process(args: Namespace) -> None:
+    """Windows live in the API server's process, so there is one."""
+    if args.headless or args.grpc:
+        raise UnsupportedModel("ctxwin serve answers HTTP with its engine on this machine; drop --headless and --grpc")
+    if (args.api_server_count or 1) != 1:
+        raise UnsupportedModel(
+            f"--api-server-count must be 1, got {args.api_server_count}: windows live in one process; start further "
+            "servers on a shared store (--store redis://...) instead"
+        )
+
+
+def _check_template(args: Namespace) -> None:
+    """Says where chats that name chunks are not the prompt or the answer that the same ones with pictures are."""
+    template = [name for name in ("chat_template", "default_chat_template_kwargs") if getattr(args, name, None)]
+    if template:
+        _log.warning(
+            "%s: for plain chats only; windows and chats that name chunks read the template in the model's folder, so "
+            "put it there as chat_template.jinja",
+            ", ".join("--" + name.replace("_", "-") for name in template),
+        )
+    if getattr(args.structured_outputs_config, "reasoning_parser", "") or getattr(args, "reasoning_parser", ""):
+        _log.warning("--reasoning-parser: for plain chats only; those that name chunks show thinking in their content")
+
+
+def defaults_of(config: Any) -> dict[str, float]:
+    """How chats are decoded that say nothing: the model's own generation config, as for vLLM's other chats."""
+    return {name: value for name, value in config.get_diff_sampling_param().items() if value is not None}

@@ -1,0 +1,153 @@
+"""vLLM's API server with our routes in its app: built from vLLM's own parts, in the order of its ``run_server``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ctxwin.engines.base import Engine
+from ctxwin.serve.limits import Limits
+from ctxwin.serve.metrics import CountingStore
+from ctxwin.serve.service import OpenEngine, Service
+from ctxwin.serve.tenants import Keys, Tenant, load_tenants
+from ctxwin.serve.vllm.arguments import defaults_of, own_keys, parse
+from ctxwin.store import open_store
+
+_log = logging.getLogger("ctxwin.serve")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``ctxwin serve`` takes beside vLLM's arguments.
+
+    Attributes:
+        store: where KV, patches, embeddings and uploads are kept (`open_store`); each tenant has its own in it.
+        store_bytes: limit of a tenant's store unless the tenants file names another.
+        tenants: the tenants file, see `ctxwin.serve.tenants`.
+    """
+
+    store: str = "memory:"
+    store_bytes: int | str | None = None
+    tenants: Path | None = None
+    limits: Limits = field(default_factory=Limits)
+
+
+def run(model: str, given: Sequence[str], options: Options) -> None:
+    """Serves until SIGINT or SIGTERM. Blocks.
+
+    Raises:
+        ValueError, UnsupportedModel: arguments that cannot be served. EngineFailed: a vLLM that was not tested.
+        OSError: a port that is taken, a tenants file or a store that cannot be read.
+    """
+    import uvloop
+
+    tenants = load_tenants(options.tenants) if options.tenants else []
+    args = parse(model, given)
+    keys = Keys.of(own_keys(args), tenants)  # before minutes of loading: a key may be given twice
+    uvloop.run(_serve(args, options, tenants, keys))
+
+
+async def _serve(args: Namespace, options: Options, tenants: Sequence[Tenant], keys: Keys) -> None:
+    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+    from vllm.entrypoints.launchers.launcher import setup_server
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt("terminated")
+
+    signal.signal(signal.SIGTERM, interrupted)  # until the server has its own handlers
+    try:
+        address, sock = setup_server(args, reuse_port=False)
+    except OSError as error:
+        where = args.uds or f"port {args.port} of {args.host or 'this machine'}"
+        raise OSError(f"{where} must be free to listen on, got {error}; choose another, e.g. with --port") from error
+    # vLLM guards its routes with every key; which tenant one belongs to is decided by the gate.
+    args.api_key = [*own_keys(args), *(key for tenant in tenants for key in tenant.keys)] or None
+    try:
+        async with build_async_engine_client(args) as client:
+            ended = await _with_windows(client, address, sock, args, options, tenants, keys)
+        await ended  # once vLLM has shut down
+    finally:
+        sock.close()
+
+
+async def _with_windows(
+    client: Any,
+    address: str,
+    sock: Any,
+    args: Namespace,
+    options: Options,
+    tenants: Sequence[Tenant],
+    keys: Keys,
+) -> Any:
+    """Runs the HTTP server on a vLLM that is up; returns what is left to wait for."""
+    from vllm import envs
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.launcher import serve_http
+    from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+
+    from ctxwin.serve.app import GATE, install
+
+    tasks = await client.get_supported_tasks()
+    args.middleware = [*args.middleware, GATE]
+    app = build_app(args, tasks, client.model_config)
+    await init_app_state(client, app.state, args, tasks)
+    service = Service(
+        _opener(client, asyncio.get_running_loop(), args.model, options),
+        models=args.served_model_name or [args.model],
+        limits=replace(options.limits, max_logprobs=args.plain_max_logprobs),
+        tenants=tenants,
+        keys=keys,
+        defaults=defaults_of(client.model_config),
+    )
+    install(app, service)
+    try:
+        await service.start()
+        _log.info("ctxwin serves windows on %s", address)
+        config = get_uvicorn_log_config(args)
+        return await serve_http(
+            app,
+            sock=sock,
+            enable_ssl_refresh=args.enable_ssl_refresh,
+            host=args.host,
+            port=args.port,
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            ssl_cert_reqs=args.ssl_cert_reqs,
+            ssl_ciphers=args.ssl_ciphers,
+            h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+            h11_max_header_count=args.h11_max_header_count,
+            **({} if config is None else {"log_config": config}),
+        )
+    finally:
+        await service.stop()
+
+
+def _opener(client: Any, loop: asyncio.AbstractEventLoop, model: str, options: Options) -> OpenEngine:
+    from ctxwin.engines.vllm.engine import VLLMEngine
+
+    base: list[VLLMEngine] = []
+
+    def open_engine(name: str, tenant: Tenant | None) -> tuple[Engine, CountingStore]:
+        quota = (tenant.max_bytes if tenant else None) or options.store_bytes
+        store = CountingStore(open_store(options.store, max_bytes=quota, tenant=name))
+        try:
+            if base:
+                return base[0].view(name, store), store
+            base.append(VLLMEngine.attach(client, model=model, store=store, tenant=name, loop=loop))
+        except BaseException:
+            store.close()
+            raise
+        return base[0], store
+
+    return open_engine

@@ -1,0 +1,360 @@
+"""`Trace`: what windows did, written to a file as it happens, for `ctxwin view`; and the reader of such files.
+
+One JSON object a line. The first is ``{"kind": "trace", "format": 1, ...}``; then come ``event`` (an operation, with
+everything placed after it), ``chunk`` (described once, before the first event that places it) and ``note`` (what a caller
+adds to an ask). A line is written whole or not at all, so a reader may follow the file while it grows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakKeyDictionary
+
+from ctxwin.chunk import Chunk, TextPart, TokensPart
+from ctxwin.tiny import checkpoint_dir
+from ctxwin.view.thumbnail import thumbnail
+
+if TYPE_CHECKING:
+    from ctxwin.engines.base import Engine
+    from ctxwin.window.events import Event
+    from ctxwin.window.state import Placed, State
+    from ctxwin.window.window import Window
+
+FORMAT = 1
+LONGEST = 2000
+"""Most characters kept of a query, an answer or a note."""
+_TEXT = 160
+_REMEMBERED = 65536  # chunks and windows known; one that comes after so many others is described again
+
+
+class Trace:
+    """Records windows to a file that only grows.
+
+    Args:
+        path: the file; its folder must exist. An existing file is replaced unless ``append``.
+        append: go on with a trace of an earlier process; its unfinished last line, if any, is dropped.
+        thumbnails: whether pictures are kept, small (about 2 KB a chunk). A chunk with ``keep_source=False`` never gets one.
+        engine: count its vision encodes from now on, not only from the first window that is watched.
+
+    Safe from several threads. Use as a context manager, or call `close`. What was written stays: a chunk forgotten with
+    ``evict(forget=True)`` still has its thumbnail and first words in the file.
+
+    Raises:
+        ValueError: ``append`` to something that is no trace. OSError: a file that cannot be written.
+
+    Cost: a line an operation in the operation's own thread, and for the first sight of a picture a decode and a small JPEG.
+    """
+
+    def __init__(
+        self, path: str | Path, *, append: bool = False, thumbnails: bool = True, engine: Engine | None = None
+    ) -> None:
+        self.path = Path(path)
+        self._thumbnails = thumbnails
+        self._lock = threading.Lock()
+        self._numbers: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self._chunks = self._events = 0
+        self._asks: OrderedDict[str, int] = OrderedDict()  # window: its latest ask
+        self._encodes: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()  # as counted at the last event
+        self._versions: OrderedDict[str, int] = OrderedDict()  # window: as it was recorded last
+        if engine is not None:
+            self._encodes[engine] = engine.counters.vision_encodes
+        going_on = append and self.path.exists()
+        if going_on:
+            self._go_on()
+        self._file = self.path.open("ab" if going_on else "wb", buffering=0)
+        self._closed = False
+        if not going_on:
+            from ctxwin import __version__
+
+            self._write({"kind": "trace", "format": FORMAT, "version": __version__, "time": _now()})
+
+    def watch(self, window: Window) -> None:
+        """Records ``window`` from now on, and every fork made of it later. A window that is watched already stays so.
+
+        A window that was restored under the id of one seen before goes on as that one.
+        """
+        if any(isinstance(o, _Recorder) and o.trace is self for o in window._observers):
+            return
+        self._begin(window)
+        window.observe(_Recorder(self, window.engine))
+
+    def note(
+        self, costs: Mapping[str, float] | None = None, *, window: Window | None = None, truth: str | None = None,
+        text: str = "", idle_tokens: int = 0,
+    ) -> None:  # fmt: skip
+        """Adds to the latest ask (of ``window``, where given) what is shown beside it.
+
+        Args:
+            costs: tokens that something else would have computed for it, by name, e.g. ``{"prefix cache": 310}``.
+            truth: the right answer, where known.
+            text: for people.
+            idle_tokens: computed for the window outside asks since the last note (`Window.compress`, `Window.refresh`); an
+                ask's own usage does not hold them.
+
+        Raises LookupError where nothing was asked yet, ValueError for a cost that is no finite number.
+        """
+        costs = dict(costs or {})
+        if any(not isinstance(cost, int | float) or not math.isfinite(cost) for cost in costs.values()):
+            raise ValueError(f"costs must be finite numbers by name, got {costs!r}")
+        with self._lock:
+            asked = self._asks.get(window.id) if window else next(reversed(self._asks.values()), None)
+            if asked is None:
+                raise LookupError(
+                    "a note must follow an ask of a watched window, got none so far; watch() it, then ask"
+                )
+            line = {"kind": "note", "of": asked, "costs": costs, "truth": _short(truth or ""), "text": _short(text)}
+            line["idle_tokens"] = idle_tokens or None
+            self._write({key: value for key, value in line.items() if value not in (None, "", {})})
+
+    def close(self) -> None:
+        """Ends the recording. Idempotent; windows go on unwatched."""
+        with self._lock:
+            self._closed = True
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        known = read_trace(self.path)
+        for line in known.lines:
+            if line["kind"] == "chunk":
+                self._chunks = line["n"] + 1
+            elif line["kind"] == "event":
+                self._events = line["n"] + 1
+        with self.path.open("r+b") as file:
+            file.truncate(known.size)
+
+    def _record(self, engine: Engine, event: Event) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            line = self._line(engine, event.op, event.state, event.parent, event.lanes or {})
+            line |= {"ids": list(event.ids), "other": event.other, "note": _short(event.note) or None}
+            line["seconds"] = round(event.seconds, 6)
+            # A window counts them until its next answer; one that is restored for every step has none to give.
+            encodes = engine.counters.vision_encodes
+            line["encodes"] = (encodes - self._encodes.get(engine, encodes)) or None
+            self._encodes[engine] = encodes
+            if event.query is not None:
+                line["query"] = _short(event.query)
+            if event.answer is not None:
+                line |= {"answer": _short(event.answer.text), "usage": asdict(event.answer.usage)}
+                if event.answer.audit is not None and math.isfinite(event.answer.audit):
+                    line["audit"] = event.answer.audit
+                _remember(self._asks, event.window, self._events)
+            self._event(line)
+
+    def _begin(self, window: Window) -> None:
+        with self._lock:
+            self._encodes.setdefault(window.engine, window.engine.counters.vision_encodes)
+            state = window.snapshot()
+            if self._closed or self._versions.get(state.window) == state.version:
+                return
+            line = self._line(window.engine, "watch", state, window._origin, {})
+            self._event(line | {"header": _short(state.header), "model": _model(window.engine.spec.model)})
+
+    def _line(
+        self, engine: Engine, op: str, state: State, parent: str | None, lanes: Mapping[str, str]
+    ) -> dict[str, Any]:
+        return {
+            "kind": "event", "n": self._events, "time": _now(), "window": state.window, "parent": parent, "op": op,
+            "version": state.version, "placed": [self._placed(engine, p, lanes.get(p.id)) for p in state.placed],
+            "tokens": state.tokens, "budget": state.budget, "evicted": len(state.evicted),
+        }  # fmt: skip
+
+    def _event(self, line: dict[str, Any]) -> None:
+        self._write({key: value for key, value in line.items() if value is not None})
+        self._events += 1
+        _remember(self._versions, line["window"], line["version"])
+
+    def _placed(self, engine: Engine, placed: Placed, lane: str | None) -> dict[str, Any]:
+        shown: dict[str, Any] = {"id": placed.id, "chunk": self._number(engine, placed), "tokens": placed.tokens}
+        if placed.pinned:
+            shown["pinned"] = True
+        if not placed.conditioned:
+            shown["conditioned"] = False
+        if lane is not None:
+            shown["lane"] = lane
+        if placed.kv is not None and not placed.kv.exact:
+            shown["depth"] = placed.kv.depth
+        return shown
+
+    def _number(self, engine: Engine, placed: Placed) -> int:
+        known = (placed.chunk_id, placed.chunk.label)
+        if known in self._numbers:
+            self._numbers.move_to_end(known)
+            return self._numbers[known]
+        number, self._chunks = self._chunks, self._chunks + 1
+        line = {
+            "kind": "chunk",
+            "n": number,
+            "id": placed.chunk_id,
+            **_described(placed.chunk),
+            "tokens": placed.tokens,
+        }
+        if self._thumbnails and (picture := thumbnail(engine.repo, placed.chunk)):
+            line["thumbnail"] = picture
+        self._write(line)
+        _remember(self._numbers, known, number)
+        return number
+
+    def _write(self, line: dict[str, Any]) -> None:
+        raw = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
+        begin = self._file.seek(0, os.SEEK_END)
+        try:
+            left = memoryview(raw)
+            while left:  # a disk that is nearly full takes a part, and refuses the rest
+                left = left[self._file.write(left) :]
+        except OSError:
+            self._file.truncate(begin)
+            raise
+
+
+@dataclass(frozen=True)
+class _Recorder:
+    """The observer of one trace and engine."""
+
+    trace: Trace
+    engine: Engine
+
+    def __call__(self, event: Event) -> None:
+        self.trace._record(self.engine, event)
+
+
+def _remember(known: OrderedDict[Any, int], key: object, value: int) -> None:
+    """As the newest entry; the oldest ones are dropped, so that an endless run stays bounded."""
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > _REMEMBERED:
+        known.popitem(last=False)
+
+
+def _described(chunk: Chunk) -> dict[str, Any]:
+    text = " ".join(part.text.strip() for part in chunk.parts if isinstance(part, TextPart)).strip()
+    if not text and isinstance(chunk.parts[0], TokensPart):
+        text = f"{len(chunk.parts[0].ids)} token ids"
+    line: dict[str, Any] = {
+        "what": chunk.media[0].media if chunk.media else chunk.parts[0].kind,
+        "text": _short(text, _TEXT),
+    }
+    if chunk.label:
+        line["label"] = _short(chunk.label, _TEXT)
+    if chunk.role:
+        line["role"] = chunk.role
+    if chunk.media:
+        line["frames"], *line["size"] = chunk.media[0].shape
+        line["media"] = len(chunk.media)
+    return line
+
+
+def _short(text: str, most: int = LONGEST) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _model(name: str) -> str:
+    return "tiny (bundled)" if Path(name) == checkpoint_dir() else Path(name).name
+
+
+def _now() -> float:
+    return round(time.time(), 3)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A trace as it was read.
+
+    Attributes:
+        header: format, version of ctxwin and time of the start (seconds since 1970).
+        lines: chunks, events and notes in the order they were written.
+        size: bytes of the file that were read, up to its last whole line.
+    """
+
+    header: dict[str, Any]
+    lines: list[dict[str, Any]]
+    size: int
+
+    @property
+    def chunks(self) -> dict[int, dict[str, Any]]:
+        """Chunks by number."""
+        return {line["n"]: line for line in self.lines if line["kind"] == "chunk"}
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Operations in order; what notes add stands in the ask they belong to."""
+        events = {line["n"]: dict(line) for line in self.lines if line["kind"] == "event"}
+        for line in self.lines:
+            if line["kind"] == "note" and line["of"] in events:
+                event = events[line["of"]]
+                event |= {key: line[key] for key in ("truth", "text") if key in line}
+                event["costs"] = event.get("costs", {}) | line.get("costs", {})
+                event["idle_tokens"] = event.get("idle_tokens", 0) + line.get("idle_tokens", 0)
+        return list(events.values())
+
+
+def read_trace(path: str | Path) -> Recording:
+    """Reads a trace. An unfinished last line (a run that is going on, or was killed) is left out.
+
+    Raises:
+        ValueError: no trace, a newer format, or a line that is damaged, with its number. OSError: an unreadable file.
+    """
+    whole = Path(path).read_bytes()
+    size = whole.rfind(b"\n") + 1
+    lines = _parse(path, whole[:size])
+    header = next(lines, None)
+    if header is None:
+        raise ValueError(
+            f"a trace must begin with its header, got {str(path)!r} without a whole line; record a run first"
+        )
+    return Recording(header, list(lines), size)
+
+
+def _parse(path: str | Path, whole: bytes) -> Iterator[dict[str, Any]]:
+    for number, raw in enumerate(whole.splitlines(), start=1):
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            line = None
+        if number == 1:
+            _check_header(path, line)
+        elif not _known(line):
+            raise ValueError(f"line {number} of {str(path)!r} must be a chunk, an event or a note, got {raw[:60]!r}")
+        yield line
+
+
+def _check_header(path: str | Path, line: Any) -> None:
+    if not isinstance(line, dict) or line.get("kind") != "trace":
+        raise ValueError(
+            f"{str(path)!r} must be a trace of ctxwin, got another kind of file; record one with ctxwin.view.trace.Trace"
+        )
+    if line.get("format") != FORMAT:
+        raise ValueError(f"format of {str(path)!r} must be {FORMAT}, got {line.get('format')!r}; use a newer ctxwin")
+
+
+_NEEDED = {
+    "chunk": ("n", "what", "tokens"),
+    "event": ("n", "time", "window", "op", "version", "placed", "tokens", "budget", "evicted"),
+    "note": ("of",),
+}
+_ASKED = ("query", "answer", "usage")
+
+
+def _known(line: Any) -> bool:
+    if not isinstance(line, dict) or line.get("kind") not in _NEEDED:
+        return False
+    needed = _NEEDED[line["kind"]] + (_ASKED if line.get("op") == "ask" else ())
+    return all(key in line for key in needed)

@@ -1,0 +1,1 @@
+"""The window: an immutable state, edits on it, lanes, assembly, and asking."""

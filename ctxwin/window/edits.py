@@ -1,0 +1,172 @@
+"""Pure functions from one window state to the next; what each method of `Window` shares with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
+from itertools import islice, permutations
+from random import Random
+from typing import Any
+
+from ctxwin.errors import BudgetExceeded
+from ctxwin.window.state import Placed, State
+
+# Evicted chunks a window remembers; the oldest are dropped, so that an endless stream stays bounded.
+MAX_EVICTED = 4096
+
+
+def checked_index(index: int, length: int) -> int:
+    """``index`` as 0..length, negative ones counted from the end like ``list.insert``'s; ValueError outside."""
+    if not isinstance(index, int) or isinstance(index, bool) or not -length <= index <= length:
+        raise ValueError(f"index must be an int in {-length}..{length}, got {index!r}")
+    return index + length if index < 0 else index
+
+
+def appended(state: State, placed: Placed) -> State:
+    """``placed`` behind everything."""
+    return state.edited(arrivals=state.arrivals + 1, placed=(*state.placed, placed))
+
+
+def inserted(state: State, placed: Placed, index: int, *, repair: bool = False) -> State:
+    """``placed`` at ``index``; what stands behind either keeps its KV without having seen it, or is to be re-formed."""
+    behind = tuple(
+        p.but(kv=None, unseen=()) if repair else p.but(unseen=tuple(dict.fromkeys((*p.unseen, placed.id))))
+        for p in state.placed[index:]
+    )
+    return state.but(placed=(*state.placed[:index], placed, *behind))
+
+
+def recalled(state: State, back: Placed, at: int | None, *, repair: bool = False) -> tuple[State, int]:
+    """``back``, which was evicted, at index ``at`` (None: before the first chunk that arrived later); and that index.
+
+    What it was allowed not to see where it last stood counts no more: it needs what is in front of it now.
+    """
+    if at is None:
+        at = next((i for i, p in enumerate(state.placed) if p.arrival > back.arrival), len(state.placed))
+    at = checked_index(at, len(state.placed))
+    left = tuple(p for p in state.evicted if p.id != back.id)
+    return inserted(state, back.but(read=state.version + 1, unseen=()), at, repair=repair).edited(evicted=left), at
+
+
+def looked_back(state: State, backs: Sequence[Placed]) -> State:
+    """``backs``, which were evicted, each at its chronological place. All of them see what is in front of them now.
+
+    Without that, one that is put back later would be unseen by another of them behind it, depending on their order.
+    """
+    for back in backs:
+        state, _ = recalled(state, back, None)
+    ids = {p.id for p in backs}
+    return state.but(placed=tuple(p.but(unseen=()) if p.id in ids else p for p in state.placed))
+
+
+def reordered(state: State, ids: Sequence[str]) -> State:
+    """In the order ``ids``. What moves behind a chunk is no longer unseen by it: should it move back, it is absorbed."""
+    by_id = {p.id: p for p in state.placed}
+    placed = []
+    for i, placement in enumerate(ids):
+        p = by_id[placement]
+        placed.append(p.but(unseen=tuple(u for u in p.unseen if u in ids[:i])) if p.unseen else p)
+    return state.edited(placed=tuple(placed))
+
+
+def changed(state: State, placement: str, **changes: Any) -> State:
+    """With fields of one placed chunk changed; UnknownChunk where it is not placed."""
+    i = state.index(placement)
+    return state.edited(placed=(*state.placed[:i], state.placed[i].but(**changes), *state.placed[i + 1 :]))
+
+
+def evicted(state: State, leaving: Sequence[Placed]) -> State:
+    """Without ``leaving``, which can be recalled."""
+    out = {p.id for p in leaving}
+    gone = (*state.evicted, *leaving)[-MAX_EVICTED:]
+    # What leaves is no longer unseen: should it come back, that depends on how and where.
+    kept = tuple(p.but(unseen=tuple(u for u in p.unseen if u not in out)) for p in state.placed if p.id not in out)
+    return state.edited(placed=kept, evicted=gone)
+
+
+def forgotten(state: State, gone: Placed) -> tuple[State, list[Placed]]:
+    """Without ``gone`` and without anything it left in others; also the placements whose KV carried something of it."""
+    tainted = absorbers(state, gone.id)
+
+    def clean(placed: Placed) -> Placed:
+        if placed.id in tainted:
+            return placed.but(kv=None, unseen=())
+        return placed.but(unseen=tuple(u for u in placed.unseen if u != gone.id))
+
+    new = state.edited(
+        placed=tuple(clean(p) for p in state.placed if p.id != gone.id),
+        evicted=tuple(clean(p) for p in state.evicted if p.id != gone.id),
+    )
+    return new, [p for p in (*state.placed, *state.evicted) if p.id in tainted]
+
+
+def absorbers(state: State, source: str) -> set[str]:
+    """Ids of placed and evicted chunks whose KV carries something of ``source``, directly or through others.
+
+    An antecedent that is no longer known (evicted too long ago) counts as a carrier: forgetting must not miss one.
+    """
+    known = {p.id: p for p in (*state.placed, *state.evicted)}
+    tainted = {source}
+    changed = True
+    while changed:
+        changed = False
+        for p in known.values():
+            if p.id in tainted or p.kv is None:
+                continue
+            if any(a in tainted or a not in known for a in p.kv.antecedents):
+                tainted.add(p.id)
+                changed = True
+    return tainted - {source}
+
+
+def leaving_for_budget(state: State, order: Iterable[str], room: int = 0, *, stay: Iterable[str] = ()) -> list[Placed]:
+    """The chunks whose eviction, in this order, brings the window with ``room`` tokens free within its budget.
+
+    ``order`` is read no further than needed. Pinned chunks and ``stay`` stay. Raises BudgetExceeded where even all of it is not
+    enough.
+    """
+    excess = state.tokens + room - state.budget
+    leaving: list[Placed] = []
+    if excess > 0:
+        with closing(free_in_order(state, order, stay)) as free:
+            for placed in free:
+                leaving.append(placed)
+                excess -= placed.tokens
+                if excess <= 0:
+                    break
+    if excess > 0:
+        needed = state.budget + excess
+        raise BudgetExceeded(
+            f"pinned chunks must fit the budget of {state.budget} tokens, with the room asked for and what is looked back to, "
+            f"got {needed}; unpin some, ask for less or raise the budget",
+            needed=needed,
+            budget=state.budget,
+        )
+    return leaving
+
+
+def free_in_order(state: State, order: Iterable[str], stay: Iterable[str] = ()) -> Generator[Placed]:
+    """The unpinned placed chunks that ``order`` names, each once, without ``stay``; UnknownChunk for others."""
+    taken = set(stay)
+    try:
+        for placement in order:
+            placed = state.placed[state.index(placement)]
+            if not placed.pinned and placement not in taken:
+                taken.add(placement)
+                yield placed
+    finally:
+        if isinstance(order, Generator):
+            order.close()  # now, not when it is collected: it may hold a fork
+
+
+def sampled_orders(k: int, count: int, seed: int) -> list[tuple[int, ...]]:
+    """Up to ``count`` distinct permutations of ``range(k)``: all of them where there are fewer."""
+    rng = Random(seed)
+    every = list(islice(permutations(range(k)), 5041))  # 7! + 1: beyond that, sample
+    if len(every) <= 5040:
+        rng.shuffle(every)
+        return every[:count]
+    seen: dict[tuple[int, ...], None] = {}
+    while len(seen) < count:
+        seen[tuple(rng.sample(range(k), k))] = None
+    return list(seen)

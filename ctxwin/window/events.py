@@ -1,0 +1,50 @@
+"""`Event`: what a window tells its observers after every operation (see `Window.observe`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from ctxwin.window.answer import Answer
+    from ctxwin.window.state import State
+
+Op = Literal[
+    "append", "insert", "evict", "forget", "slide", "recall", "look_back", "reorder", "toggle", "pin", "touch",
+    "fork", "adopt", "ask", "disposable", "prepare_orbit", "refresh", "compress", "close",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Event:
+    """One operation that took effect. Failed operations change nothing and tell nothing.
+
+    Attributes:
+        window: id of the window; parent: of the window it was forked from.
+        version: after the operation.
+        ids: placements concerned: what arrived, left, came back or was switched, in order.
+        state: after the operation; immutable.
+        lanes: for ``ask``, lane by placement id as it was served.
+        query, answer: of ``ask`` (``ids`` names what was remembered); ``disposable`` has the query only.
+        other: id of the other window of ``fork`` and ``adopt`` (the branch).
+        note: what else there is to say: ``clean`` or ``conditioned`` of a toggle, ``pinned`` or ``free`` of a pin,
+            ``disposable`` or ``needed``, the other header of a fork.
+        seconds: how long it took.
+    """
+
+    window: str
+    op: Op
+    version: int
+    state: State
+    ids: tuple[str, ...] = ()
+    parent: str | None = None
+    lanes: dict[str, str] | None = None
+    query: str | None = None
+    answer: Answer | None = None
+    other: str | None = None
+    note: str = ""
+    seconds: float = 0.0
+
+
+Observer = Callable[[Event], None]

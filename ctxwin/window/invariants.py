@@ -1,0 +1,45 @@
+"""The invariants of a window state."""
+
+from __future__ import annotations
+
+from ctxwin.window.answer import Plan
+from ctxwin.window.state import State
+
+
+def check_state(state: State, plan: Plan) -> None:
+    """Asserts every invariant of ``state`` and of its plan; AssertionError names the broken one and prints the state."""
+
+    def holds(condition: bool, what: str) -> None:
+        assert condition, f"{what}\n{plan}\n{state!r}"
+
+    placed, evicted = state.placed, state.evicted
+    ids = [p.id for p in placed]
+    holds(len(set(ids)) == len(ids), "a placement id occurs twice")
+    holds(not set(ids) & {p.id for p in evicted}, "a chunk is both placed and evicted")
+    holds(all(p.chunk_id == p.chunk.id for p in placed), "a chunk id does not fit its content")
+    holds(all(p.arrival < state.arrivals for p in (*placed, *evicted)), "an arrival lies in the future")
+    holds(len({p.arrival for p in (*placed, *evicted)}) == len(placed) + len(evicted), "two chunks arrived at once")
+    holds(all(not p.chunk._frames for p in (*placed, *evicted)), "a state holds pixels")
+    holds(state.header_tokens < state.budget, "the header exceeds the budget")
+    holds(plan.tokens == state.tokens, "the plan counts other tokens than the state")
+    holds(tuple(e.id for e in plan.entries) == tuple(ids), "the plan lists other chunks than the state")
+
+    offset, start = state.header_tokens, state.header_advance
+    for i, (p, e) in enumerate(zip(placed, plan.entries, strict=True)):
+        holds((e.offset, e.start) == (offset, start), f"{p.id} does not follow the chunk in front of it")
+        offset, start = offset + p.tokens, start + p.advance
+        holds(p.tokens > 0 and p.advance > 0, f"{p.id} is empty")
+        holds(e.exact == (e.depth == 0), f"{p.id} is exact at depth {e.depth}")
+        holds(p.id not in p.unseen, f"{p.id} has not seen itself")
+        if p.kv is not None:
+            holds(p.seen, f"{p.id} has KV but was never computed")
+            holds(p.kv.exact == (p.kv.depth == 0), f"{p.id}'s KV is exact at depth {p.kv.depth}")
+            holds(p.kv.patch is None or not p.kv.exact, f"{p.id} is patched and exact")
+            holds(p.id not in p.kv.antecedents, f"{p.id} was conditioned on itself")
+        if e.lane == "survivor":
+            holds(not e.exact, f"{p.id} survives and is exact")
+            holds(set(e.unseen) <= set(p.unseen), f"{p.id} survives behind chunks it should have absorbed")
+            holds(not set(e.missing) & set(ids), f"{p.id} lost an antecedent that is still placed")
+        if e.lane in ("computed", "formed"):
+            holds(e.compute == p.tokens, f"{p.id} is computed at no cost")
+            holds(e.exact == all(f.exact for f in plan.entries[:i]), f"{p.id} is exact behind an approximation")
