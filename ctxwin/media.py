@@ -169,7 +169,7 @@ def unpack_frames(data: bytes) -> np.ndarray:
     import numpy as np
 
     if data[:8] != _FRAMES:
-        raise BadMedia("a stored source must start with the frame header, got other bytes")
+        raise BadMedia("a stored source must start with the frame system prompt, got other bytes")
     (count,) = struct.unpack_from(">I", data, 8)
     at, frames = 12, []
     for _ in range(count):

@@ -168,9 +168,9 @@ def _metadata(data: bytes) -> dict[str, str]:
 def _ordered(data: bytes) -> bytes:
     """The same file with its header in one order: safetensors writes metadata in that of a hash table."""
     (length,) = struct.unpack_from("<Q", data)
-    header = json.dumps(json.loads(data[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    return struct.pack("<Q", len(header)) + header + data[8 + length :]
+    system_prompt = json.dumps(json.loads(data[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
+    system_prompt += b" " * (-len(system_prompt) % 8)
+    return struct.pack("<Q", len(system_prompt)) + system_prompt + data[8 + length :]
 
 
 def write_basis(made: ModelBasis, model: str | Path, path: Path | None = None) -> Path:

@@ -1,6 +1,6 @@
-"""Where should a canonical be formed: behind the window's header, or behind a neutral prefix that everybody shares?
+"""Where should a canonical be formed: behind the window's system prompt, or behind a neutral prefix that everybody shares?
 
-``python -m ctxwin.evals.canonical [--n 150]``. Behind the header a chunk recalled to the front is exact and free; behind a
+``python -m ctxwin.evals.canonical [--n 150]``. Behind the system prompt a chunk recalled to the front is exact and free; behind a
 neutral prefix one canonical serves every system prompt. The price of the latter is what the patch must carry on top.
 """
 
@@ -37,21 +37,21 @@ class Comparison:
     """Both kinds of canonical at every rank, on multi-hop items of 2 to 6 frames."""
 
     engine: HFEngine
-    header: str = HEADER
+    system_prompt: str = HEADER
     cells: dict[tuple[str, int], Cell] = field(default_factory=lambda: defaultdict(Cell))
 
     def run(self, n: int) -> None:
         """Adds ``n`` items. Cost: three forwards a frame and one read-out a cell."""
-        header = self.engine.encode_header(self.header)
-        prefixes = {"header": header, "neutral": self.engine.encode_header("")}
+        system_prompt = self.engine.encode_system_prompt(self.system_prompt)
+        prefixes = {"system_prompt": system_prompt, "neutral": self.engine.encode_system_prompt("")}
         for i in range(n):
             item = world.make_item(SEED + i, "multi_hop", 2 + i % 5)
             chunks = [
                 self.engine.encode(Chunk.image(world.render(f), text=f"t={j} s")) for j, f in enumerate(item.frames)
             ]
             query = self.engine.encode_query(item.questions[0].text)
-            exact = [Piece(header, 0, span=self.engine.prefill([], header, 0))]
-            at = header.advance
+            exact = [Piece(system_prompt, 0, span=self.engine.prefill([], system_prompt, 0))]
+            at = system_prompt.advance
             for chunk in chunks:
                 exact.append(Piece(chunk, at, span=self.engine.prefill(exact, chunk, at)))
                 at += chunk.advance
@@ -66,7 +66,9 @@ class Comparison:
             pieces = exact[:1]
             for piece, base in zip(exact[1:], bases, strict=True):
                 assert piece.span is not None
-                first = kind == "header" and len(pieces) == 1  # nothing but the header in front: already exact
+                first = (
+                    kind == "system_prompt" and len(pieces) == 1
+                )  # nothing but the system prompt in front: already exact
                 span = base
                 if rank and not first:
                     span = apply_patch(

@@ -46,7 +46,7 @@ def run(
     skip_missing: Annotated[bool, typer.Option(help="Leave out items whose media are missing.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Longest answer; 0 takes the benchmark's.", min=0)] = 0,
     model: Model = "tiny",
-    header: Annotated[str, typer.Option(help="System prompt of items without one of their own.")] = "You watch a camera.",
+    system_prompt: Annotated[str, typer.Option(help="System prompt of items without one of their own.")] = "You watch a camera.",
     layout: Annotated[str, typer.Option(help="Patch factors: joint, per_layer or shared.")] = "joint",
     layers: Annotated[str, typer.Option(help="Patched layers: all or deep.")] = "all",
     weight: Annotated[str, typer.Option(help="How truncation is measured: none, balanced or output.")] = "none",
@@ -86,7 +86,7 @@ def run(
         jobs = plan_jobs(chosen, opened)
         # Reads annotations, so that missing data shows before a model is opened.
         total = sum(len(job.arms) * (n if job.task.endless else len(job.task.items(n or None))) for job in jobs)
-        settings = Settings(header, layout, layers, weight, patch_dtype, timed=timed)  # type: ignore[arg-type]
+        settings = Settings(system_prompt, layout, layers, weight, patch_dtype, timed=timed)  # type: ignore[arg-type]
         engine = open_model(model, dtype, device, threads)
         folder = output or _default_folder(settings.config(engine) | {t.name: t.config() for t in opened})
         runner = Runner(engine, settings, folder, opened)
@@ -146,7 +146,7 @@ def drift(
     ] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the streams.", min=0)] = 0,
     model: Model = "tiny",
-    header: Annotated[str, typer.Option(help="System prompt.")] = "You watch a camera.",
+    system_prompt: Annotated[str, typer.Option(help="System prompt.")] = "You watch a camera.",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
     threads: Threads = 0,
@@ -158,7 +158,7 @@ def drift(
         from ctxwin.evals.drift import DriftSettings, drift_table, measure
 
         points = tuple(sorted({int(p) for p in numbers(slides)}))
-        settings = DriftSettings(streams, window, points, questions, refresh_every, seed, header)
+        settings = DriftSettings(streams, window, points, questions, refresh_every, seed, system_prompt)
         engine = open_model(model, dtype, device, threads)
         with progress("streams", 2 * streams) as advance:
             result = measure(engine, settings, advance)

@@ -163,15 +163,15 @@ class Decoder:
         self._text: Any = engine.text_model
         self._head: Any = engine.lm_head
         self._device = next(self._text.parameters()).device
-        self._headers: dict[str, tuple[Encoded, SpanKV]] = {}
+        self._system_prompts: dict[str, tuple[Encoded, SpanKV]] = {}
         self._queries: dict[str, Encoded] = {}
 
-    def header(self, text: str) -> tuple[Encoded, SpanKV]:
+    def system_prompt(self, text: str) -> tuple[Encoded, SpanKV]:
         """A system prompt's tokens and its KV at position 0."""
-        if text not in self._headers:
-            encoded = self.engine.encode_header(text)
-            self._headers[text] = encoded, self.engine.prefill([], encoded, 0)
-        return self._headers[text]
+        if text not in self._system_prompts:
+            encoded = self.engine.encode_system_prompt(text)
+            self._system_prompts[text] = encoded, self.engine.prefill([], encoded, 0)
+        return self._system_prompts[text]
 
     def query(self, text: str) -> Encoded:
         """A question's tokens and the closing of the turn."""

@@ -54,7 +54,7 @@ class DriftSettings:
     questions: int = 6
     refresh_every: int = 1
     seed: int = 0
-    header: str = "You watch a camera."
+    system_prompt: str = "You watch a camera."
 
     def __post_init__(self) -> None:
         if not 2 <= self.window < TRAINED_FRAMES:
@@ -159,7 +159,7 @@ class _Stream:
         """
         before: list[Asked] = []
         after: list[Asked] = []
-        opened = Window(self.engine, self.settings.header, fidelity=Fidelity("patched"))
+        opened = Window(self.engine, self.settings.system_prompt, fidelity=Fidelity("patched"))
         with isolated(self.engine), opened as window:
             for i in range(begin, self.settings.window + max(points)):
                 window.append(Chunk.image(render(self.frames[i]), keep_source=False))
@@ -224,7 +224,7 @@ class _Stream:
         """Next-token logits behind each question over the exact KV of these frames: one prefill, one read."""
         if not questions:
             return np.empty((0, 0), np.float32)
-        encoded, span = self._decoder.header(self.settings.header)
+        encoded, span = self._decoder.system_prompt(self.settings.system_prompt)
         start, parts = encoded.advance, []
         for frame in frames:
             one = self.engine.encode(Chunk.image(render(frame), keep_source=False))

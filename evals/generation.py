@@ -100,7 +100,7 @@ class Reading:
 
     Args:
         decoder: the model.
-        memory: header and placed chunks.
+        memory: system prompt and placed chunks.
         policy: drops KV on the way.
 
     Attributes:
@@ -171,7 +171,7 @@ def continue_(
 
     Args:
         decoder: the model.
-        memory: header and placed chunks.
+        memory: system prompt and placed chunks.
         query: the question.
         begin: its position.
         max_tokens: most tokens to generate, greedily.

@@ -18,11 +18,10 @@ from ctxwin.evals.decoder import Decoder, Memory, Tokens, concatenated
 from ctxwin.evals.items import Item
 from ctxwin.evals.patching import Patcher
 from ctxwin.evals.streaming import streamed
-from ctxwin.kv.deficit import deficit
-from ctxwin.kv.relocate import relocate
-from ctxwin.kv.deficit import Deficit
+from ctxwin.kv.deficit import Deficit, deficit
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch, apply_patch
+from ctxwin.kv.relocate import relocate
 
 AT_ONCE = 32
 """Contexts that share a forward, at most."""
@@ -33,7 +32,7 @@ class Place:
     """Where a chunk stands in a row of chunks.
 
     Attributes:
-        slot: index of its first token among the row's tokens, the header's not counted.
+        slot: index of its first token among the row's tokens, the system prompt's not counted.
         start: position of its origin.
         tokens: number of its tokens.
     """
@@ -54,7 +53,7 @@ class Group:
         decoder: the model.
         items: all of one shape; see `Item.shape`.
         patcher: how deficits are compressed.
-        header: system prompt of items that have none of their own.
+        system_prompt: system prompt of items that have none of their own.
 
     Attributes:
         chunks: encoded chunks by item and index.
@@ -63,14 +62,14 @@ class Group:
     chunk among all of an item's chunks.
     """
 
-    def __init__(self, decoder: Decoder, items: Sequence[Item], patcher: Patcher, header: str) -> None:
+    def __init__(self, decoder: Decoder, items: Sequence[Item], patcher: Patcher, system_prompt: str) -> None:
         self.decoder = decoder
         self.items = tuple(items)
         self.patcher = patcher
-        prompts = {header if item.header is None else item.header for item in items}
+        prompts = {system_prompt if item.system_prompt is None else item.system_prompt for item in items}
         if len(prompts) != 1:
-            raise ValueError(f"items of a group must have one header, got {sorted(prompts)}")
-        self.header, self.header_span = decoder.header(prompts.pop())
+            raise ValueError(f"items of a group must have one system prompt, got {sorted(prompts)}")
+        self.system_prompt, self.system_prompt_span = decoder.system_prompt(prompts.pop())
         encode = decoder.engine.encode
         self.chunks: list[list[Encoded]] = [[encode(chunk) for chunk in item.load()] for item in self.items]
         self._kinds: list[tuple[int, int, bytes]] = [_kind(encoded) for encoded in self.chunks[0]]
@@ -100,8 +99,8 @@ class Group:
     # Layout
 
     def layout(self, order: Sequence[int]) -> list[Place]:
-        """Where chunks stand that are placed in this order behind the header."""
-        places, slot, start = [], 0, self.header.advance
+        """Where chunks stand that are placed in this order behind the system prompt."""
+        places, slot, start = [], 0, self.system_prompt.advance
         for frame in order:
             tokens, advance, _ = self._kinds[frame]
             places.append(Place(slot, start, tokens))
@@ -119,7 +118,7 @@ class Group:
     @cached_property
     def begin(self) -> int:
         """Position of the question."""
-        return self.header.advance + sum(self._kinds[frame][1] for frame in self.items[0].placed)
+        return self.system_prompt.advance + sum(self._kinds[frame][1] for frame in self.items[0].placed)
 
     @property
     def context_tokens(self) -> int:
@@ -162,18 +161,18 @@ class Group:
 
     # Exact
 
-    def behind_header(self, count: int) -> Memory:
-        """The header's KV, ``count`` times."""
-        return self.decoder.memory([[self.header_span]] * count)
+    def behind_system_prompt(self, count: int) -> Memory:
+        """The system prompt's KV, ``count`` times."""
+        return self.decoder.memory([[self.system_prompt_span]] * count)
 
     def prefilled(self, orders: Sequence[Sequence[int]], items: Sequence[int] | None = None) -> list[list[SpanKV]]:
-        """Chunks prefilled in order behind the header: their spans, by item, exact in place. One forward."""
-        memory, _ = self.decoder.append(self.row(orders, items), self.behind_header(len(orders)))
+        """Chunks prefilled in order behind the system prompt: their spans, by item, exact in place. One forward."""
+        memory, _ = self.decoder.append(self.row(orders, items), self.behind_system_prompt(len(orders)))
         return [self.placed_spans(memory, b, order) for b, order in enumerate(orders)]
 
     def placed_spans(self, memory: Memory, row: int, order: Sequence[int]) -> list[SpanKV]:
-        """Chunks in this order from a row of a memory of the header and their slots."""
-        lead = self.header_span.tokens
+        """Chunks in this order from a row of a memory of the system prompt and their slots."""
+        lead = self.system_prompt_span.tokens
         return [
             memory.span(row, lead + p.slot, lead + p.end, self.position_rows(f), p.start)
             for f, p in zip(order, self.layout(order), strict=True)
@@ -211,7 +210,7 @@ class Group:
 
     @cached_property
     def canonical(self) -> list[list[SpanKV]]:
-        """Canonicals of the placed chunks, formed behind the header alone, in the canonical frame."""
+        """Canonicals of the placed chunks, formed behind the system prompt alone, in the canonical frame."""
         wanted = [(b, (frame,)) for b, item in enumerate(self.items) for frame in item.placed]
         spans = iter([relocate(span, self.spec, 0) for span in self.behind(wanted)])
         return [[next(spans) for _ in item.placed] for item in self.items]
@@ -272,8 +271,8 @@ class Group:
         return apply_patch(base, patch, self.spec, self.places[place].start)
 
     def memory(self, rows: Sequence[Sequence[SpanKV]]) -> Memory:
-        """The header and a row of placed spans an item."""
-        return self.decoder.memory([[self.header_span, *row] for row in rows])
+        """The system prompt and a row of placed spans an item."""
+        return self.decoder.memory([[self.system_prompt_span, *row] for row in rows])
 
     def recomputed(self, rows: Sequence[Sequence[SpanKV]], at: Tensor) -> list[list[SpanKV]]:
         """``rows`` with some placed tokens computed in context: one forward over these tokens only.
@@ -288,11 +287,11 @@ class Group:
         at = at if at.ndim == 2 else at[None].expand(len(self), -1)
         memory = self.memory(rows)
         if at.shape[1]:
-            self.decoder.run(self.context.pick(at), memory, at + self.header_span.tokens)
+            self.decoder.run(self.context.pick(at), memory, at + self.system_prompt_span.tokens)
         return self.spans(memory)
 
     def spans(self, memory: Memory) -> list[list[SpanKV]]:
-        """The placed chunks of a memory of header and placed slots, by item and place."""
+        """The placed chunks of a memory of system prompt and placed slots, by item and place."""
         return [self.placed_spans(memory, b, item.placed) for b, item in enumerate(self.items)]
 
     def kv_bytes(self, places: Iterable[int] | None = None) -> int:

@@ -34,7 +34,7 @@ class Item:
             empty.
         asked: position in ``placed`` of the chunk that came back (recall) or that holds the answer.
         max_tokens: longest answer; 1 where the next token is the answer.
-        header: system prompt; None takes the run's.
+        system_prompt: system prompt; None takes the run's.
         shape: items of one shape have chunks of the same sizes and share forwards; None: this item is read alone.
         doc_id: the data set's own name of the item.
         cluster: items of one cluster are not independent (one video, one document); never empty.
@@ -55,7 +55,7 @@ class Item:
     before: tuple[int, ...] = ()
     asked: int | None = None
     max_tokens: int = 1
-    header: str | None = None
+    system_prompt: str | None = None
     shape: tuple[Any, ...] | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
 

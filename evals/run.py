@@ -43,13 +43,13 @@ class Settings:
     """Everything a sample depends on beside its task, its arm and its index.
 
     Attributes:
-        header: system prompt of items that have none of their own.
+        system_prompt: system prompt of items that have none of their own.
         layout, layers, weight, dtype: of the patches (see `form_patch`).
         basis_items: contexts a shared basis is fitted on (layout ``shared`` only).
         timed: the first so many items of a task are timed, each on its own; a time is no part of what a run compares.
     """
 
-    header: str = "You watch a camera."
+    system_prompt: str = "You watch a camera."
     layout: Layout = "joint"
     layers: Layers = "all"
     weight: Weighting = "none"
@@ -202,7 +202,7 @@ class Runner:
         group = self._group(items)
         limit = self.decoder.engine.spec.max_tokens
         longest = max(self.decoder.query(item.query).tokens + item.max_tokens for item in items)
-        total = group.header.tokens + group.context_tokens + longest
+        total = group.system_prompt.tokens + group.context_tokens + longest
         if total > limit:
             reason = f"the prompt of {total} tokens is longer than the model's {limit}"
             for arm in arms:
@@ -230,7 +230,7 @@ class Runner:
         return {
             "task": item.task, "arm": arm.name, "index": item.index, "doc_id": item.doc_id, "cluster": item.cluster,
             "case": item.digest, "frames": len(item.placed),
-            "tokens": group.header.tokens + group.context_tokens + self.decoder.query(item.query).tokens,
+            "tokens": group.system_prompt.tokens + group.context_tokens + self.decoder.query(item.query).tokens,
             "placed": group.context_tokens, "media": int(sum(len(group.chunks[0][f].media) for f in group.items[0].placed)),
             "question": item.query, "target": item.target, "meta": dict(item.meta),
         }  # fmt: skip
@@ -303,7 +303,7 @@ class Runner:
         return {"time": {"ttft_s": time.perf_counter() - begun}}
 
     def _group(self, items: Sequence[Item], patcher: Patcher | None = None) -> Group:
-        return Group(self.decoder, items, self.patcher if patcher is None else patcher, self.settings.header)
+        return Group(self.decoder, items, self.patcher if patcher is None else patcher, self.settings.system_prompt)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return self.decoder.engine.decode(token_ids).strip()

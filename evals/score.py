@@ -309,7 +309,7 @@ def _own(rows: Sequence[Row]) -> dict[str, float]:
 def _recomputed(row: Row) -> float:
     """Share of the placed tokens that were computed when it was asked."""
     if row["arm"] == "reprefill":
-        return 1.0  # by definition; the prompt's other tokens are header and question
+        return 1.0  # by definition; the prompt's other tokens are system prompt and question
     if "recomputed" in row:
         return float(row["recomputed"])
     return min(1.0, float(row.get("computed", 0)) / float(row["placed"]))

@@ -45,7 +45,7 @@ class GapSettings:
     ranks: tuple[int, ...] = (8,)
     layers: str = "all"
     seed: int = 0
-    header: str = "You watch a camera."
+    system_prompt: str = "You watch a camera."
     layout: str = "joint"
 
     def __post_init__(self) -> None:
@@ -140,7 +140,7 @@ def _chunks(item: Item) -> list[Chunk]:
 
 
 def _asked(engine: Engine, settings: GapSettings, item: Item) -> Answer:
-    with Window(engine, header=settings.header, fidelity=Fidelity(mode="exact")) as window:
+    with Window(engine, system_prompt=settings.system_prompt, fidelity=Fidelity(mode="exact")) as window:
         window.extend(_chunks(item))
         return window.ask(item.questions[0].text, 1, logprobs=-1)
 
@@ -150,7 +150,7 @@ def _served(engine: Engine, settings: GapSettings, item: Item, rank: int) -> tup
     how: dict[str, Any] = {"layers": settings.layers, "layout": settings.layout}
     fidelity = Fidelity(mode="patched", rank=rank, **how)
     query = item.questions[0].text
-    with Window(engine, header=settings.header, fidelity=fidelity) as window:
+    with Window(engine, system_prompt=settings.system_prompt, fidelity=fidelity) as window:
         window.extend(_chunks(item))
         first = window.ask(query, 1, logprobs=-1)
         window.compress()

@@ -13,9 +13,8 @@ from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Piece
 from ctxwin.evals.patching import make_weight
 from ctxwin.fidelity import model_digest
-from ctxwin.kv.deficit import deficit
 from ctxwin.kv.basis import fit_basis
-from ctxwin.kv.deficit import Deficit
+from ctxwin.kv.deficit import Deficit, deficit
 from ctxwin.kv.lowrank import Weight
 from ctxwin.profiles import ModelBasis
 
@@ -54,9 +53,9 @@ class FitSettings:
 
 @dataclass(frozen=True)
 class Contexts:
-    """What a basis is fitted on: a header, and sequences of chunks behind it."""
+    """What a basis is fitted on: a system prompt, and sequences of chunks behind it."""
 
-    header: str
+    system_prompt: str
     sequences: Sequence[Callable[[], Sequence[Chunk]]]
 
 
@@ -89,12 +88,12 @@ def contexts_for(engine: HFEngine, settings: FitSettings, images: Path | None, m
     def sequence(index: int) -> Sequence[Chunk]:
         return source.context("fitting", first + index).item.load()[:PLACED]
 
-    return Contexts(source.header, [partial(sequence, i) for i in range(settings.contexts)])
+    return Contexts(source.system_prompt, [partial(sequence, i) for i in range(settings.contexts)])
 
 
-def deficits(engine: HFEngine, header: str, chunks: Iterable[Chunk]) -> Iterator[Deficit]:
-    """What each chunk but the first lost behind the header alone. Cost: two forwards a chunk, one vision encode."""
-    encoded = engine.encode_header(header)
+def deficits(engine: HFEngine, system_prompt: str, chunks: Iterable[Chunk]) -> Iterator[Deficit]:
+    """What each chunk but the first lost behind the system prompt alone. Cost: two forwards a chunk, one vision encode."""
+    encoded = engine.encode_system_prompt(system_prompt)
     head = Piece(encoded, 0, span=engine.prefill([], encoded, 0))
     front, at = [head], encoded.advance
     for chunk in chunks:
@@ -121,7 +120,7 @@ def fit(
 
     def all_of() -> Iterator[Deficit]:
         for sequence in contexts.sequences:
-            yield from deficits(engine, contexts.header, sequence())
+            yield from deficits(engine, contexts.system_prompt, sequence())
             progress(1)
 
     made = fit_basis(all_of(), spec, settings.rank, layers=settings.layers, weight=weight)
@@ -130,7 +129,7 @@ def fit(
 
 
 def _weight(engine: HFEngine, contexts: Contexts) -> Weight:
-    encoded = engine.encode_header(contexts.header)
+    encoded = engine.encode_system_prompt(contexts.system_prompt)
     head = Piece(encoded, 0, span=engine.prefill([], encoded, 0))
     sample = engine.prefill([head], engine.encode(contexts.sequences[0]()[0]), encoded.advance)
     return make_weight(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ctxwin.kv.relocate import relocate
 from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.relocate import relocate
 
 if TYPE_CHECKING:
     from ctxwin.evals.group import Group
@@ -34,7 +34,7 @@ def streamed(group: Group, size: int) -> list[list[SpanKV]]:
                 f"a streamed item must place the last {size} chunks of before, got {item.placed} of {item.before}"
             )
     held: list[list[SpanKV]] = [[] for _ in group.items]
-    lead = group.header_span.tokens
+    lead = group.system_prompt_span.tokens
     for step in range(len(group.items[0].before)):
         first = max(0, step + 1 - size)
         orders = [item.before[first : step + 1] for item in group.items]

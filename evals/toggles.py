@@ -47,7 +47,7 @@ class ToggleSettings:
     n: int = 80
     frames: tuple[int, ...] = (3, 4, 5, 6)
     seed: int = 0
-    header: str = "You watch a camera."
+    system_prompt: str = "You watch a camera."
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -225,7 +225,7 @@ def _placed(
     engine: HFEngine, settings: ToggleSettings, chunks: Sequence[Chunk], query: str, mode: str
 ) -> Iterator[Window]:
     """A window that holds a context and has been asked once, so that every chunk is conditioned."""
-    with isolated(engine), Window(engine, settings.header, fidelity=Fidelity(mode)) as window:  # type: ignore[arg-type]
+    with isolated(engine), Window(engine, settings.system_prompt, fidelity=Fidelity(mode)) as window:  # type: ignore[arg-type]
         window.extend(chunks)
         window.ask(query, 1)
         yield window

@@ -19,7 +19,7 @@ def toggles(
     frames: Annotated[str, typer.Option(help="Numbers of frames, cycled through.")] = "3,4,5,6",
     seed: Annotated[int, typer.Option(help="Seed of the contexts.", min=0)] = 0,
     model: Model = "tiny",
-    header: Annotated[str, typer.Option(help="System prompt.")] = "You watch a camera.",
+    system_prompt: Annotated[str, typer.Option(help="System prompt.")] = "You watch a camera.",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
     threads: Threads = 0,
@@ -30,7 +30,7 @@ def toggles(
     with errors():
         from ctxwin.evals.toggles import ToggleSettings, measure
 
-        settings = ToggleSettings(n, tuple(numbers(frames)), seed, header)
+        settings = ToggleSettings(n, tuple(numbers(frames)), seed, system_prompt)
         engine = open_model(model, dtype, device, threads)
         with progress("contexts", n) as advance:
             result = measure(engine, settings, advance)

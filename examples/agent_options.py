@@ -72,21 +72,21 @@ class Run:
 
     Attributes:
         scripted: whether a script decides what to do next, instead of the model.
-        room: tokens kept free for a question and its answer; the other users of the engine keep them free, too.
+        reserve_tokens: tokens kept free for a question and its answer; the other users of the engine keep them free, too.
         figures: go into the JSON beside the ledger's summary.
     """
 
     def __init__(self, engine: Engine, options: argparse.Namespace, scripted: bool) -> None:
         self.engine, self.scripted = engine, scripted
         self.ledger = Ledger(engine, reference=True)
-        self.room = 48
+        self.reserve_tokens = 48
         self.figures: dict[str, Any] = {}
         self._options = options
         self._trace = Trace(options.trace, engine=engine) if options.trace else None
 
-    def watch(self, window: Window, room: int | None = None) -> Window:
-        """Counts a window and its later forks; the others' prompts get its budget less ``room``. Returns the window."""
-        self.ledger.watch(window, room=self.room if room is None else room)
+    def watch(self, window: Window, reserve_tokens: int | None = None) -> Window:
+        """Counts a window and its later forks; the others' prompts get its budget less ``reserve_tokens``. Returns the window."""
+        self.ledger.watch(window, reserve_tokens=self.reserve_tokens if reserve_tokens is None else reserve_tokens)
         if self._trace:
             self._trace.watch(window)
         return window
@@ -99,10 +99,14 @@ class Run:
             row = self.ledger.rows[-1]
             self._trace.note({name: row[f"computed_tokens_{policy}"] for policy, name in NAMES.items()}, truth=text)
 
-    def budget(self, header: str, chunk: Chunk, count: int, room: int | None = None) -> int:
-        """Tokens of a window that holds ``count`` chunks like ``chunk``, with ``room`` for a question and its answer."""
-        room = self.room if room is None else room
-        return self.engine.encode_header(header).tokens + count * self.engine.encode(chunk).tokens + room
+    def budget(self, system_prompt: str, chunk: Chunk, count: int, reserve_tokens: int | None = None) -> int:
+        """Tokens of a window that holds ``count`` chunks like ``chunk``, with ``reserve_tokens`` for a question and its answer."""
+        reserve_tokens = self.reserve_tokens if reserve_tokens is None else reserve_tokens
+        return (
+            self.engine.encode_system_prompt(system_prompt).tokens
+            + count * self.engine.encode(chunk).tokens
+            + reserve_tokens
+        )
 
     def say(self, line: str) -> None:
         """A line for people."""

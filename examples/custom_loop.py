@@ -25,13 +25,13 @@ def ask(window: Window, about: str) -> None:
 
 seen: dict[str, int] = {}  # placement id -> second
 with agent_options.running(options) as run:
-    budget = run.budget("You watch a camera.", shots[-1], count=6, room=ROOM)
+    budget = run.budget("You watch a camera.", shots[-1], count=6, reserve_tokens=ROOM)
     window = run.watch(Window(run.engine, "You watch a camera.", budget), ROOM)
     for second, shot in enumerate(shots):
         seen[window.append(shot)] = second
-        window.slide(room=ROOM)  # the oldest leave; the others move up without being computed again
+        window.slide(reserve_tokens=ROOM)  # the oldest leave; the others move up without being computed again
         ask(window, about=str(rng.choice(window.ids)))
         if second % 3 == 2 and window.evicted:
             with window.fork() as branch:  # no copy: the window itself stays as it is
-                [back] = branch.look_back(str(rng.choice(window.evicted)), room=ROOM)
+                [back] = branch.look_back(str(rng.choice(window.evicted)), reserve_tokens=ROOM)
                 ask(branch, about=back)

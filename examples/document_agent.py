@@ -138,14 +138,14 @@ class Reader:
     run: agent_options.Run
     policy: Scripted | Model
     window: Window
-    room: int
+    reserve_tokens: int
     placements: list[str] = field(default_factory=list)
     surest_was_best: int = 0
 
     def skim(self, page: Chunk) -> None:
         """Coarse: a page comes in behind the others, the one read longest ago leaves, and a note is taken."""
         self.placements.append(self.window.append(page))
-        self.window.slide(room=self.room)
+        self.window.slide(reserve_tokens=self.reserve_tokens)
         note, _ = self.ask(self.window, self.policy.note(self.placed(self.window)))
         self.policy.noted(note)
 
@@ -160,7 +160,7 @@ class Reader:
                         fork.touch(self.placements[page])
                     else:
                         fork.recall(self.placements[page])  # to its place in page order
-                fork.slide(room=self.room)
+                fork.slide(reserve_tokens=self.reserve_tokens)
                 forks[pages[-1]] = fork
                 answers[pages[-1]], sure[pages[-1]] = self.ask(fork, task)
             surest = max(sure, key=sure.__getitem__)
@@ -205,11 +205,11 @@ def main() -> None:
     pages = [Chunk.image(picture, text=f"page {number}") for number, picture in enumerate(pictures, start=1)]
 
     with agent_options.running(options, scripted=not options.pdf) as run:
-        room = ROOM if run.scripted else ROOM + NOTE * len(pages)  # the notes are part of a question
+        reserve_tokens = ROOM if run.scripted else ROOM + NOTE * len(pages)  # the notes are part of a question
         largest = max(pages, key=lambda page: run.engine.encode(page).tokens)
-        budget = run.budget(HEADER, largest, OPEN, room)
-        window = run.watch(Window(run.engine, HEADER, budget, eviction=LeastRecentlyRead()), room)
-        reader = Reader(run, policy, window, room)
+        budget = run.budget(HEADER, largest, OPEN, reserve_tokens)
+        window = run.watch(Window(run.engine, HEADER, budget, eviction=LeastRecentlyRead()), reserve_tokens)
+        reader = Reader(run, policy, window, reserve_tokens)
         for page in pages:
             reader.skim(page)
         run.say(f"skimmed {len(pages)} pages")

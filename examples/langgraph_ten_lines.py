@@ -22,7 +22,7 @@ def picture(frame: world.Frame) -> dict[str, str]:
 
 with open_engine("tiny") as engine:
     graph = StateGraph(WindowState, context_schema=WindowContext)
-    graph.add_node(WindowNode(header="You watch a camera.", budget=600, max_tokens=4))
+    graph.add_node(WindowNode(system_prompt="You watch a camera.", budget=600, max_tokens=4))
     graph.add_edge(START, "window")
     app = graph.compile(checkpointer=InMemorySaver())
 

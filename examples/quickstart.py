@@ -4,10 +4,10 @@ from ctxwin import Chunk, Window, open_engine
 from ctxwin.tiny import world
 
 frames = world.make_stream(seed=3, n_frames=10)  # stands in for your camera
-with open_engine("tiny") as engine, Window(engine, header="You watch a camera.", budget=600) as window:
+with open_engine("tiny") as engine, Window(engine, system_prompt="You watch a camera.", budget=600) as window:
     for second, frame in enumerate(frames):
         newest = window.append(Chunk.image(world.render(frame), text=f"t={second} s"))
-        window.slide(room=32)  # the oldest frames leave; the others move up without being computed again
+        window.slide(reserve_tokens=32)  # the oldest frames leave; the others move up without being computed again
         question = f"color of {frame.marks[0]:02d}?"
         answer = window.ask(question, max_tokens=4)
         print(

@@ -21,10 +21,10 @@ given = options.parse_args()
 client = OpenAI(base_url=given.base_url, api_key=given.api_key)
 frames = world.make_stream(seed=3, n_frames=given.frames)  # stands in for your camera
 chunks = [Chunk.image(world.render(frame), text=f"t={second} s") for second, frame in enumerate(frames)]
-with RemoteWindow(client, header="You watch a camera.", budget=600) as window:
+with RemoteWindow(client, system_prompt="You watch a camera.", budget=600) as window:
     for second, (frame, chunk) in enumerate(zip(frames, chunks, strict=True)):
         window.append(chunk)  # its pixels travel once, whatever happens to it later
-        window.slide(room=32)
+        window.slide(reserve_tokens=32)
         question = f"color of {frame.marks[0]:02d}?"
         answer = window.ask(question, max_tokens=4)
         usage = answer.usage

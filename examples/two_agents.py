@@ -32,7 +32,7 @@ class Agent:
 
     def see(self, shot: Chunk) -> None:
         self.shown.append(self.window.append(shot))
-        self.window.slide(room=ROOM)
+        self.window.slide(reserve_tokens=ROOM)
 
     @contextmanager
     def looking_at(self, second: int) -> Iterator[Window]:
@@ -41,7 +41,7 @@ class Agent:
             yield self.window
             return
         with self.window.fork() as branch:
-            branch.look_back(self.shown[second], room=ROOM)
+            branch.look_back(self.shown[second], reserve_tokens=ROOM)
             yield branch
 
 
@@ -90,9 +90,9 @@ def main() -> None:
     rng = np.random.default_rng(options.seed)
 
     with agent_options.running(options, scripted=not options.video) as run:
-        budget = run.budget(PLANNER, shots[-1], count=6, room=ROOM)
+        budget = run.budget(PLANNER, shots[-1], count=6, reserve_tokens=ROOM)
         planner = Agent("planner", run.watch(Window(run.engine, PLANNER, budget), ROOM))
-        grounder = Agent("grounder", planner.window.fork(header=GROUNDER))  # counted, too, as all forks are
+        grounder = Agent("grounder", planner.window.fork(system_prompt=GROUNDER))  # counted, too, as all forks are
         team = (planner, grounder)
         for second, shot in enumerate(shots):
             for agent in team:

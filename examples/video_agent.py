@@ -64,16 +64,16 @@ class Context(WindowContext):
     frames: list[np.ndarray]  # one a second
     policy: Policy
     budget: int
-    room: int  # tokens kept free for a question and its answer
+    reserve_tokens: int  # tokens kept free for a question and its answer
     max_tokens: int
 
 
 def watch(state: State, runtime: Runtime[Context]) -> State:
     """The next frame comes in; the oldest leave, and the others move up without being computed again."""
     context, second = runtime.context, state.get("second", -1) + 1
-    with open_window(state.get("window"), runtime, header=HEADER, budget=context.budget) as window:
+    with open_window(state.get("window"), runtime, system_prompt=HEADER, budget=context.budget) as window:
         window.append(Chunk.image(context.frames[second], text=f"t={second} s"))
-        window.slide(room=context.room)
+        window.slide(reserve_tokens=context.reserve_tokens)
         return {"window": window.ref(), "second": second, "asked": 0}
 
 
@@ -89,7 +89,9 @@ def look_back(state: State, runtime: Runtime[Context]) -> State:
     """Brings frames back to their places; nothing is encoded again. They are the oldest, so the next slide takes them out."""
     with open_window(state["window"], runtime) as window:
         left = {p.arrival: p.id for p in window.snapshot().evicted}
-        window.look_back(" ".join(left[second] for second in state["task"]["back"]), room=runtime.context.room)
+        window.look_back(
+            " ".join(left[second] for second in state["task"]["back"]), reserve_tokens=runtime.context.reserve_tokens
+        )
         return {"window": window.ref()}
 
 
@@ -205,7 +207,7 @@ def main() -> None:
         frames, policy = filmed(stream), Scripted(stream, options.seed)
     with agent_options.running(options, scripted=not options.video) as run:
         max_tokens = 32 if options.video else 4
-        run.room = run.engine.encode_query(policy.longest).tokens + max_tokens
+        run.reserve_tokens = run.engine.encode_query(policy.longest).tokens + max_tokens
         widest = Chunk.image(frames[-1], text=f"t={len(frames) - 1} s")
         context = Context(
             engine=run.engine,
@@ -213,7 +215,7 @@ def main() -> None:
             frames=frames,
             policy=policy,
             budget=run.budget(HEADER, widest, FRAMES),
-            room=run.room,
+            reserve_tokens=run.reserve_tokens,
             max_tokens=max_tokens,
         )
         agent = graph().compile(checkpointer=InMemorySaver())

@@ -195,7 +195,7 @@ class Searcher:
             window.touch(placements[chunk.id])
         else:
             window.recall(placements[chunk.id])
-        window.slide(room=ROOM)
+        window.slide(reserve_tokens=ROOM)
 
     def ask(self, window: Window, task: Task, crop: Crop) -> tuple[str, float]:
         """What the model says, and the probability of the first token."""

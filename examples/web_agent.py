@@ -74,14 +74,16 @@ def browse(state: State, runtime: Runtime[Context]) -> State:
     """Follows a link; the new screenshot comes in, and the oldest leave."""
     context, pages = runtime.context, state.get("pages", [])
     browser, policy = context.browser, context.policy
-    with open_window(state.get("window"), runtime, header=HEADER, budget=context.budget, eviction=EVICTION) as window:
+    with open_window(
+        state.get("window"), runtime, system_prompt=HEADER, budget=context.budget, eviction=EVICTION
+    ) as window:
         if browser.url != state["url"]:  # the start, or this node runs again
             browser.open(state["url"])
         if pages and (link := policy.link(browser.links(), window)):
             browser.click(link)
         runtime.stream_writer({"op": "open", "url": browser.url})
         shot = window.append(Chunk.image(browser.screenshot(), text=f"t={len(pages)} s", label=browser.url))
-        window.slide(room=policy.room)
+        window.slide(reserve_tokens=policy.reserve_tokens)
         todo = policy.tasks(len(pages), in_view([*pages, shot], window))
         return {"window": window.ref(), "url": browser.url, "pages": [shot], "todo": todo}
 
@@ -101,7 +103,9 @@ def look_back(state: State, runtime: Runtime[Context]) -> State:
     policy, task = runtime.context.policy, state["todo"][0]
     with open_window(state["window"], runtime, eviction=EVICTION) as window:
         with window.fork() as branch:
-            branch.look_back(" ".join(state["pages"][page] for page in task["back"]), room=policy.room)
+            branch.look_back(
+                " ".join(state["pages"][page] for page in task["back"]), reserve_tokens=policy.reserve_tokens
+            )
             question, truth = policy.question(task["about"], in_view(state["pages"], branch))
             said = branch.ask(question, policy.max_tokens)
             runtime.context.ledger.truth(truth)
@@ -132,7 +136,12 @@ def graph() -> StateGraph[State, Context]:
 def budget_for(engine: Engine, screenshot: Chunk, policy: Shopper | Tourist) -> int:
     """Tokens of a window with so many screenshots and exchanges, and a question."""
     screenshots = SCREENSHOTS * engine.encode(screenshot).tokens
-    return engine.encode_header(HEADER).tokens + screenshots + EXCHANGES * (12 + policy.max_tokens) + policy.room
+    return (
+        engine.encode_system_prompt(HEADER).tokens
+        + screenshots
+        + EXCHANGES * (12 + policy.max_tokens)
+        + policy.reserve_tokens
+    )
 
 
 def main() -> None:

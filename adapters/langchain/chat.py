@@ -200,7 +200,11 @@ class ChatCtxwin(BaseChatModel):
         except ChunkUnavailable:
             talk = self._decoded_again(engine, messages, schemas, ask=False)
         closing = engine.encode_query("x").tokens - len(engine.text_ids("x"))
-        return engine.encode_header(talk.header).tokens + sum(engine.encode(c).tokens for c in talk.chunks) + closing
+        return (
+            engine.encode_system_prompt(talk.system_prompt).tokens
+            + sum(engine.encode(c).tokens for c in talk.chunks)
+            + closing
+        )
 
     def _learnt(self) -> Syntax:
         with self._opening:
@@ -367,13 +371,13 @@ class ChatCtxwin(BaseChatModel):
     ) -> tuple[Answer, int]:
         """The answer, and how many tokens it could have."""
         try:
-            with pool.window(talk.header, talk.chunks) as window:
+            with pool.window(talk.system_prompt, talk.chunks) as window:
                 engine = window.engine
                 # The KV of the exchange is kept for the next call, which has it as messages, where it will read the same
                 # then and is certain to fit.
                 asked = engine.encode_exchange(talk.query, ()) if self._remember else engine.encode_query(talk.query)
                 room = max(1, call.max_tokens or window.budget - window.tokens - asked.tokens)
-                alone = engine.encode_header(window.header).tokens + asked.tokens + room
+                alone = engine.encode_system_prompt(window.system_prompt).tokens + asked.tokens + room
                 answer = asking.ask(
                     window, talk.query, room,
                     remember=self._remember and alone <= window.budget and (

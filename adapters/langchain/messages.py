@@ -1,6 +1,6 @@
-"""LangChain messages to a window's header, chunks and query.
+"""LangChain messages to a window's system prompt, chunks and query.
 
-A window's chunks live in one open user turn. System messages at the front are the header. A run of human messages is
+A window's chunks live in one open user turn. System messages at the front are the system prompt. A run of human messages is
 one user turn: its media and texts are bare chunks, and its last text is what a question asks. An AI message behind it
 makes that question an exchange, in the form `Window.remember` gives it, so that the KV of an answered question is found
 again. What a chat template writes around tool calls and their results is read off the template.
@@ -50,12 +50,12 @@ class Conversation:
     """A conversation as a window takes it.
 
     Attributes:
-        header: the window's header.
+        system_prompt: the window's system prompt.
         pieces: chunks in order, each with the key (`message_key`) of the last message in it.
         query: what to ask; empty where it was not wanted.
     """
 
-    header: str
+    system_prompt: str
     pieces: list[tuple[str, Chunk]] = field(default_factory=list)
     query: str = ""
 
@@ -77,7 +77,7 @@ def converse(
     """The conversation that ``messages`` (anything LangChain takes for messages) are for ``engine``'s model.
 
     Args:
-        tools: JSON schemas in OpenAI's form; the chat template shows them in the header.
+        tools: JSON schemas in OpenAI's form; the chat template shows them in the system prompt.
         ask: whether the last text is a query; without, it is a chunk like the others.
         bare: whether the query may be empty behind a picture or a tool's empty result that ends the messages.
         seen: remembers decoded pictures over calls; their chunks then hold no pixels.
@@ -95,10 +95,10 @@ def converse(
     front = 0
     while front < len(given) and isinstance(given[front], SystemMessage):
         front += 1
-    header = "\n".join(filter(None, (text_of(m.content) for m in given[:front])))
+    system_prompt = "\n".join(filter(None, (text_of(m.content) for m in given[:front])))
     if tools:
         _check_spelled(engine, _template(engine).system("", [_PROBE_TOOL]))
-        header = _template(engine).system(header, tools)
+        system_prompt = _template(engine).system(system_prompt, tools)
     builder = _Builder(engine, seen, allowed_local_media_path)
     runs = [(kind, list(run)) for kind, run in groupby(given[front:], type)]
     for i, (kind, run) in enumerate(runs):
@@ -122,14 +122,14 @@ def converse(
             )
     if not ask:
         builder.end()
-        return Conversation(header, builder.pieces)
+        return Conversation(system_prompt, builder.pieces)
     query = builder.query()
     if not query and not (bare and builder.open_without_text):
         last = f"an empty or unanswerable {given[-1].type} message" if given else "no message"
         raise ValueError(
             f"the messages must end with a text to answer, got {last} at the end; append a HumanMessage with a question"
         )
-    return Conversation(header, builder.pieces, query)
+    return Conversation(system_prompt, builder.pieces, query)
 
 
 def encoded(engine: Engine, talk: Conversation) -> Conversation:

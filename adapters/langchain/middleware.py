@@ -169,7 +169,7 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
         sizes = {
             u.key: u.tokens if kind != "messages" else 1 if self._media_only else len(u.messages) for u in candidates
         }
-        # Tokens are those of the whole prompt, as for the trigger: with a long header it would be reached again at once.
+        # Tokens are those of the whole prompt, as for the trigger: with a long system prompt it would be reached again at once.
         left = sum(sizes.values()) if kind == "messages" else measure.tokens()
         protected, late = _protected(units)
         leaving: dict[str, Unit] = {}

@@ -34,13 +34,13 @@ class Pool:
         self._lock = threading.Lock()
 
     @contextmanager
-    def window(self, header: str, chunks: Sequence[Chunk]) -> Iterator[Window]:
+    def window(self, system_prompt: str, chunks: Sequence[Chunk]) -> Iterator[Window]:
         """A window that places exactly ``chunks``: a synced fork of the one that shares most with them.
 
         It is kept when the block ends without an error, instead of the one it came from where they are much the same.
         Raises like `ctxwin.window.sync.sync`.
         """
-        base, window = self._forked(header, chunks)
+        base, window = self._forked(system_prompt, chunks)
         try:
             sync(window, chunks)
             yield window
@@ -59,14 +59,14 @@ class Pool:
     def __len__(self) -> int:
         return len(self._windows)
 
-    def _forked(self, header: str, chunks: Sequence[Chunk]) -> tuple[Window | None, Window]:
+    def _forked(self, system_prompt: str, chunks: Sequence[Chunk]) -> tuple[Window | None, Window]:
         wanted = Counter(c.id for c in chunks)
         with self._lock:  # so that no other call closes it meanwhile
-            known = [w for w in reversed(self._windows) if w.header == header]
+            known = [w for w in reversed(self._windows) if w.system_prompt == system_prompt]
             base = max(known, key=lambda w: _shared(w, wanted), default=None)
             if base is not None and any(_shared(base, wanted)):
                 return base, base.fork()
-        window = Window(self._engine, header, self._budget, self._fidelity)
+        window = Window(self._engine, system_prompt, self._budget, self._fidelity)
         for observer in self._observers:
             window.observe(observer)
         return None, window
@@ -88,7 +88,7 @@ class Pool:
 def _same(window: Window, placed: Counter[str]) -> bool:
     """Whether at least half of its chunks are ``placed``; headers are alike between conversations, and do not count."""
     state = window.snapshot()
-    return 2 * _shared(window, placed)[0] >= state.tokens - state.header_tokens
+    return 2 * _shared(window, placed)[0] >= state.tokens - state.system_prompt_tokens
 
 
 def _shared(window: Window, wanted: Counter[str]) -> tuple[int, int]:

@@ -40,7 +40,7 @@ def remembers(engine: Engine, answer: str = "") -> bool:
 
 
 def usage_metadata(answer: Answer) -> UsageMetadata:
-    """Tokens in and out. ``cache_read`` are those of header and messages that no forward ran for; then tokens by lane."""
+    """Tokens in and out. ``cache_read`` are those of system prompt and messages that no forward ran for; then tokens by lane."""
     usage = answer.usage
     read = sum(tokens for lane, tokens in usage.reused_tokens.items() if lane not in _COMPUTED)
     details = {"cache_read": read, **usage.reused_tokens}

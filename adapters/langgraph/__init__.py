@@ -9,9 +9,9 @@ A node of your own opens the window that the state names and returns the referen
         branches: Annotated[dict[str, Any], operator.or_]
 
     def look(state: State, runtime: Runtime[WindowContext]) -> State:
-        with open_window(state.get("window"), runtime, header="You watch a camera.", budget=8192) as window:
+        with open_window(state.get("window"), runtime, system_prompt="You watch a camera.", budget=8192) as window:
             window.append(Chunk.image("frame.png"))
-            window.slide(room=64)
+            window.slide(reserve_tokens=64)
             print(window.ask("What moved?").text)
             return {"window": window.ref()}
 

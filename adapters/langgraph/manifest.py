@@ -159,7 +159,7 @@ def read(repo: SpanRepository, name: str) -> tuple[State, list[int], int] | None
     except ValidationError:  # of a version that wrote other fields
         return None
     missing = [i for i, p in enumerate(placed) if p is None]
-    return state.but(placed=tuple(p for p in placed if p is not None), evicted=tuple(evicted)), missing, lost
+    return state.replace(placed=tuple(p for p in placed if p is not None), evicted=tuple(evicted)), missing, lost
 
 
 def forget(repo: SpanRepository, placement: str) -> None:

@@ -35,10 +35,10 @@ class WindowState(TypedDict, total=False):
     window: Annotated[dict[str, Any], merge_windows]
 
 
-# What a reference's notes say of a conversation: how many messages were read, and their digest; the header they asked for;
+# What a reference's notes say of a conversation: how many messages were read, and their digest; the system prompt they asked for;
 # placements so far; placements of removed messages, and of other nodes (`ctxwin.adapters.langgraph.marks`).
 _NOTHING: dict[str, Any] = {
-    "messages": 0, "digest": "", "header": digest(""), "arrivals": 0, "removed": "", "others": "",
+    "messages": 0, "digest": "", "system_prompt": digest(""), "arrivals": 0, "removed": "", "others": "",
 }  # fmt: skip
 
 
@@ -68,11 +68,11 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         window_key: of the window's reference; its reducer must be `merge_windows` (see `WindowState`).
         name: of the node.
         max_tokens: most tokens of an answer.
-        header: system prompt, in front of system messages at the head of the conversation.
+        system_prompt: system prompt, in front of system messages at the head of the conversation.
         budget, fidelity: of the window, as for `ctxwin.Window`.
         eviction: who leaves a full window first (`ctxwin.policies`); default: the oldest.
         retrieval: if given, what it picks for each question is brought back before answering.
-        room: tokens left free beside the question and its answer.
+        reserve_tokens: tokens left free beside the question and its answer.
         allowed_local_media_path: folder whose files messages may name, by path or ``file:`` url; None: files are refused. A
             picture on disk survives a store that lost its content, one in a message does not.
         sampling: ``temperature``, ``seed``, ``stop_ids`` as for `Window.ask`.
@@ -86,8 +86,8 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
 
     def __init__(
         self, *, messages_key: str = "messages", window_key: str = "window", name: str = "window", max_tokens: int = 256,
-        header: str | None = None, budget: int | None = None, fidelity: Fidelity | None = None,
-        eviction: Eviction | None = None, retrieval: Retrieval | None = None, room: int = 0,
+        system_prompt: str | None = None, budget: int | None = None, fidelity: Fidelity | None = None,
+        eviction: Eviction | None = None, retrieval: Retrieval | None = None, reserve_tokens: int = 0,
         allowed_local_media_path: str | Path | None = None, **sampling: Any,
     ) -> None:  # fmt: skip
         if unknown := sampling.keys() - {"temperature", "seed", "stop_ids"}:
@@ -95,7 +95,12 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         self.name = name
         self.messages_key, self.window_key = messages_key, window_key
         self._asking: dict[str, Any] = {"max_tokens": max_tokens, "remember": True, **sampling}
-        self._header, self._budget, self._fidelity, self._room = header, budget, fidelity, room
+        self._system_prompt, self._budget, self._fidelity, self._reserve_tokens = (
+            system_prompt,
+            budget,
+            fidelity,
+            reserve_tokens,
+        )
         self._eviction, self._retrieval = eviction, retrieval
         self._files = allowed_local_media_path
 
@@ -138,9 +143,9 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
 
     def _open(self, state: Any, runtime: Runtime[Any], reading: _Reading) -> Session:
         reference = _value(state, self.window_key)
-        header = None if reference else self._header_of(reading)
+        system_prompt = None if reference else self._system_prompt_of(reading)
         return open_window(
-            reference, runtime, header=header, budget=self._budget, fidelity=self._fidelity, eviction=self._eviction,
+            reference, runtime, system_prompt=system_prompt, budget=self._budget, fidelity=self._fidelity, eviction=self._eviction,
             retrieval=self._retrieval,
         )  # fmt: skip
 
@@ -156,21 +161,23 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         if reading.going_on:
             window.extend(talk.chunks)
         else:
-            header = digest(self._header_of(reading))
-            if window.header != self._header_of(reading) and header != read["header"]:
-                with window.fork(header=self._header_of(reading)) as behind:
+            system_prompt = digest(self._system_prompt_of(reading))
+            if window.system_prompt != self._system_prompt_of(reading) and system_prompt != read["system_prompt"]:
+                with window.fork(system_prompt=self._system_prompt_of(reading)) as behind:
                     window.adopt(behind)
-            read["header"] = header
+            read["system_prompt"] = system_prompt
             gone = set(follow(window, talk.chunks, removed=removed, others=others))
             removed = [i for i in window.evicted if i in gone]
         mine = [i for i in window.ids if i not in others][::-1]
         last = zip(mine, reversed(talk.chunks), range(reading.asked), strict=False)
         window.eviction = Sparing(window.eviction, frozenset(i for i, c, _ in last if window.chunk(i).id == c.id))
-        room = self._room + window.engine.encode_query(talk.query).tokens + self._asking["max_tokens"]
+        reserve_tokens = (
+            self._reserve_tokens + window.engine.encode_query(talk.query).tokens + self._asking["max_tokens"]
+        )
         if self._retrieval is not None:
             window.retrieval = Without(self._retrieval, frozenset(removed))
-            window.look_back(talk.query, room=room)
-        window.slide(room=room)
+            window.look_back(talk.query, reserve_tokens=reserve_tokens)
+        window.slide(reserve_tokens=reserve_tokens)
         read |= {"removed": packed(known[i] for i in removed), "others": packed(known[i] for i in others)}
 
     def _answered(self, window: Session, reading: _Reading, answer: Answer) -> dict[str, Any]:
@@ -181,11 +188,11 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         }  # fmt: skip
         return {self.messages_key: [message], self.window_key: window.ref()}
 
-    def _header_of(self, reading: _Reading) -> str:
-        return "\n".join(filter(None, [self._header, reading.talk.header]))
+    def _system_prompt_of(self, reading: _Reading) -> str:
+        return "\n".join(filter(None, [self._system_prompt, reading.talk.system_prompt]))
 
     def _digest(self, keys: list[str]) -> str:
-        return digest("read", self._header, keys)
+        return digest("read", self._system_prompt, keys)
 
 
 def _value(state: Any, key: str) -> Any:
@@ -193,8 +200,8 @@ def _value(state: Any, key: str) -> Any:
     return state.get(key) if isinstance(state, Mapping) else getattr(state, key, None)
 
 
-def _message(answer: Answer, window: Session, room: int) -> AIMessage:
-    ended = len(answer.token_ids) < room
+def _message(answer: Answer, window: Session, max_tokens: int) -> AIMessage:
+    ended = len(answer.token_ids) < max_tokens
     told = {
         "model_name": window.engine.spec.model,
         "model_provider": "ctxwin",

@@ -102,7 +102,7 @@ def restore(repo: SpanRepository, reference: Mapping[str, Any]) -> Restored:
         state, lost, rebuilt = light, reference["evicted"], len(light.placed)
     else:
         held = {p.id: p for p in found[0].placed}
-        state = found[0].but(placed=tuple(held.get(p.id, p) for p in light.placed))
+        state = found[0].replace(placed=tuple(held.get(p.id, p) for p in light.placed))
         lost, rebuilt = found[2], len(found[1])
     log.warning(
         "the store lost content of window %s version %d: %d evicted chunks cannot be recalled, %d placed ones are rebuilt",
@@ -136,12 +136,12 @@ def _rebuilt(reference: Mapping[str, Any]) -> State:
         placed = []
         for record in reference["placed"]:
             p = Placed.model_validate({**record, "chunk_id": ""})
-            placed.append(p.but(chunk_id=p.chunk.id, read=state.version))
+            placed.append(p.replace(chunk_id=p.chunk.id, read=state.version))
     except ValidationError as error:
         raise ValueError(
             f"a window reference must be what Session.ref() returned, got another dict: {error}"
         ) from error
-    return state.but(placed=tuple(placed))
+    return state.replace(placed=tuple(placed))
 
 
 def merge_windows(left: dict[str, Any] | None, right: dict[str, Any] | None) -> dict[str, Any] | None:

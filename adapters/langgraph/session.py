@@ -101,15 +101,15 @@ class Session(Window):
 
     # -- branches ---------------------------------------------------------------------------------------------------
 
-    def fork(self, header: str | None = None) -> Session:
+    def fork(self, system_prompt: str | None = None) -> Session:
         """`Window.fork` as a session: its ids are the same when the node runs again; `ref` gives its own reference."""
         state = self.snapshot()
-        if header is not None and header != state.header:
-            state = placing.behind(self.engine, state, header)
+        if system_prompt is not None and system_prompt != state.system_prompt:
+            state = placing.behind(self.engine, state, system_prompt)
         self._index += 1
         seed = digest("fork", self._seed, self.id, self._index)
         branch = Session.restore(
-            self.engine, state.but(window=seed[:12]), eviction=self.eviction, retrieval=self.retrieval, seed=seed
+            self.engine, state.replace(window=seed[:12]), eviction=self.eviction, retrieval=self.retrieval, seed=seed
         )
         assert isinstance(branch, Session)
         operation = self._operation and Operation(self._operation.checkpoint, self._operation.task, seed[:12])
@@ -118,7 +118,7 @@ class Session(Window):
         branch._parent = (weakref.ref(self), state.version)
         inherited = (o for o in self._observers if o != self._tell)
         branch._observers, branch._origin = (*inherited, branch._tell), self.id
-        self._emit(self._event("fork", other=branch.id, note=header or ""))
+        self._emit(self._event("fork", other=branch.id, note=system_prompt or ""))
         return branch
 
     def adopt(self, branch: Window | Mapping[str, Any], *, force: bool = False) -> None:
@@ -187,7 +187,7 @@ class Session(Window):
         if self._journal is None:
             return None
         said = {k: v for k, v in options.items() if k not in ("on_token", "stopped")}
-        state = self.snapshot().but(fidelity=self._fidelity)  # ``auto`` may be resolved otherwise next time
+        state = self.snapshot().replace(fidelity=self._fidelity)  # ``auto`` may be resolved otherwise next time
         return self._journal.key(self._index, state, query, max_tokens, said)
 
     def _again(self, key: str | None, query: str, options: dict[str, Any]) -> Answer | None:
@@ -277,7 +277,7 @@ def open_window(
     reference: Mapping[str, Any] | None,
     runtime: Runtime[Any],
     *,
-    header: str | None = None,
+    system_prompt: str | None = None,
     budget: int | None = None,
     fidelity: Fidelity | None = None,
     eviction: Eviction | None = None,
@@ -290,7 +290,7 @@ def open_window(
         reference: the state's value: what a node returned as ``session.ref()``; None (or the empty dict that LangGraph
             starts a key with) opens a new window.
         runtime: LangGraph's, as injected into the node; its context holds the engine (`WindowContext`).
-        header: of a new window. One that exists keeps its own (ValueError for another).
+        system_prompt: of a new window. One that exists keeps its own (ValueError for another).
         budget, fidelity: as for `Window`; a window that exists keeps its own where they are left out.
         eviction, retrieval: policies, which are not part of a reference.
         name: tells the sessions apart where a node opens the same version twice.
@@ -305,9 +305,9 @@ def open_window(
     Example::
 
         def look(state: State, runtime: Runtime[WindowContext]) -> dict:
-            with open_window(state.get("window"), runtime, header="You watch a camera.") as window:
+            with open_window(state.get("window"), runtime, system_prompt="You watch a camera.") as window:
                 window.append(Chunk.image(state["frame"]))
-                window.slide(room=64)
+                window.slide(reserve_tokens=64)
                 return {"answer": window.ask("What moved?").text, "window": window.ref()}
     """
     engine = engine_of(runtime.context)
@@ -315,14 +315,14 @@ def open_window(
     operation = Operation(info.checkpoint_id, info.task_id, name) if info is not None else None
     if reference:
         found = restore(engine.repo, reference)
-        state = _opened_as(engine, found.state, header, budget, fidelity)
+        state = _opened_as(engine, found.state, system_prompt, budget, fidelity)
         base = (reference["operations"] + (state is not found.state), reference["adopted"])
         found = replace(found, state=state)
     else:
-        with Window(engine, header or "", budget, fidelity) as fresh:
+        with Window(engine, system_prompt or "", budget, fidelity) as fresh:
             state = fresh.snapshot()
         if operation is not None:
-            state = state.but(window=digest("window", operation.seed, state.header)[:12])
+            state = state.replace(window=digest("window", operation.seed, state.system_prompt)[:12])
         found, base = Restored(state), (0, 0)
     # Of two windows that one node edits, neither has the other's placement ids.
     seed = digest("edits", operation.seed, found.state.window) if operation is not None else None
@@ -340,18 +340,18 @@ def open_window(
 
 
 def _opened_as(
-    engine: Engine, state: State, header: str | None, budget: int | None, fidelity: Fidelity | None
+    engine: Engine, state: State, system_prompt: str | None, budget: int | None, fidelity: Fidelity | None
 ) -> State:
     """``state`` with the budget and the fidelity that a node asks for."""
-    if header is not None and header != state.header:
+    if system_prompt is not None and system_prompt != state.system_prompt:
         raise ValueError(
-            f"header must be that of window {state.window}, {state.header[:80]!r}, got {header[:80]!r}; leave it out, or "
-            "fork(header=...) the window"
+            f"system_prompt must be that of window {state.window}, {state.system_prompt[:80]!r}, got {system_prompt[:80]!r}; leave it out, or "
+            "fork(system_prompt=...) the window"
         )
     if budget is None and fidelity is None:
         return state
     # A window checks both. One that comes from a larger engine gets what this one takes.
     kept = min(state.budget, engine.spec.max_tokens)
-    with Window(engine, state.header, kept if budget is None else budget, fidelity or state.fidelity) as like:
-        asked = state.but(budget=like.budget, fidelity=like.snapshot().fidelity)
+    with Window(engine, state.system_prompt, kept if budget is None else budget, fidelity or state.fidelity) as like:
+        asked = state.replace(budget=like.budget, fidelity=like.snapshot().fidelity)
     return state if asked == state else asked

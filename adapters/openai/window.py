@@ -25,11 +25,11 @@ class RemoteWindow:
 
     Args:
         client: an official client, e.g. ``openai.OpenAI(base_url="http://localhost:8000/v1", api_key=KEY)``.
-        header, budget, fidelity, budget_bytes: as for `ctxwin.Window`; fidelity: the server's by default.
+        system_prompt, budget, fidelity, budget_bytes: as for `ctxwin.Window`; fidelity: the server's by default.
         async_client: what `aask` and `astream` use; by default one is made for each call, set up as ``client`` is.
 
     Raises:
-        BudgetExceeded: the header alone does not fit. openai.APIError: no such server, a key it does not know.
+        BudgetExceeded: the system prompt alone does not fit. openai.APIError: no such server, a key it does not know.
 
     Every method is one request (`append` of a new chunk two or three), and raises what `ctxwin.Window` raises. The window
     stays on the server until `close`, or until it was idle for the server's ``--window-ttl``; then it is brought back at
@@ -37,10 +37,10 @@ class RemoteWindow:
     """
 
     def __init__(
-        self, client: OpenAI, header: str = "", budget: int | None = None, fidelity: Fidelity | None = None, *,
+        self, client: OpenAI, system_prompt: str = "", budget: int | None = None, fidelity: Fidelity | None = None, *,
         budget_bytes: int | str | None = None, async_client: AsyncOpenAI | None = None,
     ) -> None:  # fmt: skip
-        wanted: dict[str, Any] = {"header": header, "budget": budget, "budget_bytes": budget_bytes}
+        wanted: dict[str, Any] = {"system_prompt": system_prompt, "budget": budget, "budget_bytes": budget_bytes}
         body = {name: value for name, value in wanted.items() if value is not None}
         if fidelity is not None:
             body["fidelity"] = fidelity.model_dump(mode="json")
@@ -50,7 +50,7 @@ class RemoteWindow:
         self._client = client
         self._async_client = async_client
         self._id: str = window["id"]
-        self._header: str = window["header"]
+        self._system_prompt: str = window["system_prompt"]
         self._budget: int = window["budget"]
         self._fidelity = Fidelity(**window["fidelity"])
         self._closed = False
@@ -83,8 +83,8 @@ class RemoteWindow:
         return self._id
 
     @property
-    def header(self) -> str:
-        return self._header
+    def system_prompt(self) -> str:
+        return self._system_prompt
 
     @property
     def budget(self) -> int:
@@ -97,7 +97,7 @@ class RemoteWindow:
 
     @property
     def tokens(self) -> int:
-        """Tokens of header and placed chunks, as the server has them now."""
+        """Tokens of system prompt and placed chunks, as the server has them now."""
         return int(self._now()["tokens"])
 
     @property
@@ -151,16 +151,20 @@ class RemoteWindow:
     def evict(self, placement: str, *, forget: bool = False) -> None:
         self._post("evict", id=placement, forget=forget)
 
-    def slide(self, count: int | None = None, *, room: int = 0) -> list[str]:
-        return list(self._post("slide", count=count, room=room)["evicted"])
+    def slide(self, count: int | None = None, *, reserve_tokens: int = 0) -> list[str]:
+        return list(self._post("slide", count=count, reserve_tokens=reserve_tokens)["evicted"])
 
     def recall(self, placement: str, at: int | None = None, *, repair: bool = False) -> int:
         return int(self._post("recall", id=placement, at=at, repair=repair)["index"])
 
-    def look_back(self, query: str | Chunk, *, room: int = 0) -> list[str]:
+    def look_back(self, query: str | Chunk, *, reserve_tokens: int = 0) -> list[str]:
         if isinstance(query, str):
-            return list(self._post("look_back", query=query, room=room)["recalled"])
-        return list(self._placing([query], lambda refs: self._post("look_back", query=refs[0], room=room))["recalled"])
+            return list(self._post("look_back", query=query, reserve_tokens=reserve_tokens)["recalled"])
+        return list(
+            self._placing([query], lambda refs: self._post("look_back", query=refs[0], reserve_tokens=reserve_tokens))[
+                "recalled"
+            ]
+        )
 
     def reorder(self, ids: Sequence[str]) -> None:
         self._post("reorder", ids=list(ids))
@@ -174,8 +178,8 @@ class RemoteWindow:
     def touch(self, placement: str) -> None:
         self._post("touch", id=placement)
 
-    def fork(self, header: str | None = None) -> Self:
-        return self._made(self._client, self._async_client, self._post("fork", header=header)["branch"])
+    def fork(self, system_prompt: str | None = None) -> Self:
+        return self._made(self._client, self._async_client, self._post("fork", system_prompt=system_prompt)["branch"])
 
     def adopt(self, branch: RemoteWindow, *, force: bool = False) -> None:
         self._post("adopt", id=branch.id, force=force)

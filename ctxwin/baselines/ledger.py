@@ -54,16 +54,16 @@ class Ledger:
 
     Args:
         engine: of the windows. Everything it prefills from now on counts as theirs, background work included.
-        room: tokens that the users of a prefix cache keep free for a query and its answer.
+        reserve_tokens: tokens that the users of a prefix cache keep free for a query and its answer.
         reference: re-prefill every ask exactly, for answers to compare with; its cost is not counted.
 
     Not for engines that other windows use meanwhile: their work would be counted, too.
     """
 
-    def __init__(self, engine: Engine, *, room: int = 48, reference: bool = False) -> None:
+    def __init__(self, engine: Engine, *, reserve_tokens: int = 48, reference: bool = False) -> None:
         self.rows: list[dict[str, Any]] = []
-        self._engine, self._room, self._reference = engine, room, reference
-        self._rooms: dict[str, int] = {}
+        self._engine, self._reserve_tokens, self._reference = engine, reserve_tokens, reference
+        self._reserve_tokens_of: dict[str, int] = {}
         self._users: dict[str, dict[str, _User]] = {}  # by window id
         self._ended: OrderedDict[str, None] = OrderedDict()  # branches that were closed; they may still be adopted
         self._caches = {policy: PrefixCache() for policy in POLICIES}
@@ -73,7 +73,7 @@ class Ledger:
         self._told = self._counters()
         self._lock = threading.RLock()
 
-    def watch(self, window: Window, room: int | None = None) -> None:
+    def watch(self, window: Window, reserve_tokens: int | None = None) -> None:
         """Counts this window and its later forks. One that is watched already is not counted twice.
 
         Raises ValueError for a window of another engine: its work would not be seen.
@@ -82,7 +82,7 @@ class Ledger:
             raise ValueError(
                 "window must run on the ledger's engine, got one on another; make a ledger for each engine"
             )
-        self._rooms[window.id] = self._room if room is None else room
+        self._reserve_tokens_of[window.id] = self._reserve_tokens if reserve_tokens is None else reserve_tokens
         if self not in window._observers:
             window.observe(self)
         with self._lock:
@@ -93,7 +93,7 @@ class Ledger:
             if event.op == "fork" and event.other is not None:
                 users = self._follow(event.window, event.state)
                 self._users[event.other] = {policy: user.copy() for policy, user in users.items()}
-                self._rooms[event.other] = self._rooms.get(event.window, self._room)
+                self._reserve_tokens_of[event.other] = self._reserve_tokens_of.get(event.window, self._reserve_tokens)
             elif event.op == "adopt" and event.other in self._users:
                 self._users[event.window] = {p: user.copy() for p, user in self._users[event.other].items()}
             elif event.op == "close":
@@ -123,7 +123,7 @@ class Ledger:
         while len(self._ended) > _KEPT:
             oldest, _ = self._ended.popitem(last=False)
             self._users.pop(oldest, None)
-            self._rooms.pop(oldest, None)
+            self._reserve_tokens_of.pop(oldest, None)
 
     def _withdraw(self, event: Event) -> None:
         """The two asks that tested a chunk: work of ours, which a user of a prefix cache does not do."""
@@ -160,7 +160,9 @@ class Ledger:
                 continue
             while (
                 user.held
-                and self._size(state, [*user.held, new]) + self._rooms.get(state.window, self._room) > state.budget
+                and self._size(state, [*user.held, new])
+                + self._reserve_tokens_of.get(state.window, self._reserve_tokens)
+                > state.budget
             ):
                 user.held = user.held[max(1, len(user.held) // 2) :]
             if at_end or new not in placed:
@@ -171,7 +173,7 @@ class Ledger:
                 user.held.insert(at, new)
 
     def _size(self, state: State, ids: Sequence[str]) -> int:
-        return state.header_tokens + sum(self._tokens[i] for i in ids)
+        return state.system_prompt_tokens + sum(self._tokens[i] for i in ids)
 
     # -- asks ---------------------------------------------------------------------------------------------------------
 
@@ -181,7 +183,10 @@ class Ledger:
         users = self._follow(event.window, state)
         placed = [p for p in state.placed if p.id not in event.ids]  # without the exchange that it remembered
         known = {p.id: p for p in (*state.placed, *state.evicted)}
-        header, query = self._engine.encode_header(state.header), self._engine.encode_query(event.query)
+        system_prompt, query = (
+            self._engine.encode_system_prompt(state.system_prompt),
+            self._engine.encode_query(event.query),
+        )
         spent = self._spent()
         row: dict[str, Any] = {
             "window": event.window, "parent": event.parent, "version": event.version,
@@ -195,7 +200,7 @@ class Ledger:
             else:
                 fresh = [p.id for p in placed if p.id not in user.seen]
                 self._arrive(user, state, fresh, at_end=policy == "append")
-            parts = [header, *(self._encode(known[i]) for i in user.held if i in known), query]
+            parts = [system_prompt, *(self._encode(known[i]) for i in user.held if i in known), query]
             computed, encodes = self._caches[policy].serve(Prompt.of(parts))
             # A prefix cache keeps what was generated, too.
             exchange = self._engine.encode_exchange(event.query, answer.token_ids)
@@ -204,7 +209,7 @@ class Ledger:
             if policy != "naive":
                 self._arrive(user, state, event.ids, at_end=True)
         if self._reference:
-            reference = self._references.setdefault(state.header, Reference(self._engine, header))
+            reference = self._references.setdefault(state.system_prompt, Reference(self._engine, system_prompt))
             sampling = Sampling(max(1, answer.usage.answer_tokens + 1))
             exact = reference.reprefill([self._encode(p) for p in placed], query, sampling)
             row["answer_reprefill"] = exact.text.strip()

@@ -21,33 +21,35 @@ class Reference:
 
     Args:
         engine: the engine of the window.
-        header: the window's header.
+        system_prompt: the window's system prompt.
     """
 
-    def __init__(self, engine: Engine, header: Encoded) -> None:
+    def __init__(self, engine: Engine, system_prompt: Encoded) -> None:
         self._engine = engine
-        self._header = header
+        self._system_prompt = system_prompt
         self._alone: dict[str, SpanKV] = {}
         self._head: SpanKV | None = None
 
     def reprefill(self, frames: Sequence[Encoded], query: Encoded, sampling: Sampling) -> Generation:
-        """One exact forward over header, frames and query; nothing is reused."""
+        """One exact forward over system prompt, frames and query; nothing is reused."""
         return self._engine.generate(self._layout(frames, None), query, sampling, salt=_fresh())
 
     def blind(self, frames: Sequence[Encoded], query: Encoded, sampling: Sampling) -> Generation:
-        """Every frame's KV as it is behind the header alone, moved to its place."""
+        """Every frame's KV as it is behind the system prompt alone, moved to its place."""
         if self._head is None:
-            self._head = self._engine.prefill([], self._header, 0, salt=_fresh())
-        front = [Piece(self._header, 0, span=self._head, id="header")]
+            self._head = self._engine.prefill([], self._system_prompt, 0, salt=_fresh())
+        front = [Piece(self._system_prompt, 0, span=self._head, id="system_prompt")]
         for frame in frames:
             if frame.chunk_id not in self._alone:
-                self._alone[frame.chunk_id] = self._engine.prefill(front, frame, self._header.advance, salt=_fresh())
+                self._alone[frame.chunk_id] = self._engine.prefill(
+                    front, frame, self._system_prompt.advance, salt=_fresh()
+                )
         spans = [self._head, *(self._alone[frame.chunk_id] for frame in frames)]
         return self._engine.generate(self._layout(frames, spans), query, sampling, salt=_fresh())
 
     def _layout(self, frames: Sequence[Encoded], spans: Sequence[SpanKV] | None) -> list[Piece]:
         at, pieces = 0, []
-        for i, encoded in enumerate((self._header, *frames)):
+        for i, encoded in enumerate((self._system_prompt, *frames)):
             pieces.append(Piece(encoded, at, span=None if spans is None else spans[i], id=encoded.chunk_id))
             at += encoded.advance
         return pieces

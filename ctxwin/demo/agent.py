@@ -67,10 +67,10 @@ class Agent:
         self._engine, self._footage, self._frames = engine, footage, frames
         self._opponents, self._seed, self._max_tokens = opponents, seed, max_tokens
         self._rng = np.random.default_rng([seed, 7])
-        header = engine.encode_header(HEADER)
-        self._reference = Reference(engine, header)
+        system_prompt = engine.encode_system_prompt(HEADER)
+        self._reference = Reference(engine, system_prompt)
         for opponent in opponents:
-            opponent.start(header)
+            opponent.start(system_prompt)
         self.window = Window(engine, HEADER, fidelity=fidelity)
         self._encoded: list[Encoded] = []
         self._ids: list[str] = []

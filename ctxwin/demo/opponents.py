@@ -48,12 +48,12 @@ class Opponent:
         self.window = window
         self.cache = PrefixCache()
         self.held: list[int] = []
-        self._header: Encoded | None = None
+        self._system_prompt: Encoded | None = None
         self._frames: list[Encoded] = []
 
-    def start(self, header: Encoded) -> None:
-        """A new stream behind ``header``; what is cached stays."""
-        self._header, self._frames, self.held = header, [], []
+    def start(self, system_prompt: Encoded) -> None:
+        """A new stream behind ``system_prompt``; what is cached stays."""
+        self._system_prompt, self._frames, self.held = system_prompt, [], []
 
     def arrive(self, frame: Encoded) -> None:
         """The next frame of the stream."""
@@ -67,9 +67,9 @@ class Opponent:
 
     def ask(self, ask: Ask) -> tuple[int, int]:
         """Serves an ask: (tokens computed, vision encodes run)."""
-        assert self._header is not None, "start() comes first"
+        assert self._system_prompt is not None, "start() comes first"
         frames = [self._frames[f] for f in self.prompt(ask)]
-        return self.cache.serve(Prompt.of([self._header, *frames, ask.query]))
+        return self.cache.serve(Prompt.of([self._system_prompt, *frames, ask.query]))
 
     def prompt(self, ask: Ask) -> list[int]:
         """The frames of the prompt, in order."""

@@ -28,7 +28,7 @@ class Step:
         truth: the generator's answer for the frames placed now, in order; None where it is not known.
         answer_reprefill, answer_blind: of an exact forward over the same frames, and of blind reuse.
         kl, kl_blind: KL(re-prefill || window) and KL(re-prefill || blind) of the first answer token, in nats.
-        tokens_by_lane: tokens of header and frames by the lane that served them.
+        tokens_by_lane: tokens of system prompt and frames by the lane that served them.
         computed_tokens: what went through a forward for this ask, background work since the last one included.
         background_tokens: the part of it that was no prompt: canonicals, patches, tests of what matters.
         computed_tokens_naive, computed_tokens_trim, computed_tokens_append: the same for users of a prefix cache who

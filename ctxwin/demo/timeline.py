@@ -25,7 +25,7 @@ def draw(path: Path, steps: Sequence[Step]) -> None:
         if any(heights):
             upper.bar(at, heights, bottom=floor, width=0.9, color=colour, label=lane)
             floor = [low + high for low, high in zip(floor, heights, strict=True)]
-    upper.set_ylabel("tokens of header and frames, by lane")
+    upper.set_ylabel("tokens of system prompt and frames, by lane")
     upper.legend(ncols=len(LANES), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     for field, (name, colour) in POLICIES.items():
         sums = list(accumulate(getattr(step, field) for step in steps))

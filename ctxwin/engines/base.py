@@ -102,7 +102,7 @@ class Piece:
         id: stable name of exactly this KV content (span key, patch key ...), used for prefix-cache salts.
         patch: reconditions ``span`` on its way to ``start``; None: the span is served as it is.
         base_id: stable name of ``span`` alone, where a patch goes onto it.
-        apart: whether its KV is not what a forward behind the pieces in front would give. What stands in front of the
+        approximate: whether its KV is not what a forward behind the pieces in front would give. What stands in front of the
             first such piece may share an engine's prefix cache with plain requests, whatever the call's salt.
     """
 
@@ -113,7 +113,7 @@ class Piece:
     id: str = ""
     patch: Patch | None = None
     base_id: str = ""
-    apart: bool = False
+    approximate: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Engine(ABC):
     counters: EngineCounters
 
     @abstractmethod
-    def encode_header(self, header: str) -> Encoded:
+    def encode_system_prompt(self, system_prompt: str) -> Encoded:
         """Tokens of the system turn and the opening of the user turn; always the first piece, at position 0."""
 
     @abstractmethod

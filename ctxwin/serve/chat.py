@@ -1,6 +1,6 @@
 """Chats whose messages name uploaded chunks: messages to a window's layout, and its answers.
 
-The prompt is the chat template's: system messages in front are the header, a run of user messages is one open turn in
+The prompt is the chat template's: system messages in front are the system prompt, a run of user messages is one open turn in
 which chunks stand bare, its last text is the query, and an answered query is an exchange. Each request is a window of its
 own, so an answer depends on its messages alone; KV is found in the store by provenance, whoever computed it.
 """
@@ -45,7 +45,7 @@ def names_chunks(body: dict[str, Any]) -> bool:
 class Layout:
     """A chat as a window takes it. ``query`` may be empty where the messages end in a chunk."""
 
-    header: str
+    system_prompt: str
     chunks: list[Chunk] = field(default_factory=list)
     query: str = ""
 
@@ -230,7 +230,7 @@ class Chat:
         layout = lay_out(self._engine, self._uploads, request.messages)
         given = request.ctxwin.fidelity if request.ctxwin else None
         with ExitStack() as stack:
-            window = stack.enter_context(Window(self._engine, layout.header, fidelity=given or self._fidelity))
+            window = stack.enter_context(Window(self._engine, layout.system_prompt, fidelity=given or self._fidelity))
             self._watch(window)
             window.extend(layout.chunks)
             sampling = replace(sampling, max_tokens=self._most(request, window, layout.query))

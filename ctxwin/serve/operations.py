@@ -31,7 +31,7 @@ class Around:
 class Open(Body):
     """``POST /v1/windows``: a new window, or one from a snapshot."""
 
-    header: str = ""
+    system_prompt: str = ""
     budget: int | None = None
     budget_bytes: int | str | None = None
     fidelity: Fidelity | None = None
@@ -62,7 +62,7 @@ class Evict(Body):
 
 class Slide(Body):
     count: int | None = None
-    room: int = 0
+    reserve_tokens: int = 0
 
 
 class Recall(Body):
@@ -73,7 +73,7 @@ class Recall(Body):
 
 class LookBack(Body):
     query: ChunkData
-    room: int = 0
+    reserve_tokens: int = 0
 
 
 class Reorder(Body):
@@ -95,7 +95,7 @@ class One(Body):
 
 
 class Fork(Body):
-    header: str | None = None
+    system_prompt: str | None = None
 
 
 class Adopt(Body):
@@ -159,7 +159,7 @@ def _evict(around: Around, window: Window, body: Evict) -> dict[str, Any]:
 
 def _look_back(around: Around, window: Window, body: LookBack) -> dict[str, Any]:
     query: str | Chunk = body.query if isinstance(body.query, str) else around.uploads.build(body.query)
-    return {"recalled": window.look_back(query, room=body.room)}
+    return {"recalled": window.look_back(query, reserve_tokens=body.reserve_tokens)}
 
 
 def _reorder(around: Around, window: Window, body: Reorder) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def _touch(around: Around, window: Window, body: One) -> dict[str, Any]:
 
 
 def _fork(around: Around, window: Window, body: Fork) -> dict[str, Any]:
-    branch = around.registry.add(window.fork(body.header), watched=True)
+    branch = around.registry.add(window.fork(body.system_prompt), watched=True)
     return {"branch": wire.window_to(branch)}
 
 
@@ -237,7 +237,7 @@ OPERATIONS: dict[str, Operation] = {
     "extend": Operation(Extend, _extend),
     "insert": Operation(Insert, _insert),
     "evict": Operation(Evict, _evict),
-    "slide": Operation(Slide, lambda around, w, b: {"evicted": w.slide(b.count, room=b.room)}),
+    "slide": Operation(Slide, lambda around, w, b: {"evicted": w.slide(b.count, reserve_tokens=b.reserve_tokens)}),
     "recall": Operation(Recall, lambda around, w, b: {"index": w.recall(b.id, b.at, repair=b.repair)}),
     "look_back": Operation(LookBack, _look_back),
     "reorder": Operation(Reorder, _reorder),

@@ -224,7 +224,11 @@ def _opened(service: Service, mine: Space, body: Open) -> Window:
             )
         return mine.windows.restore(checked(State.model_validate, body.snapshot))
     window = Window(
-        mine.engine, body.header, body.budget, body.fidelity or service.limits.fidelity, budget_bytes=body.budget_bytes
+        mine.engine,
+        body.system_prompt,
+        body.budget,
+        body.fidelity or service.limits.fidelity,
+        budget_bytes=body.budget_bytes,
     )
     return mine.windows.add(window)
 

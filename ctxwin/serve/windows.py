@@ -88,7 +88,7 @@ class Registry:
         _check_counts(self._engine, state)
         with self._lock:  # so that two snapshots of one window do not both get its id
             taken = state.window in self._held or bool(self._kept(state.window))
-            return self.add(Window.restore(self._engine, state.but(window="") if taken else state))
+            return self.add(Window.restore(self._engine, state.replace(window="") if taken else state))
 
     @contextmanager
     def using(self, window_id: str) -> Iterator[Window]:
@@ -191,13 +191,13 @@ def _unknown(window_id: Any) -> str:
 def _without_paths(state: State, most: int) -> State:
     def clean(placed: Placed) -> Placed:
         parts = without_sources(placed.chunk.parts)
-        return placed.but(chunk=placed.chunk.model_copy(update={"parts": parts}))
+        return placed.replace(chunk=placed.chunk.model_copy(update={"parts": parts}))
 
     if not 1 <= state.budget <= most:
         raise ValueError(f"the snapshot's budget must be in 1..{most} (what the engine takes), got {state.budget}")
     if not _ID.fullmatch(state.window):
-        state = state.but(window="")
-    return state.but(placed=tuple(map(clean, state.placed)), evicted=tuple(map(clean, state.evicted)))
+        state = state.replace(window="")
+    return state.replace(placed=tuple(map(clean, state.placed)), evicted=tuple(map(clean, state.evicted)))
 
 
 def _check_counts(engine: Engine, state: State) -> None:
@@ -212,8 +212,16 @@ def _check_counts(engine: Engine, state: State) -> None:
             raise ValueError(f"the snapshot's chunk {p.id} must have the content {p.chunk_id}, got {p.chunk.id}")
     if state.engine != digest(engine.spec.name, engine.spec.identity):
         return  # of another model: everything is counted again
-    header = engine.encode_header(state.header)
-    counts = [("header", state.header_tokens, state.header_advance, header.tokens, header.advance)]
+    system_prompt = engine.encode_system_prompt(state.system_prompt)
+    counts = [
+        (
+            "system_prompt",
+            state.system_prompt_tokens,
+            state.system_prompt_advance,
+            system_prompt.tokens,
+            system_prompt.advance,
+        )
+    ]
     for p in state.placed:
         try:
             encoded = engine.encode(p.chunk)

@@ -47,8 +47,8 @@ def answer_from(data: dict[str, Any]) -> Answer:
 def plan_to(plan: Plan) -> dict[str, Any]:
     """A plan as JSON, with the sums beside the entries."""
     return {
-        "header_tokens": plan.header_tokens,
-        "header_resident": plan.header_resident,
+        "system_prompt_tokens": plan.system_prompt_tokens,
+        "system_prompt_resident": plan.system_prompt_resident,
         "salted": plan.salted,
         "entries": [asdict(entry) for entry in plan.entries],
         "steps": [asdict(step) for step in plan.steps],
@@ -67,7 +67,7 @@ def plan_from(data: dict[str, Any]) -> Plan:
         lists = {name: tuple(entry[name]) for name in ("unseen", "missing")}
         entries.append(PlanEntry(**{**entry, **lists}))
     steps = tuple(PlanRequest(**step) for step in data["steps"])
-    return Plan(data["header_tokens"], data["header_resident"], tuple(entries), data["salted"], steps)
+    return Plan(data["system_prompt_tokens"], data["system_prompt_resident"], tuple(entries), data["salted"], steps)
 
 
 def disposability_to(found: Disposability) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def window_to(window: Window) -> dict[str, Any]:
     return {
         "object": "ctxwin.window",
         "id": window.id,
-        "header": window.header,
+        "system_prompt": window.system_prompt,
         "budget": window.budget,
         "tokens": window.tokens,
         "bytes": window.bytes,

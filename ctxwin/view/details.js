@@ -66,7 +66,7 @@ function detailsOf(model, scene, step) {
     `version ${step.events.at(-1).version}`, `${seconds(Math.max(0, at.time - begin))} after the start`,
     `${count(step.events.at(-1).tokens)} of ${count(at.budget)} tokens`, `${count(step.events.at(-1).evicted)} can be recalled`,
   ];
-  if (w.header) facts.push(`header: ${w.header}`);
+  if (w.systemPrompt) facts.push(`system prompt: ${w.systemPrompt}`);
   return [
     el("h2", { id: "details-title" }, `Step ${step.index + 1} of ${scene.steps.length}: ${where}`),
     el("p", { className: "soft" }, facts.join(" · ")),

@@ -83,7 +83,7 @@ class Model {
         step.closed = true;
         step.branches.push(open(event.other, w, event.placed, step));
       } else if (op === "watch") {
-        if (event.header !== undefined) Object.assign(w, { header: event.header, model: event.model });
+        if (event.system_prompt !== undefined) Object.assign(w, { systemPrompt: event.system_prompt, model: event.model });
         if (first ? event.placed.length : !same(w.last, event.placed)) join(w, begin(w, event), event);
       } else if (op === "adopt") {
         const step = begin(w, event);

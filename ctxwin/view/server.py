@@ -144,13 +144,13 @@ def messages(trace: Path, offset: int, stopping: Event) -> Iterator[bytes]:
 
     Ends when ``stopping`` is set.
     """
-    header = _header(trace)
+    system_prompt = _system_prompt(trace)
     quiet = time.monotonic()
     yield b": follows the trace\n\n"
     while not stopping.is_set():
         try:
             size = trace.stat().st_size
-            if size < offset or _header(trace) != header:
+            if size < offset or _system_prompt(trace) != system_prompt:
                 yield b"event: reset\ndata: the trace was replaced\n\n"
                 return
             fresh = b""
@@ -171,6 +171,6 @@ def messages(trace: Path, offset: int, stopping: Event) -> Iterator[bytes]:
             stopping.wait(POLL_S)
 
 
-def _header(trace: Path) -> bytes:
+def _system_prompt(trace: Path) -> bytes:
     with trace.open("rb") as file:
         return file.readline(4096)

@@ -166,7 +166,9 @@ class Trace:
             if self._closed or self._versions.get(state.window) == state.version:
                 return
             line = self._line(window.engine, "watch", state, window._origin, {})
-            self._event(line | {"header": _short(state.header), "model": _model(window.engine.spec.model)})
+            self._event(
+                line | {"system_prompt": _short(state.system_prompt), "model": _model(window.engine.spec.model)}
+            )
 
     def _line(
         self, engine: Engine, op: str, state: State, parent: str | None, lanes: Mapping[str, str]
@@ -279,12 +281,12 @@ class Recording:
     """A trace as it was read.
 
     Attributes:
-        header: format, version of ctxwin and time of the start (seconds since 1970).
+        system_prompt: format, version of ctxwin and time of the start (seconds since 1970).
         lines: chunks, events and notes in the order they were written.
         size: bytes of the file that were read, up to its last whole line.
     """
 
-    header: dict[str, Any]
+    system_prompt: dict[str, Any]
     lines: list[dict[str, Any]]
     size: int
 
@@ -315,12 +317,12 @@ def read_trace(path: str | Path) -> Recording:
     whole = Path(path).read_bytes()
     size = whole.rfind(b"\n") + 1
     lines = _parse(path, whole[:size])
-    header = next(lines, None)
-    if header is None:
+    system_prompt = next(lines, None)
+    if system_prompt is None:
         raise ValueError(
-            f"a trace must begin with its header, got {str(path)!r} without a whole line; record a run first"
+            f"a trace must begin with its system prompt, got {str(path)!r} without a whole line; record a run first"
         )
-    return Recording(header, list(lines), size)
+    return Recording(system_prompt, list(lines), size)
 
 
 def _parse(path: str | Path, whole: bytes) -> Iterator[dict[str, Any]]:
@@ -330,13 +332,13 @@ def _parse(path: str | Path, whole: bytes) -> Iterator[dict[str, Any]]:
         except ValueError:
             line = None
         if number == 1:
-            _check_header(path, line)
+            _check_system_prompt(path, line)
         elif not _known(line):
             raise ValueError(f"line {number} of {str(path)!r} must be a chunk, an event or a note, got {raw[:60]!r}")
         yield line
 
 
-def _check_header(path: str | Path, line: Any) -> None:
+def _check_system_prompt(path: str | Path, line: Any) -> None:
     if not isinstance(line, dict) or line.get("kind") != "trace":
         raise ValueError(
             f"{str(path)!r} must be a trace of ctxwin, got another kind of file; record one with ctxwin.view.trace.Trace"

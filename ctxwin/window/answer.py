@@ -14,10 +14,10 @@ class Usage:
 
     Attributes:
         engine: ``hf`` or ``vllm``.
-        prompt_tokens: header + chunks + query.
+        prompt_tokens: system prompt + chunks + query.
         computed_tokens: tokens that went through a forward, canonicals and patch forming included.
-        reused_tokens: tokens by lane of every placed chunk and the header (``computed`` and ``formed`` included, so the
-            values sum to header + chunks).
+        reused_tokens: tokens by lane of every placed chunk and the system prompt (``computed`` and ``formed`` included, so the
+            values sum to system prompt + chunks).
         forwards: prefill forwards.
         vision_encodes: runs of the vision tower since the previous answer of this window (its appends included).
         bytes_loaded: KV bytes brought into the engine's cache.
@@ -100,13 +100,13 @@ class PlanRequest:
     request of their own, whose KV the next one is given along with the rest.
 
     Attributes:
-        purpose: ``header`` and ``canonical`` form KV that the layout needs; ``chunks`` computes chunks with held ones
+        purpose: ``system_prompt`` and ``canonical`` form KV that the layout needs; ``chunks`` computes chunks with held ones
             behind them; ``answer``, always the last, computes the rest and the query.
         tokens: prompt tokens, the query left out.
         computed: how many of them run a forward.
     """
 
-    purpose: Literal["header", "canonical", "chunks", "answer"]
+    purpose: Literal["system_prompt", "canonical", "chunks", "answer"]
     tokens: int
     computed: int
 
@@ -124,7 +124,7 @@ class Plan:
     Attributes:
         steps: the engine's requests in order; those of one ask run one after the other, those of several windows
             together.
-        computed_tokens: tokens of header and chunks that would run a forward.
+        computed_tokens: tokens of system prompt and chunks that would run a forward.
         repair_tokens: further tokens that re-forming every kept approximation (`Window.recall` with ``repair=True``,
             `Window.refresh`) would run.
         reprefill_tokens: tokens a full re-prefill would run.
@@ -133,8 +133,8 @@ class Plan:
             prefix cache.
     """
 
-    header_tokens: int
-    header_resident: bool
+    system_prompt_tokens: int
+    system_prompt_resident: bool
     entries: tuple[PlanEntry, ...]
     salted: bool
     steps: tuple[PlanRequest, ...] = ()
@@ -146,11 +146,11 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        return self.header_tokens + sum(e.tokens for e in self.entries)
+        return self.system_prompt_tokens + sum(e.tokens for e in self.entries)
 
     @property
     def computed_tokens(self) -> int:
-        return sum(e.compute for e in self.entries) + (0 if self.header_resident else self.header_tokens)
+        return sum(e.compute for e in self.entries) + (0 if self.system_prompt_resident else self.system_prompt_tokens)
 
     @property
     def repair_tokens(self) -> int:
@@ -170,8 +170,8 @@ class Plan:
 
     @property
     def tokens_by_lane(self) -> dict[str, int]:
-        """Tokens by lane, the header under ``resident`` or ``computed``."""
-        lanes = {"resident" if self.header_resident else "computed": self.header_tokens}
+        """Tokens by lane, the system prompt under ``resident`` or ``computed``."""
+        lanes = {"resident" if self.system_prompt_resident else "computed": self.system_prompt_tokens}
         for entry in self.entries:
             lanes[entry.lane] = lanes.get(entry.lane, 0) + entry.tokens
         return lanes

@@ -110,11 +110,11 @@ def ask(
 
 
 def check_budget(state: State, query: int, max_tokens: int) -> None:
-    """Raises BudgetExceeded where header, chunks, query and answer do not fit together."""
+    """Raises BudgetExceeded where system prompt, chunks, query and answer do not fit together."""
     needed = state.tokens + query + max_tokens
     if needed > state.budget:
         raise BudgetExceeded(
-            f"header and chunks ({state.tokens} tokens), query ({query}) and answer ({max_tokens}) must fit the budget of "
+            f"system prompt and chunks ({state.tokens} tokens), query ({query}) and answer ({max_tokens}) must fit the budget of "
             f"{state.budget}, got {needed}; slide() the window, shorten the query or lower max_tokens",
             needed=needed,
             budget=state.budget,
@@ -131,7 +131,9 @@ def _usage(
     laid_s: float,
     total: float,
 ) -> Usage:
-    lanes = {"computed" if laid.pieces[0].span is None or work.header else "resident": state.header_tokens}
+    lanes = {
+        "computed" if laid.pieces[0].span is None or work.system_prompt else "resident": state.system_prompt_tokens
+    }
     for choice in laid.choices:
         lanes[choice.lane] = lanes.get(choice.lane, 0) + choice.placed.tokens
     return Usage(
@@ -176,10 +178,10 @@ def _remember_pass(
     """Appends the exchange just made, with the KV of that very pass; only the turn's closing tokens are computed."""
     chunk, encoded = _exchange(window.engine, query, generation.token_ids)
     placed = window._new(state, chunk)
-    start = state.header_advance + sum(p.advance for p in state.placed)
+    start = state.system_prompt_advance + sum(p.advance for p in state.placed)
     front = [c.served for c in laid.choices]
     exact = all(f.exact for f in front)
-    provenance = provenance_of(state.header_key, chunk.id, [f.provenance for f in front])
+    provenance = provenance_of(state.system_prompt_key, chunk.id, [f.provenance for f in front])
     served = Conditioning(
         provenance=provenance, antecedents=tuple(p.id for p in state.placed), exact=exact,
         depth=0 if exact else 1 + max(f.depth for f in front), lane="computed",
@@ -189,7 +191,7 @@ def _remember_pass(
     if span is not None:
         span = _finish(window, laid, generation, encoded, span, start, work)
         window._assembly.put(served.span, span, encoded, provenance=provenance, exact=exact, depth=served.depth)
-        placed = placed.but(kv=served, seen=True)
+        placed = placed.replace(kv=served, seen=True)
     return edits.appended(state, placed), placed.id
 
 
@@ -348,7 +350,7 @@ def disposable(window: Window, placement: str, query: str, max_tokens: int, *, c
 def _roomy_fork(window: Window) -> Window:
     """A branch with all the tokens the engine takes: who may leave is asked of a window that is over its budget."""
     branch = window.fork()
-    branch._state = branch._state.but(budget=window.engine.spec.max_tokens)
+    branch._state = branch._state.replace(budget=window.engine.spec.max_tokens)
     return branch
 
 
@@ -409,7 +411,7 @@ def compress(window: Window) -> int:
             kv = p.kv.model_copy(
                 update={"lane": "patched", "exact": False, "depth": p.kv.depth + 1, "span": base, "patch": key}
             )
-            placed[i] = p.but(kv=kv)
+            placed[i] = p.replace(kv=kv)
         if dropped:
             window._commit(state.edited(placed=tuple(placed)), "compress")
             for key, nbytes in dropped.items():

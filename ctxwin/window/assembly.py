@@ -39,13 +39,13 @@ class Work:
     forwards: int = 0
     tokens: int = 0
     misses: int = 0
-    header: bool = False  # whether the header was among them
+    system_prompt: bool = False  # whether the system prompt was among them
     background: bool = False  # nobody waits for it
 
 
 @dataclass(frozen=True)
 class Laid:
-    """A layout ready for an engine: header first, then one piece per placed chunk."""
+    """A layout ready for an engine: system prompt first, then one piece per placed chunk."""
 
     choices: tuple[Choice, ...]
     pieces: tuple[Piece, ...]
@@ -55,15 +55,15 @@ class Laid:
 def salt_of(pieces: Sequence[Piece]) -> str:
     """The prefix-cache space of a layout: "" (the exact one) or a digest of the KV that a forward would not give.
 
-    Everything up to the last piece that is `apart` names the space; what stands behind it was computed behind exactly
+    Everything up to the last piece that is `approximate` names the space; what stands behind it was computed behind exactly
     that, so the engine's own chain of block hashes tells it apart. An append or a fork therefore stays in its space, and
     an edit undone comes back to it.
     """
-    last = max((i for i, piece in enumerate(pieces) if piece.apart), default=0)
+    last = max((i for i, piece in enumerate(pieces) if piece.approximate), default=0)
     return digest("salt", [piece.id for piece in pieces[: last + 1]]) if last else ""
 
 
-def is_apart(choice: Choice, behind: bool) -> bool:
+def is_approximate(choice: Choice, behind: bool) -> bool:
     """Whether a chunk is served with KV that a forward behind what is in front of it would not give.
 
     So are survivors, patches and canonicals. Resident KV was computed behind the provenance that is in front now, which
@@ -94,15 +94,18 @@ class Assembly:
 
     # -- planning ------------------------------------------------------------------------------------------------
 
-    def header_key(self, state: State) -> str:
-        return span_key(provenance_of(state.header_key, "header", ()))
+    def system_prompt_key(self, state: State) -> str:
+        return span_key(provenance_of(state.system_prompt_key, "system_prompt", ()))
 
     def plan(self, state: State, fidelity: Fidelity) -> Plan:
         """What an ask of ``state`` would do; reads no KV."""
         kv = self.engine.spec.kv
         itemsize = 4 if kv.dtype == "float32" else 2
         return plan_of(
-            state, choose(state, fidelity, self.has), kv.span_bytes(1, itemsize), self.has(self.header_key(state))
+            state,
+            choose(state, fidelity, self.has),
+            kv.span_bytes(1, itemsize),
+            self.has(self.system_prompt_key(state)),
         )
 
     # -- laying out ----------------------------------------------------------------------------------------------
@@ -119,8 +122,8 @@ class Assembly:
                 return Laid(tuple(choices), pieces, salt_of(pieces))
 
     def _pieces(self, state: State, choices: Sequence[Choice], work: Work) -> tuple[Piece, ...] | None:
-        header = self._header(state, work)
-        pieces = [header]
+        system_prompt = self._system_prompt(state, work)
+        pieces = [system_prompt]
         for choice, start in zip(choices, state.starts(), strict=True):
             encoded = self.encode(choice.placed)
             if choice.compute:
@@ -128,8 +131,8 @@ class Assembly:
                 continue
             formed = None
             if choice.form_canonical:
-                header = pieces[0] = self._computed_header(state, header, work)
-                _, formed = self.canonical(state, choice.placed, header, work)
+                system_prompt = pieces[0] = self._computed_system_prompt(state, system_prompt, work)
+                _, formed = self.canonical(state, choice.placed, system_prompt, work)
             # What was formed just now serves even where the store refused it; asking again would never end.
             span = formed or self._span(choice.served.span, encoded, work)
             if span is None:
@@ -140,31 +143,31 @@ class Assembly:
                 if patch is None:
                     return None
             served = choice.served
-            apart = is_apart(choice, any(piece.apart for piece in pieces))
+            approximate = is_approximate(choice, any(piece.approximate for piece in pieces))
             pieces.append(
                 Piece(
                     encoded, start, span=span, id=served.patch or served.span, patch=patch, base_id=served.span,
-                    apart=apart,
+                    approximate=approximate,
                 )
             )  # fmt: skip
         return tuple(pieces)
 
-    def _header(self, state: State, work: Work) -> Piece:
-        encoded = self.engine.encode_header(state.header)
-        key = self.header_key(state)
+    def _system_prompt(self, state: State, work: Work) -> Piece:
+        encoded = self.engine.encode_system_prompt(state.system_prompt)
+        key = self.system_prompt_key(state)
         span = self._span(key, encoded, work) if self.has(key) else None
         return Piece(encoded, 0, span=span, capture=span is None, id=key)
 
-    def _computed_header(self, state: State, header: Piece, work: Work) -> Piece:
-        """``header`` with its KV: computed once for all canonicals that are formed behind it."""
-        if header.span is not None:
-            return header
-        span = self.engine.prefill([], header.encoded, 0, background=work.background)
+    def _computed_system_prompt(self, state: State, system_prompt: Piece, work: Work) -> Piece:
+        """``system_prompt`` with its KV: computed once for all canonicals that are formed behind it."""
+        if system_prompt.span is not None:
+            return system_prompt
+        span = self.engine.prefill([], system_prompt.encoded, 0, background=work.background)
         work.forwards += 1
-        work.tokens += header.encoded.tokens
-        work.header = True
-        self.put(header.id, span, header.encoded, provenance="header", exact=True)
-        return replace(header, span=span, capture=False)
+        work.tokens += system_prompt.encoded.tokens
+        work.system_prompt = True
+        self.put(system_prompt.id, span, system_prompt.encoded, provenance="system_prompt", exact=True)
+        return replace(system_prompt, span=span, capture=False)
 
     def _span(self, key: str, encoded: Encoded, work: Work) -> SpanKV | None:
         found = self.repo.get_span(key, token_ids=encoded.token_ids)
@@ -197,17 +200,19 @@ class Assembly:
         self.missing.discard(key)
         self.repo.put_span(key, span, {"token_ids": list(encoded.token_ids), "chunk": encoded.chunk_id, **meta})
 
-    def canonical(self, state: State, placed: Placed, header: Piece | None, work: Work) -> tuple[str, SpanKV | None]:
-        """The key of a chunk's canonical; where it is not held, also its KV, formed by one forward behind the header."""
+    def canonical(
+        self, state: State, placed: Placed, system_prompt: Piece | None, work: Work
+    ) -> tuple[str, SpanKV | None]:
+        """The key of a chunk's canonical; where it is not held, also its KV, formed by one forward behind the system prompt."""
         provenance, key = canonical_key(state, placed.chunk_id)
         if self.has(key):
             return key, None
-        header = self._computed_header(state, header or self._header(state, work), work)
+        system_prompt = self._computed_system_prompt(state, system_prompt or self._system_prompt(state, work), work)
         encoded = self.encode(placed)
-        with_header = partial(
-            self.engine.prefill, [header], encoded, state.header_advance, background=work.background
+        with_system_prompt = partial(
+            self.engine.prefill, [system_prompt], encoded, state.system_prompt_advance, background=work.background
         )  # fmt: skip
-        span = self._seen([placed], with_header)
+        span = self._seen([placed], with_system_prompt)
         work.forwards += 1
         work.tokens += encoded.tokens
         self.put(key, span, encoded, provenance=provenance, exact=True)
@@ -246,7 +251,7 @@ class Assembly:
         The version stays: what is placed has not changed, only what is known about its KV.
         """
         if 0 in captured:
-            self.put(laid.pieces[0].id, captured[0], laid.pieces[0].encoded, provenance="header", exact=True)
+            self.put(laid.pieces[0].id, captured[0], laid.pieces[0].encoded, provenance="system_prompt", exact=True)
         placed = []
         for i, choice in enumerate(laid.choices, start=1):
             p = choice.placed
@@ -262,9 +267,9 @@ class Assembly:
                 if fidelity.mode == "patched" and served.antecedents:
                     self._store_factors(state, choice, captured[i], laid.pieces[i].encoded, fidelity)
             if choice.settles:
-                p = p.but(kv=choice.served, seen=True, unseen=())
+                p = p.replace(kv=choice.served, seen=True, unseen=())
             placed.append(p)
-        return state.but(placed=tuple(placed))
+        return state.replace(placed=tuple(placed))
 
     def _store_factors(
         self, state: State, choice: Choice, conditioned: SpanKV, encoded: Encoded, fidelity: Fidelity
@@ -301,7 +306,7 @@ class Assembly:
         """Re-forms one placed chunk behind what is in front of it now: one forward, no vision encode."""
         choice = laid.choices[index]
         front = [c.served for c in laid.choices[:index]]
-        now = provenance_of(state.header_key, choice.placed.chunk_id, [f.provenance for f in front])
+        now = provenance_of(state.system_prompt_key, choice.placed.chunk_id, [f.provenance for f in front])
         exact = all(f.exact for f in front)
         piece = laid.pieces[index + 1]
         front_pieces = laid.pieces[: index + 1]
@@ -324,8 +329,8 @@ class Assembly:
         if fidelity.mode == "patched" and front:
             self._store_factors(state, formed, span, piece.encoded, fidelity)
         placed = list(state.placed)
-        placed[index] = placed[index].but(kv=served, seen=True, unseen=())
-        return state.but(placed=tuple(placed))
+        placed[index] = placed[index].replace(kv=served, seen=True, unseen=())
+        return state.replace(placed=tuple(placed))
 
     def orbit(
         self, state: State, index: int, orders: Iterable[Sequence[int]], fidelity: Fidelity, work: Work
@@ -339,14 +344,14 @@ class Assembly:
 
         target, spec = state.placed[index], self.engine.spec
         encoded = self.encode(target)
-        header = self._header(state, work)
-        base_key, _ = self.canonical(state, target, header, work)
+        system_prompt = self._system_prompt(state, work)
+        base_key, _ = self.canonical(state, target, system_prompt, work)
         base = self.repo.get_span(base_key, token_ids=encoded.token_ids)
         if base is None:
             return None
         met: list[SpanKV] = []
         for order in orders:
-            pieces, at = [header], state.header_advance
+            pieces, at = [system_prompt], state.system_prompt_advance
             for i in order:
                 front = self.encode(state.placed[i])
                 before = partial(self.engine.prefill, tuple(pieces), front, at, background=work.background)
@@ -366,7 +371,7 @@ class Assembly:
         patch = compressed(mean.mean, spec.model, spec.kv, fidelity)
         patch.meta.update(orders=mean.count, spread=mean.spread)
         key = orbit_key(
-            state.header_key, target.chunk_id, [p.chunk_id for p in state.placed[:index]], fidelity.patch_name
+            state.system_prompt_key, target.chunk_id, [p.chunk_id for p in state.placed[:index]], fidelity.patch_name
         )
         self.repo.put_patch(key, patch)
         self.missing.discard(key)

@@ -30,10 +30,10 @@ def appended(state: State, placed: Placed) -> State:
 def inserted(state: State, placed: Placed, index: int, *, repair: bool = False) -> State:
     """``placed`` at ``index``; what stands behind either keeps its KV without having seen it, or is to be re-formed."""
     behind = tuple(
-        p.but(kv=None, unseen=()) if repair else p.but(unseen=tuple(dict.fromkeys((*p.unseen, placed.id))))
+        p.replace(kv=None, unseen=()) if repair else p.replace(unseen=tuple(dict.fromkeys((*p.unseen, placed.id))))
         for p in state.placed[index:]
     )
-    return state.but(placed=(*state.placed[:index], placed, *behind))
+    return state.replace(placed=(*state.placed[:index], placed, *behind))
 
 
 def recalled(state: State, back: Placed, at: int | None, *, repair: bool = False) -> tuple[State, int]:
@@ -45,7 +45,7 @@ def recalled(state: State, back: Placed, at: int | None, *, repair: bool = False
         at = next((i for i, p in enumerate(state.placed) if p.arrival > back.arrival), len(state.placed))
     at = checked_index(at, len(state.placed))
     left = tuple(p for p in state.evicted if p.id != back.id)
-    return inserted(state, back.but(read=state.version + 1, unseen=()), at, repair=repair).edited(evicted=left), at
+    return inserted(state, back.replace(read=state.version + 1, unseen=()), at, repair=repair).edited(evicted=left), at
 
 
 def looked_back(state: State, backs: Sequence[Placed]) -> State:
@@ -56,7 +56,7 @@ def looked_back(state: State, backs: Sequence[Placed]) -> State:
     for back in backs:
         state, _ = recalled(state, back, None)
     ids = {p.id for p in backs}
-    return state.but(placed=tuple(p.but(unseen=()) if p.id in ids else p for p in state.placed))
+    return state.replace(placed=tuple(p.replace(unseen=()) if p.id in ids else p for p in state.placed))
 
 
 def reordered(state: State, ids: Sequence[str]) -> State:
@@ -65,14 +65,14 @@ def reordered(state: State, ids: Sequence[str]) -> State:
     placed = []
     for i, placement in enumerate(ids):
         p = by_id[placement]
-        placed.append(p.but(unseen=tuple(u for u in p.unseen if u in ids[:i])) if p.unseen else p)
+        placed.append(p.replace(unseen=tuple(u for u in p.unseen if u in ids[:i])) if p.unseen else p)
     return state.edited(placed=tuple(placed))
 
 
 def changed(state: State, placement: str, **changes: Any) -> State:
     """With fields of one placed chunk changed; UnknownChunk where it is not placed."""
     i = state.index(placement)
-    return state.edited(placed=(*state.placed[:i], state.placed[i].but(**changes), *state.placed[i + 1 :]))
+    return state.edited(placed=(*state.placed[:i], state.placed[i].replace(**changes), *state.placed[i + 1 :]))
 
 
 def evicted(state: State, leaving: Sequence[Placed]) -> State:
@@ -80,7 +80,7 @@ def evicted(state: State, leaving: Sequence[Placed]) -> State:
     out = {p.id for p in leaving}
     gone = (*state.evicted, *leaving)[-MAX_EVICTED:]
     # What leaves is no longer unseen: should it come back, that depends on how and where.
-    kept = tuple(p.but(unseen=tuple(u for u in p.unseen if u not in out)) for p in state.placed if p.id not in out)
+    kept = tuple(p.replace(unseen=tuple(u for u in p.unseen if u not in out)) for p in state.placed if p.id not in out)
     return state.edited(placed=kept, evicted=gone)
 
 
@@ -90,8 +90,8 @@ def forgotten(state: State, gone: Placed) -> tuple[State, list[Placed]]:
 
     def clean(placed: Placed) -> Placed:
         if placed.id in tainted:
-            return placed.but(kv=None, unseen=())
-        return placed.but(unseen=tuple(u for u in placed.unseen if u != gone.id))
+            return placed.replace(kv=None, unseen=())
+        return placed.replace(unseen=tuple(u for u in placed.unseen if u != gone.id))
 
     new = state.edited(
         placed=tuple(clean(p) for p in state.placed if p.id != gone.id),
@@ -119,13 +119,15 @@ def absorbers(state: State, source: str) -> set[str]:
     return tainted - {source}
 
 
-def leaving_for_budget(state: State, order: Iterable[str], room: int = 0, *, stay: Iterable[str] = ()) -> list[Placed]:
-    """The chunks whose eviction, in this order, brings the window with ``room`` tokens free within its budget.
+def leaving_for_budget(
+    state: State, order: Iterable[str], reserve_tokens: int = 0, *, stay: Iterable[str] = ()
+) -> list[Placed]:
+    """The chunks whose eviction, in this order, brings the window with ``reserve_tokens`` tokens free within its budget.
 
     ``order`` is read no further than needed. Pinned chunks and ``stay`` stay. Raises BudgetExceeded where even all of it is not
     enough.
     """
-    excess = state.tokens + room - state.budget
+    excess = state.tokens + reserve_tokens - state.budget
     leaving: list[Placed] = []
     if excess > 0:
         with closing(free_in_order(state, order, stay)) as free:

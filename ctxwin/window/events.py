@@ -29,7 +29,7 @@ class Event:
         query, answer: of ``ask`` (``ids`` names what was remembered); ``disposable`` has the query only.
         other: id of the other window of ``fork`` and ``adopt`` (the branch).
         note: what else there is to say: ``clean`` or ``conditioned`` of a toggle, ``pinned`` or ``free`` of a pin,
-            ``disposable`` or ``needed``, the other header of a fork.
+            ``disposable`` or ``needed``, the other system prompt of a fork.
         seconds: how long it took.
     """
 

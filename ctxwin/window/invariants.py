@@ -20,11 +20,11 @@ def check_state(state: State, plan: Plan) -> None:
     holds(all(p.arrival < state.arrivals for p in (*placed, *evicted)), "an arrival lies in the future")
     holds(len({p.arrival for p in (*placed, *evicted)}) == len(placed) + len(evicted), "two chunks arrived at once")
     holds(all(not p.chunk._frames for p in (*placed, *evicted)), "a state holds pixels")
-    holds(state.header_tokens < state.budget, "the header exceeds the budget")
+    holds(state.system_prompt_tokens < state.budget, "the system prompt exceeds the budget")
     holds(plan.tokens == state.tokens, "the plan counts other tokens than the state")
     holds(tuple(e.id for e in plan.entries) == tuple(ids), "the plan lists other chunks than the state")
 
-    offset, start = state.header_tokens, state.header_advance
+    offset, start = state.system_prompt_tokens, state.system_prompt_advance
     for i, (p, e) in enumerate(zip(placed, plan.entries, strict=True)):
         holds((e.offset, e.start) == (offset, start), f"{p.id} does not follow the chunk in front of it")
         offset, start = offset + p.tokens, start + p.advance

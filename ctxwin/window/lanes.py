@@ -23,7 +23,7 @@ class Choice:
     Attributes:
         served: provenance, exactness and keys of the KV as served; what later chunks are conditioned on.
         compute: whether a forward over the chunk runs in place (its KV is captured under ``served.span``).
-        form_canonical: whether the canonical must first be formed by a forward behind the header.
+        form_canonical: whether the canonical must first be formed by a forward behind the system prompt.
         removal: base span that a removal patch should be formed against, once the chunk has been re-formed.
     """
 
@@ -46,12 +46,12 @@ class Choice:
 
 
 def canonical_key(state: State, chunk_id: str) -> tuple[str, str]:
-    """Provenance and span key of a chunk behind nothing but the header: its canonical.
+    """Provenance and span key of a chunk behind nothing but the system prompt: its canonical.
 
-    The canonical stands behind the window's header, so a chunk that is recalled to the front is exact and free there;
-    behind another header it is another canonical.
+    The canonical stands behind the window's system prompt, so a chunk that is recalled to the front is exact and free there;
+    behind another system prompt it is another canonical.
     """
-    provenance = provenance_of(state.header_key, chunk_id, ())
+    provenance = provenance_of(state.system_prompt_key, chunk_id, ())
     return provenance, span_key(provenance)
 
 
@@ -102,7 +102,7 @@ def _choose_one(
         )
         return Choice(placed, "canonical", served, form_canonical=not has(base))
 
-    now = provenance_of(state.header_key, placed.chunk_id, [f.provenance for f in front])
+    now = provenance_of(state.system_prompt_key, placed.chunk_id, [f.provenance for f in front])
 
     def conditioned(lane: Lane, span: str, *, exact: bool, depth: int, patch: str | None = None) -> Conditioning:
         return Conditioning(
@@ -148,7 +148,9 @@ def _choose_one(
                 return Choice(placed, "patched", conditioned("patched", start, exact=False, depth=depth, patch=patch))
 
     if fidelity.allows("orbit") and front:
-        patch = orbit_key(state.header_key, placed.chunk_id, [c.placed.chunk_id for c in before], fidelity.patch_name)
+        patch = orbit_key(
+            state.system_prompt_key, placed.chunk_id, [c.placed.chunk_id for c in before], fidelity.patch_name
+        )
         if has(patch) and has(base):
             depth = 1 + _approximate_depth(front)
             return Choice(placed, "orbit", conditioned("orbit", base, exact=False, depth=depth, patch=patch))
@@ -163,9 +165,9 @@ def _held(kv: Conditioning, has: Has) -> bool:
     return has(kv.span) and (kv.patch is None or has(kv.patch))
 
 
-def plan_of(state: State, choices: Sequence[Choice], token_bytes: int, header_resident: bool) -> Plan:
+def plan_of(state: State, choices: Sequence[Choice], token_bytes: int, system_prompt_resident: bool) -> Plan:
     """Prices ``choices``; ``token_bytes`` is the KV bytes of one token."""
-    entries, offset = [], state.header_tokens
+    entries, offset = [], state.system_prompt_tokens
     canonicals: dict[str, int] = {}  # tokens by chunk: placed twice, it is formed once
     for choice, start in zip(choices, state.starts(), strict=True):
         p = choice.placed
@@ -193,22 +195,24 @@ def plan_of(state: State, choices: Sequence[Choice], token_bytes: int, header_re
             )
         )
         offset += p.tokens
-    steps = _steps(state.header_tokens, header_resident, choices, list(canonicals.values()))
-    return Plan(state.header_tokens, header_resident, tuple(entries), not all(e.exact for e in entries), steps)
+    steps = _steps(state.system_prompt_tokens, system_prompt_resident, choices, list(canonicals.values()))
+    return Plan(
+        state.system_prompt_tokens, system_prompt_resident, tuple(entries), not all(e.exact for e in entries), steps
+    )
 
 
 def _steps(
-    header: int, header_resident: bool, choices: Sequence[Choice], canonicals: Sequence[int]
+    system_prompt: int, system_prompt_resident: bool, choices: Sequence[Choice], canonicals: Sequence[int]
 ) -> tuple[PlanRequest, ...]:
-    """The engine's requests in order: canonicals behind the header, then one for each run of computed chunks with held
+    """The engine's requests in order: canonicals behind the system prompt, then one for each run of computed chunks with held
     ones behind it, then the answering one."""
     steps: list[PlanRequest] = []
-    if canonicals and header and not header_resident:
-        steps.append(PlanRequest("header", header, header))
-        header_resident = True
-    steps += [PlanRequest("canonical", header + tokens, tokens) for tokens in canonicals]
-    layout = [(header, not header_resident), *((c.placed.tokens, c.compute) for c in choices)]
-    layout = [(tokens, compute) for tokens, compute in layout if tokens]  # an empty header is neither
+    if canonicals and system_prompt and not system_prompt_resident:
+        steps.append(PlanRequest("system_prompt", system_prompt, system_prompt))
+        system_prompt_resident = True
+    steps += [PlanRequest("canonical", system_prompt + tokens, tokens) for tokens in canonicals]
+    layout = [(system_prompt, not system_prompt_resident), *((c.placed.tokens, c.compute) for c in choices)]
+    layout = [(tokens, compute) for tokens, compute in layout if tokens]  # an empty system prompt is neither
     last = max((i for i, (_, compute) in enumerate(layout) if not compute), default=0)
     total = computed = 0
     for i, (tokens, compute) in enumerate(layout):

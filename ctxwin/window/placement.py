@@ -18,39 +18,39 @@ if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
 
 
-def opened(engine: Engine, header: str, budget: int, fidelity: Fidelity) -> State:
-    """The empty state of a window behind ``header``; BudgetExceeded where that alone does not fit."""
-    encoded = engine.encode_header(header)
+def opened(engine: Engine, system_prompt: str, budget: int, fidelity: Fidelity) -> State:
+    """The empty state of a window behind ``system_prompt``; BudgetExceeded where that alone does not fit."""
+    encoded = engine.encode_system_prompt(system_prompt)
     if encoded.tokens >= budget:
         raise BudgetExceeded(
-            f"budget must exceed the header's {encoded.tokens} tokens, got {budget}",
+            f"budget must exceed the system prompt's {encoded.tokens} tokens, got {budget}",
             needed=encoded.tokens + 1,
             budget=budget,
         )
     return State(
-        engine=digest(engine.spec.name, engine.spec.identity), header=header, header_tokens=encoded.tokens,
-        header_advance=encoded.advance, budget=budget, fidelity=fidelity,
+        engine=digest(engine.spec.name, engine.spec.identity), system_prompt=system_prompt, system_prompt_tokens=encoded.tokens,
+        system_prompt_advance=encoded.advance, budget=budget, fidelity=fidelity,
     )  # fmt: skip
 
 
-def behind(engine: Engine, state: State, header: str) -> State:
-    """``state`` behind another header: the same chunks without KV."""
+def behind(engine: Engine, state: State, system_prompt: str) -> State:
+    """``state`` behind another system prompt: the same chunks without KV."""
     strip = {"kv": None, "unseen": ()}
-    return opened(engine, header, state.budget, state.fidelity).but(
+    return opened(engine, system_prompt, state.budget, state.fidelity).replace(
         version=state.version,
         arrivals=state.arrivals,
-        placed=tuple(p.but(**strip) for p in state.placed),
-        evicted=tuple(p.but(**strip) for p in state.evicted),
+        placed=tuple(p.replace(**strip) for p in state.placed),
+        evicted=tuple(p.replace(**strip) for p in state.evicted),
     )
 
 
 def placement(engine: Engine, state: State, chunk: Chunk, seed: str) -> Placed:
     """A new placement of ``chunk``, encoded; its id follows from ``seed``, the arrivals so far and the content."""
     encoded = engine.encode(chunk)
-    alone = state.header_tokens + encoded.tokens
+    alone = state.system_prompt_tokens + encoded.tokens
     if alone > state.budget:
         raise BudgetExceeded(
-            f"a chunk must fit the budget of {state.budget} tokens beside the header ({state.header_tokens}), got a chunk "
+            f"a chunk must fit the budget of {state.budget} tokens beside the system prompt ({state.system_prompt_tokens}), got a chunk "
             f"of {encoded.tokens}; raise the budget or split it",
             needed=alone, budget=state.budget,
         )  # fmt: skip
@@ -76,16 +76,16 @@ def rebind(engine: Engine, state: State) -> State:
     mine = digest(engine.spec.name, engine.spec.identity)
     if state.engine == mine:
         return state
-    header = engine.encode_header(state.header)
+    system_prompt = engine.encode_system_prompt(state.system_prompt)
 
     def again(placed: Placed) -> Placed:
         encoded = engine.encode(placed.chunk)
-        return placed.but(tokens=encoded.tokens, advance=encoded.advance, kv=None, seen=False, unseen=())
+        return placed.replace(tokens=encoded.tokens, advance=encoded.advance, kv=None, seen=False, unseen=())
 
-    return state.but(
-        engine=mine, header_tokens=header.tokens, header_advance=header.advance,
+    return state.replace(
+        engine=mine, system_prompt_tokens=system_prompt.tokens, system_prompt_advance=system_prompt.advance,
         budget=min(state.budget, engine.spec.max_tokens),
-        placed=tuple(again(p) for p in state.placed), evicted=tuple(p.but(kv=None, seen=False, unseen=()) for p in state.evicted),
+        placed=tuple(again(p) for p in state.placed), evicted=tuple(p.replace(kv=None, seen=False, unseen=()) for p in state.evicted),
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ class Conditioning(BaseModel):
     """What a placed chunk's KV has absorbed, and where that KV is.
 
     Attributes:
-        provenance: digest of header and antecedents in order, each with its own provenance (see `provenance_of`).
+        provenance: digest of system prompt and antecedents in order, each with its own provenance (see `provenance_of`).
         antecedents: placement ids in front when it was computed; the edges of the cascade graph.
         exact: whether it equals what a re-prefill behind exactly these antecedents gives.
         depth: length of the chain of approximations it stands on; 0 where exact.
@@ -68,7 +68,7 @@ class Placed(BaseModel):
     seen: bool = False
     unseen: tuple[str, ...] = ()
 
-    def but(self, **changes: Any) -> Placed:
+    def replace(self, **changes: Any) -> Placed:
         return self.model_copy(update=changes)
 
 
@@ -85,9 +85,9 @@ class State(BaseModel):
     format: int = 1
     window: str = ""
     engine: str
-    header: str
-    header_tokens: int
-    header_advance: int
+    system_prompt: str
+    system_prompt_tokens: int
+    system_prompt_advance: int
     budget: int
     fidelity: Fidelity
     version: int = 0
@@ -97,12 +97,12 @@ class State(BaseModel):
 
     @property
     def tokens(self) -> int:
-        return self.header_tokens + sum(p.tokens for p in self.placed)
+        return self.system_prompt_tokens + sum(p.tokens for p in self.placed)
 
     @property
-    def header_key(self) -> str:
-        """Provenance of the header itself."""
-        return _digest("header", self.engine, self.header)
+    def system_prompt_key(self) -> str:
+        """Provenance of the system prompt itself."""
+        return _digest("system_prompt", self.engine, self.system_prompt)
 
     def index(self, placement: str) -> int:
         """Index of a placed chunk; raises UnknownChunk."""
@@ -128,16 +128,16 @@ class State(BaseModel):
                 return p
         raise UnknownChunk(f"id must be a placed or evicted chunk, got {placement!r}")
 
-    def but(self, **changes: Any) -> State:
+    def replace(self, **changes: Any) -> State:
         return self.model_copy(update=changes)
 
     def edited(self, **changes: Any) -> State:
         """The next version."""
-        return self.but(version=self.version + 1, **changes)
+        return self.replace(version=self.version + 1, **changes)
 
     def starts(self) -> list[int]:
         """Start position of every placed chunk."""
-        at, out = self.header_advance, []
+        at, out = self.system_prompt_advance, []
         for p in self.placed:
             out.append(at)
             at += p.advance
@@ -151,9 +151,9 @@ class State(BaseModel):
         return kv | {f"source/{m.content}" for m in memory}
 
 
-def provenance_of(header_key: str, chunk_id: str, front: Iterable[str]) -> str:
-    """Provenance of a chunk's KV: header, then its antecedents in order, each by its own provenance."""
-    return _digest("provenance", header_key, chunk_id, tuple(front))
+def provenance_of(system_prompt_key: str, chunk_id: str, front: Iterable[str]) -> str:
+    """Provenance of a chunk's KV: system prompt, then its antecedents in order, each by its own provenance."""
+    return _digest("provenance", system_prompt_key, chunk_id, tuple(front))
 
 
 def span_key(provenance: str, front: Iterable[Conditioning] | None = None) -> str:
@@ -172,9 +172,9 @@ def patch_key(provenance: str, base: str, name: str) -> str:
     return "patch/" + _digest("patch", provenance, base, name)
 
 
-def orbit_key(header_key: str, chunk_id: str, antecedents: Sequence[str], name: str) -> str:
-    """Store key of an orbit patch: header, chunk, and the antecedents' contents as a set."""
-    return "orbit/" + _digest("orbit", header_key, chunk_id, tuple(sorted(antecedents)), name)
+def orbit_key(system_prompt_key: str, chunk_id: str, antecedents: Sequence[str], name: str) -> str:
+    """Store key of an orbit patch: system prompt, chunk, and the antecedents' contents as a set."""
+    return "orbit/" + _digest("orbit", system_prompt_key, chunk_id, tuple(sorted(antecedents)), name)
 
 
 @lru_cache(maxsize=1 << 13, typed=True)

@@ -36,34 +36,34 @@ class Window(Versions):
 
     Args:
         engine: from `open_engine`; may be shared by any number of windows.
-        header: system prompt, fixed for the life of the window (`fork` makes one behind another header).
-        budget: most tokens of header, chunks, query and answer together; default: what the engine takes.
+        system_prompt: system prompt, fixed for the life of the window (`fork` makes one behind another system prompt).
+        budget: most tokens of system prompt, chunks, query and answer together; default: what the engine takes.
         fidelity: which approximations are allowed; ``auto`` follows the model's profile and is ``exact`` without one.
         budget_bytes: the same as KV bytes (an int, or ``"512MB"``); the smaller budget counts.
         eviction: who leaves first when `slide` or `look_back` makes room (`ctxwin.policies`).
         retrieval: what `look_back` brings back.
 
     Raises:
-        BudgetExceeded: the header alone does not fit.
+        BudgetExceeded: the system prompt alone does not fit.
 
     A window has one writer: a second thread that edits or asks meanwhile gets WindowBusy. Use as a context manager, or
     call `close` to give its leases back.
     """
 
     def __init__(
-        self, engine: Engine, header: str = "", budget: int | None = None, fidelity: Fidelity | None = None, *,
+        self, engine: Engine, system_prompt: str = "", budget: int | None = None, fidelity: Fidelity | None = None, *,
         budget_bytes: int | str | None = None, eviction: Eviction | None = None, retrieval: Retrieval | None = None,
     ) -> None:  # fmt: skip
-        if not isinstance(header, str):
-            raise TypeError(f"header must be a str, got {type(header).__name__}")
+        if not isinstance(system_prompt, str):
+            raise TypeError(f"system_prompt must be a str, got {type(system_prompt).__name__}")
         limit = engine.spec.max_tokens
         budget = limit if budget is None else budget
         if not isinstance(budget, int) or not 0 < budget <= limit:
             raise ValueError(f"budget must be an int in 1..{limit} (what the engine takes), got {budget!r}")
         if budget_bytes is not None:
             budget = min(budget, parse_bytes(budget_bytes) // engine.spec.kv.token_bytes)
-        state = placing.opened(engine, header, budget, fidelity or Fidelity())
-        self._open(engine, state.but(window=uuid.uuid4().hex[:12]), eviction, retrieval)
+        state = placing.opened(engine, system_prompt, budget, fidelity or Fidelity())
+        self._open(engine, state.replace(window=uuid.uuid4().hex[:12]), eviction, retrieval)
 
     def _open(
         self,
@@ -90,22 +90,22 @@ class Window(Versions):
         return self._state.window
 
     @property
-    def header(self) -> str:
-        return self._state.header
+    def system_prompt(self) -> str:
+        return self._state.system_prompt
 
     @property
     def budget(self) -> int:
-        """Most tokens of header, chunks, query and answer together."""
+        """Most tokens of system prompt, chunks, query and answer together."""
         return self._state.budget
 
     @property
     def tokens(self) -> int:
-        """Tokens of header and placed chunks."""
+        """Tokens of system prompt and placed chunks."""
         return self._state.tokens
 
     @property
     def bytes(self) -> int:
-        """KV bytes of header and placed chunks, as they are served."""
+        """KV bytes of system prompt and placed chunks, as they are served."""
         return self._state.tokens * self.engine.spec.kv.token_bytes
 
     @property
@@ -220,10 +220,10 @@ class Window(Versions):
             self._commit(new, "forget", [placement], remember=False)
             placing.forget(self.engine, new, gone, tainted, past, self._fidelity.patch_name)
 
-    def slide(self, count: int | None = None, *, room: int = 0) -> list[str]:
+    def slide(self, count: int | None = None, *, reserve_tokens: int = 0) -> list[str]:
         """Evicts unpinned chunks in the order of `eviction` (oldest first): ``count``, or until within the budget.
 
-        ``room`` tokens are left free for a query and its answer. Returns the evicted ids. Raises BudgetExceeded where pinned
+        ``reserve_tokens`` tokens are left free for a query and its answer. Returns the evicted ids. Raises BudgetExceeded where pinned
         chunks alone exceed the budget, ValueError where fewer than ``count`` can leave; the window is then as it was.
         """
         if count is not None and (not isinstance(count, int) or count < 0):
@@ -231,7 +231,7 @@ class Window(Versions):
         with self._writing() as state:
             order = self.eviction.order(self)
             if count is None:
-                leaving = edits.leaving_for_budget(state, order, room)
+                leaving = edits.leaving_for_budget(state, order, reserve_tokens)
             elif count > len(leaving := list(islice(edits.free_in_order(state, order), count))):
                 raise ValueError(f"count must be at most the {len(leaving)} unpinned chunks, got {count}")
             if leaving:
@@ -253,10 +253,10 @@ class Window(Versions):
             self._commit(new, "recall", [placement])
         return at
 
-    def look_back(self, query: str | Chunk, *, room: int = 0) -> list[str]:
+    def look_back(self, query: str | Chunk, *, reserve_tokens: int = 0) -> list[str]:
         """Recalls what `retrieval` picks for ``query``, at chronological places; returns the ids.
 
-        Others leave in the order of `eviction` where the budget, with ``room`` tokens free, needs it. All or nothing.
+        Others leave in the order of `eviction` where the budget, with ``reserve_tokens`` tokens free, needs it. All or nothing.
         Raises BudgetExceeded where they do not fit, UnknownChunk, ChunkUnavailable. Cost: the policies', then see `recall`.
         """
         with self._writing() as state:
@@ -264,7 +264,7 @@ class Window(Versions):
                 ids = list(dict.fromkeys(self.retrieval.choose(self, query)))
                 new = edits.looked_back(state, [self._back(state, i) for i in ids])
             if ids:
-                leaving = edits.leaving_for_budget(new, self.eviction.order(self), room, stay=ids)
+                leaving = edits.leaving_for_budget(new, self.eviction.order(self), reserve_tokens, stay=ids)
                 self._commit(edits.evicted(new, leaving) if leaving else new, "look_back", ids)
         return ids
 
@@ -297,20 +297,20 @@ class Window(Versions):
         with self._writing() as state:
             self._commit(edits.changed(state, placement, read=state.version + 1), "touch", [placement])
 
-    def fork(self, header: str | None = None) -> Window:
+    def fork(self, system_prompt: str | None = None) -> Window:
         """A copy-on-write branch: it shares every chunk and costs no KV bytes until it is edited.
 
-        ``header`` opens it behind another system prompt; its chunks are then conditioned anew at the next ask, with no
+        ``system_prompt`` opens it behind another system prompt; its chunks are then conditioned anew at the next ask, with no
         vision encode. `adopt` brings a branch's state back.
         """
         state = self._state
-        if header is not None and header != state.header:
-            state = placing.behind(self.engine, state, header)
+        if system_prompt is not None and system_prompt != state.system_prompt:
+            state = placing.behind(self.engine, state, system_prompt)
         branch = Window.__new__(Window)
-        branch._open(self.engine, state.but(window=uuid.uuid4().hex[:12]), self.eviction, self.retrieval)
+        branch._open(self.engine, state.replace(window=uuid.uuid4().hex[:12]), self.eviction, self.retrieval)
         branch._parent = (weakref.ref(self), state.version)
         branch._observers, branch._origin = self._observers, self.id
-        self._emit(self._event("fork", other=branch.id, note=header or ""))
+        self._emit(self._event("fork", other=branch.id, note=system_prompt or ""))
         return branch
 
     def adopt(self, branch: Window, *, force: bool = False) -> None:
@@ -335,7 +335,7 @@ class Window(Versions):
             theirs = branch._state
             version = max(state.version, theirs.version) + 1
             arrivals = max(state.arrivals, theirs.arrivals)  # ids of dropped edits are not given again
-            self._commit(theirs.but(version=version, arrivals=arrivals, window=self.id), "adopt", other=branch.id)
+            self._commit(theirs.replace(version=version, arrivals=arrivals, window=self.id), "adopt", other=branch.id)
             self._fidelity = theirs.fidelity.resolve(self.engine.spec.model)
 
     # -- asking ---------------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class Window(Versions):
             **options: ``remember=True`` appends the exchange as a chunk captured from this very pass; ``logprobs=n``
                 (-1: whole vocabulary) returns first-token log-probabilities; ``temperature``, ``seed``, ``stop_ids``.
 
-        Raises BudgetExceeded (header + chunks + query + max_tokens), ChunkUnavailable, EngineFailed; the window is then
+        Raises BudgetExceeded (system prompt + chunks + query + max_tokens), ChunkUnavailable, EngineFailed; the window is then
         as it was. Cost: what `plan` says, and a forward over the query.
         """
         return asking.ask(self, query, max_tokens, **options)
@@ -445,7 +445,7 @@ class Window(Versions):
         if state.format != 1:
             raise ValueError(f"snapshot format must be 1, got {state.format}; use the ctxwin version that wrote it")
         if not state.window:  # written before windows had ids
-            state = state.but(window=uuid.uuid4().hex[:12])
+            state = state.replace(window=uuid.uuid4().hex[:12])
         window = cls.__new__(cls)
         window._open(engine, placing.rebind(engine, state), eviction, retrieval, seed)
         return window
@@ -476,4 +476,4 @@ class Window(Versions):
         """An evicted chunk, counted again: a restored window may run on another engine."""
         back = state.find_evicted(placement)
         encoded = self.engine.encode(back.chunk)
-        return back.but(tokens=encoded.tokens, advance=encoded.advance)
+        return back.replace(tokens=encoded.tokens, advance=encoded.advance)

@@ -21,7 +21,7 @@ class Served:
     """What an arm serves for one item.
 
     Attributes:
-        spans: what stands between the header and the question, rotated in place; one a placed chunk, or rows that an arm
+        spans: what stands between the system prompt and the question, rotated in place; one a placed chunk, or rows that an arm
             has thinned out.
         stored: bytes kept for the patched chunks beyond the KV they are applied to; where that is nothing, of the chunks.
         over: bytes of those chunks' KV in bf16.

@@ -1,7 +1,7 @@
 """Arms that hold fewer KV than tokens: Elastic Cache's merging, and eviction by attention (H2O) or by age (local).
 
 By default the placed chunks' exact KV is thinned out before the question comes, which is what a window would hold, and
-changes the first token. ``@prompt`` is the paper's moment: header, chunks and question are encoded exactly, then thinned
+changes the first token. ``@prompt`` is the paper's moment: system prompt, chunks and question are encoded exactly, then thinned
 out together, and only the rest of the answer is affected. Slots differ by layer, and the KV served stands at no
 positions of its own: it cannot be moved.
 """
@@ -66,7 +66,7 @@ class _Compressed(SharedArm):
         ]
 
     def _in_front(self, group: Group) -> list[Served | None]:
-        """Chunks that are thinned out already, which is all that is stored of them; the header is left as it is."""
+        """Chunks that are thinned out already, which is all that is stored of them; the system prompt is left as it is."""
         kept, policy = thinned(self.policy, self.share, group)
         nowhere = torch.zeros(3, kept.slots, dtype=torch.int64)
         extra = {"kv_share": kept.slots / group.context_tokens}
@@ -106,7 +106,7 @@ class MostRecent(_Compressed):
 
 def thinned(kind: type[Budgeted], share: float, group: Group) -> tuple[Memory, Budgeted]:
     """The placed chunks' exact KV thinned out before a question comes, and what goes on behind it; for the whole group."""
-    seen, lead = attention_of(group), group.header_span.tokens
+    seen, lead = attention_of(group), group.system_prompt_span.tokens
     tokens, attended = group.context_tokens, Attended(seen[:, :, lead:])
     whole = group.decoder.memory(group.exact)
     kept = kind(share, seen, Window(lead, tokens, tokens)).compress(whole, attended)
@@ -115,15 +115,15 @@ def thinned(kind: type[Budgeted], share: float, group: Group) -> tuple[Memory, B
 
 
 def attention_of(group: Group) -> Tensor:
-    """Attention that header and placed chunks give each other, by slot: float32 ``[L, B, header + context]``.
+    """Attention that system prompt and placed chunks give each other, by slot: float32 ``[L, B, system prompt + context]``.
 
     Summed over all queries, averaged over heads (section 3.3). One eager pass a group, in blocks of rows; who serves this way
     adds it up in the pass that conditions the chunks.
     """
     if group not in _ATTENTION:
         decoder, batch = group.decoder, len(group)
-        tokens = concatenated([decoder.tokens([group.header] * batch), group.context])
-        empty = group.behind_header(batch)
+        tokens = concatenated([decoder.tokens([group.system_prompt] * batch), group.context])
+        empty = group.behind_system_prompt(batch)
         memory = Memory(empty.k[:, :, :, :0], empty.v[:, :, :, :0]).grown(tokens.count)
         seen = Attended(torch.zeros(decoder.layers, batch, tokens.count, device=memory.k.device))
         heads = int(decoder.engine.text_model.config.num_attention_heads)

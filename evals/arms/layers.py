@@ -48,7 +48,7 @@ class Cacheblend(SharedArm):
     settings: ClassVar[tuple[Setting, ...]] = WINDOW
 
     def serve(self, group: Group) -> list[Served | None]:
-        tokens, layers, lead = group.context_tokens, group.decoder.layers, group.header_span.tokens
+        tokens, layers, lead = group.context_tokens, group.decoder.layers, group.system_prompt_span.tokens
         counts = [quota(share, tokens) for share in falling(self.share, layers - 1)]
         if not any(counts):
             return served(group, group.blind, [0.0] * len(group))
@@ -97,7 +97,7 @@ class VlCache(SharedArm):
 
     def _one(self, group: Group, b: int) -> tuple[list[SpanKV], int]:
         """One item's spans, and its token-layers."""
-        shares, lead = filled(self._profile(group, b), self.share), group.header_span.tokens
+        shares, lead = filled(self._profile(group, b), self.share), group.system_prompt_span.tokens
         memory, done = group.memory([group.blind[b]]), 0
         context, hidden, before = group.context.of([b]), None, torch.arange(0)
         for layer, share in enumerate(shares):
@@ -167,7 +167,7 @@ class ShallowReuse(SharedArm):
         return (asked,)
 
     def _batch(self, group: Group, places: tuple[int, ...], some: list[int]) -> dict[int, Served]:
-        decoder, lead = group.decoder, group.header_span.tokens
+        decoder, lead = group.decoder, group.system_prompt_span.tokens
         reused = quota(self.share, decoder.layers)
         base = [list(group.blind[b] if self.setting != "recall" else group.exact[b]) for b in some]
         for row, b in zip(base, some, strict=True):
@@ -188,11 +188,11 @@ class ShallowReuse(SharedArm):
         return {b: serving(group, row, work, stored=stored, over=places) for b, row in zip(some, base, strict=True)}
 
     def _states(self, group: Group, place: int, some: list[int], layers: int) -> Tensor:
-        """Hidden states behind the first ``layers`` of the chunks at a place, formed behind the header alone."""
+        """Hidden states behind the first ``layers`` of the chunks at a place, formed behind the system prompt alone."""
         held, key = _STATES.setdefault(group, {}), (place, tuple(some), layers)
         if key not in held:
             alone = group.row([(group.items[b].placed[place],) for b in some], some)
-            memory = group.behind_header(len(some)).grown(alone.count)
+            memory = group.behind_system_prompt(len(some)).grown(alone.count)
             at = torch.arange(memory.slots - alone.count, memory.slots)
             held[key] = group.decoder.run(alone, memory, at, layers=range(layers))
         return held[key]

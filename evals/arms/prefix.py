@@ -31,7 +31,7 @@ class Prefix(Arm):
             comes back, and items are unscored).
 
     Their context may differ from the reference's, and the question then stands behind theirs: its answers, truth and KL
-    are part of the figure. Known are, besides the header, what was placed before, and in a recall what stayed, which was
+    are part of the figure. Known are, besides the system prompt, what was placed before, and in a recall what stayed, which was
     placed without the chunk. Prefixes are counted in whole chunks; engines count blocks of tokens. ``encodes`` are pictures
     among what is computed that were never placed before: vLLM keeps vision embeddings of the others in its encoder
     cache. ``entered`` of a sample counts all pictures that enter the forward; ``context`` is what is placed over what the

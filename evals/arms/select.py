@@ -77,7 +77,7 @@ def attended(group: Group) -> Tensor:
     Returns:
         float64 ``[B, T]``. Cost: the exact context, and one pass over the question. No answer is read.
     """
-    decoder, lead = group.decoder, group.header_span.tokens
+    decoder, lead = group.decoder, group.system_prompt_span.tokens
     scores = torch.zeros(len(group), group.context_tokens, dtype=torch.float64)
     queries = [decoder.query(item.query) for item in group.items]
     for length in sorted({q.tokens for q in queries}):
@@ -106,7 +106,7 @@ def recompute(group: Group, rows: Sequence[Sequence[SpanKV]], chosen: Tensor) ->
         at = torch.stack([chosen[b].nonzero()[:, 0] for b in some])
         memory = group.memory([rows[b] for b in some])
         tokens = group.context.of(some)
-        group.decoder.run(tokens.pick(at.to(tokens.embeds.device)), memory, at + group.header_span.tokens)
+        group.decoder.run(tokens.pick(at.to(tokens.embeds.device)), memory, at + group.system_prompt_span.tokens)
         for b, row in zip(some, spans_of(group, memory, some), strict=True):
             out[b] = row
     return out

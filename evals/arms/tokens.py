@@ -107,7 +107,7 @@ class Mpic(CountedArm, _Recomputing):
 class FullReuse(PlainArm):
     """Two steps: the text's KV without any picture, then pictures linked between; no picture token is computed.
 
-    In the first step text tokens stand at their places and see the header and the text in front of them, as no picture
+    In the first step text tokens stand at their places and see the system prompt and the text in front of them, as no picture
     has been concatenated yet. ``forwards`` counts the second step too, which here is the question's pass: the question
     sees everything, while the paper leaves that to the first output token (this is the stronger form).
     """
@@ -117,7 +117,7 @@ class FullReuse(PlainArm):
     settings: ClassVar[tuple[Setting, ...]] = ("window", "slide")
 
     def serve(self, group: Group) -> list[Served | None]:
-        lead, text = group.header_span.tokens, ~group.pictured
+        lead, text = group.system_prompt_span.tokens, ~group.pictured
         rows = [list(row) for row in group.blind]
         for b in range(len(group)):
             at = text[b].nonzero()[:, 0] + lead

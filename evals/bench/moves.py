@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 HEADER = "You watch a camera."
 QUERY = "What is there now?"
 BLOCK = 32
-"""The header fills whole blocks of this many tokens, and so does what is reused: a local hit then covers all but the query, which
+"""The system prompt fills whole blocks of this many tokens, and so does what is reused: a local hit then covers all but the query, which
 is the lowest floor there is. With a rest of a block behind it, the floor would compute that rest, too, and be easier to reach."""
 SHORT = 16
 """Most tokens of the chunk that stands in front of what is recalled or toggled: something must condition it."""
@@ -76,16 +76,16 @@ def _open(
     """A window over chunks of these sizes whose KV is computed, stored and read."""
     chunks: list[Chunk] = [make_chunk(engine, n, seed * 100 + i).model_copy(update={"label": name})
                            for i, (n, name) in enumerate(zip(sizes, names, strict=True))]  # fmt: skip
-    window = Window(engine, header=header_of(engine), fidelity=fidelity)
+    window = Window(engine, system_prompt=header_of(engine), fidelity=fidelity)
     ids = window.extend(chunks)
     ask(window)
     return window, ids
 
 
 def header_of(engine: Engine) -> str:
-    """The header, lengthened until it fills whole blocks; as it is where no length of it does (see ``header_tokens``)."""
+    """The system prompt, lengthened until it fills whole blocks; as it is where no length of it does (see ``system_prompt_tokens``)."""
     for text in (HEADER + " Look" * n + end for n in range(2 * BLOCK) for end in ("", ".", " a.", " and see.")):
-        if engine.encode_header(text).tokens % BLOCK == 0:
+        if engine.encode_system_prompt(text).tokens % BLOCK == 0:
             return text
     return HEADER
 

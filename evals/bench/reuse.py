@@ -37,7 +37,7 @@ class Settings:
 
     Attributes:
         ops: names of `MOVES`.
-        tokens: reused tokens, those of the header and the query not counted.
+        tokens: reused tokens, those of the system prompt and the query not counted.
         rank: of the patches of those moves that have any.
         runs: paired repetitions of each figure.
         seed: of the content.
@@ -62,7 +62,7 @@ class Settings:
     def check(self, engine: Engine) -> None:
         """Raises ValueError where the longest prompt does not fit the engine."""
         most = max(self.tokens)
-        # The slide's window holds a fifth chunk before the edit; a query, an answer and a header come on top.
+        # The slide's window holds a fifth chunk before the edit; a query, an answer and a system prompt come on top.
         needed = most + most // 4 + 64
         if needed > engine.spec.max_tokens:
             raise ValueError(
@@ -246,13 +246,13 @@ def _first_token(clocked: Clocked, window: Window) -> tuple[float, float]:
 def _plain(opponent: Opponent, clocked: Clocked, scene: Scene, name: str) -> Plain:
     """The other side of it: an ask of the prompt before the edit, and two of the one behind it."""
     clocked.fresh()
-    header = clocked.encode_header(scene.window.header)
+    system_prompt = clocked.encode_system_prompt(scene.window.system_prompt)
     with scene.window.fork() as branch:
         chunks = {i: branch.chunk(i) for i in scene.names}
         before = [clocked.encode(chunks[i]) for i in scene.cached]
         scene.edit(branch)
         after = [clocked.encode(chunks[i]) for i in branch.ids]
-    return opponent.ask([header, *before], [header, *after], clocked.encode_query(QUERY), name)
+    return opponent.ask([system_prompt, *before], [system_prompt, *after], clocked.encode_query(QUERY), name)
 
 
 def _prompt(engine: Engine, scene: Scene) -> int:
@@ -394,7 +394,7 @@ def meta(engine: Engine, settings: Settings, load: tuple[float, float, float]) -
             "seed": settings.seed,
         },
         "query_tokens": engine.encode_query(QUERY).tokens,
-        "header_tokens": engine.encode_header(header_of(engine)).tokens,
+        "system_prompt_tokens": engine.encode_system_prompt(header_of(engine)).tokens,
     }  # fmt: skip
 
 

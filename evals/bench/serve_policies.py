@@ -3,7 +3,7 @@
 | policy | what it sends                                                                                      |
 |--------|----------------------------------------------------------------------------------------------------|
 | ctxwin | edits of a window                                                                                    |
-| naive  | the same prompts as token ids: the prefix cache keeps the header, every slide misses behind it        |
+| naive  | the same prompts as token ids: the prefix cache keeps the system prompt, every slide misses behind it        |
 | trim   | frames until the budget is full, then the older half leaves; a looked-back frame goes to its place    |
 | append | the same, but a looked-back frame goes to the end                                                      |
 
@@ -155,7 +155,7 @@ class Windows(Policy):
         self._open: dict[int, tuple[Window, dict[int, str]]] = {}
 
     def open(self, session: int, before: Sequence[Turn]) -> None:
-        window = Window(self.engine, header=HEADER, budget=self.budget, fidelity=self.fidelity)
+        window = Window(self.engine, system_prompt=HEADER, budget=self.budget, fidelity=self.fidelity)
         ids: dict[int, str] = {}
         seen = self.film.past(session) + sum(turn.kind == "now" for turn in before)
         # What left longer ago is not looked back at.
@@ -212,9 +212,9 @@ class Prompts(Policy):
         self.name = name
         self.plain = Plain(engine)
         self._held: dict[int, list[int]] = {}
-        header = engine.encode_header(HEADER)
-        self._header = header
-        self._room = header.tokens + answer + max(engine.encode_query(q).tokens for q in QUESTIONS)
+        system_prompt = engine.encode_system_prompt(HEADER)
+        self._system_prompt = system_prompt
+        self._room = system_prompt.tokens + answer + max(engine.encode_query(q).tokens for q in QUESTIONS)
 
     def held(self, session: int) -> tuple[int, ...]:
         """Frame numbers in prompt order."""
@@ -265,7 +265,7 @@ class Prompts(Policy):
 
     def _ask(self, session: int, numbers: Sequence[int], query: str, answer: int, heard: Callable[[], None]) -> Served:
         frames = [self.engine.encode(self.film.frame(session, n)) for n in numbers]
-        return self.plain.ask([self._header, *frames, self.engine.encode_query(query)], answer, heard)
+        return self.plain.ask([self._system_prompt, *frames, self.engine.encode_query(query)], answer, heard)
 
     def end(self) -> None:
         self._held.clear()
@@ -375,7 +375,7 @@ def budget_of(engine: Engine, mix: Mix, tokens: int, answer: int) -> int:
     Raises ValueError where that is more than the model takes.
     """
     query = max(engine.encode_query(q).tokens for q in QUESTIONS)
-    budget = engine.encode_header(HEADER).tokens + (mix.frames + 1) * tokens + query + answer
+    budget = engine.encode_system_prompt(HEADER).tokens + (mix.frames + 1) * tokens + query + answer
     if budget > engine.spec.max_tokens:
         raise ValueError(
             f"{mix.frames} frames and a looked-back one of {tokens} tokens must fit the {engine.spec.max_tokens} that the "

@@ -94,7 +94,7 @@ class DataTask(Task):
         for found in self.read(self.root):
             if isinstance(found, Item):
                 # The official prompts have no system turn of their own.
-                yield replace(found, header="") if found.header is None else found
+                yield replace(found, system_prompt="") if found.system_prompt is None else found
             elif self.options.skip_missing:
                 skipped.append(found[0])
             else:

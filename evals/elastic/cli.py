@@ -24,7 +24,7 @@ def elastic_app(
         str, typer.Option(help="prompt: thin out behind the first question, as the paper; window: before it.")
     ] = "prompt",
     max_tokens: Annotated[int, typer.Option(help="Longest generated answer of a file's exchange.")] = 128,
-    header: Annotated[str, typer.Option(help="System prompt.")] = "You watch a camera.",
+    system_prompt: Annotated[str, typer.Option(help="System prompt.")] = "You watch a camera.",
     speed: Annotated[
         str, typer.Option(help="Also time BATCHxPROMPT+NEW, comma-separated, such as 8x1024+512; empty: no timing.")
     ] = "",
@@ -50,7 +50,7 @@ def elastic_app(
         from ctxwin.evals.elastic.speed import Shape, SpeedSettings, measure_speed, random_engine
 
         names = tuple(m.strip() for m in methods.split(",") if m.strip())
-        settings = QualitySettings(names, _budgets(budgets), moment, header, max_tokens)  # type: ignore[arg-type]
+        settings = QualitySettings(names, _budgets(budgets), moment, system_prompt, max_tokens)  # type: ignore[arg-type]
         shapes = tuple(Shape.parse(part) for part in speed.split(",") if part.strip())
         random_layers = _random_layers(speed_model)
         timing = SpeedSettings(shapes, names[0], speed_budget, speed_repeats, seed) if shapes else None

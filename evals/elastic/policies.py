@@ -1,6 +1,6 @@
 """What each method keeps of a prompt's KV, and drops while an answer is generated (Elastic Cache, sections 3.3 and 4.1).
 
-Two moments. ``window is None``: header, chunks and question are encoded exactly and then thinned out together, as in the
+Two moments. ``window is None``: system prompt, chunks and question are encoded exactly and then thinned out together, as in the
 paper; the first token comes from the exact pass. Otherwise the placed chunks were thinned out before the question came, and
 only what is generated is still managed: chunks and answer together hold ``share`` of their tokens.
 """
@@ -28,7 +28,7 @@ class Window:
     """Placed chunks that were thinned out before the question came.
 
     Attributes:
-        head: slots of the header in front of them; never dropped.
+        head: slots of the system prompt in front of them; never dropped.
         tokens: how many tokens the chunks had.
         kept: slots that are left of them.
     """
@@ -129,7 +129,7 @@ class Elastic(Budgeted):
 
 class _FixedPoint(BudgetKeeper):
     def drop(self, held: Held) -> None:
-        """Algorithm 1: the slot in front of the newest 25, never the first one (nor the header)."""
+        """Algorithm 1: the slot in front of the newest 25, never the first one (nor the system prompt)."""
         held.drop(min(max(held.slots - 1 - RECENT, self.head, 1), held.slots - 1))
 
 
@@ -158,7 +158,7 @@ class _LeastAttended(BudgetKeeper):
         return self.attended.watch
 
     def drop(self, held: Held) -> None:
-        """The least attended slot of each layer and item, but the header's and the newest."""
+        """The least attended slot of each layer and item, but the system prompt's and the newest."""
         self.attended.widen(held.slots)
         sums = self.attended.sums.clone()
         sums[..., : self.head] = sums[..., -1] = torch.inf
@@ -192,7 +192,7 @@ class _Oldest(BudgetKeeper):
         return None
 
     def drop(self, held: Held) -> None:
-        """The oldest slot behind the header."""
+        """The oldest slot behind the system prompt."""
         held.drop(self.head)
 
 

@@ -40,14 +40,14 @@ class QualitySettings:
         methods: of `METHODS`.
         budgets: KV budgets, 0..1.
         moment: ``prompt``: the paper's, behind the first question; ``window``: the chunks, before it.
-        header: system prompt.
+        system_prompt: system prompt.
         max_tokens: longest generated answer; answers of several turns are as long as the given ones.
     """
 
     methods: tuple[str, ...] = tuple(METHODS)
     budgets: tuple[float, ...] = (1.0, 0.8, 0.6, 0.5, 0.4, 0.2)
     moment: Moment = "prompt"
-    header: str = "You watch a camera."
+    system_prompt: str = "You watch a camera."
     max_tokens: int = 128
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class _Batch:
 
     def __post_init__(self) -> None:
         items = [exchange.item(b) for b, exchange in enumerate(self.exchanges)]
-        self.group = Group(self.decoder, items, Patcher(self.decoder.spec), self.settings.header)
+        self.group = Group(self.decoder, items, Patcher(self.decoder.spec), self.settings.system_prompt)
 
     @cached_property
     def exact(self) -> Memory:
@@ -116,7 +116,7 @@ class _Batch:
         if self.settings.moment == "prompt":
             return self.exact, kind(budget, attention_of(self.group))
         kept, policy = thinned(kind, budget, self.group)
-        lead = self.group.behind_header(len(self.group))
+        lead = self.group.behind_system_prompt(len(self.group))
         return Memory(torch.cat([lead.k, kept.k], 3), torch.cat([lead.v, kept.v], 3)), policy
 
     def _asked(self, memory: Memory, policy: Policy | None) -> Reading:

@@ -19,7 +19,7 @@ class Oracle(PlainArm):
     """One forward over everything placed in which no chunk sees another one, each at its own positions.
 
     What this loses against a re-prefill is conditioning and nothing else: no key was moved. Blind reuse, which forms each
-    chunk right behind the header and rotates it, must come out the same.
+    chunk right behind the system prompt and rotates it, must come out the same.
     """
 
     form: ClassVar[str] = "oracle"
@@ -27,8 +27,8 @@ class Oracle(PlainArm):
     settings: ClassVar[tuple[Setting, ...]] = ("window",)
 
     def serve(self, group: Group) -> list[Served | None]:
-        tokens, lead = group.context_tokens, group.header_span.tokens
-        memory = group.behind_header(len(group)).grown(tokens)
+        tokens, lead = group.context_tokens, group.system_prompt_span.tokens
+        memory = group.behind_system_prompt(len(group)).grown(tokens)
         slots = torch.arange(tokens)
         whose = torch.zeros(tokens, dtype=torch.int64)
         for i, place in enumerate(group.places):
@@ -48,7 +48,7 @@ class Stepwise(PlainArm):
     settings: ClassVar[tuple[Setting, ...]] = ("window",)
 
     def serve(self, group: Group) -> list[Served | None]:
-        memory = group.behind_header(len(group))
+        memory = group.behind_system_prompt(len(group))
         for place in group.places:
             part = torch.arange(place.slot, place.end).expand(len(group), -1)
             memory, _ = group.decoder.append(group.context.pick(part.to(memory.k.device)), memory)

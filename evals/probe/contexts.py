@@ -74,14 +74,14 @@ class Source(ABC):
     Attributes:
         name: ``world``, ``scenes``, ``images`` or ``texts``.
         about: half a line for the report.
-        header: system prompt.
+        system_prompt: system prompt.
         max_tokens: longest answer.
         notes: what a reader must know of these contexts.
     """
 
     name: ClassVar[str]
     about: str
-    header: str
+    system_prompt: str
     max_tokens: int
     notes: tuple[str, ...] = ()
 

@@ -15,9 +15,9 @@ from ctxwin.engines.base import Encoded
 from ctxwin.evals.decoder import Decoder
 from ctxwin.evals.probe.listen import Clock
 from ctxwin.kv.deficit import deficit
-from ctxwin.kv.relocate import relocate
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import Layers, apply_patch, compress
+from ctxwin.kv.relocate import relocate
 from ctxwin.store import open_store
 from ctxwin.store.spans import SpanRepository
 
@@ -26,7 +26,13 @@ REPEATS = 3
 
 
 def costs(
-    decoder: Decoder, header: str, rank: int, layers: Layers, clock: Clock, end: float, sizes: tuple[int, ...] = SIZES
+    decoder: Decoder,
+    system_prompt: str,
+    rank: int,
+    layers: Layers,
+    clock: Clock,
+    end: float,
+    sizes: tuple[int, ...] = SIZES,
 ) -> list[dict[str, Any]]:
     """Milliseconds by chunk size, the best of `REPEATS`: computing a chunk behind another of its size, and loading it.
 
@@ -35,7 +41,7 @@ def costs(
     from how many uses on forming a canonical and a patch is repaid, loading from memory; None where never.
     """
     found: list[dict[str, Any]] = []
-    encoded, head = decoder.header(header)
+    encoded, head = decoder.system_prompt(system_prompt)
     limit = decoder.engine.spec.max_tokens - encoded.tokens
     for i, size in enumerate(sizes):
         if 2 * size > limit or (found and clock.begun + clock.spent > end):

@@ -62,7 +62,7 @@ class Folder(Source):
             )
         self.pieces = tuple(pieces)
         self.about, self.asked, self.max_tokens = about, tuple(questions), max_tokens
-        self.header = f"You answer questions about {self.word}s."
+        self.system_prompt = f"You answer questions about {self.word}s."
         enough = len(pieces) >= _FIT_EVERY * 2 * PLACED
         self._fitting = tuple(p for i, p in enumerate(pieces) if i % _FIT_EVERY == _FIT_EVERY - 1) if enough else ()
         fitting = set(self._fitting)

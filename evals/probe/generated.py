@@ -32,7 +32,7 @@ class World(Source):
 
     def __init__(self) -> None:
         self.about = "frames of the bundled world, with questions whose answers the generator knows"
-        self.header = "You watch a camera."
+        self.system_prompt = "You watch a camera."
         self.max_tokens = 4
 
     def context(self, split: Split, index: int) -> Context:
@@ -79,7 +79,7 @@ class Scenes(Source):
 
     def __init__(self) -> None:
         self.about = "generated pictures of one coloured shape each, with questions in English"
-        self.header = "You answer questions about pictures."
+        self.system_prompt = "You answer questions about pictures."
         self.max_tokens = 4
 
     def context(self, split: Split, index: int) -> Context:

@@ -82,20 +82,20 @@ class Listener:
     Args:
         decoder: the model.
         patcher: how deficits are compressed where an arm does not say.
-        header: system prompt.
+        system_prompt: system prompt.
         max_tokens: longest answer.
     """
 
-    def __init__(self, decoder: Decoder, patcher: Patcher, header: str, max_tokens: int) -> None:
+    def __init__(self, decoder: Decoder, patcher: Patcher, system_prompt: str, max_tokens: int) -> None:
         self.decoder = decoder
         self.patcher = patcher
-        self.header = header
+        self.system_prompt = system_prompt
         self.asker = Asker(decoder, max_tokens)
         self._batch = 0
 
     def group(self, items: Sequence[Item], patcher: Patcher | None = None) -> Group:
-        """Items of one shape, read with the probe's header."""
-        return Group(self.decoder, items, self.patcher if patcher is None else patcher, self.header)
+        """Items of one shape, read with the probe's system prompt."""
+        return Group(self.decoder, items, self.patcher if patcher is None else patcher, self.system_prompt)
 
     def hear(
         self,

@@ -17,8 +17,8 @@ from ctxwin.evals.probe.asking import divergence
 from ctxwin.evals.probe.contexts import PLACED, Context, Kind, Stream
 from ctxwin.evals.probe.listen import Clock, Heard, Listener
 from ctxwin.evals.stats import bootstrap_mean, share_interval
-from ctxwin.kv.relocate import relocate
 from ctxwin.kv.patch import Layers
+from ctxwin.kv.relocate import relocate
 
 TURNED = (0, 1, PLACED - 1)
 """How many of the chunks in front are replaced between an eviction and the recall."""
@@ -75,9 +75,9 @@ def _slide(listener: Listener, streams: Sequence[Stream]) -> list[Slid]:
         places, newest = group.layout(order), order[-1]
         # Every span is moved from where it was computed: a key is rounded once however often its window slid.
         kept = [[relocate(held[b][i + 1], spec, places[i].start) for i in range(PLACED - 1)] for b in batch]
-        before = listener.decoder.memory([[group.header_span, *row] for row in kept])
+        before = listener.decoder.memory([[group.system_prompt_span, *row] for row in kept])
         memory, _ = listener.decoder.append(group.tokens(newest).moved(places[-1].start), before)
-        lead, last = group.header_span.tokens, places[-1]
+        lead, last = group.system_prompt_span.tokens, places[-1]
         rows = group.position_rows(newest)
         for b in batch:
             span = memory.span(b, lead + last.slot, lead + last.end, rows, last.start)

@@ -94,7 +94,7 @@ class Probe:
                 break
         found = tried[self.source.name]
         result: dict[str, Any] = {
-            **self._header(), "reading": {name: [asdict(c) for c in held] for name, held in tried.items()},
+            **self._system_prompt(), "reading": {name: [asdict(c) for c in held] for name, held in tried.items()},
         }  # fmt: skip
         effect, judgement = self._effect(found)
         result["arms"] = {
@@ -111,7 +111,7 @@ class Probe:
             result |= self._moves()
         rank, layers = (self.served.rank, self.served.layers) if self.served else (16, "all")
         result["cost"] = costs(
-            self.decoder, self.source.header, rank, layers, self.clock, self.clock.until(1.0), self.sizes.chunks
+            self.decoder, self.source.system_prompt, rank, layers, self.clock, self.clock.until(1.0), self.sizes.chunks
         )
         blind = result["arms"].get(judgement.evidence or "cross", {}).get("blind")
         result["verdict"] = {
@@ -131,7 +131,7 @@ class Probe:
 
     def _listener(self, source: Source | None = None) -> Listener:
         chosen = self.source if source is None else source
-        listener = Listener(self.decoder, Patcher(self.decoder.spec), chosen.header, chosen.max_tokens)
+        listener = Listener(self.decoder, Patcher(self.decoder.spec), chosen.system_prompt, chosen.max_tokens)
         listener.patcher = make_patcher(listener, lambda: chosen.contexts("fitting", self.sizes.fitting))
         return listener
 
@@ -259,7 +259,7 @@ class Probe:
             "survivors": "keep" if kept else "refresh",
         }  # fmt: skip
 
-    def _header(self) -> dict[str, Any]:
+    def _system_prompt(self) -> dict[str, Any]:
         import platform
 
         from ctxwin import __version__
@@ -278,7 +278,7 @@ class Probe:
             "source": {
                 "name": self.source.name, "about": self.source.about, "notes": list(self.source.notes),
                 "chunks": len(group.places), "chunk_tokens": [p.tokens for p in group.places],
-                "header": self.source.header, "max_tokens": self.source.max_tokens,
+                "system_prompt": self.source.system_prompt, "max_tokens": self.source.max_tokens,
             },
             "sizes": asdict(self.sizes),
         }  # fmt: skip

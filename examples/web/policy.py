@@ -25,7 +25,7 @@ class Shopper:
     """Walks on through the shop. Asks about every page, and in turn about another one in view and one that has left."""
 
     max_tokens = 4
-    room = 48  # tokens of a question and its answer
+    reserve_tokens = 48  # tokens of a question and its answer
 
     def __init__(self, pages: Pages, seed: int) -> None:
         self._pages, self._seed = pages, seed
@@ -55,7 +55,7 @@ class Tourist:
     """Opens the links that the model chooses. Asks about every page, and again about each one that has left."""
 
     max_tokens = 48
-    room = 256
+    reserve_tokens = 256
 
     def link(self, links: Sequence[str], window: Window) -> str | None:
         """The first link that the answer names; the first one of the page where it names none."""

@@ -14,7 +14,7 @@ QUERY = 4 + 2  # tokens of "what" with its turn
 
 
 def window(engine: FakeEngine, budget: int = 4096) -> Window:
-    return Window(engine, "0123456789abcde", budget, Fidelity("patched"))  # header of 16 tokens
+    return Window(engine, "0123456789abcde", budget, Fidelity("patched"))  # system prompt of 16 tokens
 
 
 def chunk(name: str) -> Chunk:
@@ -40,23 +40,23 @@ def test_what_is_appended_is_found_by_every_policy() -> None:
 
 def test_a_slide_costs_the_naive_user_everything_behind_the_header() -> None:
     engine = FakeEngine()
-    ledger = Ledger(engine, room=QUERY + 2)
+    ledger = Ledger(engine, reserve_tokens=QUERY + 2)
     w = window(engine, 16 + 4 * 16 + QUERY + 2)
     ledger.watch(w)
     for name in "abcde":
         w.append(chunk(name))
-        w.slide(room=QUERY + 2)
+        w.slide(reserve_tokens=QUERY + 2)
         w.ask("what", 2)
     last = ledger.rows[-1]
     assert last["placed"] == 4
     assert last["computed_tokens"] == 16 + QUERY
     assert last["computed_tokens_naive"] == 4 * 16 + QUERY
-    assert last["computed_tokens_trim"] == 3 * 16 + QUERY  # c, d behind the header anew, and e
+    assert last["computed_tokens_trim"] == 3 * 16 + QUERY  # c, d behind the system prompt anew, and e
 
 
 def test_a_look_back_at_the_end_costs_the_chunk_alone() -> None:
     engine = FakeEngine()
-    ledger = Ledger(engine, room=QUERY + 2)
+    ledger = Ledger(engine, reserve_tokens=QUERY + 2)
     w = window(engine, 16 + 4 * 16 + QUERY + 2)
     ledger.watch(w)
     ids = w.extend([chunk(name) for name in "abcd"])
@@ -71,7 +71,9 @@ def test_a_look_back_at_the_end_costs_the_chunk_alone() -> None:
     row = ledger.rows[-1]
     # Both trimmed a and b when e came (c d e), then a came back: to its place, where it is still cached, or to the end.
     assert row["computed_tokens_trim"] == 3 * 16 + QUERY
-    assert row["computed_tokens_append"] == 4 * 16 + QUERY, "c, d and e stand behind the header for the first time"
+    assert row["computed_tokens_append"] == 4 * 16 + QUERY, (
+        "c, d and e stand behind the system prompt for the first time"
+    )
     w.ask("when", 2)
     assert ledger.rows[-1]["computed_tokens_append"] == QUERY
 

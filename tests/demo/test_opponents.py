@@ -113,7 +113,7 @@ def test_frames_with_equal_ids_but_other_pixels_are_other_tokens() -> None:
 
 
 def _watch(opponent: Opponent, frames: int) -> None:
-    opponent.start(_encoded("header", 16, media=False))
+    opponent.start(_encoded("system_prompt", 16, media=False))
     for i in range(frames):
         opponent.arrive(_encoded(f"f{i}", 16))
 
@@ -149,7 +149,7 @@ def test_looking_back_by_place_and_at_the_end() -> None:
         opponent.ask(Ask((3, 4), QUERY))
         back = Ask((1, 3, 4), QUERY, recalled=(1,))
         assert opponent.prompt(back) == prompt
-        # Trim finds nothing behind the header; the appended frame extends what is cached.
+        # Trim finds nothing behind the system prompt; the appended frame extends what is cached.
         assert opponent.ask(back) == (cost, 1)
         assert opponent.ask(Ask((3, 4), QUERY)) == (8, 0)
 

@@ -125,11 +125,11 @@ def test_our_work_is_all_of_the_engines_but_the_yardsticks(engine: Any, tmp_path
     footage = prepare(options)
     before = engine.counters.prefill_tokens
     steps = run(engine, options, footage)["steps"]
-    header = engine.encode_header("You watch a camera.").tokens
+    system_prompt = engine.encode_system_prompt("You watch a camera.").tokens
     tokens = {p["frame"]: p["tokens"] for step in steps for p in step["placed"]}
     reprefill = sum(step["prompt_tokens"] for step in steps)
     queries = sum(engine.encode_query(step["query"]).tokens for step in steps)
-    canonicals = header + sum(tokens.values())
+    canonicals = system_prompt + sum(tokens.values())
     ours = sum(step["computed_tokens"] for step in steps)
     assert engine.counters.prefill_tokens - before == ours + reprefill + queries + canonicals
 

@@ -19,9 +19,9 @@ from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
 from ctxwin.errors import ChunkUnavailable, EngineFailed, UnsupportedModel
 from ctxwin.fidelity import Fidelity
-from ctxwin.kv.relocate import relocate
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import apply_patch, form_patch
+from ctxwin.kv.relocate import relocate
 from ctxwin.store import Store, open_store
 from ctxwin.window.window import Window
 
@@ -107,7 +107,7 @@ class EngineConformance:
     @classmethod
     def encoded(cls, engine: Engine) -> list[Encoded]:
         """Header and chunks."""
-        return [engine.encode_header(HEADER), *(engine.encode(c) for c in cls.chunks())]
+        return [engine.encode_system_prompt(HEADER), *(engine.encode(c) for c in cls.chunks())]
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -156,7 +156,7 @@ class EngineConformance:
 
     def test_special_tokens_in_text_stay_text(self, engine: Engine) -> None:
         made = engine.encode(Chunk.text("<|im_end|><|image_pad|>"))
-        special = set(engine.encode_query("x").token_ids) & set(engine.encode_header("x").token_ids)
+        special = set(engine.encode_query("x").token_ids) & set(engine.encode_system_prompt("x").token_ids)
         assert len(made.token_ids) > 4 and not made.media
         assert made.token_ids[0] not in special
         if self.vision:
@@ -172,10 +172,10 @@ class EngineConformance:
 
     def test_a_message_closes_and_reopens_the_user_turn(self, engine: Engine) -> None:
         query = engine.encode_query("")
-        header = engine.encode_header(HEADER).token_ids
+        system_prompt = engine.encode_system_prompt(HEADER).token_ids
         made = engine.encode(Chunk.message("assistant", "red"))
         assert made.token_ids[: query.tokens] == query.token_ids
-        assert made.token_ids[-5:] == header[-5:]  # end of turn, newline, start of turn, user, newline
+        assert made.token_ids[-5:] == system_prompt[-5:]  # end of turn, newline, start of turn, user, newline
 
     def test_the_vision_tower_runs_once(self, model_dir: Path, tmp_path: Path) -> None:
         if not self.vision:
@@ -262,13 +262,13 @@ class EngineConformance:
     def test_a_full_rank_patch_formed_at_one_place_serves_at_another(
         self, engine: Engine, encoded: list[Encoded], query: Encoded
     ) -> None:
-        spec, header, seen, target = engine.spec.kv, *encoded[:3]
-        front = laid([header])
-        base = engine.prefill(front, target, header.advance)
-        here = laid([header, seen, target])
+        spec, system_prompt, seen, target = engine.spec.kv, *encoded[:3]
+        front = laid([system_prompt])
+        base = engine.prefill(front, target, system_prompt.advance)
+        here = laid([system_prompt, seen, target])
         conditioned = engine.prefill(here[:2], target, here[2].start)
         patch = form_patch(conditioned, base, spec, rank=None, dtype=torch.float32)
-        there = laid([header, seen, target], start=50)
+        there = laid([system_prompt, seen, target], start=50)
         reference = engine.generate(there, query, ALL)
         arms = {}
         for name, span in (

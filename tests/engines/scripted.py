@@ -59,8 +59,8 @@ class ScriptedEngine(Engine):
     def template_ids(self, text: str) -> tuple[int, ...]:
         return tuple(self.inner.template_ids(text))
 
-    def encode_header(self, header: str) -> Encoded:
-        made: Encoded = self.inner.encode_header(header)
+    def encode_system_prompt(self, system_prompt: str) -> Encoded:
+        made: Encoded = self.inner.encode_system_prompt(system_prompt)
         return made
 
     def encode(self, chunk: Chunk) -> Encoded:

@@ -14,9 +14,9 @@ import torch
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import EngineCounters, MediaSpan
+from ctxwin.engines.encoding import checkpoint as checkpoint_module
 from ctxwin.engines.encoding.checkpoint import Checkpoint, open_checkpoint, weights_digest
 from ctxwin.engines.encoding.encoder import Encoder
-from ctxwin.engines.encoding import checkpoint as checkpoint_module
 from ctxwin.engines.open import open_engine
 from ctxwin.errors import ChunkUnavailable, EngineFailed, UnsupportedModel
 from ctxwin.media import pack_frames
@@ -157,10 +157,14 @@ def test_the_cache_of_encoded_chunks_is_bounded(vision: Checkpoint) -> None:
 def test_a_model_without_a_template(tmp_path: Path) -> None:
     plain = open_checkpoint(write_text_model(tmp_path / "base", chat_template=None))
     made = encoder(plain)
-    assert made.encode_header("").tokens == 0
+    assert made.encode_system_prompt("").tokens == 0
     text = "".join(
         plain.tokenizer.decode(e.token_ids)
-        for e in (made.encode_header("You watch."), made.encode(Chunk.text("a frame ")), made.encode_query("what?"))
+        for e in (
+            made.encode_system_prompt("You watch."),
+            made.encode(Chunk.text("a frame ")),
+            made.encode_query("what?"),
+        )
     )
     assert text == "You watch.\na frame what?\n"
     with pytest.raises(UnsupportedModel, match="no chat template"):

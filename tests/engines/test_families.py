@@ -98,7 +98,7 @@ def opened(folder: Path, store: Store | None = None) -> HFEngine:
 def shown(engine: HFEngine) -> list[Encoded]:
     """Header, two pictures of different sizes."""
     images = [Chunk.image(picture(1)), Chunk.image(picture(2, 56))]
-    return [engine.encode_header(HEADER), *(engine.encode(i) for i in images)]
+    return [engine.encode_system_prompt(HEADER), *(engine.encode(i) for i in images)]
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe", "internvl", "kimi", "kimi_over_v2"])
@@ -127,7 +127,10 @@ def test_pictures_against_the_real_model_path(name: str, folders: Callable[[str]
 def test_text_against_the_real_model_path(name: str, folders: Callable[[str], Path]) -> None:
     engine = opened(folders(name))
     assert engine.spec.kv.family == "mla"
-    encoded = [engine.encode_header(HEADER), *(engine.encode(Chunk.text(f"frame {i} is red\n")) for i in range(3))]
+    encoded = [
+        engine.encode_system_prompt(HEADER),
+        *(engine.encode(Chunk.text(f"frame {i} is red\n")) for i in range(3)),
+    ]
     ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
     assert_answers(engine, encoded, real_answer(folders(name), ids))
 
@@ -157,7 +160,7 @@ def test_a_stamped_video_against_the_real_model_path(frames: int, folders: Calla
     bare = whole.removeprefix("<|vision_start|>").removesuffix("<|vision_end|>")
     assert processor.tokenizer.decode(made.token_ids) == (bare if bare.startswith("<0.") else whole)
 
-    encoded = [engine.encode_header(HEADER), made]
+    encoded = [engine.encode_system_prompt(HEADER), made]
     ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
     kinds = torch.tensor([[2 if i == engine._checkpoint.media.video else 0 for i in ids]])
     want = real_answer(
@@ -206,7 +209,7 @@ def test_the_decoder_runs_layer_by_layer(name: str, folders: Callable[[str], Pat
     """What `HFEngine.inputs`, `text_model` and `lm_head` are for."""
     engine = opened(folders(name))
     query = engine.encode_query(QUERY)
-    encoded = shown(engine) if engine.spec.vision else [engine.encode_header(HEADER)]
+    encoded = shown(engine) if engine.spec.vision else [engine.encode_system_prompt(HEADER)]
     fed = engine.inputs([*encoded, query])
     pieces = laid([*encoded, query])
     at = torch.from_numpy(np.concatenate([p.encoded.positions + p.start for p in pieces], axis=1))

@@ -59,7 +59,7 @@ def test_pictures_against_the_real_model_path(kind: str, vision_dir: Path, tmp_p
     processor = AutoProcessor.from_pretrained(folder)
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
     inputs = processor(text=[text], images=[Image.fromarray(i) for i in images], return_tensors="pt")
-    encoded = [engine.encode_header(HEADER), *(engine.encode(Chunk.image(i)) for i in images)]
+    encoded = [engine.encode_system_prompt(HEADER), *(engine.encode(Chunk.image(i)) for i in images)]
     ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
     assert ids == inputs["input_ids"][0].tolist()
     want = real_answer(
@@ -82,7 +82,7 @@ def test_a_video_against_the_real_model_path(vision_dir: Path, frames: int) -> N
     processor = AutoProcessor.from_pretrained(vision_dir)
     filled = torch.from_numpy(np.stack([*clip, clip[-1]] if frames % 2 else clip)).permute(0, 3, 1, 2)
     inputs = processor.video_processor(videos=[filled], return_tensors="pt", do_sample_frames=False)
-    encoded = [engine.encode_header(HEADER), made]
+    encoded = [engine.encode_system_prompt(HEADER), made]
     ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
     kinds = torch.tensor([[2 if i == engine._checkpoint.media.video else 0 for i in ids]])
     want = real_answer(
@@ -94,7 +94,10 @@ def test_a_video_against_the_real_model_path(vision_dir: Path, frames: int) -> N
 
 def test_text_against_the_real_model_path(text_dir: Path) -> None:
     engine = HFEngine(text_dir, dtype="float32")
-    encoded = [engine.encode_header(HEADER), *(engine.encode(Chunk.text(f"frame {i} is red\n")) for i in range(3))]
+    encoded = [
+        engine.encode_system_prompt(HEADER),
+        *(engine.encode(Chunk.text(f"frame {i} is red\n")) for i in range(3)),
+    ]
     ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
     assert_answers(engine, encoded, real_answer(text_dir, ids))
 
@@ -125,7 +128,7 @@ def test_the_stored_source_rebuilds_pixels(vision_dir: Path) -> None:
 
 def test_teacher_forcing_agrees_with_decoding(text_dir: Path) -> None:
     engine = HFEngine(text_dir, dtype="float32")
-    encoded = [engine.encode_header(HEADER), engine.encode(Chunk.text("the circle is red"))]
+    encoded = [engine.encode_system_prompt(HEADER), engine.encode(Chunk.text("the circle is red"))]
     query = engine.encode_query(QUERY)
     got = engine.generate(laid(encoded), query, Sampling(max_tokens=5, logprobs=-1))
     forwards = engine.counters.prefill_forwards

@@ -62,8 +62,8 @@ def template(source: str | None, image: tuple[str, str, str] | None = IMAGE) -> 
 def test_chatml() -> None:
     made = template(CHATML)
     assert not made.plain
-    assert made.header("x") == ("<|im_start|>system\n", "<|im_end|>\n<|im_start|>user\n")
-    assert made.header("") == ("<|im_start|>user\n", "")
+    assert made.system_prompt("x") == ("<|im_start|>system\n", "<|im_end|>\n<|im_start|>user\n")
+    assert made.system_prompt("") == ("<|im_start|>user\n", "")
     assert made.closing == "<|im_end|>\n<|im_start|>assistant\n"
     reopened = "<|im_end|>\n<|im_start|>user\n"
     assert made.turns("assistant") == ("<|im_end|>\n<|im_start|>assistant\n", reopened)
@@ -81,11 +81,11 @@ ROLES = st.sampled_from(["user", "assistant", "tool", "system"])
     st.text(st.characters(codec="ascii", categories=("L", "N", "P")), min_size=1),
     st.lists(st.tuples(ROLES, st.text(st.characters(codec="utf-8"), min_size=1)), max_size=4),
 )
-def test_pieces_put_together_are_the_rendered_conversation(header: str, turns: list[tuple[str, str]]) -> None:
+def test_pieces_put_together_are_the_rendered_conversation(system_prompt: str, turns: list[tuple[str, str]]) -> None:
     made = template(CHATML)
-    before, after = made.header(header)
-    text = before + header + after
-    messages = [{"role": "system", "content": header}, {"role": "user", "content": "open "}]
+    before, after = made.system_prompt(system_prompt)
+    text = before + system_prompt + after
+    messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": "open "}]
     text += "open "
     for role, content in turns:
         around = made.turns(role)
@@ -97,7 +97,7 @@ def test_pieces_put_together_are_the_rendered_conversation(header: str, turns: l
 def test_no_template_is_plain_concatenation() -> None:
     made = template(None)
     assert made.plain
-    assert (made.header("x"), made.header(""), made.closing) == (("", "\n"), ("", ""), "\n")
+    assert (made.system_prompt("x"), made.system_prompt(""), made.closing) == (("", "\n"), ("", ""), "\n")
     assert made.exchange("q", "a") == "\n"
     with pytest.raises(UnsupportedModel, match="no chat template"):
         made.turns("user")
@@ -107,15 +107,15 @@ def test_no_template_is_plain_concatenation() -> None:
 def test_no_system_turn(source: str) -> None:
     made = template(source)
     with pytest.raises(UnsupportedModel, match="no system turn"):
-        made.header("x")
-    assert made.header("") == ("<|im_start|>user\n", "")
+        made.system_prompt("x")
+    assert made.system_prompt("") == ("<|im_start|>user\n", "")
     assert made.turns("assistant")[0] == made.closing
 
 
 def test_a_system_text_merged_into_the_user_turn_is_a_header() -> None:
     made = template(MERGES_SYSTEM)
-    assert made.header("x") == ("<s>[INST] ", "\n\n")
-    assert made.header("") == ("<s>[INST] ", "")
+    assert made.system_prompt("x") == ("<s>[INST] ", "\n\n")
+    assert made.system_prompt("") == ("<s>[INST] ", "")
 
 
 def test_numbered_pictures() -> None:
@@ -204,7 +204,7 @@ MID_TOOLS = CHATML.replace(
 
 def test_tools_are_text_of_the_system_turn() -> None:
     made = template(HERMES)
-    before, after = made.header("x")
+    before, after = made.system_prompt("x")
     for text, messages in [("", []), ("be short", [{"role": "system", "content": "be short"}])]:
         system = made.system(text, [TOOL])
         shown = made.rendered([*messages, {"role": "user", "content": "q"}], True, [TOOL])  # type: ignore[attr-defined]

@@ -71,7 +71,7 @@ def picture(seed: int) -> Chunk:
 
 
 def encoded(engine: Engine, seeds: Sequence[int]) -> list[Encoded]:
-    return [engine.encode_header("watch a camera"), *(engine.encode(picture(s)) for s in seeds)]
+    return [engine.encode_system_prompt("watch a camera"), *(engine.encode(picture(s)) for s in seeds)]
 
 
 def laid(parts: Sequence[Encoded], spans: Sequence[SpanKV | None] | None = None, capture: bool = True) -> list[Piece]:
@@ -294,7 +294,7 @@ class TestLoading:
         assert gap(whole, engine.generate(laid(parts), query, ALL, salt="gone-4")) < 1e-5
 
     def test_an_empty_piece(self, engine: Any) -> None:
-        """A base model without a chat template has an empty header where none was given."""
+        """A base model without a chat template has an empty system prompt where none was given."""
         empty = Encoded("", (), np.zeros((3, 0), dtype=np.int64), 0)
         parts, query = [empty, engine.encode(picture(4))], engine.encode_query("what color")
         whole = engine.generate(laid(parts), query, ALL, salt="empty-1")

@@ -75,7 +75,7 @@ def ask(exchange: Exchange, script: list[tuple[list[int], str]], heard: list[tup
         heard.append((token, text))
         return len(heard) < stop
 
-    part = Encoded("header", (1, 2), np.tile(np.arange(2), (3, 1)), 2)
+    part = Encoded("system_prompt", (1, 2), np.tile(np.arange(2), (3, 1)), 2)
     with (
         mock.patch.object(engine, "decode", lambda ids: "-".join(map(str, ids))),
         mock.patch.object(engine, "_check", lambda *_: 0),

@@ -77,8 +77,8 @@ def program(engine: Any, mode: Any, run: str) -> Iterator[tuple[list[Chunk], dic
 
 
 def reprefill(engine: Engine, chunks: list[Chunk]) -> dict[int, float]:
-    header = engine.encode_header(HEADER)
-    pieces, at = [Piece(header, 0)], header.advance
+    system_prompt = engine.encode_system_prompt(HEADER)
+    pieces, at = [Piece(system_prompt, 0)], system_prompt.advance
     for placed in chunks:
         encoded = engine.encode(placed)
         pieces.append(Piece(encoded, at))

@@ -97,7 +97,7 @@ class TestAtHand:
 
     def test_what_was_checked_stays_as_it_was(self, files: EmbeddingFiles) -> None:
         files.put("x", embeddings(1))
-        at_hand = AtHand(files, large=1 << 20, room=0)
+        at_hand = AtHand(files, large=1 << 20, reserve_tokens=0)
         assert at_hand.take("y", "first", WANT) is False
         for user in ("first", "second"):
             found = at_hand.take("x", user, WANT)
@@ -117,7 +117,7 @@ class TestAtHand:
         reads: list[str] = []
         get = files.get
         monkeypatch.setattr(files, "get", lambda name: (reads.append(name), get(name))[1])
-        at_hand = AtHand(files, large=1 << 20, room=embeddings(1).nbytes)
+        at_hand = AtHand(files, large=1 << 20, reserve_tokens=embeddings(1).nbytes)
         files.path("bad").write_bytes(b"nothing that anybody can read")
         files.put("x", embeddings(1))
         for _ in range(3):

@@ -42,7 +42,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def encoded(engine: Any, seeds: list[int]) -> list[Encoded]:
-    parts = [engine.encode_header("watch a camera")]
+    parts = [engine.encode_system_prompt("watch a camera")]
     for seed in seeds:
         pixels = np.random.default_rng(seed).integers(0, 255, (84, 84, 3), dtype=np.uint8)
         parts.append(engine.encode(Chunk.image(pixels, text=f"frame {seed}")))
@@ -90,7 +90,7 @@ def test_formed_long_after(engine: Any) -> None:
 
     with mock.patch.object(engine._core.driver, "submit", watched):
         pieces = laid(parts, spans)
-        # The second picture behind the header alone, and behind the first picture, whose KV is computed anew as well.
+        # The second picture behind the system prompt alone, and behind the first picture, whose KV is computed anew as well.
         canonical = engine.prefill(pieces[:1], parts[2], parts[0].advance, salt="late", background=True)
         behind = laid(parts)[:2]
         start = sum(part.advance for part in parts[:2])

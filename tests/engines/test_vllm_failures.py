@@ -100,7 +100,7 @@ def text(seed: int, words: int = 150) -> Chunk:
 
 
 def encoded(engine: Any, chunks: Sequence[Chunk]) -> list[Encoded]:
-    return [engine.encode_header("watch a camera"), *(engine.encode(chunk) for chunk in chunks)]
+    return [engine.encode_system_prompt("watch a camera"), *(engine.encode(chunk) for chunk in chunks)]
 
 
 def laid(parts: Sequence[Encoded], spans: Sequence[SpanKV | None] | None = None) -> list[Piece]:

@@ -61,12 +61,12 @@ class OnVLLM(EngineConformance):
         """The same chunks computed on both engines, and answered from their spans alone."""
         made = []
         for side in (engine, reference):
-            encoded = [side.encode_header(HEADER), *(side.encode(c) for c in chunks)]
+            encoded = [side.encode_system_prompt(HEADER), *(side.encode(c) for c in chunks)]
             made.append(side.generate(laid(encoded, capture=True), side.encode_query(QUERY), ALL, salt=salt))
             assert made[-1].token_ids
         ours, theirs = made
         assert ours.token_ids == theirs.token_ids and gap(ours, theirs) < CLOSE
-        encoded = [engine.encode_header(HEADER), *(engine.encode(c) for c in chunks)]
+        encoded = [engine.encode_system_prompt(HEADER), *(engine.encode(c) for c in chunks)]
         query = engine.encode_query(QUERY)
         loaded = engine.generate(with_spans(laid(encoded), ours.captured), query, ALL, salt=f"{salt}-loaded")
         assert gap(ours, loaded) < 1e-5 and loaded.computed_tokens == query.tokens and not loaded.fallbacks

@@ -96,8 +96,8 @@ def words(i: int) -> Chunk:
     return Chunk.text(f"{i} " + "red blue circle square color number " * 3)
 
 
-def window_on(engine: Any, chunks: Sequence[Chunk], mode: Any = "exact", header: str = HEADER) -> Window:
-    made = Window(engine, header, fidelity=Fidelity(mode, rank=4))
+def window_on(engine: Any, chunks: Sequence[Chunk], mode: Any = "exact", system_prompt: str = HEADER) -> Window:
+    made = Window(engine, system_prompt, fidelity=Fidelity(mode, rank=4))
     made.extend(chunks)
     return made
 
@@ -119,7 +119,7 @@ def prompt_of(engine: Any, window: Window, query: str = QUERY) -> tuple[list[int
     from ctxwin.engines.vllm.engine import _joined
 
     chunks = [engine.encode(window.chunk(i)) for i in window.ids]
-    return _joined([engine.encode_header(window.header), *chunks, engine.encode_query(query)])
+    return _joined([engine.encode_system_prompt(window.system_prompt), *chunks, engine.encode_query(query)])
 
 
 def collapsed(engine: Any, ids: Sequence[int]) -> list[int]:
@@ -193,7 +193,7 @@ class TestWindows:
             survivors = sum(chunk.tokens for chunk in window.chunks)
             slid = ask(window).usage
             token = view.spec.kv.token_bytes
-            # The header's whole blocks are those of the first ask.
+            # The system prompt's whole blocks are those of the first ask.
             assert slid.bytes_loaded == token * (window.tokens - whole_blocks(window.tokens - survivors))
             assert slid.cached_tokens == whole_blocks(window.tokens - survivors)
             window.append(frame(6))
@@ -583,7 +583,7 @@ def layouts(draw: st.DrawFn) -> list[Piece]:
         )
         ids = tuple(draw(st.lists(st.integers(0, 1), min_size=tokens, max_size=tokens)))
         encoded = Encoded(f"c{i}", ids, np.zeros((3, tokens), dtype=np.int64), tokens, media)
-        pieces.append(Piece(encoded, start, id=f"kv-{i}", apart=draw(st.booleans()) and i > 0))
+        pieces.append(Piece(encoded, start, id=f"kv-{i}", approximate=draw(st.booleans()) and i > 0))
         start += tokens
     return pieces
 
@@ -622,8 +622,8 @@ def test_no_approximate_token_is_in_a_block_of_an_exact_name(
 ) -> None:
     from ctxwin.engines.vllm.prefix_space import space_of
 
-    exact = block_names([replace(piece, apart=False) for piece in pieces], "", block)
-    apart = [i for i, piece in enumerate(pieces) if piece.apart]
+    exact = block_names([replace(piece, approximate=False) for piece in pieces], "", block)
+    apart = [i for i, piece in enumerate(pieces) if piece.approximate]
     if not apart:
         return
     space = space_of(pieces, "salt", block)

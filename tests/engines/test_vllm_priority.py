@@ -98,7 +98,7 @@ def test_a_preempted_background_request(engine: Any, asked: dict[str, Counter[st
     from ctxwin.engines.vllm.engine import _Ask
     from ctxwin.engines.vllm.requests import Told
 
-    parts = [engine.encode_header("watch a camera"), *(engine.encode(picture(seed)) for seed in (1, 2, 3))]
+    parts = [engine.encode_system_prompt("watch a camera"), *(engine.encode(picture(seed)) for seed in (1, 2, 3))]
     query = engine.encode_query("what color")
     whole = engine.generate(laid(parts), query, LONG, salt=salt)
     spans = [whole.captured[i] for i in range(4)]

@@ -230,7 +230,7 @@ def test_a_full_disk_ends_no_request_but_its_own(tmp_path: Path) -> None:
 
 def test_vllm_outlives_the_folder_of_embeddings(tmp_path: Path) -> None:
     """Who attaches to a vLLM and closes again leaves it running, and its plain requests bring pictures."""
-    at_hand = AtHand(EmbeddingFiles(tmp_path / "embed"), large=1 << 20, room=0)
+    at_hand = AtHand(EmbeddingFiles(tmp_path / "embed"), large=1 << 20, reserve_tokens=0)
     shutil.rmtree(tmp_path / "embed")
     assert at_hand.take("a picture", "a plain request", Held((9, 64), "float32")) is False
     at_hand.close()
@@ -281,7 +281,7 @@ def test_a_request_that_is_stopped_while_it_is_preempted_is_not_asked_again() ->
         heard.append(list(ids))
         return False
 
-    work, pieces = _Work(), [Piece(encoded("header", 4), 0, capture=True)]
+    work, pieces = _Work(), [Piece(encoded("system_prompt", 4), 0, capture=True)]
     ask = _Ask(encoded("query", 2), Sampling(max_tokens=8), "", capture_query=True, on_token=on_token)
     outcome = engine._request(work, pieces, 0, ask, [0], Space(""))
     assert not outcome.finished and outcome.token_ids == [7]
@@ -368,13 +368,15 @@ def test_a_forked_child_leaves_the_spool_to_its_parent(tmp_path: Path) -> None:
 
 def test_the_same_text_apart_at_another_place_has_another_name() -> None:
     """Placed twice, one chunk is served from its canonical at one place and computed at the other: other KV, same tokens."""
-    header, text = encoded("header", 32), encoded("text", 32)
+    system_prompt, text = encoded("system_prompt", 32), encoded("text", 32)
     picture = replace(encoded("picture", 32), media=(MediaSpan("image", "media/p", 0, 32, (1, 8, 16)),))
     names = []
     for first in (True, False):
-        pieces = [Piece(header, 0, id="h"), Piece(picture, 32, id="p")]
-        for i, apart in enumerate((first, not first)):
-            pieces.append(Piece(text, 64 + 32 * i, id="canonical" if apart else f"exact {i}", apart=apart))
+        pieces = [Piece(system_prompt, 0, id="h"), Piece(picture, 32, id="p")]
+        for i, approximate in enumerate((first, not first)):
+            pieces.append(
+                Piece(text, 64 + 32 * i, id="canonical" if approximate else f"exact {i}", approximate=approximate)
+            )
         names.append(space_of(pieces, "salt", 32).marks)
     assert names[0].keys() == names[1].keys() == {32}
     assert names[0] != names[1]

@@ -158,10 +158,10 @@ class Program:
     def plain(self, rng: random.Random) -> None:
         """A prompt of the same chunks from somebody who knows nothing of spans; texts mostly go straight to vLLM."""
         engine = self.engine
-        header, chunks = rng.choice(HEADERS), rng.sample(self.chunks, rng.randint(1, 6))
+        system_prompt, chunks = rng.choice(HEADERS), rng.sample(self.chunks, rng.randint(1, 6))
         query, directly = engine.encode_query(self.query(rng)), rng.random() < 0.7
         while True:
-            parts = [engine.encode_header(header), *(engine.encode(chunk) for chunk in chunks)]
+            parts = [engine.encode_system_prompt(system_prompt), *(engine.encode(chunk) for chunk in chunks)]
             try:
                 if directly and not any(part.media for part in parts):
                     logprobs = straight(engine, [*parts, query])

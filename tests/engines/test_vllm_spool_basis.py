@@ -10,8 +10,8 @@ import torch
 from ctxwin.engines.vllm.spool import Spool, SpoolReader
 from ctxwin.engines.vllm.transfers import Placed, Transfer
 from ctxwin.errors import StoreCorrupt
-from ctxwin.kv.deficit import deficit
 from ctxwin.kv.basis import SharedBasis, fit_basis, project
+from ctxwin.kv.deficit import deficit
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin.kv.patch import form_patch
 

@@ -18,8 +18,8 @@ import torch
 
 from ctxwin import Chunk
 from ctxwin.engines.base import Encoded, Engine, Piece, Sampling
-from ctxwin.kv.deficit import deficit
 from ctxwin.kv.basis import fit_basis, project
+from ctxwin.kv.deficit import deficit
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import form_patch
 from engines import models
@@ -76,7 +76,7 @@ def chunk(engine: Engine, seed: int) -> Chunk:
 
 
 def parts_of(engine: Engine, seeds: list[int]) -> list[Encoded]:
-    return [engine.encode_header(HEADER), *(engine.encode(chunk(engine, seed)) for seed in seeds)]
+    return [engine.encode_system_prompt(HEADER), *(engine.encode(chunk(engine, seed)) for seed in seeds)]
 
 
 def laid(parts: list[Encoded], spans: list[SpanKV] | None = None, patches: dict[int, Any] | None = None) -> list[Piece]:

@@ -16,9 +16,9 @@ from ctxwin.evals.group import Group
 from ctxwin.evals.metrics import kl_divergence
 from ctxwin.evals.patching import Patcher, make_weight
 from ctxwin.evals.tasks.tiny import TASKS, as_item
-from ctxwin.kv.relocate import relocate
 from ctxwin.kv.basis import fit_basis
 from ctxwin.kv.patch import compress
+from ctxwin.kv.relocate import relocate
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -52,16 +52,16 @@ def test_batches_equal_the_engine(engine: HFEngine, decoder: Decoder) -> None:
     group = group_of(decoder, "multi_hop")
     read = logits(group, parse_arm("reprefill").serve(group))
     blind = logits(group, parse_arm("blind").serve(group))
-    header = engine.encode_header(HEADER)
+    system_prompt = engine.encode_system_prompt(HEADER)
     for b, item in enumerate(group.items):
         encoded = [engine.encode(chunk) for chunk in item.load()]
-        layout, start = [Piece(header, 0)], header.advance
+        layout, start = [Piece(system_prompt, 0)], system_prompt.advance
         for one in encoded:
             layout.append(Piece(one, start))
             start += one.advance
         query = engine.encode_query(item.query)
         torch.testing.assert_close(read[b], engine.logits(layout, query), atol=1e-5, rtol=1e-5)
-        alone = [engine.prefill([Piece(header, 0)], one, header.advance) for one in encoded]
+        alone = [engine.prefill([Piece(system_prompt, 0)], one, system_prompt.advance) for one in encoded]
         moved = [layout[0], *(Piece(p.encoded, p.start, span=s) for p, s in zip(layout[1:], alone, strict=True))]
         torch.testing.assert_close(blind[b], engine.logits(moved, query), atol=1e-5, rtol=1e-5)
         last = engine.prefill(layout[:-1], encoded[-1], layout[-1].start)
@@ -97,7 +97,7 @@ def test_what_is_recomputed_stands_behind_what_is_served(engine: HFEngine, decod
     group, k = group_of(decoder, "multi_hop", frames=3, count=1), 4
     served = parse_arm(f"first_k:{k}").serve(group)[0]
     assert served is not None
-    past = [group.header_span, group.blind[0][0]]
+    past = [group.system_prompt_span, group.blind[0][0]]
     for i in (1, 2):
         place = group.places[i]
         memory, _ = decoder.append(
@@ -111,9 +111,9 @@ def test_what_is_recomputed_stands_behind_what_is_served(engine: HFEngine, decod
 
 def test_layers_one_by_one_equal_all_at_once(decoder: Decoder) -> None:
     group = group_of(decoder, "multi_hop", frames=2)
-    whole, hidden = decoder.append(group.context, group.behind_header(3))
-    memory, at = group.behind_header(3).grown(group.context.count), torch.arange(group.context.count)
-    at, x = at + group.header_span.tokens, None
+    whole, hidden = decoder.append(group.context, group.behind_system_prompt(3))
+    memory, at = group.behind_system_prompt(3).grown(group.context.count), torch.arange(group.context.count)
+    at, x = at + group.system_prompt_span.tokens, None
     for layer in range(decoder.layers):
         x = decoder.run(group.context, memory, at, layers=range(layer, layer + 1), hidden=x)
     torch.testing.assert_close(x, hidden)
@@ -122,11 +122,11 @@ def test_layers_one_by_one_equal_all_at_once(decoder: Decoder) -> None:
 
 def test_blocks_equal_the_whole(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     group = group_of(decoder, "multi_hop")
-    whole, hidden = decoder.append(group.context, group.behind_header(3))
+    whole, hidden = decoder.append(group.context, group.behind_system_prompt(3))
     at = torch.tensor([2, 3, 9, 14, 30, 31])
     rows = group.recomputed(group.blind, at)
     monkeypatch.setattr(decoder_module, "AT_ONCE", 4)
-    blocks, states = decoder.append(group.context, group.behind_header(3))
+    blocks, states = decoder.append(group.context, group.behind_system_prompt(3))
     torch.testing.assert_close(states, hidden, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(blocks.v, whole.v, atol=1e-5, rtol=1e-5)
     for row, again in zip(rows, group.recomputed(group.blind, at), strict=True):
@@ -136,26 +136,26 @@ def test_blocks_equal_the_whole(decoder: Decoder, monkeypatch: pytest.MonkeyPatc
 def test_what_attention_looked_at_is_a_distribution_over_slots(decoder: Decoder) -> None:
     group = group_of(decoder, "multi_hop", frames=2)
     seen: list[torch.Tensor] = []
-    watched, hidden = decoder.append(group.context, group.behind_header(3), lambda layer, w: seen.append(w))
-    plain, unwatched = decoder.append(group.context, group.behind_header(3))
+    watched, hidden = decoder.append(group.context, group.behind_system_prompt(3), lambda layer, w: seen.append(w))
+    plain, unwatched = decoder.append(group.context, group.behind_system_prompt(3))
     torch.testing.assert_close(hidden, unwatched, atol=1e-5, rtol=1e-5)
     assert len(seen) == decoder.layers
     assert seen[0].shape == (3, 4, group.context.count, watched.slots)
     torch.testing.assert_close(seen[1].sum(-1), torch.ones(3, 4, group.context.count))
-    assert not seen[0][..., 0, group.header_span.tokens + 1 :].any()  # nothing behind itself
+    assert not seen[0][..., 0, group.system_prompt_span.tokens + 1 :].any()  # nothing behind itself
     assert plain.slots == watched.slots
 
 
 def test_a_mask_hides_what_it_should(decoder: Decoder) -> None:
     """Under a mask that hides chunk A from chunk B, B is what it is without A at its own place (Kamera, section 2)."""
     group = group_of(decoder, "multi_hop", frames=2)
-    lead, (a, b) = group.header_span.tokens, group.places
-    memory = group.behind_header(3).grown(group.context.count)
+    lead, (a, b) = group.system_prompt_span.tokens, group.places
+    memory = group.behind_system_prompt(3).grown(group.context.count)
     slots = torch.arange(memory.slots)
     mask = slots <= (torch.arange(group.context.count) + lead)[:, None]
     mask[b.slot : b.end, lead + a.slot : lead + a.end] = False
     decoder.run(group.context, memory, torch.arange(lead, memory.slots), mask=mask)
-    alone, _ = decoder.append(group.tokens(1).moved(b.start), group.behind_header(3))
+    alone, _ = decoder.append(group.tokens(1).moved(b.start), group.behind_system_prompt(3))
     torch.testing.assert_close(memory.k[:, :, :, lead + b.slot :], alone.k[:, :, :, lead:], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(memory.v[:, :, :, lead + b.slot :], alone.v[:, :, :, lead:], atol=1e-5, rtol=1e-5)
 

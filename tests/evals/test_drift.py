@@ -50,9 +50,9 @@ def test_references_are_the_engine_s(engine: HFEngine) -> None:
     stream = _Stream(engine, SETTINGS, 0)
     questions, of_window, of_stream = stream._reference(5)
     assert len(questions) == 3
-    header = engine.encode_header(SETTINGS.header)
+    system_prompt = engine.encode_system_prompt(SETTINGS.system_prompt)
     for frames, rows in ((stream.frames[5:8], of_window), (stream.frames[2:8], of_stream)):
-        layout, start = [Piece(header, 0)], header.advance
+        layout, start = [Piece(system_prompt, 0)], system_prompt.advance
         for frame in frames:
             encoded = engine.encode(Chunk.image(render(frame), keep_source=False))
             layout.append(Piece(encoded, start))

@@ -49,7 +49,7 @@ def exchange(*turns: Turn) -> Exchange:
 
 def layout_of(engine: HFEngine, one: Exchange) -> list[Piece]:
     layout, start = [], 0
-    for encoded in (engine.encode_header("You watch a camera."), *(engine.encode(c) for c in one.load())):
+    for encoded in (engine.encode_system_prompt("You watch a camera."), *(engine.encode(c) for c in one.load())):
         layout.append(Piece(encoded, start))
         start += encoded.advance
     return layout
@@ -118,7 +118,9 @@ def test_the_whole_budget_is_the_full_cache(engine: HFEngine, moment: Any) -> No
         assert cells["1"]["ppl"] == pytest.approx(result["full"]["ppl"], rel=1e-5), method
         assert cells["1"]["same"] == cells["1"]["rouge_l"] == cells["1"]["kv_share"] == 1
         assert cells["0.3"]["ppl"] != pytest.approx(result["full"]["ppl"], rel=1e-4)
-        assert cells["0.3"]["kv_share"] < (0.45 if moment == "prompt" else 0.95)  # header and question stay otherwise
+        assert cells["0.3"]["kv_share"] < (
+            0.45 if moment == "prompt" else 0.95
+        )  # system prompt and question stay otherwise
     assert len({round(c["0.3"]["ppl"], 6) for c in result["methods"].values()}) == 3
 
 

@@ -34,12 +34,12 @@ def mla_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HFEngine]:
 
 
 def layout_of(engine: HFEngine) -> list[Piece]:
-    """A header and two chunks, with pictures where the model sees."""
+    """A system prompt and two chunks, with pictures where the model sees."""
     frame = make_stream(0, 2)[0]
     chunks = [Chunk.text("a red circle")]
     chunks.append(Chunk.image(render(frame)) if engine.spec.vision else Chunk.text("the number of the square"))
-    header = engine.encode_header("You watch a camera.")
-    layout, start = [Piece(header, 0)], header.advance
+    system_prompt = engine.encode_system_prompt("You watch a camera.")
+    layout, start = [Piece(system_prompt, 0)], system_prompt.advance
     for chunk in chunks:
         layout.append(Piece(engine.encode(chunk), start))
         start += layout[-1].encoded.advance

@@ -57,8 +57,8 @@ class Mixed(Task):
 
 
 def exact_layout(engine: HFEngine, seed: int) -> list[Piece]:
-    header = engine.encode_header(HEADER)
-    layout, start = [Piece(header, 0)], header.advance
+    system_prompt = engine.encode_system_prompt(HEADER)
+    layout, start = [Piece(system_prompt, 0)], system_prompt.advance
     for chunk in chunks(seed):
         encoded = engine.encode(chunk)
         layout.append(Piece(encoded, start))

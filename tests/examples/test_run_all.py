@@ -81,8 +81,8 @@ def test_tables_for_people_and_for_the_readme(folder: Path) -> None:
     text = run_all(folder, "--only", "video_agent").stdout
     assert "video_agent" in text
     assert "25.0 %" in text
-    header, rule, row = run_all(folder, "--only", "video_agent", "--markdown").stdout.splitlines()
-    assert header.count("|") == rule.count("|") == row.count("|")
+    system_prompt, rule, row = run_all(folder, "--only", "video_agent", "--markdown").stdout.splitlines()
+    assert system_prompt.count("|") == rule.count("|") == row.count("|")
     assert row.startswith("| video_agent | 10 | 7/8 | 8/8 | 25 | 25.0 % |")
 
 

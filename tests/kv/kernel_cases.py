@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from operator_oracle import placed, random_positions, random_span
 
-from ctxwin.kv.deficit import deficit
 from ctxwin.kv.basis import fit_basis, project
+from ctxwin.kv.deficit import deficit
 from ctxwin.kv.kernels import Placing
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Layers, Patch, form_patch

@@ -6,9 +6,8 @@ import pytest
 import torch
 from operator_oracle import make_spec, placed, random_span, worst
 
-from ctxwin.kv.deficit import deficit
 from ctxwin.kv.basis import SharedBasis, fit_basis, project
-from ctxwin.kv.deficit import Deficit
+from ctxwin.kv.deficit import Deficit, deficit
 from ctxwin.kv.patch import Patch, apply_patch, compress
 
 F64 = torch.float64

@@ -22,11 +22,11 @@ from operator_oracle import (
     worst,
 )
 
-from ctxwin.kv.relocate import relocate
 from ctxwin.kv.kernels import Part, Placing
 from ctxwin.kv.kernels.factors import rounds_once
 from ctxwin.kv.kernels.measure import main
 from ctxwin.kv.layout import KVSpec
+from ctxwin.kv.relocate import relocate
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -10,12 +10,11 @@ import transformers as tf
 from operator_oracle import random_positions, worst
 from transformers import DynamicCache
 
-from ctxwin.kv.deficit import deficit
-from ctxwin.kv.relocate import relocate
 from ctxwin.kv.config import kv_spec_from_config, rope_spec_from_config
+from ctxwin.kv.deficit import deficit
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import apply_patch, form_patch
-from ctxwin.kv.relocate import relocation_error
+from ctxwin.kv.relocate import relocate, relocation_error
 from ctxwin.kv.rope import shift_angles, turn
 
 SMALL = dict(hidden_size=64, num_attention_heads=4, num_hidden_layers=3, intermediate_size=96, vocab_size=80)

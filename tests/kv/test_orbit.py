@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from operator_oracle import make_spec, placed, random_span, specs, worst
 
 from ctxwin.kv.deficit import deficit
-from ctxwin.kv.relocate import relocate
 from ctxwin.kv.orbit import OrbitMean, blend, orbit_mean
 from ctxwin.kv.patch import apply_patch, form_patch
-from ctxwin.kv.relocate import canonicalise
+from ctxwin.kv.relocate import canonicalise, relocate
 
 F64 = torch.float64
 

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from operator_oracle import make_spec, placed, plain_rope, random_positions, random_span, specs, worst
 
 from ctxwin.kv.deficit import deficit
-from ctxwin.kv.relocate import relocate
 from ctxwin.kv.lowrank import Weight, truncated_svd
 from ctxwin.kv.patch import Patch, apply_patch, compress, form_patch
-from ctxwin.kv.relocate import canonicalise
+from ctxwin.kv.relocate import canonicalise, relocate
 from ctxwin.kv.rope import turn
 
 F64 = torch.float64

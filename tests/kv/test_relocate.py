@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_oracle import make_spec, placed, plain_rope, random_positions, random_span, specs, worst
 
-from ctxwin.kv.relocate import relocate
-from ctxwin.kv.relocate import canonicalise, relocation_error
+from ctxwin.kv.relocate import canonicalise, relocate, relocation_error
 
 
 @settings(max_examples=50, deadline=None)

@@ -26,10 +26,10 @@ from hypothesis import strategies as st
 from kernel_cases import LAYOUTS, canonical, stack
 from operator_oracle import make_spec, plain_rope, worst
 
-from ctxwin.kv.relocate import relocate
 from ctxwin.kv.kernels import Lines, Part, Placing, choice, choose
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch
+from ctxwin.kv.relocate import relocate
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -461,7 +461,7 @@ import json, ctxwin
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.kv.kernels import choice
 with ctxwin.open_engine("tiny") as engine:
-    window = Window(engine, header="H", budget=400, fidelity=Fidelity(mode="patched", rank=4))
+    window = Window(engine, system_prompt="H", budget=400, fidelity=Fidelity(mode="patched", rank=4))
     first, *_ = [window.append(Chunk.text(text)) for text in ("red cube left", "blue ball right", "green cone")]
     window.ask("red?", max_tokens=1)
     window.evict(first)

@@ -31,7 +31,7 @@ class Given:
 
 
 class Reader(FakeEngine):
-    """Answers with the letters of the query that stand in the chunks behind the header; ``near`` letters it half sees."""
+    """Answers with the letters of the query that stand in the chunks behind the system prompt; ``near`` letters it half sees."""
 
     near = ""
 
@@ -112,7 +112,7 @@ def test_pinned_chunks_are_skipped_and_a_generator_is_read_no_further_than_neede
     a, b, c, d = window.extend([Chunk.text(t * 3) for t in "abcd"])
     window.pin(b)
     window.eviction = policy = Given([b, d, a, c])
-    assert window.slide(room=2) == [d]  # 14 tokens and 2 of room: one chunk is enough
+    assert window.slide(reserve_tokens=2) == [d]  # 14 tokens and 2 of room: one chunk is enough
     assert policy.read == [b, d]
     window.eviction = policy = Given([b, a, c])
     assert window.slide() == []
@@ -133,7 +133,7 @@ def test_an_order_names_each_chunk_once_and_only_placed_ones(engine: FakeEngine)
         window.slide(2)
     window.eviction = Given([c])  # what it leaves out never leaves
     with pytest.raises(BudgetExceeded, match="with the room asked for"):
-        window.slide(room=4095)
+        window.slide(reserve_tokens=4095)
     assert window.snapshot() == state
     window.check()
 
@@ -222,7 +222,7 @@ def test_what_is_beyond_the_engine_leaves_untested_and_says_so(caplog: pytest.Lo
     window = Window(Reader(max_tokens=16), "h", eviction=ByDisposability(["k"], max_tokens=2))
     k, x, y, z = window.extend([Chunk.text("k" * 4), Chunk.text("x" * 4), Chunk.text("y" * 4), Chunk.text("z" * 4)])
     with caplog.at_level(logging.WARNING, logger="ctxwin"):
-        assert window.slide(room=8) == [k, x, y]  # 18 + 3 + 2, then 14 + 5 > 16; the third test fits
+        assert window.slide(reserve_tokens=8) == [k, x, y]  # 18 + 3 + 2, then 14 + 5 > 16; the third test fits
     assert sum("leaves untested" in r.message for r in caplog.records) == 2
     assert window.ids == (z,)
 

@@ -28,9 +28,9 @@ def chunk(i: int) -> Chunk:
 
 
 def answer(engine: Engine, chunks: Sequence[Chunk], query: str) -> list[int]:
-    """A re-prefill of header, chunks and query, past windows and stored KV."""
-    header = engine.encode_header(HEADER)
-    pieces, at = [Piece(header, 0)], header.advance
+    """A re-prefill of system prompt, chunks and query, past windows and stored KV."""
+    system_prompt = engine.encode_system_prompt(HEADER)
+    pieces, at = [Piece(system_prompt, 0)], system_prompt.advance
     for placed in chunks:
         encoded = engine.encode(placed)
         pieces.append(Piece(encoded, at))

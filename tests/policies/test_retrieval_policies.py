@@ -241,13 +241,13 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_a_look_back_makes_room_by_the_eviction_policy(engine: FakeEngine) -> None:
-    window = Window(engine, "h", budget=17, eviction=ByPriority())  # the header takes 2
+    window = Window(engine, "h", budget=17, eviction=ByPriority())  # the system prompt takes 2
     a, b, c, d, e = window.extend(
         [Chunk.text(t * 3, priority=p) for t, p in zip("abcde", (0, 3, 1, 2, 1), strict=True)]
     )
     window.evict(a)
     window.pin(c)
-    assert window.look_back(f"back to {a}", room=3) == [a]
+    assert window.look_back(f"back to {a}", reserve_tokens=3) == [a]
     assert window.ids == (a, b, c, d), "c is pinned, e has the lowest priority of the others, a has just come back"
     assert window.evicted == (e,)
     assert window.tokens + 3 <= window.budget
@@ -259,7 +259,7 @@ def test_a_look_back_is_all_or_nothing(looking: Window) -> None:
     looking.pin(f)
     state = looking.snapshot()
     with pytest.raises(BudgetExceeded, match="what is looked back to, got 61") as caught:
-        looking.look_back(f"{a} {b} {c}", room=47)  # 2 + 3 * 4 + 47
+        looking.look_back(f"{a} {b} {c}", reserve_tokens=47)  # 2 + 3 * 4 + 47
     assert (caught.value.needed, caught.value.budget) == (61, 60)
     assert looking.snapshot() == state
     looking.retrieval = Given([a, "nope"])
@@ -271,6 +271,6 @@ def test_a_look_back_is_all_or_nothing(looking: Window) -> None:
     assert looking.snapshot() == state
     looking.check()
     looking.retrieval = Given([a, b, a])
-    assert looking.look_back("q", room=46) == [a, b]
+    assert looking.look_back("q", reserve_tokens=46) == [a, b]
     assert looking.ids == (a, b, f)
     assert ById().choose(looking, a) == []

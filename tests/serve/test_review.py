@@ -36,7 +36,7 @@ def server() -> Iterator[Server]:
 
 
 def opened(server: Server, **body: object) -> str:
-    return str(call(server, "/v1/windows", {"header": "h", **body})[1]["id"])
+    return str(call(server, "/v1/windows", {"system_prompt": "h", **body})[1]["id"])
 
 
 def picture(side: int, shade: int = 0) -> str:
@@ -92,7 +92,7 @@ def test_a_key_stands_for_one_body(server: Server) -> None:
 
 
 def test_results_are_bounded_whatever_the_keys() -> None:
-    """An answer may have two bytes, and its key as many as a header takes."""
+    """An answer may have two bytes, and its key as many as a system prompt takes."""
     results = Results(most=100_000)
     for i in range(1000):
         results.once("/p", f"{i}" * 1000, b"", lambda: b"{}")
@@ -110,8 +110,8 @@ def test_results_are_bounded_whatever_the_keys() -> None:
         lambda s: s["placed"][0].update(tokens=-100),  # room for more than the budget
         lambda s: s["placed"][0].update(advance=-50),  # positions below 0 reach the engine
         lambda s: s["placed"][0].update(advance=10**7),
-        lambda s: s.update(header_advance=-(10**6)),
-        lambda s: s.update(header_tokens=-(10**6)),
+        lambda s: s.update(system_prompt_advance=-(10**6)),
+        lambda s: s.update(system_prompt_tokens=-(10**6)),
         lambda s: s.update(placed=s["placed"] * 2),
         lambda s: s["placed"][0].update(chunk_id="0" * 64),
         lambda s: s.update(budget=-5),
@@ -129,7 +129,7 @@ def test_a_snapshot_that_lies_is_refused(server: Server, snapshot: str, lie: Cal
 
 def test_a_snapshot_that_does_not_is_taken(server: Server, snapshot: str) -> None:
     status, answer = call(server, "/v1/windows", {"snapshot": json.loads(snapshot)})
-    assert (status, answer["tokens"]) == (200, json.loads(snapshot)["header_tokens"] + 4)
+    assert (status, answer["tokens"]) == (200, json.loads(snapshot)["system_prompt_tokens"] + 4)
 
 
 @pytest.fixture(scope="module")

@@ -138,7 +138,7 @@ def test_bad_uploads_are_refused_with_their_reason(server: Server, body: Any, st
 
 
 def test_a_request_that_is_sent_again_is_done_once(server: Server) -> None:
-    made = [call(server, "/v1/windows", {"header": "h"}, idempotency_key="open-1")[1]["id"] for _ in range(2)]
+    made = [call(server, "/v1/windows", {"system_prompt": "h"}, idempotency_key="open-1")[1]["id"] for _ in range(2)]
     assert made[0] == made[1]
     path, body = f"/v1/windows/{made[0]}/append", {"chunk": {"type": "text", "text": "once"}}
     first, again = (call(server, path, body, idempotency_key="k1")[1]["placement"] for _ in range(2))
@@ -209,9 +209,11 @@ def test_idle_windows_are_put_aside_and_come_back(client: OpenAI, server: Server
 
 def test_the_oldest_idle_window_makes_room(client: OpenAI, server: Server) -> None:
     windows = server.service.space("").windows
-    made = [RemoteWindow(client, f"header {i}") for i in range(5)]
+    made = [RemoteWindow(client, f"system prompt {i}") for i in range(5)]
     assert len(windows) == 3
-    assert [w.header for w in map(lambda w: RemoteWindow.attach(client, w.id), made)] == [w.header for w in made]
+    assert [w.system_prompt for w in map(lambda w: RemoteWindow.attach(client, w.id), made)] == [
+        w.system_prompt for w in made
+    ]
     with (
         windows.using(made[0].id), windows.using(made[1].id), windows.using(made[2].id),
         pytest.raises(TooManyWindows, match="all 3"),
@@ -271,7 +273,7 @@ def test_a_chat_is_the_chat_templates_own_prompt(client: OpenAI, server: Server)
     layout = lay_out(space.engine, space.uploads, parse({"messages": messages}).messages)
     engine = space.engine
     pieces = [
-        engine.encode_header(layout.header),
+        engine.encode_system_prompt(layout.system_prompt),
         *map(engine.encode, layout.chunks),
         engine.encode_query(layout.query),
     ]

@@ -260,7 +260,7 @@ def test_a_picture_without_a_name_is_another_file_for_each_tenant(server: Server
 
 def test_metrics_show_tenants_by_name_and_nothing_else_of_theirs(server: Server) -> None:
     client = server.client("key-b")
-    with RemoteWindow(client, "a secret header") as window:
+    with RemoteWindow(client, "a secret system prompt") as window:
         chunk = upload(client, Chunk.text("a secret chunk"))
         placed = window.append(Chunk.text("a secret text"))
         window.ask("a secret query?", 1)

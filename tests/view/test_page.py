@@ -208,7 +208,7 @@ def test_hostile_text_is_only_text(engine: FakeEngine, tmp_path: Path, open_page
             window.append(Chunk.text(text, label=text))
             window.ask(text, max_tokens=1)
             trace.note({text: 3}, truth=text, text=text)
-        window.fork(header=HOSTILE[0]).append(Chunk.text(HOSTILE[0]))
+        window.fork(system_prompt=HOSTILE[0]).append(Chunk.text(HOSTILE[0]))
     out = render(path, tmp_path / "view.html")
     page = open_page(out)
     assert page.locator(".step").count() == len(HOSTILE) + 1

@@ -72,7 +72,7 @@ def test_every_operation_is_a_line_with_what_is_placed_after_it(engine: FakeEngi
     events = read_trace(path).events
     assert [(e["op"], e["window"], [p["id"] for p in e["placed"]]) for e in events] == done
     assert [e["n"] for e in events] == list(range(len(done)))
-    assert events[0]["header"] == "hd"
+    assert events[0]["system_prompt"] == "hd"
     assert (events[2]["query"], events[2]["answer"]) == ("q", answer.text)
     assert events[2]["usage"]["computed_tokens"] == answer.usage.computed_tokens
     assert events[2]["usage"]["reused_tokens"] == answer.usage.reused_tokens
@@ -194,14 +194,14 @@ def test_a_full_disk_costs_lines_and_not_the_trace(engine: FakeEngine, path: Pat
     class Disk:
         """Takes as many bytes as there is room for, as a file system does."""
 
-        def __init__(self, file: Any, room: int) -> None:
-            self.file, self.room = file, room
+        def __init__(self, file: Any, reserve_tokens: int) -> None:
+            self.file, self.reserve_tokens = file, reserve_tokens
 
         def write(self, raw: memoryview) -> int:
-            if not self.room:
+            if not self.reserve_tokens:
                 raise OSError(28, "No space left on device")
-            taken = self.file.write(raw[: self.room])
-            self.room -= taken
+            taken = self.file.write(raw[: self.reserve_tokens])
+            self.reserve_tokens -= taken
             return int(taken)
 
         def __getattr__(self, name: str) -> Any:

@@ -18,8 +18,8 @@ from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
 from ctxwin.engines.base import Encoded, Engine, EngineCounters, EngineSpec, Generation, MediaSpan, Piece, Sampling
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.hashing import digest
-from ctxwin.kv.relocate import relocate
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
+from ctxwin.kv.relocate import relocate
 from ctxwin.media import unpack_frames
 from ctxwin.store import open_store
 from ctxwin.store.base import Store
@@ -60,8 +60,8 @@ class FakeEngine(Engine):
     def _plain(self, chunk_id: str, ids: Sequence[int], media: tuple[MediaSpan, ...] = ()) -> Encoded:
         return Encoded(chunk_id, tuple(ids), _positions(len(ids)), len(ids), media)
 
-    def encode_header(self, header: str) -> Encoded:
-        return self._plain(digest("header", header), [1, *self._text(header)])
+    def encode_system_prompt(self, system_prompt: str) -> Encoded:
+        return self._plain(digest("system_prompt", system_prompt), [1, *self._text(system_prompt)])
 
     def encode(self, chunk: Chunk) -> Encoded:
         ids: list[int] = []

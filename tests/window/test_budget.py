@@ -56,8 +56,8 @@ def test_the_smaller_budget_counts(engine: FakeEngine, options: dict[str, Any], 
         (-5, ValueError, "size must be positive, got -5"),
         (1.5, ValueError, "size must be an int or a str like '50GB', got 1.5"),
         (True, ValueError, "size must be"),
-        (2 * TOKEN_BYTES, BudgetExceeded, "budget must exceed the header's 2 tokens, got 2"),
-        (1, BudgetExceeded, "budget must exceed the header's 2 tokens, got 0"),
+        (2 * TOKEN_BYTES, BudgetExceeded, "budget must exceed the system prompt's 2 tokens, got 2"),
+        (1, BudgetExceeded, "budget must exceed the system prompt's 2 tokens, got 0"),
     ],
 )
 def test_bad_sizes_are_refused(engine: FakeEngine, size: Any, error: type[Exception], message: str) -> None:
@@ -70,7 +70,7 @@ def test_a_byte_budget_holds_for_every_operation(engine: FakeEngine) -> None:
     a, b, c, d = window.ids
     with pytest.raises(BudgetExceeded, match="must fit the budget of 12, got"):
         window.ask("q", max_tokens=1)
-    assert window.slide(room=4) == [a, b]
+    assert window.slide(reserve_tokens=4) == [a, b]
     assert window.bytes == 8 * TOKEN_BYTES
     assert window.ask("q", max_tokens=1).text  # its query takes 3 tokens
     assert window.bytes <= 12 * TOKEN_BYTES

@@ -186,7 +186,7 @@ def test_forks_tell_the_same_observers_who_they_come_from(window: Window, told: 
     branch = window.fork()
     event = one(told, window, "fork")
     assert (event.other, event.note, event.ids) == (branch.id, "", ())
-    deeper = branch.fork(header="other")
+    deeper = branch.fork(system_prompt="other")
     (event,) = told.of(branch)
     assert (event.op, event.other, event.note, event.parent) == ("fork", deeper.id, "other", window.id)
     told.events.clear()
@@ -265,7 +265,7 @@ def test_every_kind_of_event_is_covered_here() -> None:
         (lambda w: w.evict("nope"), UnknownChunk),
         (lambda w: w.evict("nope", forget=True), UnknownChunk),
         (lambda w: w.slide(9), ValueError),
-        (lambda w: w.slide(room=200), BudgetExceeded),
+        (lambda w: w.slide(reserve_tokens=200), BudgetExceeded),
         (lambda w: w.recall("nope"), UnknownChunk),
         (lambda w: w.reorder([]), ValueError),
         (lambda w: w.toggle("nope", conditioned=False), UnknownChunk),
@@ -289,7 +289,7 @@ def test_a_look_back_that_fails_tells_nothing(window: Window, told: Told) -> Non
     (a,) = window.slide(1)
     told.events.clear()
     with pytest.raises(BudgetExceeded):
-        window.look_back(a, room=97)
+        window.look_back(a, reserve_tokens=97)
     assert told.events == []
 
 
@@ -397,9 +397,9 @@ def test_the_history_can_be_followed_from_the_events_alone(engine: FakeEngine) -
             window.observe(told)
             for i in range(6):
                 window.append(Chunk.text(str(i) * 4))
-                window.slide(room=6)
+                window.slide(reserve_tokens=6)
                 window.ask("q", max_tokens=1)
-            window.look_back(window.evicted[0], room=6)
+            window.look_back(window.evicted[0], reserve_tokens=6)
         return [(e.op, len(e.ids), len(e.state.placed), len(e.state.evicted)) for e in told.events]
 
     first = run()

@@ -44,8 +44,8 @@ def window_on(engine: Engine, mode: Any = "patched", n: int = 4) -> Window:
 
 def reprefill(engine: Engine, window: Window, query: str) -> dict[int, float]:
     """An exact forward over what is placed, past the window and the store's spans."""
-    header = engine.encode_header(HEADER)
-    pieces, at = [Piece(header, 0)], header.advance
+    system_prompt = engine.encode_system_prompt(HEADER)
+    pieces, at = [Piece(system_prompt, 0)], system_prompt.advance
     for placement in window.ids:
         encoded = engine.encode(window.chunk(placement))
         pieces.append(Piece(encoded, at))
@@ -105,7 +105,7 @@ def test_no_edit_runs_the_vision_tower(engine: Engine) -> None:
         window.reorder([b, a, d, c])
         ask(window, QUESTIONS[0])
         window.toggle(b, conditioned=False)
-        branch = window.fork(header="Answer briefly.")
+        branch = window.fork(system_prompt="Answer briefly.")
         for view in (window, branch):
             ask(view, QUESTIONS[0])
         window.disposable(c, QUESTIONS[0], max_tokens=2)

@@ -105,7 +105,7 @@ class TestWhatIsPlanned:
             window.append(chunk(118))
             plan = window.plan()
             check_steps(plan)
-            sizes = [plan.header_tokens, *(e.tokens for e in plan.entries)]
+            sizes = [plan.system_prompt_tokens, *(e.tokens for e in plan.entries)]
             assert plan.steps == (
                 PlanRequest("chunks", sum(sizes[:3]), sizes[2]),
                 PlanRequest("chunks", sum(sizes[:7]), sizes[5] + sizes[6]),
@@ -127,22 +127,22 @@ class TestWhatIsPlanned:
             spend(window, plan)
 
     def test_canonicals_come_first_and_once(self, engine: Any) -> None:
-        """The same chunk placed twice and toggled clean twice has one canonical, behind a header that is computed once."""
-        with Window(engine, "A header of its own.", fidelity=Fidelity("patched", rank=4)) as window:
+        """The same chunk placed twice and toggled clean twice has one canonical, behind a system prompt that is computed once."""
+        with Window(engine, "A system prompt of its own.", fidelity=Fidelity("patched", rank=4)) as window:
             ids = window.extend([chunk(130), chunk(131), chunk(131), chunk(132)])
             for placed in ids[1:3]:
                 window.toggle(placed, conditioned=False)
             plan = window.plan()
             check_steps(plan)
             tokens = window.chunks[1].tokens
-            assert [s.purpose for s in plan.steps] == ["header", "canonical", "chunks", "answer"]
-            assert plan.steps[1] == PlanRequest("canonical", plan.header_tokens + tokens, tokens)
+            assert [s.purpose for s in plan.steps] == ["system_prompt", "canonical", "chunks", "answer"]
+            assert plan.steps[1] == PlanRequest("canonical", plan.system_prompt_tokens + tokens, tokens)
             assert [e.compute for e in plan.entries[1:3]] == [tokens, 0]
             spend(window, plan)
 
 
 def test_nothing_to_compute_takes_no_request(engine: Any) -> None:
-    """A base model without a chat template has an empty header, which the store may have lost."""
+    """A base model without a chat template has an empty system prompt, which the store may have lost."""
     empty = Encoded("", (), np.zeros((3, 0), dtype=np.int64), 0)
     parts, query = [empty, engine.encode(chunk(141)), engine.encode(chunk(142))], engine.encode_query(QUERY)
     starts = [0, 0, parts[1].advance]
@@ -285,7 +285,7 @@ def test_as_many_ask_at_once_as_there_are_windows() -> None:
             return super().generate(*args, **kwargs)
 
     with Meeting() as engine:
-        windows = [Window(engine, f"header {i}") for i in range(count)]
+        windows = [Window(engine, f"system prompt {i}") for i in range(count)]
 
         async def asked() -> list[Answer]:
             return await asyncio.gather(*(window.aask("q", max_tokens=2) for window in windows))

@@ -73,7 +73,7 @@ def test_a_failing_engine_leaves_the_window_as_it_was(engine: FakeEngine, window
 def test_budgets_of_the_window_itself(engine: FakeEngine) -> None:
     with pytest.raises(ValueError, match=r"budget must be an int in 1\.\.4096"):
         Window(engine, budget=5000)
-    with pytest.raises(BudgetExceeded, match="must exceed the header's 11 tokens"):
+    with pytest.raises(BudgetExceeded, match="must exceed the system prompt's 11 tokens"):
         Window(engine, "0123456789", budget=11)
     window = Window(engine, "h", budget=12)
     window.append(Chunk.text("aaaa", pin=True))
@@ -123,10 +123,12 @@ def test_forgetting_leaves_no_kv_of_earlier_orders(engine: FakeEngine) -> None:
     other.extend([Chunk.text("aa"), Chunk.text("secret"), Chunk.text("cc")])
     other.ask("q")
     first = other.snapshot().placed[0].kv
-    header = [k for k in clean.store.list("span/") if k not in {p.kv.span for p in other.snapshot().placed if p.kv}]
+    system_prompt = [
+        k for k in clean.store.list("span/") if k not in {p.kv.span for p in other.snapshot().placed if p.kv}
+    ]
     assert first is not None
-    # Only the header, and what stood in front of the secret, may be left.
-    assert set(engine.store.list("span/")) <= {first.span, *header}
+    # Only the system prompt, and what stood in front of the secret, may be left.
+    assert set(engine.store.list("span/")) <= {first.span, *system_prompt}
     assert window.ids == (c, a)
 
 
@@ -145,7 +147,7 @@ def test_a_restored_auto_window_keeps_its_profile(tmp_path: Any, engine: FakeEng
 
 
 def test_blind_costs_what_the_plan_says(engine: FakeEngine) -> None:
-    window = Window(engine, "a long header", fidelity=Fidelity("blind"))
+    window = Window(engine, "a long system prompt", fidelity=Fidelity("blind"))
     window.extend([Chunk.text("aa"), Chunk.text("bb"), Chunk.text("cc")])
     plan = window.plan()
     assert window.ask("q").usage.computed_tokens == plan.computed_tokens + 3

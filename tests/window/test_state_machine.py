@@ -158,7 +158,7 @@ class Programs(RuleBasedStateMachine):
     @rule(which=st.lists(st.integers(0, 9), min_size=1, max_size=2), spare=st.integers(0, 4), policy=_POLICY)
     def look_back(self, which: list[int], spare: int, policy: str) -> None:
         """With room for ``spare`` tokens only, so that others must leave, or not enough can."""
-        room = BUDGET - self.windows[0].tokens - spare
+        reserve_tokens = BUDGET - self.windows[0].tokens - spare
         back = list(dict.fromkeys(self.evicted[i % len(self.evicted)] for i in which))
         placed = list(self.placed)
         for arrival in back:
@@ -175,10 +175,10 @@ class Programs(RuleBasedStateMachine):
             if excess > 0:
                 before = window.snapshot()
                 with pytest.raises(BudgetExceeded):
-                    window.look_back(query, room=room)
+                    window.look_back(query, reserve_tokens=reserve_tokens)
                 assert window.snapshot() == before
             else:
-                assert window.look_back(query, room=room) == ids
+                assert window.look_back(query, reserve_tokens=reserve_tokens) == ids
         if excess <= 0:
             self.placed = [a for a in placed if a not in leaving]
             self.evicted = [a for a in self.evicted if a not in back] + leaving

@@ -29,7 +29,7 @@ def lanes(window: Window) -> list[str]:
 
 def fresh(engine: FakeEngine, window: Window) -> list[int]:
     """The answer of a window that computes the same chunks from nothing."""
-    with Window(FakeEngine(), window.header, window.budget, Fidelity("exact")) as other:
+    with Window(FakeEngine(), window.system_prompt, window.budget, Fidelity("exact")) as other:
         for placement in window.ids:
             chunk = window.chunk(placement)
             if chunk.media:
@@ -85,7 +85,7 @@ def test_recall_to_the_front_swaps_in_the_canonical_where_it_is_held(window: Win
     window.ask("q")  # forms b's canonical
     window.toggle(b, conditioned=True)
     window.evict(a)
-    assert lanes(window) == ["resident", "survivor"]  # only the header is in front of b
+    assert lanes(window) == ["resident", "survivor"]  # only the system prompt is in front of b
     assert window.chunks[0].exact
     assert window.dependents(a) == (b, c)
     window.ask("q")
@@ -244,8 +244,8 @@ def test_a_fork_shares_everything_and_its_edits_stay_its_own(engine: FakeEngine,
 
 
 def test_a_fork_behind_another_header_sees_nothing_again(engine: FakeEngine, window: Window) -> None:
-    branch = window.fork(header="other")
-    assert branch.header == "other"
+    branch = window.fork(system_prompt="other")
+    assert branch.system_prompt == "other"
     assert branch.version == window.version
     assert branch.ids == window.ids
     assert all(lane in ("computed", "formed") for lane in lanes(branch))

@@ -74,29 +74,31 @@ class Encoder:
         self._positions = positions
         self._counters = counters
         self._cache: OrderedDict[str, Encoded] = OrderedDict()
-        self._headers: OrderedDict[str, Encoded] = OrderedDict()
+        self._system_prompts: OrderedDict[str, Encoded] = OrderedDict()
         self._closing: tuple[int, ...] | None = None
         self._cache_size = cache
         self._lock = threading.RLock()
 
-    def encode_header(self, header: str) -> Encoded:
+    def encode_system_prompt(self, system_prompt: str) -> Encoded:
         """Tokens of the system turn and the opening of the user turn; raises UnsupportedModel without a system turn.
 
         The newest headers are remembered: every ask of a window needs its own.
         """
         with self._lock:
-            if header in self._headers:
-                self._headers.move_to_end(header)
-                return self._headers[header]
-        before, after = self.checkpoint.template.header(header)
-        ids = [*self.template_ids(before), *self.text_ids(header), *self.template_ids(after)]
+            if system_prompt in self._system_prompts:
+                self._system_prompts.move_to_end(system_prompt)
+                return self._system_prompts[system_prompt]
+        before, after = self.checkpoint.template.system_prompt(system_prompt)
+        ids = [*self.template_ids(before), *self.text_ids(system_prompt), *self.template_ids(after)]
         if self.checkpoint.template.plain:
             ids = [*self.checkpoint.bos, *ids]
-        made = self._made(digest("header", header), ids, ())  # may wait for the engine, so not under the lock
+        made = self._made(
+            digest("system_prompt", system_prompt), ids, ()
+        )  # may wait for the engine, so not under the lock
         with self._lock:
-            self._headers[header] = made
-            while len(self._headers) > _HEADERS:
-                self._headers.popitem(last=False)
+            self._system_prompts[system_prompt] = made
+            while len(self._system_prompts) > _HEADERS:
+                self._system_prompts.popitem(last=False)
         return made
 
     def encode_query(self, query: str) -> Encoded:
@@ -326,8 +328,8 @@ class EncodingEngine(Engine):
     encoder: Encoder
     _lock: threading.RLock
 
-    def encode_header(self, header: str) -> Encoded:
-        return self.encoder.encode_header(header)
+    def encode_system_prompt(self, system_prompt: str) -> Encoded:
+        return self.encoder.encode_system_prompt(system_prompt)
 
     def encode(self, chunk: Chunk) -> Encoded:
         with self._lock:

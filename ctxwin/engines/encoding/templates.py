@@ -1,6 +1,6 @@
 """Prompt pieces read off a model's own chat template by rendering it with sentinels.
 
-A window needs the template in pieces that can be put together in any order: what opens (*header*), what closes
+A window needs the template in pieces that can be put together in any order: what opens (*system prompt*), what closes
 (*query*), and what turns around a whole message. `Template` renders small conversations whose texts are sentinels, cuts
 the result at the sentinels, and compares. A template under which an earlier turn reads differently once later turns
 follow (stripped thinking, numbered pictures, a dropped system turn) cannot be cut into such pieces: the piece concerned
@@ -50,7 +50,7 @@ class ToolTurn:
 class Template:
     """The pieces of one chat template.
 
-    Without a chat template (a base model) pieces are plain concatenation: the header and a newline, chunks as they are,
+    Without a chat template (a base model) pieces are plain concatenation: the system prompt and a newline, chunks as they are,
     the query and a newline; a message has no turn to be and is refused.
 
     Args:
@@ -83,8 +83,8 @@ class Template:
         """Whether there is no chat template."""
         return self._render is None
 
-    def header(self, text: str) -> tuple[str, str]:
-        """What stands before and after ``text`` in the header: the system turn, and the opening of the user turn.
+    def system_prompt(self, text: str) -> tuple[str, str]:
+        """What stands before and after ``text`` in the system prompt: the system turn, and the opening of the user turn.
 
         An empty text gives the opening that the template makes without a system message.
         Raises UnsupportedModel where the template has no system turn.
@@ -152,7 +152,7 @@ class Template:
         return after
 
     def system(self, text: str, tools: Sequence[dict[str, Any]]) -> str:
-        """The header text that reads as the template's own system turn with ``text`` when it offers ``tools``.
+        """The system prompt text that reads as the template's own system turn with ``text`` when it offers ``tools``.
 
         Raises UnsupportedModel where the template takes no tools, or shows them elsewhere than in the system turn.
         """
@@ -167,7 +167,7 @@ class Template:
         framed = made[0].startswith(before) and made[0].endswith(after) and made[1] == self._closing
         if not framed or whole.count(_SYSTEM) != bool(text):
             raise UnsupportedModel(
-                "the chat template shows tools elsewhere than in the system turn, which is the header"
+                "the chat template shows tools elsewhere than in the system turn, which is the system prompt"
             )
         return whole.replace(_SYSTEM, text) if text else whole
 
@@ -253,7 +253,7 @@ class Template:
         cut = self._cut([{"role": "system", "content": _SYSTEM}, _user(_USER)], _SYSTEM, _USER)
         if cut is None:
             raise UnsupportedModel(
-                'the chat template has no system turn (it refuses or drops a system message); use header="" and put '
+                'the chat template has no system turn (it refuses or drops a system message); use system_prompt="" and put '
                 "the instructions into the first chunk"
             )
         if cut[2] != self._closing:

@@ -265,7 +265,7 @@ class VLLMEngine(EncodingEngine):
                 with self._counting:
                     self.counters.retries += 1
         # Everything is computed in place now, which is exact, so it belongs to (and may use) the exact space.
-        bare = [replace(piece, span=None, patch=None, apart=False) for piece in layout]
+        bare = [replace(piece, span=None, patch=None, approximate=False) for piece in layout]
         try:
             return work, self._guarded(work, bare, base, replace(ask, salt="")), 1
         except LoadError as error:
@@ -297,7 +297,7 @@ class VLLMEngine(EncodingEngine):
 
         pieces = list(layout)
         for i, piece in enumerate(pieces):
-            if piece.span is None and not piece.encoded.tokens:  # an empty header has nothing to compute
+            if piece.span is None and not piece.encoded.tokens:  # an empty system prompt has nothing to compute
                 work.captured[str(i)] = empty = self._empty_span(piece.start - base)
                 pieces[i] = replace(piece, span=empty)
         space = space_of(pieces, ask.salt, self._core.block)

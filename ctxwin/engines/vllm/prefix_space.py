@@ -37,7 +37,7 @@ def space_of(pieces: Sequence[Piece], salt: str, block: int) -> Space:
     """The space of a layout.
 
     Args:
-        pieces: in prompt order; those `Piece.apart` are told apart.
+        pieces: in prompt order; those `Piece.approximate` are told apart.
         salt: what keeps all of it apart; "" where it is exact.
         block: tokens of a block of vLLM's cache.
     """
@@ -51,7 +51,7 @@ def space_of(pieces: Sequence[Piece], salt: str, block: int) -> Space:
     for piece in pieces:
         end = begin + piece.encoded.tokens
         media += sorted(begin + span.offset for span in piece.encoded.media)
-        if piece.apart and piece.encoded.tokens:
+        if piece.approximate and piece.encoded.tokens:
             # Up to the end of the block in which the piece begins.
             latest = max((at for at in media if at < (begin // block + 1) * block), default=None)
             if latest is None or not piece.id:

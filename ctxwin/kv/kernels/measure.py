@@ -29,7 +29,7 @@ from ctxwin.kv.patch import Patch
 class Setting:
     """One load: ``tokens`` in all, split over ``parts``, from the processor's memory to ``device``; the rest as in `KVSpec`.
 
-    ``frame`` is where spans stand as they are stored: engines form them behind a header.
+    ``frame`` is where spans stand as they are stored: engines form them behind a system prompt.
     """
 
     tokens: int = 2048

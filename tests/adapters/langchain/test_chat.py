@@ -60,7 +60,7 @@ class Watch:
         return [self.engine.encode(c) for c in chunks]
 
     def oracle(self, front: list[Encoded], query: str) -> str:
-        reference = Reference(self.engine, self.engine.encode_header(HEADER))
+        reference = Reference(self.engine, self.engine.encode_system_prompt(HEADER))
         return reference.reprefill(front, self.engine.encode_query(query), Sampling(8)).text
 
 
@@ -361,7 +361,7 @@ def test_thinking_is_not_shown_again(tmp_path: Path) -> None:
                 computed.append(answer.usage_metadata["input_token_details"].get("computed", 0))  # type: ignore[index]
         assert [m.text for m in messages[1::2]] == script
         assert "hm" not in engine.prompts[2]
-        opening = inner.encode_header("").tokens
+        opening = inner.encode_system_prompt("").tokens
         exchange = inner.encode_exchange("two?", inner.text_ids("blue")).tokens
         assert computed == [opening, 0, exchange]
 

@@ -45,7 +45,11 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def ids_of(engine: Engine, made: Conversation) -> list[int]:
     chunks = [i for c in made.chunks for i in engine.encode(c).token_ids]
-    return [*engine.encode_header(made.header).token_ids, *chunks, *engine.encode_query(made.query).token_ids]
+    return [
+        *engine.encode_system_prompt(made.system_prompt).token_ids,
+        *chunks,
+        *engine.encode_query(made.query).token_ids,
+    ]
 
 
 def prompt(engine: Engine, made: Conversation) -> str:
@@ -78,7 +82,7 @@ def plain(message: Any) -> dict[str, Any]:
 
 CONVERSATIONS: dict[str, list[Any]] = {
     "question": [HumanMessage("what color?")],
-    "header": [SystemMessage("be short"), HumanMessage("what color?")],
+    "system_prompt": [SystemMessage("be short"), HumanMessage("what color?")],
     "exchange": [SystemMessage("be short"), HumanMessage("what?"), AIMessage("red"), HumanMessage("and now?")],
     "tool": [HumanMessage("what?"), AIMessage("", tool_calls=[call("look", at=1)]), ToolMessage("red", tool_call_id="c1")],
     "tool, text beside the call": [
@@ -114,9 +118,9 @@ ROUND = st.tuples(
 @settings(max_examples=30, deadline=None)
 @given(st.just("") | WORDS, st.lists(ROUND, min_size=1, max_size=3), st.booleans())
 def test_any_conversation_is_the_templates_own(
-    engine: Engine, header: str, rounds: list[tuple[str, list[tuple[str, list[str]]], str]], answered: bool
+    engine: Engine, system_prompt: str, rounds: list[tuple[str, list[tuple[str, list[str]]], str]], answered: bool
 ) -> None:
-    messages: list[Any] = [SystemMessage(header)] if header else []
+    messages: list[Any] = [SystemMessage(system_prompt)] if system_prompt else []
     for question, calls, answer in rounds:
         messages.append(HumanMessage(question))
         for text, results in calls:
@@ -152,7 +156,7 @@ def test_what_users_write_is_no_special_token(engine: Engine) -> None:
     end = engine.template_ids("<|im_end|>")
     assert len(end) == 1
     made = converse(engine, [HumanMessage("q")], tools)
-    assert engine.encode_header(made.header).token_ids.count(end[0]) == 1  # of its turn
+    assert engine.encode_system_prompt(made.system_prompt).token_ids.count(end[0]) == 1  # of its turn
     spelled = [
         HumanMessage("q"),
         AIMessage("<|im_end|>", tool_calls=[call("look", at="<|im_end|>")]),
@@ -369,7 +373,11 @@ def test_thinking_and_stream_chunks_and_roles_by_name() -> None:
     got = converse(
         engine, [("system", "s"), ChatMessage(role="user", content="q"), thought, {"role": "user", "content": "r"}]
     )
-    assert (got.header, [c.id for c in got.chunks], got.query) == (want.header, [c.id for c in want.chunks], want.query)
+    assert (got.system_prompt, [c.id for c in got.chunks], got.query) == (
+        want.system_prompt,
+        [c.id for c in want.chunks],
+        want.query,
+    )
 
 
 def test_keys_name_content_not_ids() -> None:

@@ -14,12 +14,12 @@ def texts(*names: str) -> list[Chunk]:
 def test_conversations_with_the_same_long_header_do_not_push_each_other_out() -> None:
     engine = FakeEngine()
     pool = Pool(engine, None, None, 4)
-    header = "a header that is much longer than what is said behind it " * 8
+    system_prompt = "a system prompt that is much longer than what is said behind it " * 8
     for chunks in (texts("a", "b"), texts("c", "d"), texts("e", "f")):
-        with pool.window(header, chunks) as window:
+        with pool.window(system_prompt, chunks) as window:
             assert not window.evicted  # nothing of the others is dragged along, and leased
     assert len(pool) == 3
-    with pool.window(header, texts("a", "b", "g")):
+    with pool.window(system_prompt, texts("a", "b", "g")):
         pass
     assert len(pool) == 3  # the first conversation, gone on
     pool.close()

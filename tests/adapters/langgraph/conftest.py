@@ -51,8 +51,8 @@ def picture() -> Callable[[int], Chunk]:
 def oracle() -> Callable[..., str]:
     """What a window made from nothing, on another engine with a store of its own, answers over the same chunks."""
 
-    def ask(chunks: list[Chunk], query: str, *, header: str = HEADER, max_tokens: int = 3) -> str:
-        with FakeEngine() as other, Window(other, header, fidelity=Fidelity("exact")) as window:
+    def ask(chunks: list[Chunk], query: str, *, system_prompt: str = HEADER, max_tokens: int = 3) -> str:
+        with FakeEngine() as other, Window(other, system_prompt, fidelity=Fidelity("exact")) as window:
             window.extend(chunks)
             return window.ask(query, max_tokens=max_tokens).text
 

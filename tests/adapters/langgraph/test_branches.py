@@ -34,7 +34,7 @@ def fan_out(picture: Picture, *, stop: bool = False, asynchronous: bool = False)
     """One fork a page: each looks at its page behind what all share; the join goes on with the branch of page 2."""
 
     def begin(state: State, runtime: Runtime[WindowContext]) -> State:
-        with open_window(None, runtime, header="hd", fidelity=EXACT) as window:
+        with open_window(None, runtime, system_prompt="hd", fidelity=EXACT) as window:
             window.append(picture(0))
             window.ask("what?", max_tokens=3)
             return {"window": window.ref()}
@@ -124,7 +124,7 @@ def test_two_branches_that_write_the_same_window(
         return look
 
     def begin(state: State, runtime: Runtime[WindowContext]) -> State:
-        with open_window(None, runtime, header="hd", fidelity=EXACT) as window:
+        with open_window(None, runtime, system_prompt="hd", fidelity=EXACT) as window:
             window.append(picture(0))
             return {"window": window.ref()}
 
@@ -151,7 +151,7 @@ def test_two_branches_that_write_the_same_window(
 def test_the_reducer_does_not_mind_the_order(engine: Any, picture: Picture) -> None:
     runtime: Runtime[WindowContext] = Runtime(context=WindowContext(engine))
     references: list[Any] = []
-    with open_window(None, runtime, header="hd") as window:
+    with open_window(None, runtime, system_prompt="hd") as window:
         references.append(window.ref())
         window.append(picture(1))
         references.append(window.ref())
@@ -171,7 +171,7 @@ def test_the_reducer_does_not_mind_the_order(engine: Any, picture: Picture) -> N
     assert merge_windows(references[3], references[5]) == references[3]
     for nothing in (None, {}):
         assert merge_windows(nothing, base) == merge_windows(base, nothing) == base
-    with open_window(None, runtime, header="other") as window:
+    with open_window(None, runtime, system_prompt="other") as window:
         other = window.ref()
     assert merge_windows(references[3], other) == other, "another window replaces this one"
     with pytest.raises(ValueError, match="a window reference must have"):
@@ -180,10 +180,10 @@ def test_the_reducer_does_not_mind_the_order(engine: Any, picture: Picture) -> N
 
 def test_only_branches_of_a_window_are_adopted(engine: Any, picture: Picture) -> None:
     runtime: Runtime[WindowContext] = Runtime(context=WindowContext(engine))
-    with open_window(None, runtime, header="hd") as stranger:
+    with open_window(None, runtime, system_prompt="hd") as stranger:
         stranger.append(picture(1))
         reference = stranger.ref()
-    with open_window(None, runtime, header="hd") as window:
+    with open_window(None, runtime, system_prompt="hd") as window:
         with pytest.raises(
             ValueError, match=rf"must be a fork of window {window.id}, got window {reference['window']}"
         ):
@@ -201,7 +201,7 @@ def test_only_branches_of_a_window_are_adopted(engine: Any, picture: Picture) ->
 
 def test_an_older_window_is_put_back_with_overwrite(engine: Any, saver: Any, picture: Picture) -> None:
     def look(state: State, runtime: Runtime[WindowContext]) -> State:
-        with open_window(state.get("window"), runtime, header="hd") as window:
+        with open_window(state.get("window"), runtime, system_prompt="hd") as window:
             window.append(picture(len(window.ids)))
             return {"window": window.ref()}
 

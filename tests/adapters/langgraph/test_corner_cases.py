@@ -44,7 +44,7 @@ def execution(engine: Any, told: list[Any] | None = None, task: str = "t") -> Ru
 
 
 def test_notes_that_change_alone_are_kept(engine: Any) -> None:
-    with open_window(None, execution(engine), header="hd") as window:
+    with open_window(None, execution(engine), system_prompt="hd") as window:
         before = window.ref()
     with open_window(before, execution(engine, task="u")) as window:
         window.notes["page"] = 3
@@ -59,7 +59,7 @@ def test_notes_that_change_alone_are_kept(engine: Any) -> None:
 
 @pytest.mark.parametrize("budget", range(60, 66))
 def test_a_budget_that_changes_alone_is_kept(engine: Any, budget: int) -> None:
-    with open_window(None, execution(engine), header="hd", budget=50) as window:
+    with open_window(None, execution(engine), system_prompt="hd", budget=50) as window:
         before = window.ref()
     with open_window(before, execution(engine, task="u"), budget=budget) as window:
         after = window.ref()
@@ -70,14 +70,14 @@ def test_a_budget_that_changes_alone_is_kept(engine: Any, budget: int) -> None:
 
 
 def test_no_budget_is_no_budget(engine: Any) -> None:
-    with open_window(None, execution(engine), header="hd", budget=50) as window:
+    with open_window(None, execution(engine), system_prompt="hd", budget=50) as window:
         reference = window.ref()
     with pytest.raises(ValueError, match=r"budget must be an int in 1\.\.4096"):
         open_window(reference, execution(engine), budget=0)
 
 
 def test_a_smaller_engine_takes_the_window_with_a_fidelity(engine: Any) -> None:
-    with open_window(None, execution(engine), header="hd") as window:
+    with open_window(None, execution(engine), system_prompt="hd") as window:
         window.append(Chunk.text("note"))
         reference = window.ref()
     smaller = FakeEngine(engine.store, max_tokens=100, name="smaller")
@@ -87,9 +87,9 @@ def test_a_smaller_engine_takes_the_window_with_a_fidelity(engine: Any) -> None:
 
 def test_two_windows_of_one_node_share_no_placements(engine: Any) -> None:
     """Forgetting in one must take nothing from the other."""
-    with open_window(None, execution(engine, task="a"), header="hd") as window:
+    with open_window(None, execution(engine, task="a"), system_prompt="hd") as window:
         left = window.ref()
-    with open_window(None, execution(engine, task="b"), header="hd") as window:
+    with open_window(None, execution(engine, task="b"), system_prompt="hd") as window:
         right = window.ref()
     with (
         open_window(left, execution(engine)) as first,
@@ -109,7 +109,7 @@ def test_two_windows_of_one_node_share_no_placements(engine: Any) -> None:
 
 def test_an_answer_kept_by_another_version_is_computed_again(engine: Any, picture: Picture) -> None:
     def once() -> str:
-        with open_window(None, execution(engine), header="hd") as window:
+        with open_window(None, execution(engine), system_prompt="hd") as window:
             window.append(picture(1))
             return window.ask("what?", max_tokens=3).text
 
@@ -125,7 +125,7 @@ def test_a_stream_read_late_keeps_what_it_answered_over(engine: Any, picture: Pi
     """What is placed between an answer and the end of reading it is no part of that answer."""
 
     def once() -> tuple[str, ...]:
-        with open_window(None, execution(engine), header="hd") as window:
+        with open_window(None, execution(engine), system_prompt="hd") as window:
             window.append(picture(1))
             stream = window.stream("what?", max_tokens=3, remember=True)
             if stream.answer is None:
@@ -146,7 +146,7 @@ def test_a_stream_read_late_keeps_what_it_answered_over(engine: Any, picture: Pi
 def test_no_two_events_of_a_run_have_one_key(engine: Any, picture: Picture) -> None:
     def once() -> list[str]:
         told: list[Any] = []
-        with open_window(None, execution(engine, told), header="hd") as window:
+        with open_window(None, execution(engine, told), system_prompt="hd") as window:
             ids = window.extend([picture(1), picture(2)])
             window.disposable(ids[0], "what?", max_tokens=2)
             sync(window, [picture(3), picture(2), picture(4)])
@@ -166,7 +166,7 @@ def _trimmed(node: WindowNode, engine: Any, turns: int, other: bool) -> list[int
     """Bytes of the reference after each turn of a conversation whose oldest messages are taken out."""
 
     def before(state: WindowState, runtime: Runtime[WindowContext]) -> dict[str, Any]:
-        with open_window(state.get("window"), runtime, header="hd") as window:
+        with open_window(state.get("window"), runtime, system_prompt="hd") as window:
             window.append(Chunk.text(f"o{len(window.ids) + len(window.evicted)}"))
             return {"window": window.ref()}
 
@@ -234,7 +234,7 @@ def test_an_answer_kept_under_another_profile_is_computed_again(
     engine: Any, picture: Picture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def once() -> None:
-        with open_window(None, execution(engine), header="hd") as window:
+        with open_window(None, execution(engine), system_prompt="hd") as window:
             window.append(picture(1))
             window.ask("what?", max_tokens=3)
 
@@ -254,7 +254,7 @@ def held(engine: Any) -> int:
 
 def _leasing(picture: Picture, end: Callable[[], Any], *, close: bool) -> Any:
     def look(state: WindowState, runtime: Runtime[WindowContext]) -> dict[str, Any]:
-        window = open_window(None, runtime, header="hd")
+        window = open_window(None, runtime, system_prompt="hd")
         with window if close else contextlib.nullcontext(), window.fork() as branch:
             window.append(picture(1))
             branch.append(picture(2))
@@ -353,13 +353,13 @@ def _png(i: int) -> str:
 
 
 def test_what_is_asked_about_never_leaves_before_the_answer(engine: Any) -> None:
-    node = WindowNode(header="hd", budget=30, max_tokens=2, eviction=NewestFirst())
+    node = WindowNode(system_prompt="hd", budget=30, max_tokens=2, eviction=NewestFirst())
     picture = Chunk.image(np.full((4, 4, 3), 7, np.uint8)).id
     assert picture in _turn(node, engine, [[1, "q1?"], [2, "q2?"], [7, "q3?"]])
 
 
 def test_what_is_asked_about_must_fit(engine: Any) -> None:
-    node = WindowNode(header="hd", budget=12, max_tokens=2)
+    node = WindowNode(system_prompt="hd", budget=12, max_tokens=2)
     with pytest.raises(BudgetExceeded):
         _turn(node, engine, [[*range(1, 9), "q?"]])
 

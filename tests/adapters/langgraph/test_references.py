@@ -45,7 +45,7 @@ def _plain(value: Any) -> bool:
 
 
 def test_encodes_of_one_node_stand_in_the_answer_of_another(engine: Any, picture: Picture) -> None:
-    with open_window(None, runtime_of(engine), header="hd") as window:
+    with open_window(None, runtime_of(engine), system_prompt="hd") as window:
         window.extend([picture(1), picture(2)])
         reference = window.ref()
     with open_window(reference, runtime_of(engine)) as window:
@@ -130,7 +130,7 @@ def long_session(store: Weighing, steps: int) -> tuple[list[int], list[int], dic
         before = store.weight
         # Answers are journaled, as they are in a graph.
         with open_window(
-            reference, operation, header="hd", fidelity=Fidelity("patched", rank=2), name=str(step)
+            reference, operation, system_prompt="hd", fidelity=Fidelity("patched", rank=2), name=str(step)
         ) as window:
             window.append(Chunk.image(np.full((4, 4, 3), step % 250, np.uint8), text=f"{step}"))
             window.ask("q", max_tokens=3, remember=True)
@@ -158,7 +158,7 @@ def test_checkpoints_stay_small_and_a_step_writes_little() -> None:
 
 def test_checkpoints_of_a_graph_stay_small(engine: Any, tmp_path: Path, picture: Picture) -> None:
     def look(state: State, runtime: Runtime[WindowContext]) -> State:
-        with open_window(state.get("window"), runtime, header="You browse the web.") as window:
+        with open_window(state.get("window"), runtime, system_prompt="You browse the web.") as window:
             window.append(picture(state["frame"]))
             window.slide(max(0, len(window.ids) - 10))
             return {"window": window.ref()}
@@ -194,7 +194,7 @@ def test_a_lost_store_is_rebuilt_from_the_sources(picture: Picture, tmp_path: Pa
         frames.append(Chunk.image(tmp_path / f"{i}.png", text=f"t={i}"))
     with (
         FakeEngine() as engine,
-        open_window(None, runtime_of(engine), header="hd", fidelity=Fidelity("exact")) as window,
+        open_window(None, runtime_of(engine), system_prompt="hd", fidelity=Fidelity("exact")) as window,
     ):
         ids = window.extend([*frames, Chunk.text("note", pin=True)])
         window.ask("what?", max_tokens=3)
@@ -202,7 +202,7 @@ def test_a_lost_store_is_rebuilt_from_the_sources(picture: Picture, tmp_path: Pa
         reference = window.ref()
     told: list[Any] = []
     with FakeEngine() as engine:  # an empty store
-        with open_window(reference, runtime_of(engine, told), header="hd") as window:
+        with open_window(reference, runtime_of(engine, told), system_prompt="hd") as window:
             assert (window.lost, window.rebuilt) == (1, 3)
             assert told == [
                 {"type": "window", "op": "lost", "window": window.id, "version": 5, "lost": 1, "rebuilt": 3}
@@ -218,7 +218,7 @@ def test_a_lost_store_is_rebuilt_from_the_sources(picture: Picture, tmp_path: Pa
 
 
 def test_a_picture_from_memory_does_not_survive_a_lost_store(picture: Picture, oracle: Callable[..., str]) -> None:
-    with FakeEngine() as engine, open_window(None, runtime_of(engine), header="hd") as window:
+    with FakeEngine() as engine, open_window(None, runtime_of(engine), system_prompt="hd") as window:
         ids = window.extend([Chunk.text("note"), picture(1)])
         reference = window.ref()
     with FakeEngine() as engine, open_window(reference, runtime_of(engine)) as window:
@@ -232,7 +232,7 @@ def test_a_picture_from_memory_does_not_survive_a_lost_store(picture: Picture, o
 def test_any_part_of_the_store_may_be_gone(
     namespace: str, engine: Any, picture: Picture, oracle: Callable[..., str]
 ) -> None:
-    with open_window(None, runtime_of(engine), header="hd", fidelity=Fidelity("exact")) as window:
+    with open_window(None, runtime_of(engine), system_prompt="hd", fidelity=Fidelity("exact")) as window:
         ids = window.extend([picture(i) for i in range(4)])
         window.ask("what?", max_tokens=3)
         window.evict(ids[1])
@@ -251,7 +251,7 @@ def test_any_part_of_the_store_may_be_gone(
 
 def test_what_the_store_dropped_comes_back_as_steps_go_on(engine: Any, picture: Picture) -> None:
     runtime = runtime_of(engine)
-    with open_window(None, runtime, header="hd") as window:
+    with open_window(None, runtime, system_prompt="hd") as window:
         window.extend([Chunk.text(f"n{i}") for i in range(100)])
         window.slide(90)
         reference = window.ref()
@@ -266,7 +266,7 @@ def test_what_the_store_dropped_comes_back_as_steps_go_on(engine: Any, picture: 
 
 
 def test_a_forgotten_chunk_leaves_the_store(engine: Any) -> None:
-    with open_window(None, runtime_of(engine), header="hd") as window:
+    with open_window(None, runtime_of(engine), system_prompt="hd") as window:
         secret, _ = window.extend([Chunk.text("secret"), Chunk.text("plain")])
         window.ask("what?", max_tokens=3)
         earlier = window.ref()
@@ -280,7 +280,7 @@ def test_a_forgotten_chunk_leaves_the_store(engine: Any) -> None:
 
 
 def test_another_model_goes_on_with_the_same_store(engine: Any, picture: Picture, oracle: Callable[..., str]) -> None:
-    with open_window(None, runtime_of(engine), header="hd", fidelity=Fidelity("exact")) as window:
+    with open_window(None, runtime_of(engine), system_prompt="hd", fidelity=Fidelity("exact")) as window:
         ids = window.extend([picture(i) for i in range(3)])
         window.ask("what?", max_tokens=3)
         window.evict(ids[0])

@@ -39,7 +39,7 @@ class State(TypedDict, total=False):
     ids: list[str]
 
 def look(state: State, runtime: Runtime[WindowContext]) -> State:
-    with open_window(state.get("window"), runtime, header="hd", budget=60, fidelity=Fidelity("exact")) as window:
+    with open_window(state.get("window"), runtime, system_prompt="hd", budget=60, fidelity=Fidelity("exact")) as window:
         window.append(Chunk.image(folder / f"{state['frame']}.png", text=f"t={state['frame']}"))
         window.slide(max(0, len(window.ids) - 2))
         answer = window.ask("what?", max_tokens=3)

@@ -43,7 +43,7 @@ def test_an_interrupted_node_appends_evicts_and_asks_once(
     engine: Any, saver: Any, picture: Picture, oracle: Callable[..., str]
 ) -> None:
     def look(state: State, runtime: Runtime[WindowContext]) -> State:
-        with open_window(state.get("window"), runtime, header="hd", budget=300, fidelity=EXACT) as window:
+        with open_window(state.get("window"), runtime, system_prompt="hd", budget=300, fidelity=EXACT) as window:
             ids = [window.append(picture(i)) for i in range(4)]
             window.evict(ids[1])
             answer = window.ask("first?", max_tokens=3, remember=True, temperature=0.7)
@@ -81,7 +81,7 @@ async def _resumed(app: Any, engine: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
 def test_an_interrupted_async_node_asks_once(engine: Any, picture: Picture, kind: str, tmp_path: Path) -> None:
     async def look(state: State, runtime: Runtime[WindowContext]) -> State:
-        with open_window(state.get("window"), runtime, header="hd") as window:
+        with open_window(state.get("window"), runtime, system_prompt="hd") as window:
             window.append(picture(1))
             answer = await window.aask("first?", max_tokens=3, remember=True)
             streamed = "".join([text async for text in window.astream("second?", max_tokens=3)])
@@ -103,7 +103,7 @@ def test_a_failing_node_is_tried_again_from_the_same_window(engine: Any, saver: 
     attempts: list[list[str]] = []
 
     def look(state: State, runtime: Runtime[WindowContext]) -> State:
-        with open_window(state.get("window"), runtime, header="hd") as window:
+        with open_window(state.get("window"), runtime, system_prompt="hd") as window:
             window.append(picture(1))
             window.ask("first?", max_tokens=3, remember=True)
             stream = window.stream("second?", max_tokens=3)
@@ -125,7 +125,7 @@ def camera(picture: Picture, seen: list[Any] | None = None) -> Any:
     """A node that takes one frame a step, keeps the newest three, and answers."""
 
     def look(state: State, runtime: Runtime[WindowContext]) -> State:
-        with open_window(state.get("window"), runtime, header="hd", budget=60, fidelity=EXACT) as window:
+        with open_window(state.get("window"), runtime, system_prompt="hd", budget=60, fidelity=EXACT) as window:
             window.append(picture(state["frame"]))
             window.slide(max(0, len(window.ids) - 3))
             answer = window.ask("what?", max_tokens=3)
@@ -204,7 +204,7 @@ def test_without_a_checkpointer(engine: Any, picture: Picture, oracle: Callable[
 
 def test_sessions_outside_a_graph_are_plain_windows(engine: Any, picture: Picture) -> None:
     runtime: Runtime[WindowContext] = Runtime(context=WindowContext(engine))
-    with open_window(None, runtime, header="hd") as window:
+    with open_window(None, runtime, system_prompt="hd") as window:
         window.append(picture(1))
         texts = [window.ask("what?", max_tokens=3).text for _ in range(2)]
     assert texts[0] == texts[1] and engine.asked == 2
@@ -219,15 +219,15 @@ def test_the_node_says_what_it_needs(engine: Any, picture: Picture) -> None:
         open_window(Window(engine), runtime)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must have .*'manifest'.* got \['id'\]"):
         open_window({"id": 1}, runtime)
-    with open_window(None, runtime, header="hd", budget=50) as window:
+    with open_window(None, runtime, system_prompt="hd", budget=50) as window:
         reference = window.ref()
-    with pytest.raises(ValueError, match=r"header must be that of window .* 'hd', got 'other'"):
-        open_window(reference, runtime, header="other")
+    with pytest.raises(ValueError, match=r"system prompt must be that of window .* 'hd', got 'other'"):
+        open_window(reference, runtime, system_prompt="other")
     with pytest.raises(ValueError, match="format 1, got 2"):
         open_window({**reference, "format": 2}, runtime)
     with pytest.raises(ValueError, match="budget must be an int"):
         open_window(reference, runtime, budget=10**9)
-    with open_window(reference, runtime, header="hd", budget=80, fidelity=EXACT) as window:
+    with open_window(reference, runtime, system_prompt="hd", budget=80, fidelity=EXACT) as window:
         assert (window.budget, window.fidelity) == (80, EXACT)
 
 
@@ -236,7 +236,7 @@ def test_policies_decide_alike_when_the_node_runs_again(engine: Any, saver: Any,
 
     def look(state: State, runtime: Runtime[WindowContext]) -> State:
         policy = ByDisposability(["what?"], max_tokens=3)
-        with open_window(state.get("window"), runtime, header="hd", eviction=policy) as window:
+        with open_window(state.get("window"), runtime, system_prompt="hd", eviction=policy) as window:
             window.extend([picture(i) for i in range(4)])
             left = window.slide(2)
             verdict = window.disposable(window.ids[0], "what?", max_tokens=3)
@@ -282,7 +282,7 @@ def test_two_sessions_of_one_node_have_names(engine: Any, saver: Any, picture: P
     def look(state: State, runtime: Runtime[WindowContext]) -> State:
         ids = []
         for name in ("left", "right"):
-            with open_window(None, runtime, header="hd", name=name) as window:
+            with open_window(None, runtime, system_prompt="hd", name=name) as window:
                 window.append(picture(1))
                 ids += [window.id, *window.ids]
         return {"shown": ids}

@@ -41,7 +41,7 @@ def everything(picture: Picture) -> Any:
     """A node that does each operation once."""
 
     def look(state: State, runtime: Runtime[WindowContext]) -> State:
-        with open_window(state.get("window"), runtime, header="hd", budget=400) as window:
+        with open_window(state.get("window"), runtime, system_prompt="hd", budget=400) as window:
             a, b = window.extend([picture(1), picture(2)])
             window.insert(0, Chunk.text("note"))
             window.ask("what?", max_tokens=3, remember=True)
@@ -90,7 +90,7 @@ def test_every_operation_is_streamed(engine: Any, picture: Picture) -> None:
 
 def test_async_nodes_stream_from_their_threads(engine: Any, picture: Picture) -> None:
     async def look(state: State, runtime: Runtime[WindowContext]) -> State:
-        with open_window(state.get("window"), runtime, header="hd") as window:
+        with open_window(state.get("window"), runtime, system_prompt="hd") as window:
             window.append(picture(1))
             await window.aask("what?", max_tokens=3)
             async for _ in window.astream("what else?", max_tokens=3):
@@ -107,7 +107,7 @@ def test_async_nodes_stream_from_their_threads(engine: Any, picture: Picture) ->
 def test_every_token_is_a_heartbeat(engine: Any, picture: Picture) -> None:
     beats: list[int] = []
     runtime: Runtime[WindowContext] = Runtime(context=WindowContext(engine), heartbeat=lambda: beats.append(1))
-    with open_window(None, runtime, header="hd") as window:
+    with open_window(None, runtime, system_prompt="hd") as window:
         window.append(picture(1))
         before = len(beats)
         assert before >= 2
@@ -123,7 +123,7 @@ def test_long_answers_do_not_count_as_idle(engine: Any, picture: Picture, refres
     engine.delay = 0.1  # a token; three of them and their overhead take longer than a node may be idle
 
     async def look(state: State, runtime: Runtime[WindowContext]) -> State:
-        with open_window(state.get("window"), runtime, header="hd") as window:
+        with open_window(state.get("window"), runtime, system_prompt="hd") as window:
             window.append(picture(1))
             for _ in range(3):
                 await window.aask("what?", max_tokens=3)

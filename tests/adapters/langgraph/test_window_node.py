@@ -80,9 +80,9 @@ def shown(i: int, question: str, **fields: Any) -> HumanMessage:
 Turn = tuple[int | None, str, str]
 
 
-def content(turns: Sequence[Turn], header: str = "hd", engine: Engine | None = None) -> list[str]:
+def content(turns: Sequence[Turn], system_prompt: str = "hd", engine: Engine | None = None) -> list[str]:
     """By hand: ids of the chunks that (frame, question, answer) turns are; the last answer may still be missing."""
-    with Chatty() as other, Window(other, header) as window:
+    with Chatty() as other, Window(other, system_prompt) as window:
         for picture, question, answer in turns:
             if picture is not None:
                 window.append(Chunk.image(frame(picture)))
@@ -97,9 +97,9 @@ def placed(engine: Engine, state: Any) -> list[str]:
         return [window.chunk(i).id for i in window.ids]
 
 
-def fresh_answer(turns: Sequence[Turn], question: str, header: str = "hd") -> str:
+def fresh_answer(turns: Sequence[Turn], question: str, system_prompt: str = "hd") -> str:
     """What a window made from nothing answers after the turns."""
-    with Chatty() as other, Window(other, header, fidelity=EXACT) as window:
+    with Chatty() as other, Window(other, system_prompt, fidelity=EXACT) as window:
         for picture, asked, answer in turns:
             if picture is not None:
                 window.append(Chunk.image(frame(picture)))
@@ -109,7 +109,7 @@ def fresh_answer(turns: Sequence[Turn], question: str, header: str = "hd") -> st
 
 
 def test_turns_append_and_are_remembered(engine: Chatty, saver: Any) -> None:
-    app = graph_of(WindowNode(header="hd", fidelity=EXACT, max_tokens=3), saver)
+    app = graph_of(WindowNode(system_prompt="hd", fidelity=EXACT, max_tokens=3), saver)
     turns: list[Turn] = []
     for i in range(1, 5):
         state = app.invoke({"messages": [shown(i, f"q{i}?")]}, CONFIG, context=WindowContext(engine))
@@ -126,7 +126,7 @@ def test_turns_append_and_are_remembered(engine: Chatty, saver: Any) -> None:
 
 
 def test_the_oldest_leave_the_window_and_stay_in_the_messages(engine: Chatty) -> None:
-    app = graph_of(WindowNode(header="hd", fidelity=EXACT, budget=40, max_tokens=3))
+    app = graph_of(WindowNode(system_prompt="hd", fidelity=EXACT, budget=40, max_tokens=3))
     turns: list[Turn] = []
     for i in range(1, 9):
         state = app.invoke({"messages": [shown(i, f"q{i}?")]}, CONFIG, context=WindowContext(engine))
@@ -138,7 +138,7 @@ def test_the_oldest_leave_the_window_and_stay_in_the_messages(engine: Chatty) ->
 
 
 def test_earlier_messages_that_change_are_followed(engine: Chatty) -> None:
-    app = graph_of(WindowNode(header="hd", fidelity=EXACT, max_tokens=3))
+    app = graph_of(WindowNode(system_prompt="hd", fidelity=EXACT, max_tokens=3))
     context = WindowContext(engine)
     for i in range(1, 4):
         state = app.invoke({"messages": [shown(i, f"q{i}?")]}, CONFIG, context=context)
@@ -182,7 +182,7 @@ def test_earlier_messages_that_change_are_followed(engine: Chatty) -> None:
 
 def test_ids_of_messages_do_not_matter(engine: Chatty) -> None:
     """The same conversation under new ids, as another process or a copied thread has it."""
-    app = graph_of(WindowNode(header="hd", fidelity=EXACT, max_tokens=3))
+    app = graph_of(WindowNode(system_prompt="hd", fidelity=EXACT, max_tokens=3))
     state = app.invoke({"messages": [shown(1, "q1?", id="a")]}, CONFIG, context=WindowContext(engine))
     copied = [m.model_copy(update={"id": f"new-{i}"}) for i, m in enumerate(state["messages"])]
     thread: Any = {"configurable": {"thread_id": "copy"}}
@@ -197,7 +197,7 @@ def test_ids_of_messages_do_not_matter(engine: Chatty) -> None:
 
 def test_a_conversation_that_was_cut_short_and_one_that_diverged(engine: Chatty) -> None:
     """Time travel: going on from the first turn in two ways."""
-    app = graph_of(WindowNode(header="hd", fidelity=EXACT, max_tokens=3))
+    app = graph_of(WindowNode(system_prompt="hd", fidelity=EXACT, max_tokens=3))
     context = WindowContext(engine)
     first = app.invoke({"messages": [shown(1, "q1?")]}, CONFIG, context=context)
     turns: list[Turn] = [(1, "q1?", first["messages"][-1].text)]
@@ -209,23 +209,23 @@ def test_a_conversation_that_was_cut_short_and_one_that_diverged(engine: Chatty)
 
 
 def test_system_messages_are_the_header(engine: Chatty) -> None:
-    app = graph_of(WindowNode(header="hd", fidelity=EXACT, max_tokens=3))
+    app = graph_of(WindowNode(system_prompt="hd", fidelity=EXACT, max_tokens=3))
     context = WindowContext(engine)
     said = SystemMessage("be short", id="s")
     state = app.invoke({"messages": [said, shown(1, "q1?")]}, CONFIG, context=context)
-    assert state["window"]["header"] == "hd\nbe short"
+    assert state["window"]["system_prompt"] == "hd\nbe short"
     answer = state["messages"][-1].text
     assert answer == fresh_answer([(1, "", "")], "q1?", "hd\nbe short")
     window = state["window"]["window"]
     changed = SystemMessage("be long", id="s")
     state = app.invoke({"messages": [changed, shown(2, "q2?")]}, CONFIG, context=context)
-    assert state["window"]["header"] == "hd\nbe long" and state["window"]["window"] == window
+    assert state["window"]["system_prompt"] == "hd\nbe long" and state["window"]["window"] == window
     assert state["messages"][-1].text == fresh_answer([(1, "q1?", answer), (2, "", "")], "q2?", "hd\nbe long")
 
 
 def test_what_other_nodes_place_is_left_alone(engine: Chatty) -> None:
     def before(state: WindowState, runtime: Runtime[WindowContext]) -> dict[str, Any]:
-        with open_window(state.get("window"), runtime, header="theirs") as window:
+        with open_window(state.get("window"), runtime, system_prompt="theirs") as window:
             if not window.ids:
                 window.append(Chunk.text("a hint", pin=True))
             return {"window": window.ref()}
@@ -234,7 +234,7 @@ def test_what_other_nodes_place_is_left_alone(engine: Chatty) -> None:
     context = WindowContext(engine)
     hint = Chunk.text("a hint").id
     state = app.invoke({"messages": [shown(1, "q1?")]}, CONFIG, context=context)
-    assert state["window"]["header"] == "theirs"
+    assert state["window"]["system_prompt"] == "theirs"
     assert placed(engine, state)[0] == hint
     changed = shown(3, "q1?", id=state["messages"][0].id)
     answer = state["messages"][1].text
@@ -244,7 +244,7 @@ def test_what_other_nodes_place_is_left_alone(engine: Chatty) -> None:
 
 def test_policies_and_look_back(engine: Chatty) -> None:
     node = WindowNode(
-        header="hd", fidelity=EXACT, budget=48, max_tokens=3, eviction=LeastRecentlyRead(), retrieval=ById()
+        system_prompt="hd", fidelity=EXACT, budget=48, max_tokens=3, eviction=LeastRecentlyRead(), retrieval=ById()
     )
     app, context = graph_of(node), WindowContext(engine)
     for i in range(1, 7):
@@ -264,7 +264,7 @@ def test_policies_and_look_back(engine: Chatty) -> None:
 
 
 def test_async_turns(engine: Chatty) -> None:
-    app = graph_of(WindowNode(header="hd", fidelity=EXACT, max_tokens=3, messages_key="messages", name="eyes"))
+    app = graph_of(WindowNode(system_prompt="hd", fidelity=EXACT, max_tokens=3, messages_key="messages", name="eyes"))
 
     async def run() -> Any:
         ops = []
@@ -312,7 +312,7 @@ def test_files_are_read_only_where_they_are_allowed(tmp_path: Path) -> None:
 def test_bad_input(engine: Chatty) -> None:
     with pytest.raises(TypeError, match=r"sampling must be temperature, seed or stop_ids, got \['top_p'\]"):
         WindowNode(top_p=1)
-    app = graph_of(WindowNode(header="hd", budget=40, max_tokens=3))
+    app = graph_of(WindowNode(system_prompt="hd", budget=40, max_tokens=3))
     context = WindowContext(engine)
     with pytest.raises(ValueError, match="must end with a text to answer"):
         app.invoke({"messages": []}, CONFIG, context=context)
@@ -329,7 +329,7 @@ def test_turns_on_the_model_equal_a_re_prefill(saver: Any) -> None:
     """Over more turns than fit: the same token ids as a window made from nothing out of the same content."""
     stream = world.make_stream(seed=5, n_frames=9)
     with open_engine("tiny:hf") as engine, open_engine("tiny:hf") as other:
-        node = WindowNode(header="You watch a camera.", fidelity=EXACT, budget=420, max_tokens=4)
+        node = WindowNode(system_prompt="You watch a camera.", fidelity=EXACT, budget=420, max_tokens=4)
         app, talk = graph_of(node, saver), []
         for second, seen in enumerate(stream):
             pixels, question = world.render(seen), f"color of {seen.marks[0]:02d}?"

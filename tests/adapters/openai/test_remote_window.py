@@ -50,7 +50,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def window(client: OpenAI) -> Iterator[RemoteWindow]:
-    with RemoteWindow(client, header="You watch a camera.", budget=900) as made:
+    with RemoteWindow(client, system_prompt="You watch a camera.", budget=900) as made:
         yield made
 
 
@@ -186,7 +186,7 @@ def test_errors_are_those_of_a_window(client: OpenAI, window: RemoteWindow) -> N
         window.ask(QUESTION, 2000)
     assert full.value.needed > full.value.budget == 900
     with pytest.raises(BudgetExceeded):
-        RemoteWindow(client, header="far too long " * 40, budget=20)
+        RemoteWindow(client, system_prompt="far too long " * 40, budget=20)
     with pytest.raises(UnknownWindow):
         RemoteWindow.attach(client, "0" * 12)
     with pytest.raises(TypeError, match="Chunk"):
@@ -296,14 +296,14 @@ def test_snapshots_and_attaching(client: OpenAI, engine: Engine, window: RemoteW
         assert same.ids == window.ids and same.evicted == window.evicted and same.id != window.id
         assert same.ask(QUESTION, 3).text == answer.text
     attached = RemoteWindow.attach(client, window.id)
-    assert attached.header == window.header and attached.budget == 900
+    assert attached.system_prompt == window.system_prompt and attached.budget == 900
     assert attached.append(CHUNKS[5]) in window.ids
     assert window.fidelity == Fidelity(**window.fidelity.model_dump())
 
 
 def test_what_is_disposable(engine: Engine, window: RemoteWindow) -> None:
     ids = window.extend(CHUNKS[:3])
-    with Window(engine, header="You watch a camera.", budget=900) as local:
+    with Window(engine, system_prompt="You watch a camera.", budget=900) as local:
         here = local.extend(CHUNKS[:3])
         expected = local.disposable(here[2], QUESTION, 3)
     found = window.disposable(ids[2], QUESTION, 3)

@@ -77,9 +77,9 @@ def test_arms_parse() -> None:
 def test_attention_is_transformers_own(decoder: Decoder) -> None:
     group = group_of(decoder, 1)
     text = decoder.engine.text_model
-    header = decoder.tokens([group.header])
-    embeds = torch.cat([header.embeds, group.context.embeds], 1)
-    positions = torch.cat([header.positions, group.context.positions], 2)
+    system_prompt = decoder.tokens([group.system_prompt])
+    embeds = torch.cat([system_prompt.embeds, group.context.embeds], 1)
+    positions = torch.cat([system_prompt.positions, group.context.positions], 2)
     before = text.config._attn_implementation
     text.config._attn_implementation = "eager"
     try:
@@ -112,7 +112,7 @@ def test_the_whole_budget_is_the_whole_cache_and_none_is_the_header(
         memory = group.memory([s.spans for s in served if s])
         assert torch.equal(memory.k, exact.k) and torch.equal(memory.v, exact.v)
     queries = [item.query for item in group.items]
-    alone = decoder.read(group.behind_header(len(group)), queries, group.begin)
+    alone = decoder.read(group.behind_system_prompt(len(group)), queries, group.begin)
     for arm in ("h2o:0", "local:0"):
         served = parse_arm(arm).serve(group)
         have = decoder.read(group.memory([s.spans for s in served if s]), queries, group.begin)
@@ -124,7 +124,7 @@ def test_the_whole_budget_is_the_whole_cache_and_none_is_the_header(
 def test_chunks_are_merged_layer_by_layer(family: str, request: pytest.FixtureRequest) -> None:
     decoder: Decoder = request.getfixturevalue(family)
     group = text_group(decoder) if family == "mla" else group_of(decoder)
-    lead, tokens = group.header_span.tokens, group.context_tokens
+    lead, tokens = group.system_prompt_span.tokens, group.context_tokens
     served = parse_arm("elastic:0.3").serve(group)
     assert len({tuple(row) for row in chosen_anchors(group, lead, tokens, 0.3)}) > 1  # layers differ
     for b, one in enumerate(served):
@@ -152,7 +152,7 @@ def chosen_anchors(group: Group, lead: int, tokens: int, share: float, b: int = 
 
 def test_evictions_keep_exact_kv(decoder: Decoder) -> None:
     group = group_of(decoder)
-    lead, tokens = group.header_span.tokens, group.context_tokens
+    lead, tokens = group.system_prompt_span.tokens, group.context_tokens
     count = ceil(0.4 * tokens)
     for b, (h2o, local) in enumerate(zip(*(parse_arm(f"{m}:0.4").serve(group) for m in ("h2o", "local")), strict=True)):
         assert h2o is not None and local is not None

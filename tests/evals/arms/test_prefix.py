@@ -99,8 +99,8 @@ def test_its_context_is_exact_and_the_question_stands_behind_it(bench: Bench, ha
     one = served(group, habit, setting)[0]
     order = arm(habit, setting).order(item)
     assert order is not None and order != item.placed
-    header = engine.encode_header(HEADER)
-    layout, start = [Piece(header, 0)], header.advance
+    system_prompt = engine.encode_system_prompt(HEADER)
+    layout, start = [Piece(system_prompt, 0)], system_prompt.advance
     for frame in order:
         layout.append(Piece(group.chunks[0][frame], start))
         start += group.chunks[0][frame].advance

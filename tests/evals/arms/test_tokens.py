@@ -96,8 +96,8 @@ def test_full_reuse_computes_text_as_if_there_were_no_pictures(bench: Bench) -> 
     text = ~group.pictured[0]
     assert (one.computed, one.forwards) == (int(text.sum()), 2)
     at = text.nonzero()[:, 0][None]
-    memory, _ = bench.decoder.append(group.context.pick(at), group.behind_header(1))
-    lead = group.header_span.tokens
+    memory, _ = bench.decoder.append(group.context.pick(at), group.behind_system_prompt(1))
+    lead = group.system_prompt_span.tokens
     have = torch.cat([span.v for span in one.spans], 1)
     torch.testing.assert_close(have[:, text], memory.v[:, 0, :, lead:].transpose(1, 2), atol=1e-5, rtol=0)
     blind = torch.cat([span.v for span in group.blind[0]], 1)

@@ -126,11 +126,11 @@ def test_any_order_of_the_predecessors_needs_no_forward(hf: Any) -> None:
 
 def test_the_held_prefix_computes_what_a_prefix_cache_would(hf: Any) -> None:
     chunks = [content.make_chunk(hf, n, seed) for seed, n in enumerate((16, 20, 24))]
-    header, query = hf.encode_header(moves.header_of(hf)), hf.encode_query(moves.QUERY)
+    system_prompt, query = hf.encode_system_prompt(moves.header_of(hf)), hf.encode_query(moves.QUERY)
     a, b, c = (hf.encode(chunk) for chunk in chunks)
     before = hf.counters.prefill_tokens
-    plain = opponent.HeldPrefix(hf).ask([header, a, b], [header, a, c], query, "x")
-    assert plain.prefix_hit == header.tokens + 16 and plain.local_hit == header.tokens + 16 + 24
+    plain = opponent.HeldPrefix(hf).ask([system_prompt, a, b], [system_prompt, a, c], query, "x")
+    assert plain.prefix_hit == system_prompt.tokens + 16 and plain.local_hit == system_prompt.tokens + 16 + 24
     assert plain.prefix_cache_s > 0 and plain.local_hit_s > 0
     assert hf.counters.prefill_tokens >= before
 
@@ -200,12 +200,12 @@ def test_the_command_on_vllm(folder: Path, tmp_path: Path) -> None:
     check_rows(result, runs=2)
     for r in result["rows"]:
         assert r["bytes_loaded"] >= (r["tokens"] - 16) * result["meta"]["model"]["kv_bytes_per_token"]
-        header, query = result["meta"]["header_tokens"], result["meta"]["query_tokens"]
+        system_prompt, query = result["meta"]["system_prompt_tokens"], result["meta"]["query_tokens"]
         # The floor is the lowest there is: everything but the query is a hit.
-        assert header % moves.BLOCK == 0 and r["floor_computed_tokens"] == query
-        assert r["local_hit_tokens"] == header + r["tokens"]
+        assert system_prompt % moves.BLOCK == 0 and r["floor_computed_tokens"] == query
+        assert r["local_hit_tokens"] == system_prompt + r["tokens"]
         # The timed ask must not find the blocks of an earlier repetition.
-        assert r["cached_tokens"] <= header + 16
-        # Before the edit nothing but the header and what stands in front of the edit is the same.
-        assert r["prefix_hit_tokens"] <= header + 16
+        assert r["cached_tokens"] <= system_prompt + 16
+        # Before the edit nothing but the system prompt and what stands in front of the edit is the same.
+        assert r["prefix_hit_tokens"] <= system_prompt + 16
     assert "medians of 2 paired runs" in told.stdout and told.stdout.count("at 128 tokens") == 4 + len(result["checks"])

@@ -79,7 +79,7 @@ def test_a_header_that_promises_a_little_too_much_is_not_believed(tmp_path: Path
     write_clip(tmp_path / "whole.avi", grey(20), fps=10, seconds_per_frame=0.1, fourcc="MJPG")
     raw = (tmp_path / "whole.avi").read_bytes()
     frames = [i for i in range(len(raw) - 4) if raw[i : i + 4] == b"00dc"]
-    # The end is lost; the count in the header stays. (The container goes by its content, not by its name.)
+    # The end is lost; the count in the system prompt stays. (The container goes by its content, not by its name.)
     (tmp_path / "lies.mp4").write_bytes(raw[: frames[19]])
     sampled = sample_frames(tmp_path / "lies.mp4", "linspace", 2)
     assert sampled.declared == 20 and 18 <= sampled.total < 20

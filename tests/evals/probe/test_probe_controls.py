@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def heard_by(engine: HFEngine, source: Source) -> Listener:
     decoder = Decoder(engine)
-    return Listener(decoder, Patcher(decoder.spec, dtype=torch.float32), source.header, source.max_tokens)
+    return Listener(decoder, Patcher(decoder.spec, dtype=torch.float32), source.system_prompt, source.max_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,11 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Listener,
 def check_oracle(listener: Listener, source: Source) -> None:
     group = listener.group([bare(source.context("reading", i).item) for i in range(2)])
     oracle = Oracle("oracle").serve(group)
-    lead = group.header_span.tokens
+    lead = group.system_prompt_span.tokens
     for number, place in enumerate(group.places):
         tokens = group.row([[number]] * 2)
         here = tokens.moved(place.start - group.layout([number])[0].start)
-        memory, _ = listener.decoder.append(here, group.behind_header(2))
+        memory, _ = listener.decoder.append(here, group.behind_system_prompt(2))
         for b in range(2):
             made = oracle[b]
             assert made is not None
