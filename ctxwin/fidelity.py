@@ -273,8 +273,8 @@ def write_beside(data: bytes, name: str, model: str | Path, folder: Path | None 
 def model_digest(model: str | Path) -> str:
     """What tells a model from another one for a profile: its weights and its config, whatever dtype they are served in.
 
-    Cost: as `ctxwin.engines.encoding.checkpoint.weights_digest`, once a process as long as no file changes. Raises ValueError where
-    the model is not there, UnsupportedModel where it has no safetensors weights.
+    Cost: as `ctxwin.engines.encoding.checkpoint.weights_digest`, once a process as long as no file changes. Raises ValueError
+    where the model is not there, UnsupportedModel where it has no safetensors weights.
     """
     folder = model_folder(model)
     if folder is None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ctxwin import Chunk, open_engine
-from ctxwin.engines.base import Encoded, Piece
+from ctxwin.engines.base import Encoded, Segment
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.kv.patch import apply_patch, form_patch
 from ctxwin.tiny import world
@@ -50,32 +50,32 @@ class Comparison:
                 self.engine.encode(Chunk.image(world.render(f), text=f"t={j} s")) for j, f in enumerate(item.frames)
             ]
             query = self.engine.encode_query(item.questions[0].text)
-            exact = [Piece(system_prompt, 0, span=self.engine.prefill([], system_prompt, 0))]
+            exact = [Segment(system_prompt, 0, span=self.engine.prefill([], system_prompt, 0))]
             at = system_prompt.advance
             for chunk in chunks:
-                exact.append(Piece(chunk, at, span=self.engine.prefill(exact, chunk, at)))
+                exact.append(Segment(chunk, at, span=self.engine.prefill(exact, chunk, at)))
                 at += chunk.advance
             reference = self.engine.logits(exact, query).log_softmax(-1)
             for kind, prefix in prefixes.items():
                 self._item(kind, prefix, exact, query, reference)
 
-    def _item(self, kind: str, prefix: Encoded, exact: list[Piece], query: Encoded, reference: torch.Tensor) -> None:
+    def _item(self, kind: str, prefix: Encoded, exact: list[Segment], query: Encoded, reference: torch.Tensor) -> None:
         kv = self.engine.spec.kv
-        bases = [self.engine.prefill([Piece(prefix, 0)], p.encoded, prefix.advance) for p in exact[1:]]
+        bases = [self.engine.prefill([Segment(prefix, 0)], p.encoded, prefix.advance) for p in exact[1:]]
         for rank in RANKS:
-            pieces = exact[:1]
-            for piece, base in zip(exact[1:], bases, strict=True):
-                assert piece.span is not None
+            segments = exact[:1]
+            for segment, base in zip(exact[1:], bases, strict=True):
+                assert segment.span is not None
                 first = (
-                    kind == "system_prompt" and len(pieces) == 1
+                    kind == "system_prompt" and len(segments) == 1
                 )  # nothing but the system prompt in front: already exact
                 span = base
                 if rank and not first:
                     span = apply_patch(
-                        base, form_patch(piece.span, base, kv, rank=rank, layers="deep"), kv, piece.start
+                        base, form_patch(segment.span, base, kv, rank=rank, layers="deep"), kv, segment.start
                     )
-                pieces = [*pieces, Piece(piece.encoded, piece.start, span=span)]
-            served = self.engine.logits(pieces, query).log_softmax(-1)
+                segments = [*segments, Segment(segment.encoded, segment.start, span=span)]
+            served = self.engine.logits(segments, query).log_softmax(-1)
             cell = self.cells[kind, rank]
             cell.kl += float((reference.exp() * (reference - served)).sum())
             cell.agreed += int(served.argmax() == reference.argmax())

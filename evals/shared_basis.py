@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Piece
+from ctxwin.engines.base import Segment
 from ctxwin.evals.patching import make_weight
 from ctxwin.fidelity import model_digest
 from ctxwin.kv.basis import fit_basis
@@ -94,14 +94,14 @@ def contexts_for(engine: HFEngine, settings: FitSettings, images: Path | None, m
 def deficits(engine: HFEngine, system_prompt: str, chunks: Iterable[Chunk]) -> Iterator[Deficit]:
     """What each chunk but the first lost behind the system prompt alone. Cost: two forwards a chunk, one vision encode."""
     encoded = engine.encode_system_prompt(system_prompt)
-    head = Piece(encoded, 0, span=engine.prefill([], encoded, 0))
+    head = Segment(encoded, 0, span=engine.prefill([], encoded, 0))
     front, at = [head], encoded.advance
     for chunk in chunks:
         target = engine.encode(chunk)
         met = engine.prefill(front, target, at)
         if len(front) > 1:
             yield deficit(met, engine.prefill([head], target, encoded.advance), engine.spec.kv)
-        front.append(Piece(target, at, span=met))
+        front.append(Segment(target, at, span=met))
         at += target.advance
 
 
@@ -130,7 +130,7 @@ def fit(
 
 def _weight(engine: HFEngine, contexts: Contexts) -> Weight:
     encoded = engine.encode_system_prompt(contexts.system_prompt)
-    head = Piece(encoded, 0, span=engine.prefill([], encoded, 0))
+    head = Segment(encoded, 0, span=engine.prefill([], encoded, 0))
     sample = engine.prefill([head], engine.encode(contexts.sequences[0]()[0]), encoded.advance)
     return make_weight(
         "balanced" if engine.spec.kv.family == "mla" else "output", engine.text_model, engine.spec.kv, sample

@@ -100,7 +100,7 @@ class Run:
             self._trace.note({name: row[f"computed_tokens_{policy}"] for policy, name in NAMES.items()}, truth=text)
 
     def budget(self, system_prompt: str, chunk: Chunk, count: int, reserve_tokens: int | None = None) -> int:
-        """Tokens of a window that holds ``count`` chunks like ``chunk``, with ``reserve_tokens`` for a question and its answer."""
+        """Tokens of a window that holds ``count`` chunks like ``chunk``, and a question with its answer."""
         reserve_tokens = self.reserve_tokens if reserve_tokens is None else reserve_tokens
         return (
             self.engine.encode_system_prompt(system_prompt).tokens

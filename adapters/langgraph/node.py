@@ -145,8 +145,8 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         reference = _value(state, self.window_key)
         system_prompt = None if reference else self._system_prompt_of(reading)
         return open_window(
-            reference, runtime, system_prompt=system_prompt, budget=self._budget, fidelity=self._fidelity, eviction=self._eviction,
-            retrieval=self._retrieval,
+            reference, runtime, system_prompt=system_prompt, budget=self._budget, fidelity=self._fidelity,
+            eviction=self._eviction, retrieval=self._retrieval,
         )  # fmt: skip
 
     def _follow(self, window: Session, reading: _Reading) -> None:

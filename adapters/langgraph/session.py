@@ -345,8 +345,8 @@ def _opened_as(
     """``state`` with the budget and the fidelity that a node asks for."""
     if system_prompt is not None and system_prompt != state.system_prompt:
         raise ValueError(
-            f"system_prompt must be that of window {state.window}, {state.system_prompt[:80]!r}, got {system_prompt[:80]!r}; leave it out, or "
-            "fork(system_prompt=...) the window"
+            f"system_prompt must be that of window {state.window}, {state.system_prompt[:80]!r}, got {system_prompt[:80]!r}; "
+            "leave it out, or fork(system_prompt=...) the window"
         )
     if budget is None and fidelity is None:
         return state

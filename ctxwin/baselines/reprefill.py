@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
+from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
 
 if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV
@@ -38,7 +38,7 @@ class Reference:
         """Every frame's KV as it is behind the system prompt alone, moved to its place."""
         if self._head is None:
             self._head = self._engine.prefill([], self._system_prompt, 0, salt=_fresh())
-        front = [Piece(self._system_prompt, 0, span=self._head, id="system_prompt")]
+        front = [Segment(self._system_prompt, 0, span=self._head, span_key="system_prompt")]
         for frame in frames:
             if frame.chunk_id not in self._alone:
                 self._alone[frame.chunk_id] = self._engine.prefill(
@@ -47,12 +47,12 @@ class Reference:
         spans = [self._head, *(self._alone[frame.chunk_id] for frame in frames)]
         return self._engine.generate(self._layout(frames, spans), query, sampling, salt=_fresh())
 
-    def _layout(self, frames: Sequence[Encoded], spans: Sequence[SpanKV] | None) -> list[Piece]:
-        at, pieces = 0, []
+    def _layout(self, frames: Sequence[Encoded], spans: Sequence[SpanKV] | None) -> list[Segment]:
+        at, segments = 0, []
         for i, encoded in enumerate((self._system_prompt, *frames)):
-            pieces.append(Piece(encoded, at, span=None if spans is None else spans[i], id=encoded.chunk_id))
+            segments.append(Segment(encoded, at, span=None if spans is None else spans[i], span_key=encoded.chunk_id))
             at += encoded.advance
-        return pieces
+        return segments
 
 
 def _fresh() -> str:

@@ -251,7 +251,8 @@ def _companion(name: str) -> Finding:
     if healthy is None or healthy[0]:
         return Finding(name, "ok", version)
     done = _run(
-        f"import ctxwin.engines.torchvision_repair as t; t.repair()\nimport importlib.util\nimport importlib\nprint({_USABLE[name]})"
+        f"import ctxwin.engines.torchvision_repair as t; t.repair()\nimport importlib.util\n"
+        f"import importlib\nprint({_USABLE[name]})"
     )
     if done is not None and done[0] and done[1] == "True":
         return Finding(name, "ok", f"{version} does not fit torch {_version('torch')}; repaired when it is imported")

@@ -91,29 +91,41 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One chunk of a layout.
+class Segment:
+    """One chunk at its place in a prompt, with the KV that serves it: what travels from a window to the paged blocks.
 
     Attributes:
         encoded: its tokens.
-        span: its KV in any frame, relocated by the engine to ``start``; None: the engine computes it in place.
         start: position of its origin.
+        span: its KV in any frame, relocated by the engine to ``start``; None: the engine computes it in place.
         capture: whether the engine returns the KV it computed (only meaningful where ``span`` is None).
-        id: stable name of exactly this KV content (span key, patch key ...), used for prefix-cache salts.
+        span_key: stable name of ``span``, or of the KV that is computed in its place; "" where it has none.
         patch: reconditions ``span`` on its way to ``start``; None: the span is served as it is.
-        base_id: stable name of ``span`` alone, where a patch goes onto it.
-        approximate: whether its KV is not what a forward behind the pieces in front would give. What stands in front of the
-            first such piece may share an engine's prefix cache with plain requests, whatever the call's salt.
+        patch_key: stable name of ``patch``.
+        approximate: whether its KV is not what a forward behind the segments in front, as they are served, would give. What
+            stands in front of the first such segment may share an engine's prefix cache with plain requests, whatever
+            the call's salt.
     """
 
     encoded: Encoded
     start: int
     span: SpanKV | None = None
     capture: bool = False
-    id: str = ""
+    span_key: str = ""
     patch: Patch | None = None
-    base_id: str = ""
+    patch_key: str = ""
     approximate: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.encoded.tokens
+
+    @property
+    def key(self) -> str:
+        """Stable name of the KV as served; "" where a part of it has none."""
+        if self.patch is None:
+            return self.span_key
+        return f"{self.span_key}+{self.patch_key}" if self.span_key and self.patch_key else ""
 
 
 @dataclass(frozen=True)
@@ -177,7 +189,7 @@ class Generation:
         token_ids: generated ids, the ending token excluded.
         text: their text.
         logprobs: first-token log-probabilities by token id, as many as asked for.
-        captured: KV by index into the layout, for pieces with ``capture``; in the frame they were computed in.
+        captured: KV by index into the layout, for segments with ``capture``; in the frame they were computed in.
         query_span: KV of query + generated tokens (all but the last sampled one), where ``capture_query`` was set.
         computed_tokens: prompt tokens that went through a forward (all forwards of this call together).
         cached_tokens: prompt tokens the engine's own prefix cache served.
@@ -231,7 +243,7 @@ class Engine(ABC):
 
     @abstractmethod
     def encode_system_prompt(self, system_prompt: str) -> Encoded:
-        """Tokens of the system turn and the opening of the user turn; always the first piece, at position 0."""
+        """Tokens of the system turn and the opening of the user turn; always the first segment, at position 0."""
 
     @abstractmethod
     def encode(self, chunk: Chunk) -> Encoded:
@@ -269,9 +281,9 @@ class Engine(ABC):
 
     @abstractmethod
     def prefill(
-        self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "", background: bool = False
+        self, context: Sequence[Segment], target: Encoded, start: int, *, salt: str = "", background: bool = False
     ) -> SpanKV:
-        """KV of ``target`` computed behind ``context`` (pieces in order, all with spans or computed in place).
+        """KV of ``target`` computed behind ``context`` (segments in order, all with spans or computed in place).
 
         Exact to the engine's arithmetic. Returned in the frame ``start``. Counted in `counters`. ``salt`` as in
         `generate`. ``background`` is work that nobody waits for; an engine that batches serves others first.
@@ -280,7 +292,7 @@ class Engine(ABC):
     @abstractmethod
     def generate(
         self,
-        layout: Sequence[Piece],
+        layout: Sequence[Segment],
         query: Encoded,
         sampling: Sampling,
         *,
@@ -290,7 +302,7 @@ class Engine(ABC):
     ) -> Generation:
         """Answers ``query`` behind ``layout``.
 
-        Pieces with a span are relocated and loaded, pieces without are computed in place, in order. ``salt`` separates
+        Segments with a span are relocated and loaded, segments without are computed in place, in order. ``salt`` separates
         prefix-cache entries of approximate windows ("" is the exact, shared space). ``on_token(id, text_so_far)`` is
         called after each token; returning False stops. Raises EngineFailed.
         """

@@ -51,7 +51,10 @@ def page(recording: Recording, title: str, *, limit: int = LIMIT, live: str | No
     models = {event["model"] for event in recording.events if "model" in event}
     parts = {
         "title": escape(title),
-        "about": escape("".join(f" · {model}" for model in sorted(models)) + f" · ctxwin {recording.system_prompt.get('version', '?')}"),
+        "about": escape(
+            "".join(f" · {model}" for model in sorted(models))
+            + f" · ctxwin {recording.system_prompt.get('version', '?')}"
+        ),
         "summary": escape(in_words(totals(recording))),
         "style": (_FOLDER / "page.css").read_text(encoding="utf-8") + colours,
         "legend": _legend(),

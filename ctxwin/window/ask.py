@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
+from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
 from ctxwin.errors import BudgetExceeded, ReadOnlyWindow
 from ctxwin.hashing import digest
 from ctxwin.window import edits
@@ -132,7 +132,7 @@ def _usage(
     total: float,
 ) -> Usage:
     lanes = {
-        "computed" if laid.pieces[0].span is None or work.system_prompt else "resident": state.system_prompt_tokens
+        "computed" if laid.segments[0].span is None or work.system_prompt else "resident": state.system_prompt_tokens
     }
     for choice in laid.choices:
         lanes[choice.lane] = lanes.get(choice.lane, 0) + choice.placed.tokens
@@ -204,9 +204,9 @@ def _finish(
     n = head.tokens
     if n >= exchange.tokens:
         return head.slice(0, exchange.tokens)
-    pieces = [
-        replace(piece, span=generation.captured[i]) if piece.span is None and i in generation.captured else piece
-        for i, piece in enumerate(laid.pieces)
+    segments = [
+        replace(segment, span=generation.captured[i]) if segment.span is None and i in generation.captured else segment
+        for i, segment in enumerate(laid.segments)
     ]
     shift = int(exchange.positions[:, n].min())
     first = replace(exchange, token_ids=exchange.token_ids[:n], positions=exchange.positions[:, :n], advance=shift)
@@ -214,7 +214,7 @@ def _finish(
         exchange, chunk_id=digest("tail", exchange.chunk_id), token_ids=exchange.token_ids[n:],
         positions=exchange.positions[:, n:] - shift, advance=exchange.advance - shift,
     )  # fmt: skip
-    tail = window.engine.prefill([*pieces, Piece(first, start, span=head)], rest, start + shift, salt=laid.salt)
+    tail = window.engine.prefill([*segments, Segment(first, start, span=head)], rest, start + shift, salt=laid.salt)
     work.forwards += 1
     work.tokens += rest.tokens
     positions = torch.from_numpy(exchange.positions.copy())

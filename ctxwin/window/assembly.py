@@ -1,6 +1,6 @@
 """From lanes to KV: fetches or rebuilds the spans an ask needs, runs the engine, stores what was computed.
 
-Every stored piece may be gone by the time it is wanted. `Assembly.lay_out` therefore fetches first and commits later: a
+Every stored segment may be gone by the time it is wanted. `Assembly.lay_out` therefore fetches first and commits later: a
 key that cannot be read is remembered as missing, counted, and the lanes are chosen again without it, so that a failure of
 the store becomes a recomputation and never a wrong answer.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
+from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.hashing import digest
@@ -45,22 +45,22 @@ class Work:
 
 @dataclass(frozen=True)
 class Laid:
-    """A layout ready for an engine: system prompt first, then one piece per placed chunk."""
+    """A layout ready for an engine: system prompt first, then one segment per placed chunk."""
 
     choices: tuple[Choice, ...]
-    pieces: tuple[Piece, ...]
+    segments: tuple[Segment, ...]
     salt: str
 
 
-def salt_of(pieces: Sequence[Piece]) -> str:
+def salt_of(segments: Sequence[Segment]) -> str:
     """The prefix-cache space of a layout: "" (the exact one) or a digest of the KV that a forward would not give.
 
-    Everything up to the last piece that is `approximate` names the space; what stands behind it was computed behind exactly
+    Everything up to the last segment that is `approximate` names the space; what stands behind it was computed behind exactly
     that, so the engine's own chain of block hashes tells it apart. An append or a fork therefore stays in its space, and
     an edit undone comes back to it.
     """
-    last = max((i for i, piece in enumerate(pieces) if piece.approximate), default=0)
-    return digest("salt", [piece.id for piece in pieces[: last + 1]]) if last else ""
+    last = max((i for i, segment in enumerate(segments) if segment.approximate), default=0)
+    return digest("salt", [segment.key for segment in segments[: last + 1]]) if last else ""
 
 
 def is_approximate(choice: Choice, behind: bool) -> bool:
@@ -117,21 +117,21 @@ class Assembly:
         # Each round either succeeds or learns of at least one missing key, so it ends.
         while True:
             choices = choose(state, fidelity, self.has)
-            pieces = self._pieces(state, choices, work)
-            if pieces is not None:
-                return Laid(tuple(choices), pieces, salt_of(pieces))
+            segments = self._segments(state, choices, work)
+            if segments is not None:
+                return Laid(tuple(choices), segments, salt_of(segments))
 
-    def _pieces(self, state: State, choices: Sequence[Choice], work: Work) -> tuple[Piece, ...] | None:
+    def _segments(self, state: State, choices: Sequence[Choice], work: Work) -> tuple[Segment, ...] | None:
         system_prompt = self._system_prompt(state, work)
-        pieces = [system_prompt]
+        segments = [system_prompt]
         for choice, start in zip(choices, state.starts(), strict=True):
             encoded = self.encode(choice.placed)
             if choice.compute:
-                pieces.append(Piece(encoded, start, capture=True, id=choice.served.span))
+                segments.append(Segment(encoded, start, capture=True, span_key=choice.served.span))
                 continue
             formed = None
             if choice.form_canonical:
-                system_prompt = pieces[0] = self._computed_system_prompt(state, system_prompt, work)
+                system_prompt = segments[0] = self._computed_system_prompt(state, system_prompt, work)
                 _, formed = self.canonical(state, choice.placed, system_prompt, work)
             # What was formed just now serves even where the store refused it; asking again would never end.
             span = formed or self._span(choice.served.span, encoded, work)
@@ -143,22 +143,22 @@ class Assembly:
                 if patch is None:
                     return None
             served = choice.served
-            approximate = is_approximate(choice, any(piece.approximate for piece in pieces))
-            pieces.append(
-                Piece(
-                    encoded, start, span=span, id=served.patch or served.span, patch=patch, base_id=served.span,
+            approximate = is_approximate(choice, any(segment.approximate for segment in segments))
+            segments.append(
+                Segment(
+                    encoded, start, span=span, span_key=served.span, patch=patch, patch_key=served.patch or "",
                     approximate=approximate,
                 )
             )  # fmt: skip
-        return tuple(pieces)
+        return tuple(segments)
 
-    def _system_prompt(self, state: State, work: Work) -> Piece:
+    def _system_prompt(self, state: State, work: Work) -> Segment:
         encoded = self.engine.encode_system_prompt(state.system_prompt)
         key = self.system_prompt_key(state)
         span = self._span(key, encoded, work) if self.has(key) else None
-        return Piece(encoded, 0, span=span, capture=span is None, id=key)
+        return Segment(encoded, 0, span=span, capture=span is None, span_key=key)
 
-    def _computed_system_prompt(self, state: State, system_prompt: Piece, work: Work) -> Piece:
+    def _computed_system_prompt(self, state: State, system_prompt: Segment, work: Work) -> Segment:
         """``system_prompt`` with its KV: computed once for all canonicals that are formed behind it."""
         if system_prompt.span is not None:
             return system_prompt
@@ -166,7 +166,7 @@ class Assembly:
         work.forwards += 1
         work.tokens += system_prompt.encoded.tokens
         work.system_prompt = True
-        self.put(system_prompt.id, span, system_prompt.encoded, provenance="system_prompt", exact=True)
+        self.put(system_prompt.span_key, span, system_prompt.encoded, provenance="system_prompt", exact=True)
         return replace(system_prompt, span=span, capture=False)
 
     def _span(self, key: str, encoded: Encoded, work: Work) -> SpanKV | None:
@@ -201,7 +201,7 @@ class Assembly:
         self.repo.put_span(key, span, {"token_ids": list(encoded.token_ids), "chunk": encoded.chunk_id, **meta})
 
     def canonical(
-        self, state: State, placed: Placed, system_prompt: Piece | None, work: Work
+        self, state: State, placed: Placed, system_prompt: Segment | None, work: Work
     ) -> tuple[str, SpanKV | None]:
         """The key of a chunk's canonical; where it is not held, also its KV, formed by one forward behind the system prompt."""
         provenance, key = canonical_key(state, placed.chunk_id)
@@ -230,7 +230,7 @@ class Assembly:
         on_token: Callable[[int, str], bool] | None = None,
     ) -> Generation:
         call = partial(
-            self.engine.generate, laid.pieces, query, sampling, salt=laid.salt, capture_query=capture_query,
+            self.engine.generate, laid.segments, query, sampling, salt=laid.salt, capture_query=capture_query,
             on_token=on_token,
         )  # fmt: skip
         return self._seen([choice.placed for choice in laid.choices], call)
@@ -251,7 +251,9 @@ class Assembly:
         The version stays: what is placed has not changed, only what is known about its KV.
         """
         if 0 in captured:
-            self.put(laid.pieces[0].id, captured[0], laid.pieces[0].encoded, provenance="system_prompt", exact=True)
+            self.put(
+                laid.segments[0].span_key, captured[0], laid.segments[0].encoded, provenance="system_prompt", exact=True
+            )
         placed = []
         for i, choice in enumerate(laid.choices, start=1):
             p = choice.placed
@@ -261,11 +263,11 @@ class Assembly:
                     continue
                 served = choice.served
                 self.put(
-                    served.span, captured[i], laid.pieces[i].encoded,
+                    served.span, captured[i], laid.segments[i].encoded,
                     provenance=served.provenance, exact=served.exact, depth=served.depth,
                 )  # fmt: skip
                 if fidelity.mode == "patched" and served.antecedents:
-                    self._store_factors(state, choice, captured[i], laid.pieces[i].encoded, fidelity)
+                    self._store_factors(state, choice, captured[i], laid.segments[i].encoded, fidelity)
             if choice.settles:
                 p = p.replace(kv=choice.served, seen=True, unseen=())
             placed.append(p)
@@ -308,15 +310,15 @@ class Assembly:
         front = [c.served for c in laid.choices[:index]]
         now = provenance_of(state.system_prompt_key, choice.placed.chunk_id, [f.provenance for f in front])
         exact = all(f.exact for f in front)
-        piece = laid.pieces[index + 1]
-        front_pieces = laid.pieces[: index + 1]
-        salt = salt_of(front_pieces)
+        segment = laid.segments[index + 1]
+        front_segments = laid.segments[: index + 1]
+        salt = salt_of(front_segments)
         behind = partial(
-            self.engine.prefill, front_pieces, piece.encoded, piece.start, salt=salt, background=work.background
+            self.engine.prefill, front_segments, segment.encoded, segment.start, salt=salt, background=work.background
         )  # fmt: skip
         span = self._seen([c.placed for c in laid.choices[: index + 1]], behind)
         work.forwards += 1
-        work.tokens += piece.encoded.tokens
+        work.tokens += segment.encoded.tokens
         depth = 0 if exact else 1 + max(f.depth for f in front)
         served = choice.served.model_copy(
             update={
@@ -324,10 +326,10 @@ class Assembly:
                 "depth": depth, "lane": "formed", "span": span_key(now, None if exact else front), "patch": None,
             }
         )  # fmt: skip
-        self.put(served.span, span, piece.encoded, provenance=now, exact=exact, depth=depth)
+        self.put(served.span, span, segment.encoded, provenance=now, exact=exact, depth=depth)
         formed = replace(choice, lane="formed", served=served, compute=True)
         if fidelity.mode == "patched" and front:
-            self._store_factors(state, formed, span, piece.encoded, fidelity)
+            self._store_factors(state, formed, span, segment.encoded, fidelity)
         placed = list(state.placed)
         placed[index] = placed[index].replace(kv=served, seen=True, unseen=())
         return state.replace(placed=tuple(placed))
@@ -351,16 +353,16 @@ class Assembly:
             return None
         met: list[SpanKV] = []
         for order in orders:
-            pieces, at = [system_prompt], state.system_prompt_advance
+            segments, at = [system_prompt], state.system_prompt_advance
             for i in order:
                 front = self.encode(state.placed[i])
-                before = partial(self.engine.prefill, tuple(pieces), front, at, background=work.background)
+                before = partial(self.engine.prefill, tuple(segments), front, at, background=work.background)
                 span = self._seen(state.placed[: index + 1], before)
-                pieces.append(Piece(front, at, span=span))
+                segments.append(Segment(front, at, span=span))
                 work.forwards += 1
                 work.tokens += front.tokens
                 at += front.advance
-            behind = partial(self.engine.prefill, tuple(pieces), encoded, at, background=work.background)
+            behind = partial(self.engine.prefill, tuple(segments), encoded, at, background=work.background)
             met.append(self._seen(state.placed[: index + 1], behind))
             work.forwards += 1
             work.tokens += encoded.tokens

@@ -50,8 +50,8 @@ def placement(engine: Engine, state: State, chunk: Chunk, seed: str) -> Placed:
     alone = state.system_prompt_tokens + encoded.tokens
     if alone > state.budget:
         raise BudgetExceeded(
-            f"a chunk must fit the budget of {state.budget} tokens beside the system prompt ({state.system_prompt_tokens}), got a chunk "
-            f"of {encoded.tokens}; raise the budget or split it",
+            f"a chunk must fit the budget of {state.budget} tokens beside the system prompt "
+            f"({state.system_prompt_tokens}), got a chunk of {encoded.tokens}; raise the budget or split it",
             needed=alone, budget=state.budget,
         )  # fmt: skip
     keep_source(engine, chunk)
@@ -85,7 +85,8 @@ def rebind(engine: Engine, state: State) -> State:
     return state.replace(
         engine=mine, system_prompt_tokens=system_prompt.tokens, system_prompt_advance=system_prompt.advance,
         budget=min(state.budget, engine.spec.max_tokens),
-        placed=tuple(again(p) for p in state.placed), evicted=tuple(p.replace(kv=None, seen=False, unseen=()) for p in state.evicted),
+        placed=tuple(again(p) for p in state.placed),
+        evicted=tuple(p.replace(kv=None, seen=False, unseen=()) for p in state.evicted),
     )  # fmt: skip
 
 

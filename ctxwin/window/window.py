@@ -1,8 +1,8 @@
 """`Window`: a deque of position-free chunks between an agent loop and an engine.
 
 Every edit makes a new immutable version of the window's `State`; nothing is computed until an answer is asked for.
-This module holds the edits, `ctxwin.window.lanes` decides how each chunk's KV reaches its place, `ctxwin.window.assembly` fetches and
-stores it, `ctxwin.window.ask` runs questions. Neither torch nor vLLM is imported here.
+This module holds the edits, `ctxwin.window.lanes` decides how each chunk's KV reaches its place, `ctxwin.window.assembly` fetches
+and stores it, `ctxwin.window.ask` runs questions. Neither torch nor vLLM is imported here.
 """
 
 from __future__ import annotations
@@ -223,8 +223,9 @@ class Window(Versions):
     def slide(self, count: int | None = None, *, reserve_tokens: int = 0) -> list[str]:
         """Evicts unpinned chunks in the order of `eviction` (oldest first): ``count``, or until within the budget.
 
-        ``reserve_tokens`` tokens are left free for a query and its answer. Returns the evicted ids. Raises BudgetExceeded where pinned
-        chunks alone exceed the budget, ValueError where fewer than ``count`` can leave; the window is then as it was.
+        ``reserve_tokens`` tokens are left free for a query and its answer. Returns the evicted ids. Raises
+        BudgetExceeded where pinned chunks alone exceed the budget, ValueError where fewer than ``count`` can leave; the
+        window is then as it was.
         """
         if count is not None and (not isinstance(count, int) or count < 0):
             raise ValueError(f"count must be an int >= 0, got {count!r}")

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 HEADER = "You watch a camera."
 QUERY = "What is there now?"
 BLOCK = 32
-"""The system prompt fills whole blocks of this many tokens, and so does what is reused: a local hit then covers all but the query, which
-is the lowest floor there is. With a rest of a block behind it, the floor would compute that rest, too, and be easier to reach."""
+"""The system prompt fills whole blocks of this many tokens, and so does what is reused: a local hit then covers all but the
+query, which is the lowest floor there is. With a rest of a block behind it, the floor would compute that rest, too, and be
+easier to reach."""
 SHORT = 16
 """Most tokens of the chunk that stands in front of what is recalled or toggled: something must condition it."""
 
@@ -83,7 +84,7 @@ def _open(
 
 
 def header_of(engine: Engine) -> str:
-    """The system prompt, lengthened until it fills whole blocks; as it is where no length of it does (see ``system_prompt_tokens``)."""
+    """The system prompt, lengthened until it fills whole blocks; as it is where no length does (see ``system_prompt_tokens``)."""
     for text in (HEADER + " Look" * n + end for n in range(2 * BLOCK) for end in ("", ".", " a.", " and see.")):
         if engine.encode_system_prompt(text).tokens % BLOCK == 0:
             return text

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from ctxwin.engines.base import Piece, Sampling
+from ctxwin.engines.base import Sampling, Segment
 from ctxwin.hashing import digest
 
 if TYPE_CHECKING:
@@ -75,39 +75,39 @@ class HeldPrefix:
         same = 0
         while same < min(len(before), len(after)) and before[same] == after[same]:
             same += 1
-        pieces = _placed(after)
-        front = _held(self.engine, pieces[:same], query)
-        whole = _held(self.engine, pieces, query)
-        first, first_cpu = _timed(self.engine, [*front, *pieces[same:]], query, "")
+        segments = _placed(after)
+        front = _held(self.engine, segments[:same], query)
+        whole = _held(self.engine, segments, query)
+        first, first_cpu = _timed(self.engine, [*front, *segments[same:]], query, "")
         again, again_cpu = _timed(self.engine, whole, query, "")
-        hits = sum(piece.encoded.tokens for piece in front), sum(part.tokens for part in after)
+        hits = sum(segment.encoded.tokens for segment in front), sum(part.tokens for part in after)
         return Plain(first.ttft_s, again.ttft_s, *hits, first_cpu, again_cpu)
 
 
-def _placed(encoded: Sequence[Encoded]) -> list[Piece]:
-    """Pieces one behind the other, from position 0, without KV."""
-    pieces, at = [], 0
+def _placed(encoded: Sequence[Encoded]) -> list[Segment]:
+    """Segments one behind the other, from position 0, without KV."""
+    segments, at = [], 0
     for part in encoded:
-        pieces.append(Piece(part, at))
+        segments.append(Segment(part, at))
         at += part.advance
-    return pieces
+    return segments
 
 
-def _held(engine: Engine, pieces: Sequence[Piece], query: Encoded) -> list[Piece]:
-    """``pieces`` with the KV that one forward over them gives."""
-    if not pieces:
+def _held(engine: Engine, segments: Sequence[Segment], query: Encoded) -> list[Segment]:
+    """``segments`` with the KV that one forward over them gives."""
+    if not segments:
         return []
-    wanted = [replace(piece, capture=True) for piece in pieces]
+    wanted = [replace(segment, capture=True) for segment in segments]
     captured = engine.generate(wanted, query, Sampling(max_tokens=1)).captured
-    return [replace(piece, span=captured[i]) for i, piece in enumerate(pieces)]
+    return [replace(segment, span=captured[i]) for i, segment in enumerate(segments)]
 
 
-def _generate(engine: Engine, pieces: Sequence[Piece], query: Encoded, salt: str) -> Generation:
-    return engine.generate(pieces, query, Sampling(max_tokens=1), salt=salt)
+def _generate(engine: Engine, segments: Sequence[Segment], query: Encoded, salt: str) -> Generation:
+    return engine.generate(segments, query, Sampling(max_tokens=1), salt=salt)
 
 
-def _timed(engine: Engine, pieces: Sequence[Piece], query: Encoded, salt: str) -> tuple[Generation, float]:
+def _timed(engine: Engine, segments: Sequence[Segment], query: Encoded, salt: str) -> tuple[Generation, float]:
     """The answer, and the CPU seconds it took."""
     began = time.process_time()
-    made = _generate(engine, pieces, query, salt)
+    made = _generate(engine, segments, query, salt)
     return made, time.process_time() - began

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
+from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
 from ctxwin.errors import ChunkUnavailable, EngineFailed, UnsupportedModel
 from ctxwin.fidelity import Fidelity
 from ctxwin.kv.layout import SpanKV
@@ -36,18 +36,19 @@ def picture(seed: int, size: int = 84) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
 
 
-def laid(encoded: Sequence[Encoded], start: int = 0, capture: bool = False) -> list[Piece]:
-    """Pieces one behind the other, none with a span."""
-    pieces = []
+def laid(encoded: Sequence[Encoded], start: int = 0, capture: bool = False) -> list[Segment]:
+    """Segments one behind the other, none with a span."""
+    segments = []
     for e in encoded:
-        pieces.append(Piece(e, start, capture=capture, id=e.chunk_id))
+        segments.append(Segment(e, start, capture=capture, span_key=e.chunk_id))
         start += e.advance
-    return pieces
+    return segments
 
 
-def with_spans(pieces: Sequence[Piece], spans: dict[int, SpanKV]) -> list[Piece]:
+def with_spans(segments: Sequence[Segment], spans: dict[int, SpanKV]) -> list[Segment]:
     return [
-        Piece(p.encoded, p.start, spans.get(i), capture=i not in spans, id=f"{p.id}:{i}") for i, p in enumerate(pieces)
+        Segment(p.encoded, p.start, spans.get(i), capture=i not in spans, span_key=f"{p.span_key}:{i}")
+        for i, p in enumerate(segments)
     ]
 
 
@@ -215,12 +216,12 @@ class EngineConformance:
     def test_prefill_in_context_is_a_slice_of_the_whole(
         self, engine: Engine, encoded: list[Encoded], whole: Generation
     ) -> None:
-        pieces = laid(encoded)
-        assert sorted(whole.captured) == list(range(len(pieces)))
-        for i, piece in enumerate(pieces):
-            computed = engine.prefill(pieces[:i], piece.encoded, piece.start)
-            loaded = engine.prefill(with_spans(pieces[:i], whole.captured), piece.encoded, piece.start)
-            assert computed.start == piece.start
+        segments = laid(encoded)
+        assert sorted(whole.captured) == list(range(len(segments)))
+        for i, segment in enumerate(segments):
+            computed = engine.prefill(segments[:i], segment.encoded, segment.start)
+            loaded = engine.prefill(with_spans(segments[:i], whole.captured), segment.encoded, segment.start)
+            assert computed.start == segment.start
             assert_same_kv(computed, whole.captured[i])
             assert_same_kv(loaded, whole.captured[i])
 
@@ -241,8 +242,8 @@ class EngineConformance:
     ) -> None:
         for cached in itertools.product((True, False), repeat=len(encoded) - 1):
             spans = {i: whole.captured[i] for i, c in enumerate((True, *cached)) if c}
-            pieces = with_spans(laid(encoded), spans)
-            got = engine.generate(pieces, query, Sampling(max_tokens=5, logprobs=-1))
+            segments = with_spans(laid(encoded), spans)
+            got = engine.generate(segments, query, Sampling(max_tokens=5, logprobs=-1))
             assert_same_answer(got, whole)
             missing = sum(e.tokens for i, e in enumerate(encoded) if i not in spans)
             assert got.computed_tokens + got.cached_tokens >= query.tokens + missing
@@ -275,17 +276,17 @@ class EngineConformance:
             ("patched", apply_patch(base, patch, spec, there[2].start)),
             ("blind", relocate(base, spec, there[2].start)),
         ):
-            pieces = [*there[:2], Piece(target, there[2].start, span, id=name)]
-            arms[name] = kl(reference.logprobs, engine.generate(pieces, query, ALL, salt=name).logprobs)
+            segments = [*there[:2], Segment(target, there[2].start, span, span_key=name)]
+            arms[name] = kl(reference.logprobs, engine.generate(segments, query, ALL, salt=name).logprobs)
         assert arms["patched"] <= 1e-6
         assert arms["blind"] > 1e-4  # or the patch would have had nothing to restore
 
     def test_the_captured_query_is_the_exchange(self, engine: Engine, encoded: list[Encoded], query: Encoded) -> None:
-        pieces = laid(encoded)
-        got = engine.generate(pieces, query, Sampling(max_tokens=4), capture_query=True)
-        start = pieces[-1].start + pieces[-1].encoded.advance
+        segments = laid(encoded)
+        got = engine.generate(segments, query, Sampling(max_tokens=4), capture_query=True)
+        start = segments[-1].start + segments[-1].encoded.advance
         exchange = engine.encode_exchange(QUERY, got.token_ids)
-        want = engine.prefill(pieces, exchange, start)
+        want = engine.prefill(segments, exchange, start)
         assert got.query_span is not None
         fed = got.query_span.tokens
         assert query.tokens < fed <= query.tokens + len(got.token_ids)
@@ -347,9 +348,9 @@ class EngineConformance:
 
     def test_threads(self, engine: Engine, encoded: list[Encoded], query: Encoded, whole: Generation) -> None:
         def ask(i: int) -> Generation:
-            pieces = laid(encoded) if i % 2 else with_spans(laid(encoded), {0: whole.captured[0]})
+            segments = laid(encoded) if i % 2 else with_spans(laid(encoded), {0: whole.captured[0]})
             engine.encode(Chunk.text(f"frame {i}"))
-            return engine.generate(pieces, query, Sampling(max_tokens=5, logprobs=-1))
+            return engine.generate(segments, query, Sampling(max_tokens=5, logprobs=-1))
 
         with ThreadPoolExecutor(4) as pool:
             for got in pool.map(ask, range(8)):

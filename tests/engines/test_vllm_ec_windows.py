@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ctxwin import Chunk
-from ctxwin.engines.base import Encoded, Piece, Sampling
+from ctxwin.engines.base import Encoded, Sampling, Segment
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import form_patch
 from engines import models
@@ -49,16 +49,18 @@ def encoded(engine: Any, seeds: list[int]) -> list[Encoded]:
     return parts
 
 
-def laid(parts: list[Encoded], spans: list[SpanKV] | None = None, patches: dict[int, Any] | None = None) -> list[Piece]:
+def laid(
+    parts: list[Encoded], spans: list[SpanKV] | None = None, patches: dict[int, Any] | None = None
+) -> list[Segment]:
     start, out = 0, []
     for i, part in enumerate(parts):
         span = None if spans is None else spans[i]
-        out.append(Piece(part, start, span=span, capture=span is None, patch=(patches or {}).get(i)))
+        out.append(Segment(part, start, span=span, capture=span is None, patch=(patches or {}).get(i)))
         start += part.advance
     return out
 
 
-def ask(engine: Any, layout: list[Piece], salt: str) -> Any:
+def ask(engine: Any, layout: list[Segment], salt: str) -> Any:
     return engine.generate(layout, engine.encode_query("what color"), FIRST, salt=salt)
 
 
@@ -89,9 +91,9 @@ def test_formed_long_after(engine: Any) -> None:
         return submit(prompt, parameters, priority)
 
     with mock.patch.object(engine._core.driver, "submit", watched):
-        pieces = laid(parts, spans)
+        segments = laid(parts, spans)
         # The second picture behind the system prompt alone, and behind the first picture, whose KV is computed anew as well.
-        canonical = engine.prefill(pieces[:1], parts[2], parts[0].advance, salt="late", background=True)
+        canonical = engine.prefill(segments[:1], parts[2], parts[0].advance, salt="late", background=True)
         behind = laid(parts)[:2]
         start = sum(part.advance for part in parts[:2])
         conditioned = engine.prefill(behind, parts[2], start, salt="later", background=True)

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.engines.base import Encoded, Generation, Piece, Sampling
+from ctxwin.engines.base import Encoded, Generation, Sampling, Segment
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import SpanKV
 from ctxwin.store import open_store
@@ -103,17 +103,17 @@ def encoded(engine: Any, chunks: Sequence[Chunk]) -> list[Encoded]:
     return [engine.encode_system_prompt("watch a camera"), *(engine.encode(chunk) for chunk in chunks)]
 
 
-def laid(parts: Sequence[Encoded], spans: Sequence[SpanKV | None] | None = None) -> list[Piece]:
+def laid(parts: Sequence[Encoded], spans: Sequence[SpanKV | None] | None = None) -> list[Segment]:
     start, out = 0, []
     for i, part in enumerate(parts):
         span = None if spans is None else spans[i]
-        out.append(Piece(part, start, span=span, capture=span is None))
+        out.append(Segment(part, start, span=span, capture=span is None))
         start += part.advance
     return out
 
 
 def spans_of(engine: Any, parts: Sequence[Encoded]) -> list[SpanKV]:
-    """Each piece's KV behind those before it; vLLM's caches are cold again afterwards."""
+    """Each segment's KV behind those before it; vLLM's caches are cold again afterwards."""
     made = engine.generate(laid(parts), engine.encode_query("what color"), ALL, salt="captured")
     faults.assert_released(engine)
     cold(engine)
@@ -310,7 +310,7 @@ class TestRoom:
             spans = spans_of(engine, parts)
             layouts.append(laid(parts, spans))
             right.append(engine.generate(layouts[-1], query, long, salt=f"alone-{seed}"))
-        loaded = [sum(piece.span.nbytes for piece in layout) for layout in layouts]
+        loaded = [sum(segment.span.nbytes for segment in layout) for layout in layouts]
         faults.assert_released(engine)
         cold(engine)
         before = preemptions()

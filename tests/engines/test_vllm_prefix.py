@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxwin import Answer, Chunk, Fidelity, Window, open_engine
-from ctxwin.engines.base import Encoded, MediaSpan, Piece
+from ctxwin.engines.base import Encoded, MediaSpan, Segment
 from ctxwin.tiny import checkpoint_dir, world
 
 pytestmark = pytest.mark.skipif(
@@ -570,9 +570,9 @@ class TestTenants:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> list[Piece]:
-    """Pieces of 1 to 70 tokens with up to two media each, some of them apart."""
-    pieces: list[Piece] = []
+def layouts(draw: st.DrawFn) -> list[Segment]:
+    """Segments of 1 to 70 tokens with up to two media each, some of them apart."""
+    segments: list[Segment] = []
     start = 0
     for i in range(draw(st.integers(1, 6))):
         tokens = draw(st.integers(1, 70))
@@ -583,12 +583,12 @@ def layouts(draw: st.DrawFn) -> list[Piece]:
         )
         ids = tuple(draw(st.lists(st.integers(0, 1), min_size=tokens, max_size=tokens)))
         encoded = Encoded(f"c{i}", ids, np.zeros((3, tokens), dtype=np.int64), tokens, media)
-        pieces.append(Piece(encoded, start, id=f"kv-{i}", approximate=draw(st.booleans()) and i > 0))
+        segments.append(Segment(encoded, start, span_key=f"kv-{i}", approximate=draw(st.booleans()) and i > 0))
         start += tokens
-    return pieces
+    return segments
 
 
-def block_names(pieces: Sequence[Piece], salt: str, block: int) -> list[bytes]:
+def block_names(segments: Sequence[Segment], salt: str, block: int) -> list[bytes]:
     """vLLM's own names of the whole blocks of a layout."""
     from vllm import SamplingParams
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -600,8 +600,8 @@ def block_names(pieces: Sequence[Piece], salt: str, block: int) -> list[bytes]:
     from ctxwin.engines.vllm.prefix_space import space_of
 
     init_none_hash(sha256)
-    space = space_of(pieces, salt, block)
-    ids, media = _joined([piece.encoded for piece in pieces])
+    space = space_of(segments, salt, block)
+    ids, media = _joined([segment.encoded for segment in segments])
     features = []
     for span in media:
         mark = space.marks.get(span.offset)
@@ -616,33 +616,33 @@ def block_names(pieces: Sequence[Piece], salt: str, block: int) -> list[bytes]:
 
 
 @settings(max_examples=120, deadline=None)
-@given(pieces=layouts(), block=st.sampled_from([16, 32]), data=st.data())
+@given(segments=layouts(), block=st.sampled_from([16, 32]), data=st.data())
 def test_no_approximate_token_is_in_a_block_of_an_exact_name(
-    pieces: list[Piece], block: int, data: st.DataObject
+    segments: list[Segment], block: int, data: st.DataObject
 ) -> None:
     from ctxwin.engines.vllm.prefix_space import space_of
 
-    exact = block_names([replace(piece, approximate=False) for piece in pieces], "", block)
-    apart = [i for i, piece in enumerate(pieces) if piece.approximate]
+    exact = block_names([replace(segment, approximate=False) for segment in segments], "", block)
+    apart = [i for i, segment in enumerate(segments) if segment.approximate]
     if not apart:
         return
-    space = space_of(pieces, "salt", block)
-    mine = block_names(pieces, "salt", block)
-    begins = [sum(piece.encoded.tokens for piece in pieces[:i]) for i in range(len(pieces))]
+    space = space_of(segments, "salt", block)
+    mine = block_names(segments, "salt", block)
+    begins = [sum(segment.encoded.tokens for segment in segments[:i]) for i in range(len(segments))]
     for j, (ours, theirs) in enumerate(zip(mine, exact, strict=True)):
         assert (ours == theirs) == (not space.salt and j * block < space.own)
         if (j + 1) * block > begins[apart[0]]:
             assert ours != theirs
     # Another approximation of one chunk: nothing from the block on in which that chunk begins.
     changed = data.draw(st.sampled_from(apart))
-    other = [replace(piece, id="another") if i == changed else piece for i, piece in enumerate(pieces)]
+    other = [replace(segment, span_key="another") if i == changed else segment for i, segment in enumerate(segments)]
     for j, (ours, theirs) in enumerate(zip(mine, block_names(other, f"salt of {changed}", block), strict=True)):
         if (j + 1) * block > begins[changed]:
             assert ours != theirs
     # What is served so far does not depend on what is placed behind it, unless that marks a medium among it.
-    cut = data.draw(st.integers(apart[0] + 1, len(pieces)))
-    if not space.salt and not space_of(pieces[:cut], "salt", block).salt:
-        marks = {at: mark for at, mark in space.marks.items() if at < sum(p.encoded.tokens for p in pieces[:cut])}
-        if marks == space_of(pieces[:cut], "salt", block).marks:
-            fewer = block_names(pieces[:cut], "salt", block)
+    cut = data.draw(st.integers(apart[0] + 1, len(segments)))
+    if not space.salt and not space_of(segments[:cut], "salt", block).salt:
+        marks = {at: mark for at, mark in space.marks.items() if at < sum(p.encoded.tokens for p in segments[:cut])}
+        if marks == space_of(segments[:cut], "salt", block).marks:
+            fewer = block_names(segments[:cut], "salt", block)
             assert mine[: len(fewer)] == fewer

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ctxwin import Chunk
-from ctxwin.engines.base import Encoded, Piece, Sampling
+from ctxwin.engines.base import Encoded, Sampling, Segment
 from ctxwin.kv.layout import SpanKV
 from engines import models
 
@@ -65,11 +65,11 @@ def picture(seed: int) -> Chunk:
     return Chunk.image(pixels, text=f"frame {seed}")
 
 
-def laid(parts: list[Encoded], spans: list[SpanKV] | None = None) -> list[Piece]:
+def laid(parts: list[Encoded], spans: list[SpanKV] | None = None) -> list[Segment]:
     start, out = 0, []
     for i, part in enumerate(parts):
         span = None if spans is None else spans[i]
-        out.append(Piece(part, start, span=span, capture=span is None))
+        out.append(Segment(part, start, span=span, capture=span is None))
         start += part.advance
     return out
 

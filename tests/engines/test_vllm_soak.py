@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.engines.base import Piece, Sampling
+from ctxwin.engines.base import Sampling, Segment
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.store import open_store
 from engines import models
@@ -173,13 +173,13 @@ class Program:
         self.said.append(Said("plain", logprobs))
 
 
-def laid(parts: list[Any]) -> list[Piece]:
-    """Pieces without spans, one behind the other."""
-    start, pieces = 0, []
+def laid(parts: list[Any]) -> list[Segment]:
+    """Segments without spans, one behind the other."""
+    start, segments = 0, []
     for part in parts:
-        pieces.append(Piece(part, start))
+        segments.append(Segment(part, start))
         start += part.advance
-    return pieces
+    return segments
 
 
 def straight(engine: Any, parts: list[Any]) -> dict[int, float]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ctxwin import Chunk
-from ctxwin.engines.base import Encoded, Engine, Piece, Sampling
+from ctxwin.engines.base import Encoded, Engine, Sampling, Segment
 from ctxwin.kv.basis import fit_basis, project
 from ctxwin.kv.deficit import deficit
 from ctxwin.kv.layout import SpanKV
@@ -79,11 +79,13 @@ def parts_of(engine: Engine, seeds: list[int]) -> list[Encoded]:
     return [engine.encode_system_prompt(HEADER), *(engine.encode(chunk(engine, seed)) for seed in seeds)]
 
 
-def laid(parts: list[Encoded], spans: list[SpanKV] | None = None, patches: dict[int, Any] | None = None) -> list[Piece]:
+def laid(
+    parts: list[Encoded], spans: list[SpanKV] | None = None, patches: dict[int, Any] | None = None
+) -> list[Segment]:
     start, out = 0, []
     for i, part in enumerate(parts):
         span = None if spans is None else spans[i]
-        out.append(Piece(part, start, span=span, capture=span is None, patch=(patches or {}).get(i)))
+        out.append(Segment(part, start, span=span, capture=span is None, patch=(patches or {}).get(i)))
         start += part.advance
     return out
 
@@ -134,7 +136,7 @@ def test_a_patch_formed_from_two_ranks(engines: tuple[Any, Any], shared: bool) -
     for engine in (one, two):
         parts = parts_of(engine, [4, 5])
         whole, spans = computed(engine, [4, 5], "patched")
-        canonical = engine.prefill([Piece(parts[0], 0, span=spans[0])], parts[2], parts[0].advance, salt="canonical")
+        canonical = engine.prefill([Segment(parts[0], 0, span=spans[0])], parts[2], parts[0].advance, salt="canonical")
         patch = form_patch(spans[2], canonical, engine.spec.kv, dtype=torch.float32)
         if shared:
             lost = deficit(spans[2], canonical, engine.spec.kv)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ctxwin.engines.base import Piece
+from ctxwin.engines.base import Segment
 from ctxwin.evals import decoder as decoder_module
 from ctxwin.evals.arms import BASES, Served, parse_arm, reuse
 from ctxwin.evals.decoder import Decoder
@@ -55,14 +55,14 @@ def test_batches_equal_the_engine(engine: HFEngine, decoder: Decoder) -> None:
     system_prompt = engine.encode_system_prompt(HEADER)
     for b, item in enumerate(group.items):
         encoded = [engine.encode(chunk) for chunk in item.load()]
-        layout, start = [Piece(system_prompt, 0)], system_prompt.advance
+        layout, start = [Segment(system_prompt, 0)], system_prompt.advance
         for one in encoded:
-            layout.append(Piece(one, start))
+            layout.append(Segment(one, start))
             start += one.advance
         query = engine.encode_query(item.query)
         torch.testing.assert_close(read[b], engine.logits(layout, query), atol=1e-5, rtol=1e-5)
-        alone = [engine.prefill([Piece(system_prompt, 0)], one, system_prompt.advance) for one in encoded]
-        moved = [layout[0], *(Piece(p.encoded, p.start, span=s) for p, s in zip(layout[1:], alone, strict=True))]
+        alone = [engine.prefill([Segment(system_prompt, 0)], one, system_prompt.advance) for one in encoded]
+        moved = [layout[0], *(Segment(p.encoded, p.start, span=s) for p, s in zip(layout[1:], alone, strict=True))]
         torch.testing.assert_close(blind[b], engine.logits(moved, query), atol=1e-5, rtol=1e-5)
         last = engine.prefill(layout[:-1], encoded[-1], layout[-1].start)
         torch.testing.assert_close(group.exact[b][-1].k, last.k, atol=1e-5, rtol=1e-5)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Piece
+from ctxwin.engines.base import Segment
 from ctxwin.evals.drift import Asked, DriftSettings, _Stream, _summary, measure
 from ctxwin.tiny.world import render
 
@@ -52,10 +52,10 @@ def test_references_are_the_engine_s(engine: HFEngine) -> None:
     assert len(questions) == 3
     system_prompt = engine.encode_system_prompt(SETTINGS.system_prompt)
     for frames, rows in ((stream.frames[5:8], of_window), (stream.frames[2:8], of_stream)):
-        layout, start = [Piece(system_prompt, 0)], system_prompt.advance
+        layout, start = [Segment(system_prompt, 0)], system_prompt.advance
         for frame in frames:
             encoded = engine.encode(Chunk.image(render(frame), keep_source=False))
-            layout.append(Piece(encoded, start))
+            layout.append(Segment(encoded, start))
             start += encoded.advance
         for question, row in zip(questions, rows, strict=True):
             assert row == pytest.approx(engine.logits(layout, engine.encode_query(question.text)).numpy(), abs=1e-4)

@@ -18,7 +18,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Piece, Sampling
+from ctxwin.engines.base import Encoded, Sampling, Segment
 from ctxwin.evals.elastic import quality
 from ctxwin.evals.elastic.cli import elastic_app
 from ctxwin.evals.elastic.exchanges import Exchange, Turn, generated, read_exchanges, script
@@ -47,10 +47,10 @@ def exchange(*turns: Turn) -> Exchange:
     return Exchange("one", lambda: [Chunk.text("a frame"), Chunk.image(picture)], 2, turns)
 
 
-def layout_of(engine: HFEngine, one: Exchange) -> list[Piece]:
+def layout_of(engine: HFEngine, one: Exchange) -> list[Segment]:
     layout, start = [], 0
     for encoded in (engine.encode_system_prompt("You watch a camera."), *(engine.encode(c) for c in one.load())):
-        layout.append(Piece(encoded, start))
+        layout.append(Segment(encoded, start))
         start += encoded.advance
     return layout
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Piece, Sampling
+from ctxwin.engines.base import Sampling, Segment
 from ctxwin.evals.decoder import Decoder, Memory
 from ctxwin.evals.generation import ROOM, Held, Reading, continue_, forced_logits
 from ctxwin.tiny.world import make_stream, render
@@ -33,24 +33,24 @@ def mla_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HFEngine]:
     opened.close()
 
 
-def layout_of(engine: HFEngine) -> list[Piece]:
+def layout_of(engine: HFEngine) -> list[Segment]:
     """A system prompt and two chunks, with pictures where the model sees."""
     frame = make_stream(0, 2)[0]
     chunks = [Chunk.text("a red circle")]
     chunks.append(Chunk.image(render(frame)) if engine.spec.vision else Chunk.text("the number of the square"))
     system_prompt = engine.encode_system_prompt("You watch a camera.")
-    layout, start = [Piece(system_prompt, 0)], system_prompt.advance
+    layout, start = [Segment(system_prompt, 0)], system_prompt.advance
     for chunk in chunks:
-        layout.append(Piece(engine.encode(chunk), start))
+        layout.append(Segment(engine.encode(chunk), start))
         start += layout[-1].encoded.advance
-    spans = [engine.prefill(layout[:i], piece.encoded, piece.start) for i, piece in enumerate(layout)]
-    return [replace(piece, span=span) for piece, span in zip(layout, spans, strict=True)]
+    spans = [engine.prefill(layout[:i], segment.encoded, segment.start) for i, segment in enumerate(layout)]
+    return [replace(segment, span=span) for segment, span in zip(layout, spans, strict=True)]
 
 
-def placed(engine: HFEngine) -> tuple[Decoder, Memory, int, list[Piece]]:
+def placed(engine: HFEngine) -> tuple[Decoder, Memory, int, list[Segment]]:
     decoder, layout = Decoder(engine), layout_of(engine)
     begin = layout[-1].start + layout[-1].encoded.advance
-    return decoder, decoder.memory([[piece.span for piece in layout if piece.span is not None]]), begin, layout
+    return decoder, decoder.memory([[segment.span for segment in layout if segment.span is not None]]), begin, layout
 
 
 @pytest.mark.parametrize("name", ["engine", "mla_engine"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Piece, Sampling
+from ctxwin.engines.base import Sampling, Segment
 from ctxwin.evals.arms import parse_arms
 from ctxwin.evals.decoder import Decoder
 from ctxwin.evals.group import Group
@@ -56,12 +56,12 @@ class Mixed(Task):
         return Scored(float(answer == target), answer)
 
 
-def exact_layout(engine: HFEngine, seed: int) -> list[Piece]:
+def exact_layout(engine: HFEngine, seed: int) -> list[Segment]:
     system_prompt = engine.encode_system_prompt(HEADER)
-    layout, start = [Piece(system_prompt, 0)], system_prompt.advance
+    layout, start = [Segment(system_prompt, 0)], system_prompt.advance
     for chunk in chunks(seed):
         encoded = engine.encode(chunk)
-        layout.append(Piece(encoded, start))
+        layout.append(Segment(encoded, start))
         start += encoded.advance
     return layout
 

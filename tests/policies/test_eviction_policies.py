@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ctxwin import BudgetExceeded, Chunk, EngineFailed, Fidelity, UnknownChunk, Window
-from ctxwin.engines.base import Encoded, Generation, Piece, Sampling
+from ctxwin.engines.base import Encoded, Generation, Sampling, Segment
 from ctxwin.policies import ByDisposability, ByPriority, Eviction, LeastRecentlyRead, OldestFirst
 from window.fake import FakeEngine
 
@@ -35,9 +35,9 @@ class Reader(FakeEngine):
 
     near = ""
 
-    def generate(self, layout: Sequence[Piece], query: Encoded, sampling: Sampling, **options: Any) -> Generation:
+    def generate(self, layout: Sequence[Segment], query: Encoded, sampling: Sampling, **options: Any) -> Generation:
         made = super().generate(layout, query, sampling, **options)
-        seen = {t for piece in layout[1:] for t in piece.encoded.token_ids}
+        seen = {t for segment in layout[1:] for t in segment.encoded.token_ids}
         found = [t for t in query.token_ids if t >= 100 and t in seen][: sampling.max_tokens]
         first = 0.5 + 0.2 * sum(100 + ord(c) in seen for c in self.near)
         return replace(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window, open_engine
-from ctxwin.engines.base import Engine, Piece, Sampling
+from ctxwin.engines.base import Engine, Sampling, Segment
 from ctxwin.policies import ByDisposability, BySimilarity
 from ctxwin.tiny import world
 from ctxwin.tiny.truth import Kind
@@ -30,12 +30,12 @@ def chunk(i: int) -> Chunk:
 def answer(engine: Engine, chunks: Sequence[Chunk], query: str) -> list[int]:
     """A re-prefill of system prompt, chunks and query, past windows and stored KV."""
     system_prompt = engine.encode_system_prompt(HEADER)
-    pieces, at = [Piece(system_prompt, 0)], system_prompt.advance
+    segments, at = [Segment(system_prompt, 0)], system_prompt.advance
     for placed in chunks:
         encoded = engine.encode(placed)
-        pieces.append(Piece(encoded, at))
+        segments.append(Segment(encoded, at))
         at += encoded.advance
-    return engine.generate(pieces, engine.encode_query(query), Sampling(4), salt="reference").token_ids
+    return engine.generate(segments, engine.encode_query(query), Sampling(4), salt="reference").token_ids
 
 
 def test_similarity_is_the_cosine_of_mean_embeddings_and_sees_nothing_twice(model: Engine) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
-from ctxwin.engines.base import Encoded, Engine, EngineCounters, EngineSpec, Generation, MediaSpan, Piece, Sampling
+from ctxwin.engines.base import Encoded, Engine, EngineCounters, EngineSpec, Generation, MediaSpan, Sampling, Segment
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.hashing import digest
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
@@ -120,23 +120,23 @@ class FakeEngine(Engine):
         positions = torch.from_numpy(encoded.positions.copy())
         return relocate(SpanKV(mine[0].clone(), mine[1].clone(), positions, 0), KV, start)
 
-    def _run(self, pieces: Sequence[Piece]) -> tuple[list[SpanKV], dict[int, SpanKV], int, int]:
+    def _run(self, segments: Sequence[Segment]) -> tuple[list[SpanKV], dict[int, SpanKV], int, int]:
         spans: list[SpanKV] = []
         captured: dict[int, SpanKV] = {}
         tokens = loaded = 0
-        for i, piece in enumerate(pieces):
-            if piece.span is not None:
-                spans.append(relocate(piece.span, KV, piece.start))
-                loaded += piece.span.nbytes
+        for i, segment in enumerate(segments):
+            if segment.span is not None:
+                spans.append(relocate(segment.span, KV, segment.start))
+                loaded += segment.span.nbytes
             else:
-                spans.append(self._forward(spans, piece.encoded, piece.start))
-                tokens += piece.encoded.tokens
-                if piece.capture:
+                spans.append(self._forward(spans, segment.encoded, segment.start))
+                tokens += segment.encoded.tokens
+                if segment.capture:
                     captured[i] = spans[-1]
         return spans, captured, tokens, loaded
 
     def prefill(
-        self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "", background: bool = False
+        self, context: Sequence[Segment], target: Encoded, start: int, *, salt: str = "", background: bool = False
     ) -> SpanKV:
         if self.fail:
             raise self.fail
@@ -146,7 +146,7 @@ class FakeEngine(Engine):
         return self._forward(spans, target, start)
 
     def generate(
-        self, layout: Sequence[Piece], query: Encoded, sampling: Sampling, *, salt: str = "", capture_query: bool = False,
+        self, layout: Sequence[Segment], query: Encoded, sampling: Sampling, *, salt: str = "", capture_query: bool = False,
         on_token: Callable[[int, str], bool] | None = None,
     ) -> Generation:  # fmt: skip
         if self.fail:

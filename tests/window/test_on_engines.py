@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ctxwin import Answer, Chunk, Fidelity, Window, open_engine, open_store
-from ctxwin.engines.base import Engine, Piece, Sampling
+from ctxwin.engines.base import Engine, Sampling, Segment
 from ctxwin.fidelity import PROFILES_VARIABLE, user_profile
 from ctxwin.profiles import ModelBasis, require_basis, write_basis
 from ctxwin.tiny import checkpoint_dir, world
@@ -45,12 +45,12 @@ def window_on(engine: Engine, mode: Any = "patched", n: int = 4) -> Window:
 def reprefill(engine: Engine, window: Window, query: str) -> dict[int, float]:
     """An exact forward over what is placed, past the window and the store's spans."""
     system_prompt = engine.encode_system_prompt(HEADER)
-    pieces, at = [Piece(system_prompt, 0)], system_prompt.advance
+    segments, at = [Segment(system_prompt, 0)], system_prompt.advance
     for placement in window.ids:
         encoded = engine.encode(window.chunk(placement))
-        pieces.append(Piece(encoded, at))
+        segments.append(Segment(encoded, at))
         at += encoded.advance
-    return engine.generate(pieces, engine.encode_query(query), Sampling(1, logprobs=-1), salt="reference").logprobs
+    return engine.generate(segments, engine.encode_query(query), Sampling(1, logprobs=-1), salt="reference").logprobs
 
 
 def ask(window: Window, query: str) -> Answer:

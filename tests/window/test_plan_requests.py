@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ctxwin import Answer, Chunk, Fidelity, Plan, PlanRequest, Window, open_engine
-from ctxwin.engines.base import Encoded, Engine, Generation, Piece, Sampling
+from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
 from ctxwin.serve import wire
 from window.fake import FakeEngine
 
@@ -146,10 +146,10 @@ def test_nothing_to_compute_takes_no_request(engine: Any) -> None:
     empty = Encoded("", (), np.zeros((3, 0), dtype=np.int64), 0)
     parts, query = [empty, engine.encode(chunk(141)), engine.encode(chunk(142))], engine.encode_query(QUERY)
     starts = [0, 0, parts[1].advance]
-    pieces = [Piece(part, start, capture=True) for part, start in zip(parts, starts, strict=True)]
-    whole = engine.generate(pieces, query, Sampling(1, logprobs=-1), salt="empty")
+    segments = [Segment(part, start, capture=True) for part, start in zip(parts, starts, strict=True)]
+    whole = engine.generate(segments, query, Sampling(1, logprobs=-1), salt="empty")
     assert whole.forwards == 1 and [whole.captured[i].tokens for i in range(3)] == [p.tokens for p in parts]
-    held = [pieces[0], *(Piece(p.encoded, p.start, span=whole.captured[i]) for i, p in enumerate(pieces) if i)]
+    held = [segments[0], *(Segment(p.encoded, p.start, span=whole.captured[i]) for i, p in enumerate(segments) if i)]
     again = engine.generate(held, query, Sampling(1, logprobs=-1), salt="empty, held")
     assert again.forwards == 1 and again.computed_tokens == query.tokens and again.captured[0].tokens == 0
     assert max(abs(again.logprobs[t] - whole.logprobs[t]) for t in whole.logprobs) < 1e-5

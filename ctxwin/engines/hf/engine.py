@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ctxwin.engines.base import Encoded, EngineCounters, EngineSpec, Generation, MediaSpan, Piece, Sampling
+from ctxwin.engines.base import Encoded, EngineCounters, EngineSpec, Generation, MediaSpan, Sampling, Segment
 from ctxwin.engines.encoding.checkpoint import open_checkpoint
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.hf import model as hf_model
@@ -34,7 +34,7 @@ _log = logging.getLogger("ctxwin.engines")
 
 @dataclass
 class _Pass:
-    """One assembled sequence: its cache, where each piece lies in it, and what it cost."""
+    """One assembled sequence: its cache, where each segment lies in it, and what it cost."""
 
     cache: Any
     tokens: int = 0
@@ -98,16 +98,16 @@ class HFEngine(EncodingEngine):
         _log.info("transformers engine: %s (%s) on %s, %s", model, checkpoint.config.model_type, self._device, name)
 
     def prefill(
-        self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "", background: bool = False
+        self, context: Sequence[Segment], target: Encoded, start: int, *, salt: str = "", background: bool = False
     ) -> SpanKV:
         """See `Engine.prefill`. This engine has no prefix cache and no queue: the rest has no effect."""
         with self._lock:
-            done = self._run([*context, Piece(target, start)])
+            done = self._run([*context, Segment(target, start)])
             return self._span(done, done.slices[-1], target.positions, start)
 
     def generate(
         self,
-        layout: Sequence[Piece],
+        layout: Sequence[Segment],
         query: Encoded,
         sampling: Sampling,
         *,
@@ -126,12 +126,14 @@ class HFEngine(EncodingEngine):
         made = Generation()
         with self._lock:
             start = _end(layout)
-            done = self._run([*layout, Piece(query, start)], room=sampling.max_tokens)
+            done = self._run([*layout, Segment(query, start)], room=sampling.max_tokens)
             made.computed_tokens, made.forwards = done.computed, done.forwards
             made.bytes_loaded = done.bytes_loaded
-            for index, piece in enumerate(layout):
-                if piece.capture and piece.span is None:
-                    made.captured[index] = self._span(done, done.slices[index], piece.encoded.positions, piece.start)
+            for index, segment in enumerate(layout):
+                if segment.capture and segment.span is None:
+                    made.captured[index] = self._span(
+                        done, done.slices[index], segment.encoded.positions, segment.start
+                    )
             fed = self._decode_loop(done, query, start, sampling, made, on_token, begun)
             if capture_query:
                 made.query_span = self._query_span(done, query, fed, start)
@@ -139,12 +141,12 @@ class HFEngine(EncodingEngine):
         made.total_s = time.perf_counter() - begun
         return made
 
-    def logits(self, layout: Sequence[Piece], query: Encoded) -> torch.Tensor:
+    def logits(self, layout: Sequence[Segment], query: Encoded) -> torch.Tensor:
         """Next-token logits behind ``query``, float32 ``[vocab]`` on the CPU; one forward over what is missing."""
         with self._lock:
-            return _last(self._run([*layout, Piece(query, _end(layout))]))
+            return _last(self._run([*layout, Segment(query, _end(layout))]))
 
-    def teacher_forced(self, layout: Sequence[Piece], query: Encoded, answer_ids: Sequence[int]) -> torch.Tensor:
+    def teacher_forced(self, layout: Sequence[Segment], query: Encoded, answer_ids: Sequence[int]) -> torch.Tensor:
         """Log-probabilities before each answer token given the earlier ones, float32 ``[len(answer_ids), vocab]``.
 
         One forward over what is missing, the query and the answer. Row i is the distribution that ``answer_ids[i]`` is
@@ -155,7 +157,7 @@ class HFEngine(EncodingEngine):
         start = _end(layout)
         answer = _text([int(i) for i in answer_ids])
         with self._lock:
-            tail = [Piece(query, start), Piece(answer, start + query.advance)]
+            tail = [Segment(query, start), Segment(answer, start + query.advance)]
             done = self._run([*layout, *tail], keep=answer.tokens + 1)
         assert done.logits is not None
         return done.logits[:-1].log_softmax(-1)
@@ -165,11 +167,11 @@ class HFEngine(EncodingEngine):
         with self._lock:
             self._model = None
 
-    def _run(self, pieces: Sequence[Piece], *, room: int = 0, keep: int = 1) -> _Pass:
-        """Assembles ``pieces`` into one sequence. Neighbours without a span share a forward, as do neighbours with one.
+    def _run(self, segments: Sequence[Segment], *, room: int = 0, keep: int = 1) -> _Pass:
+        """Assembles ``segments`` into one sequence. Neighbours without a span share a forward, as do neighbours with one.
 
         Args:
-            pieces: in order; the last one has no span.
+            segments: in order; the last one has no span.
             room: tokens that will be generated behind.
             keep: how many of the last tokens' logits are kept.
         """
@@ -177,20 +179,20 @@ class HFEngine(EncodingEngine):
         from transformers import DynamicCache
 
         self._opened()
-        self._check(pieces, room)
+        self._check(segments, room)
         done = _Pass(DynamicCache(config=self._checkpoint.text_config))
-        waiting: list[Piece] = []
+        waiting: list[Segment] = []
         try:
             with torch.no_grad():
-                for piece in pieces:
-                    done.slices.append((done.tokens, done.tokens + piece.encoded.tokens))
-                    done.tokens += piece.encoded.tokens
-                    if not piece.encoded.tokens:
+                for segment in segments:
+                    done.slices.append((done.tokens, done.tokens + segment.encoded.tokens))
+                    done.tokens += segment.encoded.tokens
+                    if not segment.encoded.tokens:
                         continue
-                    if waiting and (waiting[0].span is None) != (piece.span is None):
+                    if waiting and (waiting[0].span is None) != (segment.span is None):
                         self._flush(done, waiting, 1)
                         waiting = []
-                    waiting.append(piece)
+                    waiting.append(segment)
                 self._flush(done, waiting, keep)
         except RuntimeError as error:  # torch's own: out of memory, a failed kernel
             raise EngineFailed(f"the forward over {done.tokens} tokens failed: {error}") from error
@@ -198,24 +200,24 @@ class HFEngine(EncodingEngine):
             raise EngineFailed("the model gave no usable logits (NaN); try dtype='float32'")
         return done
 
-    def _flush(self, done: _Pass, pieces: Sequence[Piece], keep: int) -> None:
-        if pieces[0].span is None:
-            self._forward(done, pieces, keep)
+    def _flush(self, done: _Pass, segments: Sequence[Segment], keep: int) -> None:
+        if segments[0].span is None:
+            self._forward(done, segments, keep)
         else:
-            self._load(done, pieces)
+            self._load(done, segments)
 
-    def _check(self, pieces: Sequence[Piece], room: int) -> None:
-        tokens = sum(p.encoded.tokens for p in pieces)
-        last = max((p.start + int(p.encoded.positions.max()) for p in pieces if p.encoded.tokens), default=0)
-        if not pieces or not pieces[-1].encoded.tokens or pieces[-1].span is not None:
-            raise ValueError("the last piece of a forward must have tokens to compute, got none")
+    def _check(self, segments: Sequence[Segment], room: int) -> None:
+        tokens = sum(p.encoded.tokens for p in segments)
+        last = max((p.start + int(p.encoded.positions.max()) for p in segments if p.encoded.tokens), default=0)
+        if not segments or not segments[-1].encoded.tokens or segments[-1].span is not None:
+            raise ValueError("the last segment of a forward must have tokens to compute, got none")
         if tokens + room > self.spec.max_tokens or last + room >= self.spec.max_tokens:
             raise EngineFailed(
                 f"{tokens} prompt tokens (up to position {last}) and {room} to generate must fit the model's "
                 f"{self.spec.max_tokens} positions; drop chunks or ask for fewer tokens"
             )
 
-    def _load(self, done: _Pass, pieces: Sequence[Piece]) -> None:
+    def _load(self, done: _Pass, segments: Sequence[Segment]) -> None:
         """Writes relocated spans into the cache: one rotation a span, one append a layer."""
         import torch
 
@@ -223,19 +225,19 @@ class HFEngine(EncodingEngine):
         from ctxwin.kv.relocate import relocate
 
         keys, values = [], []
-        for piece in pieces:
-            span = piece.span
+        for segment in segments:
+            span = segment.span
             assert span is not None
-            if not torch.equal(span.positions.cpu(), torch.from_numpy(_writable(piece.encoded.positions))):
+            if not torch.equal(span.positions.cpu(), torch.from_numpy(_writable(segment.encoded.positions))):
                 raise ValueError(
-                    f"a span must have its piece's {piece.encoded.tokens} positions, got {span.tokens} others (chunk "
-                    f"{piece.encoded.chunk_id[:12]})"
+                    f"a span must have its segment's {segment.encoded.tokens} positions, got {span.tokens} others (chunk "
+                    f"{segment.encoded.chunk_id[:12]})"
                 )
             here = SpanKV(span.k.to(self._device), span.v.to(self._device), span.positions.to(self._device), span.start)
-            if piece.patch is None:
-                moved = relocate(here, self.spec.kv, piece.start)
+            if segment.patch is None:
+                moved = relocate(here, self.spec.kv, segment.start)
             else:
-                moved = apply_patch(here, piece.patch, self.spec.kv, piece.start)
+                moved = apply_patch(here, segment.patch, self.spec.kv, segment.start)
             keys.append(moved.k.to(self._dtype))
             values.append(moved.v.to(self._dtype))
             done.bytes_loaded += span.nbytes
@@ -245,13 +247,13 @@ class HFEngine(EncodingEngine):
         for layer in range(self.spec.kv.layers):
             done.cache.update(first[layer][None], second[layer][None], layer)
 
-    def _forward(self, done: _Pass, pieces: Sequence[Piece], keep: int) -> None:
-        """One forward over neighbouring pieces behind everything in the cache."""
+    def _forward(self, done: _Pass, segments: Sequence[Segment], keep: int) -> None:
+        """One forward over neighbouring segments behind everything in the cache."""
         import numpy as np
         import torch
 
-        fed = self.inputs([p.encoded for p in pieces])
-        positions = torch.from_numpy(np.concatenate([p.encoded.positions + p.start for p in pieces], axis=1))
+        fed = self.inputs([p.encoded for p in segments])
+        positions = torch.from_numpy(np.concatenate([p.encoded.positions + p.start for p in segments], axis=1))
         self._feed(done, fed, positions, keep)
         tokens = int(fed.embeds.shape[0])
         done.computed += tokens
@@ -421,8 +423,8 @@ def _writable(positions: np.ndarray) -> np.ndarray:
     return np.array(positions, dtype=np.int64)
 
 
-def _end(layout: Sequence[Piece]) -> int:
-    """Where the query starts: right behind the last piece."""
+def _end(layout: Sequence[Segment]) -> int:
+    """Where the query starts: right behind the last segment."""
     return layout[-1].start + layout[-1].encoded.advance if layout else 0
 
 

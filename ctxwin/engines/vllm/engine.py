@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ctxwin.engines.base import Encoded, EngineCounters, EngineSpec, Generation, MediaSpan, Piece, Sampling
+from ctxwin.engines.base import Encoded, EngineCounters, EngineSpec, Generation, MediaSpan, Sampling, Segment
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.errors import CtxwinError, EngineFailed, UnsupportedModel
 from ctxwin.hashing import digest
@@ -124,8 +124,8 @@ class VLLMEngine(EncodingEngine):
         """An engine on a vLLM that somebody else runs, a server for example.
 
         Args:
-            llm: a ``vllm.LLM`` or ``AsyncLLM`` started with `ctxwin.engines.vllm.lifecycle.startup.engine_arguments`. An ``LLM`` is
-                stepped by the engine from then on: do not call its ``generate`` or ``chat`` yourself.
+            llm: a ``vllm.LLM`` or ``AsyncLLM`` started with `lifecycle.startup.engine_arguments`. An ``LLM`` is stepped
+                by the engine from then on: do not call its ``generate`` or ``chat`` yourself.
             model: what it was started with.
             store, tenant: as above.
             loop: the running event loop of an ``AsyncLLM``. Calls must come from other threads than the loop's.
@@ -184,7 +184,7 @@ class VLLMEngine(EncodingEngine):
         return self._salt("")
 
     def prefill(
-        self, context: Sequence[Piece], target: Encoded, start: int, *, salt: str = "", background: bool = False
+        self, context: Sequence[Segment], target: Encoded, start: int, *, salt: str = "", background: bool = False
     ) -> SpanKV:
         """See `Engine.prefill`.
 
@@ -193,15 +193,15 @@ class VLLMEngine(EncodingEngine):
         """
         from ctxwin.kv.relocate import relocate
 
-        pieces = [*context, Piece(target, start, capture=True)]
-        work, _, fallbacks = self._serve(pieces, _Ask(None, Sampling(max_tokens=1), salt, background=background))
+        segments = [*context, Segment(target, start, capture=True)]
+        work, _, fallbacks = self._serve(segments, _Ask(None, Sampling(max_tokens=1), salt, background=background))
         self._count(work, fallbacks)
         span = work.captured[str(len(context))]
         return relocate(span, self.spec.kv, start)
 
     def generate(
         self,
-        layout: Sequence[Piece],
+        layout: Sequence[Segment],
         query: Encoded,
         sampling: Sampling,
         *,
@@ -243,7 +243,7 @@ class VLLMEngine(EncodingEngine):
 
     # -- serving -------------------------------------------------------------------------------------------------------
 
-    def _serve(self, layout: Sequence[Piece], ask: _Ask) -> tuple[_Work, Outcome, int]:
+    def _serve(self, layout: Sequence[Segment], ask: _Ask) -> tuple[_Work, Outcome, int]:
         """Serves a layout: with its spans, again with them where loading fails, then without (the last value counts that).
 
         The spans are at hand, so what fails is mostly on its way, and the same KV gives the same answer. Without them it
@@ -265,13 +265,13 @@ class VLLMEngine(EncodingEngine):
                 with self._counting:
                     self.counters.retries += 1
         # Everything is computed in place now, which is exact, so it belongs to (and may use) the exact space.
-        bare = [replace(piece, span=None, patch=None, approximate=False) for piece in layout]
+        bare = [replace(segment, span=None, patch=None, approximate=False) for segment in layout]
         try:
             return work, self._guarded(work, bare, base, replace(ask, salt="")), 1
         except LoadError as error:
             raise EngineFailed(f"vLLM could not answer the request without its spans either: {error}") from error
 
-    def _guarded(self, work: _Work, layout: Sequence[Piece], base: int, ask: _Ask) -> Outcome:
+    def _guarded(self, work: _Work, layout: Sequence[Segment], base: int, ask: _Ask) -> Outcome:
         """`_attempt`, with vLLM's errors as ours and the caller's own as they were."""
         from ctxwin.engines.vllm.requests import CallerError, LoadError
 
@@ -287,59 +287,59 @@ class VLLMEngine(EncodingEngine):
         except Exception as error:
             raise EngineFailed(f"vLLM could not answer the request: {error}") from error
 
-    def _attempt(self, work: _Work, layout: Sequence[Piece], base: int, ask: _Ask) -> Outcome:
+    def _attempt(self, work: _Work, layout: Sequence[Segment], base: int, ask: _Ask) -> Outcome:
         """The requests of one call.
 
-        vLLM takes external KV as one prefix only, so a missing piece with spans behind it is computed by a request of
+        vLLM takes external KV as one prefix only, so a missing segment with spans behind it is computed by a request of
         its own and then loaded with the others.
         """
         from ctxwin.engines.vllm.prefix_space import space_of
 
-        pieces = list(layout)
-        for i, piece in enumerate(pieces):
-            if piece.span is None and not piece.encoded.tokens:  # an empty system prompt has nothing to compute
-                work.captured[str(i)] = empty = self._empty_span(piece.start - base)
-                pieces[i] = replace(piece, span=empty)
-        space = space_of(pieces, ask.salt, self._core.block)
-        last = max((i for i, piece in enumerate(pieces) if piece.span is not None), default=0)
-        for i, piece in enumerate(pieces[:last]):
-            if piece.span is None and pieces[i + 1].span is not None:
-                run = [j for j in range(i + 1) if pieces[j].span is None]
+        segments = list(layout)
+        for i, segment in enumerate(segments):
+            if segment.span is None and not segment.encoded.tokens:  # an empty system prompt has nothing to compute
+                work.captured[str(i)] = empty = self._empty_span(segment.start - base)
+                segments[i] = replace(segment, span=empty)
+        space = space_of(segments, ask.salt, self._core.block)
+        last = max((i for i, segment in enumerate(segments) if segment.span is not None), default=0)
+        for i, segment in enumerate(segments[:last]):
+            if segment.span is None and segments[i + 1].span is not None:
+                run = [j for j in range(i + 1) if segments[j].span is None]
                 part = _Ask(None, Sampling(max_tokens=1), ask.salt, background=ask.background)
-                self._request(work, pieces[: i + 1], base, part, run, space)
+                self._request(work, segments[: i + 1], base, part, run, space)
                 for j in run:
-                    pieces[j] = replace(pieces[j], span=work.captured[str(j)])
-        wanted = [i for i, piece in enumerate(pieces) if piece.capture and piece.span is None]
-        outcome = self._request(work, pieces, base, ask, wanted, space)
-        keep = {str(i) for i, piece in enumerate(layout) if piece.capture and piece.span is None} | {_QUERY}
+                    segments[j] = replace(segments[j], span=work.captured[str(j)])
+        wanted = [i for i, segment in enumerate(segments) if segment.capture and segment.span is None]
+        outcome = self._request(work, segments, base, ask, wanted, space)
+        keep = {str(i) for i, segment in enumerate(layout) if segment.capture and segment.span is None} | {_QUERY}
         work.captured = {name: span for name, span in work.captured.items() if name in keep}
         return outcome
 
     def _request(
-        self, work: _Work, pieces: Sequence[Piece], base: int, ask: _Ask, capture: Sequence[int], space: Space
+        self, work: _Work, segments: Sequence[Segment], base: int, ask: _Ask, capture: Sequence[int], space: Space
     ) -> Outcome:
-        """One request on vLLM: loads what leads the pieces, captures those of the indices asked for."""
+        """One request on vLLM: loads what leads the segments, captures those of the indices asked for."""
         from ctxwin.engines.vllm.requests import BACKGROUND, run
         from ctxwin.engines.vllm.transfers import Placed, Transfer
 
         core = self._core
-        encoded = [*(piece.encoded for piece in pieces), *ask.tail]
+        encoded = [*(segment.encoded for segment in segments), *ask.tail]
         offsets = [0]
         for part in encoded:
             offsets.append(offsets[-1] + part.tokens)
         loads = []
-        for piece, offset in zip(pieces, offsets, strict=False):
-            if piece.span is None:
+        for segment, offset in zip(segments, offsets, strict=False):
+            if segment.span is None:
                 break
-            if piece.encoded.tokens:
+            if segment.encoded.tokens:
                 # Tenants share vLLM, never a file: a name says what was computed, not for whom.
-                base_id, patch_id = (f"{self._tenant}/{i}" if i else "" for i in (piece.base_id or piece.id, piece.id))
-                loads.append(Placed(offset, piece.span, piece.start - base, piece.patch, base_id, patch_id))
+                base_id, patch_id = (f"{self._tenant}/{i}" if i else "" for i in (segment.span_key, segment.patch_key))
+                loads.append(Placed(offset, segment.span, segment.start - base, segment.patch, base_id, patch_id))
         captures: dict[str, tuple[int, int | None]] = {
-            str(i): (offsets[i], offsets[i + 1]) for i in capture if pieces[i].encoded.tokens
+            str(i): (offsets[i], offsets[i + 1]) for i in capture if segments[i].encoded.tokens
         }
         if ask.capture_query:
-            captures[_QUERY] = (offsets[len(pieces)], None)
+            captures[_QUERY] = (offsets[len(segments)], None)
         ids, media = _joined(encoded)
         transfer = Transfer(loads=tuple(loads), captures=captures, own=space.own, exact=space.exact)
         salt = self._salt(space.salt)
@@ -360,9 +360,9 @@ class VLLMEngine(EncodingEngine):
         for i in capture:
             if not outcome.finished and str(i) not in transfer.captured:
                 continue  # stopped while it was preempted: its blocks are gone
-            work.captured[str(i)] = self._span(transfer, str(i), pieces[i].encoded, pieces[i].start - base)
+            work.captured[str(i)] = self._span(transfer, str(i), segments[i].encoded, segments[i].start - base)
         if ask.capture_query and ask.query is not None and (outcome.finished or _QUERY in transfer.captured):
-            begin = pieces[-1].start - base + pieces[-1].encoded.advance if pieces else 0
+            begin = segments[-1].start - base + segments[-1].encoded.advance if segments else 0
             span = self._span(transfer, _QUERY, ask.query, begin)
             if not outcome.finished:  # vLLM was a step ahead of the caller who stopped it
                 span = span.slice(0, min(span.tokens, ask.query.tokens + len(outcome.token_ids) - 1))
@@ -399,7 +399,7 @@ class VLLMEngine(EncodingEngine):
         if not encoded.tokens and name not in transfer.captured:
             return self._empty_span(start)
         if name not in transfer.captured:
-            raise EngineFailed(f"the KV of piece {name} was not captured; vLLM ended the request early")
+            raise EngineFailed(f"the KV of segment {name} was not captured; vLLM ended the request early")
         k, v = transfer.captured[name]
         extra = int(k.shape[1]) - encoded.tokens
         behind = np.tile(np.arange(encoded.advance, encoded.advance + extra, dtype=np.int64), (3, 1))
@@ -415,10 +415,10 @@ class VLLMEngine(EncodingEngine):
         v = torch.empty(kv.layers, 0, kv.heads, kv.v_dim, dtype=dtype)
         return SpanKV(k, v, torch.empty(3, 0, dtype=torch.int64), start)
 
-    def _check(self, layout: Sequence[Piece], ask: _Ask) -> int:
+    def _check(self, layout: Sequence[Segment], ask: _Ask) -> int:
         """Validates a request before anything is submitted; returns the position its first token is shifted by.
 
-        Positions within a prompt are vLLM's, so the pieces must stand where vLLM puts them. Only the whole prompt may
+        Positions within a prompt are vLLM's, so the segments must stand where vLLM puts them. Only the whole prompt may
         be shifted: attention sees differences of positions.
         """
         from ctxwin.engines.vllm import requests
@@ -431,13 +431,15 @@ class VLLMEngine(EncodingEngine):
         requests.check(self._core.driver, sampling)
         base = layout[0].start if layout else 0
         at = base
-        for i, piece in enumerate(layout):
-            if piece.start != at:
-                raise ValueError(f"piece {i} must start at position {at}, behind the one before it, got {piece.start}")
-            at += piece.encoded.advance
-            if piece.span is not None:
-                self._check_span(i, piece, piece.span)
-        encoded = [*(piece.encoded for piece in layout), *ask.tail]
+        for i, segment in enumerate(layout):
+            if segment.start != at:
+                raise ValueError(
+                    f"segment {i} must start at position {at}, behind the one before it, got {segment.start}"
+                )
+            at += segment.encoded.advance
+            if segment.span is not None:
+                self._check_span(i, segment, segment.span)
+        encoded = [*(segment.encoded for segment in layout), *ask.tail]
         ids, media = _joined(encoded)
         room = self.spec.max_tokens - len(ids)
         if not ids or room < sampling.max_tokens:
@@ -455,12 +457,12 @@ class VLLMEngine(EncodingEngine):
             )
         return base
 
-    def _check_span(self, i: int, piece: Piece, span: SpanKV) -> None:
+    def _check_span(self, i: int, segment: Segment, span: SpanKV) -> None:
         span.validate(self.spec.kv)
-        if span.tokens != piece.encoded.tokens:
-            raise ValueError(f"the span of piece {i} must have {piece.encoded.tokens} tokens, got {span.tokens}")
-        if not np.array_equal(span.positions.numpy(), piece.encoded.positions):
-            raise ValueError(f"the span of piece {i} must have the positions of its tokens; it is another chunk's")
+        if span.tokens != segment.encoded.tokens:
+            raise ValueError(f"the span of segment {i} must have {segment.encoded.tokens} tokens, got {span.tokens}")
+        if not np.array_equal(span.positions.numpy(), segment.encoded.positions):
+            raise ValueError(f"the span of segment {i} must have the positions of its tokens; it is another chunk's")
 
     def _salt(self, salt: str) -> str:
         """Exact windows of no tenant share their blocks with plain requests, which carry no salt."""

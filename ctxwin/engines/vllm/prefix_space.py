@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ctxwin.engines.base import Piece
+from ctxwin.engines.base import Segment
 from ctxwin.hashing import digest
 
 
@@ -33,33 +33,33 @@ class Space:
     exact: bool = False
 
 
-def space_of(pieces: Sequence[Piece], salt: str, block: int) -> Space:
+def space_of(segments: Sequence[Segment], salt: str, block: int) -> Space:
     """The space of a layout.
 
     Args:
-        pieces: in prompt order; those `Piece.approximate` are told apart.
+        segments: in prompt order; those `Segment.approximate` are told apart.
         salt: what keeps all of it apart; "" where it is exact.
         block: tokens of a block of vLLM's cache.
     """
-    total = sum(piece.encoded.tokens for piece in pieces)
+    total = sum(segment.encoded.tokens for segment in segments)
     if not salt:
         return Space("", own=total + 1, exact=True)
     begin = 0
     media: list[int] = []  # where each medium up to here begins
     marks: dict[int, list[str]] = {}
     markable = True
-    for piece in pieces:
-        end = begin + piece.encoded.tokens
-        media += sorted(begin + span.offset for span in piece.encoded.media)
-        if piece.approximate and piece.encoded.tokens:
-            # Up to the end of the block in which the piece begins.
+    for segment in segments:
+        end = begin + segment.encoded.tokens
+        media += sorted(begin + span.offset for span in segment.encoded.media)
+        if segment.approximate and segment.encoded.tokens:
+            # Up to the end of the block in which the segment begins.
             latest = max((at for at in media if at < (begin // block + 1) * block), default=None)
-            if latest is None or not piece.id:
+            if latest is None or not segment.key:
                 markable = False
             else:
                 # And where: the same text may stand in the prompt twice, apart at one place and exact at the other.
-                marks.setdefault(latest, []).append(f"{begin}:{piece.id}")
+                marks.setdefault(latest, []).append(f"{begin}:{segment.key}")
         begin = end
-    if not marks or not markable:  # without marks the caller says nothing of its pieces
+    if not marks or not markable:  # without marks the caller says nothing of its segments
         return Space(salt)
     return Space("", {at: digest("mark", ids) for at, ids in marks.items()}, min(marks) // block * block)

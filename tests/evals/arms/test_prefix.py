@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ctxwin.engines.base import Piece
+from ctxwin.engines.base import Segment
 from ctxwin.evals.arms import parse_arm, parse_arms
 from ctxwin.evals.arms.prefix import Prefix
 from ctxwin.evals.patching import Patcher
@@ -100,9 +100,9 @@ def test_its_context_is_exact_and_the_question_stands_behind_it(bench: Bench, ha
     order = arm(habit, setting).order(item)
     assert order is not None and order != item.placed
     system_prompt = engine.encode_system_prompt(HEADER)
-    layout, start = [Piece(system_prompt, 0)], system_prompt.advance
+    layout, start = [Segment(system_prompt, 0)], system_prompt.advance
     for frame in order:
-        layout.append(Piece(group.chunks[0][frame], start))
+        layout.append(Segment(group.chunks[0][frame], start))
         start += group.chunks[0][frame].advance
     assert one.begin == start
     assert one.extra["context"] == sum(group.chunks[0][f].tokens for f in order) / group.context_tokens
