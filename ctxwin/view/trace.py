@@ -82,8 +82,6 @@ class Trace:
 
         A window that was restored under the id of one seen before goes on as that one.
         """
-        if any(isinstance(o, _Recorder) and o.trace is self for o in window._observers):
-            return
         self._begin(window)
         window.observe(_Recorder(self, window.engine))
 
@@ -165,7 +163,7 @@ class Trace:
             state = window.snapshot()
             if self._closed or self._versions.get(state.window) == state.version:
                 return
-            line = self._line(window.engine, "watch", state, window._origin, {})
+            line = self._line(window.engine, "watch", state, window.parent, {})
             self._event(
                 line | {"system_prompt": _short(state.system_prompt), "model": _model(window.engine.spec.model)}
             )

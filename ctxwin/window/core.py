@@ -44,14 +44,21 @@ class Versions:
     def observe(self, observer: Observer) -> Callable[[], None]:
         """Calls ``observer`` with an `Event` after every operation, of later forks, too; returns what ends that.
 
-        In the thread of the operation, after it took effect; what an observer raises is logged and changes nothing.
+        In the thread of the operation, after it took effect; what an observer raises is logged and changes nothing. An
+        observer that is there already is not called twice.
         """
-        self._observers = (*self._observers, observer)
+        if observer not in self._observers:
+            self._observers = (*self._observers, observer)
 
         def stop() -> None:
             self._observers = tuple(o for o in self._observers if o is not observer)
 
         return stop
+
+    @property
+    def parent(self) -> str | None:
+        """Id of the window that this one was forked from."""
+        return self._origin
 
     def close(self) -> None:
         """Gives its leases back; the window cannot be edited or asked afterwards. Idempotent."""

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
+from ctxwin.baselines.policies import POLICIES, Policy, PrefixUser
 from ctxwin.evals.arms.base import Arm, Served
 from ctxwin.evals.items import Item, Setting
 from ctxwin.kv.layout import SpanKV
 
 if TYPE_CHECKING:
     from ctxwin.evals.group import Group
-
-Habit = Literal["naive", "trim", "append"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Prefix(Arm):
     item places, in tokens.
     """
 
-    habit: Habit
+    habit: Policy
     setting: Setting = "slide"
 
     form: ClassVar[str] = "prefix:naive|trim|append"
@@ -47,7 +46,7 @@ class Prefix(Arm):
 
     @classmethod
     def parse(cls, name: str, argument: str) -> Self | None:
-        habits: dict[str, Habit] = {habit: habit for habit in get_args(Habit)}
+        habits: dict[str, Policy] = {habit: habit for habit in POLICIES}
         return cls(name, habits[argument]) if argument in habits else None
 
     def on(self, setting: Setting) -> Prefix:
@@ -80,15 +79,18 @@ class Prefix(Arm):
         back = self._back(item)
         if self.habit == "naive":
             return item.placed
+        if self.habit == "append" and back is None:
+            return None
+        # By place. In a slide the prompt still holds the chunk that left (-1), and the newest comes in.
+        last = len(item.placed) - 1
+        held = list(range(-1, last)) if back is None else [i for i in range(last + 1) if i != back]
+        new, full = last if back is None else back, len(held)
+        user = PrefixUser(self.habit, held)
         if self.habit == "append":
-            return None if back is None else (*_without(item.placed, back), item.placed[back])
-        # Held until now: in a slide one chunk more than is placed; in a recall what stayed, and one chunk comes in.
-        held = len(item.placed) + (back is None)
-        oldest = len(item.placed) - -(-held // 2)
-        kept = [i for i in range(len(item.placed)) if i >= oldest or i == back]
-        if back is not None and back < oldest:
-            kept.remove(oldest)
-        return tuple(item.placed[i] for i in kept)
+            user.place(new)
+        else:
+            user.arrive(new, lambda held: len(held) <= full, before=range(new + 1, last + 1), drop=(full + 1) // 2)
+        return tuple(item.placed[i] for i in user.held)
 
     def known(self, item: Item) -> list[tuple[int, ...]]:
         """What was placed before, in the orders in which it was."""

@@ -1,13 +1,6 @@
-"""The four ways to serve a session: windows, and three users of vLLM's prefix cache (as in `ctxwin.baselines.ledger`).
+"""The four ways to serve a session: windows, and the three users of vLLM's prefix cache of `ctxwin.baselines.policies`.
 
-| policy | what it sends                                                                                      |
-|--------|----------------------------------------------------------------------------------------------------|
-| ctxwin | edits of a window                                                                                    |
-| naive  | the same prompts as token ids: the prefix cache keeps the system prompt, every slide misses behind it        |
-| trim   | frames until the budget is full, then the older half leaves; a looked-back frame goes to its place    |
-| append | the same, but a looked-back frame goes to the end                                                      |
-
-The last two keep a looked-back frame until they trim it, and swap two frames where they hold them. All four have one
+Users who trim keep a looked-back frame until they trim it, and swap two frames where they hold them. All four have one
 budget, one vLLM, a prefix-cache space of their own, and stored vision embeddings: a picture is seen once, when it
 arrives, by whom ever it is looked at again. Users of the prefix cache send plain requests, straight to vLLM, with whatever
 can be kept of a picture kept.
@@ -21,8 +14,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from ctxwin.baselines.policies import POLICIES as PREFIX_POLICIES
+from ctxwin.baselines.policies import Policy as PrefixPolicy
+from ctxwin.baselines.policies import PrefixUser
 from ctxwin.engines.base import Encoded, Engine
 from ctxwin.evals.bench.content import make_chunk
 from ctxwin.evals.bench.serve_trace import QUESTIONS, REACH, Mix, Turn
@@ -35,7 +31,7 @@ if TYPE_CHECKING:
     from ctxwin.engines.vllm.engine import VLLMEngine
     from ctxwin.window.answer import Answer
 
-POLICIES = ("ctxwin", "naive", "trim", "append")
+POLICIES = ("ctxwin", *PREFIX_POLICIES)
 HEADER = "You watch a camera."
 WARMING = 8
 """Sessions that are made ready at a time."""
@@ -205,30 +201,32 @@ class Windows(Policy):
 class Prompts(Policy):
     """A user of vLLM's prefix cache. Holds frame numbers, in prompt order, for each session."""
 
-    def __init__(self, name: str, engine: VLLMEngine, mix: Mix, film: Film, budget: int, answer: int) -> None:
-        if name not in POLICIES[1:]:
-            raise ValueError(f"a user of the prefix cache must be one of {', '.join(POLICIES[1:])}, got {name!r}")
+    def __init__(
+        self, policy: PrefixPolicy, engine: VLLMEngine, mix: Mix, film: Film, budget: int, answer: int
+    ) -> None:
+        if policy not in PREFIX_POLICIES:
+            raise ValueError(f"a user of the prefix cache must be one of {', '.join(PREFIX_POLICIES)}, got {policy!r}")
         super().__init__(engine, mix, film, budget, answer)
-        self.name = name
+        self.name = self.policy = policy
         self.plain = Plain(engine)
-        self._held: dict[int, list[int]] = {}
+        self._users: dict[int, PrefixUser[int]] = {}
         system_prompt = engine.encode_system_prompt(HEADER)
         self._system_prompt = system_prompt
-        self._room = system_prompt.tokens + answer + max(engine.encode_query(q).tokens for q in QUESTIONS)
+        self._reserved = system_prompt.tokens + answer + max(engine.encode_query(q).tokens for q in QUESTIONS)
 
     def held(self, session: int) -> tuple[int, ...]:
         """Frame numbers in prompt order."""
-        return tuple(self._held[session])
+        return tuple(self._users[session].held)
 
     def open(self, session: int, before: Sequence[Turn]) -> None:
         seen = self.film.past(session)
-        self._held[session] = []
+        self._users[session] = PrefixUser(self.policy)
         for number in range(seen):
             self._arrive(session, number)
         for turn in before:
             self.prompt(turn)
             seen += turn.kind == "now"
-        held = self._held[session] if self.name != "naive" else range(seen - self.mix.frames, seen)
+        held = self._users[session].held if self.policy != "naive" else range(seen - self.mix.frames, seen)
         self._ask(session, held, QUESTIONS[0], 1, lambda: None)
 
     def serve(self, turn: Turn, heard: Callable[[], None]) -> Served:
@@ -236,29 +234,27 @@ class Prompts(Policy):
 
     def prompt(self, turn: Turn) -> list[int]:
         """The frames that this user sends for a turn; what it holds then is remembered."""
-        if self.name == "naive":
+        if self.policy == "naive":
             return list(turn.placed)
         if turn.kind == "now":
             self._arrive(turn.session, turn.frame)
         elif turn.kind == "back":
-            # In front of the first frame it holds that stands behind it in the window, or at the end.
-            behind = turn.placed[turn.placed.index(turn.frame) + 1 :]
-            self._arrive(turn.session, turn.frame, behind if self.name == "trim" else ())
-        held = list(self._held[turn.session])
+            later = turn.placed[turn.placed.index(turn.frame) + 1 :]
+            self._arrive(turn.session, turn.frame, later if self.policy == "trim" else ())
+        user = self._users[turn.session]
         if turn.kind == "reorder":  # in a branch
+            user = user.copy()
             last, before = turn.placed[-2:]
-            if last in held and before in held:
-                i, k = held.index(last), held.index(before)
-                held[i], held[k] = before, last
-        return held
+            if last in user.held and before in user.held:
+                i, k = user.held.index(last), user.held.index(before)
+                user.held[i], user.held[k] = before, last
+        return list(user.held)
 
-    def _arrive(self, session: int, number: int, behind: Sequence[int] = ()) -> None:
-        held = self._held[session]
-        if number in held:
-            return
-        while held and self._room + self._tokens(session, [*held, number]) > self.budget:
-            del held[: max(1, len(held) // 2)]
-        held.insert(next((k for k, n in enumerate(held) if n in behind), len(held)), number)
+    def _arrive(self, session: int, number: int, before: Sequence[int] = ()) -> None:
+        def fits(numbers: Sequence[int]) -> bool:
+            return self._reserved + self._tokens(session, numbers) <= self.budget
+
+        self._users[session].arrive(number, fits, before=before)
 
     def _tokens(self, session: int, numbers: Iterable[int]) -> int:
         return sum(self.engine.encode(self.film.frame(session, n)).tokens for n in numbers)
@@ -268,7 +264,7 @@ class Prompts(Policy):
         return self.plain.ask([self._system_prompt, *frames, self.engine.encode_query(query)], answer, heard)
 
     def end(self) -> None:
-        self._held.clear()
+        self._users.clear()
 
 
 class Plain:
@@ -366,7 +362,7 @@ def make_policy(
     view = engine.view(f"bench-{name}")
     if name == Windows.name:
         return Windows(view, mix, film, budget, answer, fidelity)
-    return Prompts(name, view, mix, film, budget, answer)
+    return Prompts(cast("PrefixPolicy", name), view, mix, film, budget, answer)
 
 
 def budget_of(engine: Engine, mix: Mix, tokens: int, answer: int) -> int:

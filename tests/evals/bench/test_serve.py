@@ -102,7 +102,9 @@ def test_users_of_the_prefix_cache_hold_what_the_ledger_says(engine: VLLMEngine,
     film.shoot(frames_of(turns, mix, 0))
     budget = budget_of(engine, mix, TOKENS, answer)
     users = {name: Prompts(name, engine.view(name), mix, film, budget, answer) for name in ("trim", "append")}
-    ledger = Ledger(engine, room=budget - engine.encode_system_prompt(HEADER).tokens - (mix.frames + 1) * TOKENS)
+    ledger = Ledger(
+        engine, reserve_tokens=budget - engine.encode_system_prompt(HEADER).tokens - (mix.frames + 1) * TOKENS
+    )
     window = Window(engine, HEADER, budget=budget)
     ledger.watch(window)
     ids: list[str] = []
