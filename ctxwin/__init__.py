@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ChunkUnavailable,
         CtxwinError,
         EngineFailed,
+        MissingExtra,
         ReadOnlyWindow,
         StoreCorrupt,
         UnknownChunk,
@@ -36,8 +37,8 @@ _EXPORTS = {
     "chunk": ("Chunk",),
     "engines.open": ("open_engine",),
     "errors": (
-        "BadMedia", "BudgetExceeded", "ChunkUnavailable", "CtxwinError", "EngineFailed", "ReadOnlyWindow", "StoreCorrupt",
-        "UnknownChunk", "UnsupportedModel", "WindowBusy",
+        "BadMedia", "BudgetExceeded", "ChunkUnavailable", "CtxwinError", "EngineFailed", "MissingExtra", "ReadOnlyWindow",
+        "StoreCorrupt", "UnknownChunk", "UnsupportedModel", "WindowBusy",
     ),
     "fidelity": ("Fidelity",),
     "store": ("open_store",),
@@ -49,7 +50,7 @@ _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
     "Answer", "BadMedia", "BudgetExceeded", "Chunk", "ChunkUnavailable", "CtxwinError", "Disposability", "EngineFailed",
-    "Fidelity", "Plan", "PlanEntry", "PlanRequest", "ReadOnlyWindow", "State", "StoreCorrupt", "UnknownChunk",
+    "Fidelity", "MissingExtra", "Plan", "PlanEntry", "PlanRequest", "ReadOnlyWindow", "State", "StoreCorrupt", "UnknownChunk",
     "UnsupportedModel", "Usage", "Window", "WindowBusy", "open_engine", "open_store",
 ]  # fmt: skip
 

@@ -55,3 +55,7 @@ class EngineFailed(CtxwinError, RuntimeError):
 
 class BadMedia(CtxwinError, ValueError):
     """An image or video that cannot be decoded, or holds nothing."""
+
+
+class MissingExtra(CtxwinError, ModuleNotFoundError):
+    """An optional dependency is not installed; the message names the ``pip`` command that installs it."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import BadMedia
+from ctxwin.extras import optional_imports
 from ctxwin.hashing import digest
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ def decode_video(
     ``frames`` takes that many by ``round(linspace(first, last, frames))``; neither: 2 fps. Raises BadMedia where the file
     cannot be opened, holds no frame in the range, or ends before ``end`` (a truncated file).
     """
-    import cv2
+    with optional_imports():
+        import cv2
     import numpy as np
 
     if fps is not None and frames is not None:

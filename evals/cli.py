@@ -16,7 +16,12 @@ from ctxwin.evals.serving_gap_cli import engines
 from ctxwin.evals.shared_basis_cli import basis
 from ctxwin.evals.toggles_cli import toggles
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="How close reuse stays to a full re-prefill.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="How close reuse stays to a full re-prefill.",
+)
 app.command("probe")(probe)
 app.command("basis")(basis)
 app.command("elastic")(elastic_app)

@@ -27,4 +27,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    from ctxwin.extras import optional_imports
+
+    with optional_imports():
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

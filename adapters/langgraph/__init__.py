@@ -38,10 +38,13 @@ survives a lost store, one given in memory has its pixels in that store only. Wh
 
 from __future__ import annotations
 
-from ctxwin.adapters.langgraph.context import Watcher, WindowContext
-from ctxwin.adapters.langgraph.node import WindowNode, WindowState
-from ctxwin.adapters.langgraph.reference import load, merge_windows, save
-from ctxwin.adapters.langgraph.session import Session, SessionStream, open_window
+from ctxwin.extras import optional_imports
+
+with optional_imports():
+    from ctxwin.adapters.langgraph.context import Watcher, WindowContext
+    from ctxwin.adapters.langgraph.node import WindowNode, WindowState
+    from ctxwin.adapters.langgraph.reference import load, merge_windows, save
+    from ctxwin.adapters.langgraph.session import Session, SessionStream, open_window
 
 __all__ = [
     "Session", "SessionStream", "Watcher", "WindowContext", "WindowNode", "WindowState", "load", "merge_windows",

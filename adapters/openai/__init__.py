@@ -21,6 +21,9 @@ __all__ = ["RemoteWindow", "chunk_part", "upload"]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'ctxwin.adapters.openai' has no attribute {name!r}")
-    value = getattr(import_module(f"ctxwin.adapters.openai.{_HOME[name]}"), name)
+    from ctxwin.extras import optional_imports
+
+    with optional_imports():
+        value = getattr(import_module(f"ctxwin.adapters.openai.{_HOME[name]}"), name)
     globals()[name] = value
     return value

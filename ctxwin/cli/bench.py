@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ctxwin.cli.bench_serve import serve
+from ctxwin.cli.commands import quiet
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
 
-app = typer.Typer(no_args_is_help=True, help="Measure what a window costs in time, on this machine.")
-
-QUIET = {
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TQDM_DISABLE": "1",
-}
-"""Set where unset: nothing but the result may stand on standard output, and nothing beside the bar on standard error."""
-
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Measure what a window costs in time, on this machine."
+)
 
 app.command("serve")(serve)
 
@@ -56,8 +49,7 @@ def reuse(
     The floor is the same prompt as a full hit of the prefix cache. Edits: the oldest chunk leaves (slide), an evicted one comes
     back with a stored patch (recall), one of three predecessors moves to the front (reorder), a chunk's clean view (toggle).
     """
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
+    quiet()
     measured = _settings(ops, tokens, rank, runs, seed)
     if engine not in ("vllm", "hf"):
         raise ValueError(f"--engine must be vllm or hf, got {engine!r}")
@@ -67,6 +59,10 @@ def reuse(
         raise ValueError(f"--model must be a local model folder, got {model!r}")
     if out is not None and not out.parent.is_dir():
         raise ValueError(f"--out must lie in a folder that exists, got {str(out)!r}")
+    if engine == "vllm":
+        from ctxwin.engines.open import require_vllm
+
+        require_vllm()  # before a model of 1 GB is written
     from ctxwin.evals.bench.reuse import measure
     from ctxwin.evals.bench.show import check_lines, note_lines, reuse_table
     from ctxwin.evals.console import print_json, say, stages, terminal

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from ctxwin.cli.commands import quiet
+
 if TYPE_CHECKING:
     from ctxwin.engines.vllm.engine import VLLMEngine
 
@@ -60,10 +62,7 @@ def serve(
     Shown are goodput, time to the first token and between tokens, the highest rates at equal p95, and what plain traffic
     notices of the connector. FOLDER gets state.json, result.json and ttft.png.
     """
-    from ctxwin.cli.bench import QUIET
-
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
+    quiet()
     if clock == "cpu":
         threads = threads or 1
     if threads:

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
 import typer
 
-QUIET = {
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TQDM_DISABLE": "1",
-}
-"""Set where unset: a table that is redrawn in place must not share the terminal with progress bars."""
+from ctxwin.cli.commands import quiet
 
 
 def demo(
@@ -49,8 +42,7 @@ def demo(
     Writes result.json, timeline.png, report.html, the rendered clip, the run as recorded (run.jsonl) and a picture of the
     window over time (view.html) into --out.
     """
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
+    quiet()
     from rich.console import Console
 
     from ctxwin.demo.live import LiveTable, final_tables

@@ -11,7 +11,10 @@ MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "broken": "[red]broken
 
 
 def doctor(
-    fix: Annotated[bool, typer.Option("--fix", help="Mend what can be mended without installing anything.")] = False,
+    fix: Annotated[
+        bool,
+        typer.Option("--fix", help="Write the import hook that mends torchvision for vLLM; changes this environment."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Look at this environment: libraries, vLLM build, compiler, shared memory; exit code 1 where something is broken."""

@@ -1,4 +1,4 @@
-"""`ctxwin`: the commands, and how their errors are shown.
+"""`ctxwin`: the commands.
 
 Nothing heavy is imported here: `ctxwin --help` loads neither torch nor vLLM.
 """
@@ -6,35 +6,13 @@ Nothing heavy is imported here: `ctxwin --help` loads neither torch nor vLLM.
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from ctxwin.cli import bench, demo, doctor, serve, store, view
-from ctxwin.errors import CtxwinError, EngineFailed, WindowBusy
-
-BAD_INPUT, FAILED = 2, 1
-
-
-class Commands(TyperGroup):
-    """Shows what went wrong in one line: exit code 2 for bad input, 1 for a failure that the input did not cause."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except (CtxwinError, ValueError, OSError) as error:
-            if ctx.params.get("debug"):
-                raise
-            typer.echo(f"error: {one_line(error)}", err=True)
-            code = FAILED if isinstance(error, EngineFailed | WindowBusy) else BAD_INPUT
-            raise typer.Exit(code) from None
-
-
-def one_line(error: BaseException) -> str:
-    """The message of an error without line breaks."""
-    return " ".join(str(error).split()) or type(error).__name__
-
+from ctxwin.cli.commands import INTERRUPTED, Commands
+from ctxwin.extras import missing_extra
 
 app = typer.Typer(
     cls=Commands,
@@ -52,19 +30,22 @@ app.command("doctor")(doctor.doctor)
 app.command("serve", context_settings=serve.CONTEXT)(serve.serve)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from ctxwin import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     """Options of every command."""
-
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    from ctxwin import __version__
-
-    typer.echo(__version__)
 
 
 @app.command(
@@ -77,16 +58,19 @@ def evaluate(ctx: typer.Context) -> None:
     try:
         from ctxwin.evals.cli import app as harness
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("ctxwin"):
-            remedy = "the evals are not part of this install; reinstall ctxwin from a release or a full checkout"
-        else:
-            remedy = f"the evals need {error.name}; run pip install 'ctxwin[evals]'"
-        raise ValueError(remedy) from error
-    command = typer.main.get_command(harness) if isinstance(harness, typer.Typer) else harness
-    try:
-        command.main(args=list(ctx.args), prog_name="ctxwin eval")
-    except SystemExit as end:
-        raise typer.Exit(end.code if isinstance(end.code, int) else FAILED if end.code else 0) from None
+        if (told := missing_extra(error)) is not None:
+            raise told from error
+        if not (error.name or "").startswith("ctxwin.evals"):
+            raise
+        raise ValueError(
+            "the evals are not part of this install; reinstall ctxwin from a release or a full checkout"
+        ) from error
+    command = typer.main.get_command(harness)
+    # Not standalone, so that errors and Ctrl-C are shown as for every other command; the result is the exit code.
+    code = command.main(args=list(ctx.args), prog_name="ctxwin eval", standalone_mode=False)
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    raise typer.Exit(code if isinstance(code, int) else 0)
 
 
 def main() -> None:

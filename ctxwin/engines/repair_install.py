@@ -1,11 +1,18 @@
-"""Writes the ``.pth`` file that makes the torchvision repair act in every process of this environment.
+"""An opt-in import hook for a whole environment: ``ctxwin-repair.pth``, which lets vLLM's child processes import torchvision.
 
-``python -m ctxwin.engines.repair_install`` after installing; vLLM inspects model classes in child processes, which a
-repair made by a running program does not reach. Harmless where nothing is broken: see `ctxwin.engines.torchvision_repair`.
+**This changes every Python process of the environment**, not only those that use ctxwin: a ``.pth`` file in
+site-packages runs at interpreter start. The line in this one puts a finder into ``sys.meta_path`` that finds nothing and calls
+`ctxwin.engines.torchvision_repair.repair` when torchvision, torchaudio, torchcodec, transformers or vllm is first
+imported. Where those libraries fit the installed torch, the repair changes nothing.
+
+It is never written by importing or installing ctxwin with pip. It is written by ``ctxwin doctor --fix``, by
+``python -m ctxwin.engines.repair_install``, and by this repository's ``make install``; ``ctxwin doctor`` says whether it is
+there, and ``python -m ctxwin.engines.repair_install --remove`` (or deleting the file) takes it away.
 """
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -23,5 +30,11 @@ def write() -> Path:
     return path()
 
 
+def remove() -> Path:
+    """Removes the file, if it is there; returns the path it has or had."""
+    path().unlink(missing_ok=True)
+    return path()
+
+
 if __name__ == "__main__":
-    write()
+    sys.stdout.write(f"removed {remove()}\n" if "--remove" in sys.argv[1:] else f"wrote {write()}\n")

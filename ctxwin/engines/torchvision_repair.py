@@ -6,9 +6,10 @@ work; torchaudio fails to load its library and takes ``import transformers`` wit
 operator schemas and marks an unloadable torchaudio or torchcodec as not installed: both are for audio and video files
 that ctxwin reads by other means. On an install where all load, it changes nothing.
 
-`repair` acts in this process. vLLM inspects models in child processes, so an environment that needs the repair carries
-a ``.pth`` file with the line ``import ctxwin.engines.torchvision_repair as t; t.install_hook()``: it costs nothing until
-torchvision, transformers or vllm is imported. This module imports torch only inside `repair`.
+`repair` acts in this process, and ctxwin calls it when an engine is opened. vLLM also inspects models in child
+processes, which it cannot reach; only there is the import hook needed (`install_hook`, written into an environment by
+`ctxwin.engines.repair_install`). Importing ctxwin installs no hook and writes no file. This module imports torch only
+inside `repair`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from ctxwin.extras import optional_imports
+
+with optional_imports():
+    from fastapi import FastAPI
 
 from ctxwin.serve.gate import STATE, Gate
 from ctxwin.serve.routes import build_router

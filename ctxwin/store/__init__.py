@@ -46,7 +46,8 @@ def open_store(url: str, *, max_bytes: int | str | None = None, ttl: float | Non
             tenant sees, evicts or times another one's keys. "" is a tenant like any other.
 
     Raises:
-        ValueError: an unknown kind of store or a bad limit; ``redis:`` without redis-py.
+        ValueError: an unknown kind of store or a bad limit.
+        MissingExtra: ``redis:`` without redis-py.
         OSError: a folder that cannot be made or written to, a server that cannot be reached.
     """
     if not isinstance(url, str):

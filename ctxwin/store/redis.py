@@ -16,6 +16,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ctxwin.errors import StoreCorrupt
+from ctxwin.extras import optional_imports
 from ctxwin.hashing import digest
 from ctxwin.store import codec
 from ctxwin.store import redis_scripts as scripts
@@ -46,7 +47,8 @@ class RedisStore(Store):
             the others are logged, too.
 
     Raises:
-        ValueError: a bad address or limit, or redis-py is not installed.
+        ValueError: a bad address or limit.
+        MissingExtra: redis-py is not installed.
         OSError: the server cannot be reached or refuses the login. Later failures never raise: a put returns False, a get is
             a miss. After one the server is left alone for half a second, then a second, at most 30, and tried again.
 
@@ -76,12 +78,10 @@ class RedisStore(Store):
         self._values = space + "value:"
         self._index = [space + name for name in ("used", "sizes", "expires")]
         self._passing = space + "passing:"
-        try:
+        with optional_imports():
             import redis  # type: ignore[import-not-found, unused-ignore]
             from redis.backoff import NoBackoff  # type: ignore[import-not-found, unused-ignore]
             from redis.retry import Retry  # type: ignore[import-not-found, unused-ignore]
-        except ModuleNotFoundError as error:
-            raise ValueError("a redis store needs redis-py; run pip install 'ctxwin[redis]'") from error
         self._errors = (redis.RedisError, OSError)
         self._gone = (redis.ConnectionError, redis.TimeoutError, OSError)
         self._refused = redis.ResponseError

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ctxwin.extras import optional_imports
 from ctxwin.tiny.world import Frame, render
 
 
@@ -30,7 +31,8 @@ def write_clip(
     Raises:
         ValueError: If there is no frame, the sizes differ, or OpenCV cannot write this codec to this path.
     """
-    import cv2
+    with optional_imports():
+        import cv2
 
     pictures = [render(frame) if isinstance(frame, Frame) else frame for frame in frames]
     if not pictures:
@@ -58,7 +60,8 @@ def read_frames(path: str | Path, every_s: float = 1.0) -> list[NDArray[np.uint8
     Raises:
         ValueError: If `every_s` is not positive, or the file is missing, not a video, empty or cut short.
     """
-    import cv2
+    with optional_imports():
+        import cv2
 
     if every_s <= 0:
         raise ValueError(f"every_s must be positive, got {every_s}")

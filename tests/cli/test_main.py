@@ -36,14 +36,56 @@ def refused(result: Result, *words: str) -> None:
 def test_help_names_every_command() -> None:
     result = invoke("--help")
     assert result.exit_code == 0
-    for command in ("demo", "view", "store", "eval", "version"):
+    for command in ("demo", "view", "store", "eval", "bench", "doctor", "serve"):
         assert f"  {command} " in result.output
-    for command in ("demo", "view", "store"):
-        assert invoke(command, "--help").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [[], ["demo"], ["view"], ["doctor"], ["serve"], ["store"], ["store", "ls"], ["bench"], ["bench", "reuse"]]
+    + [["eval"], ["eval", "run"], ["eval", "probe"]],
+)
+def test_help_has_one_style(command: list[str]) -> None:
+    shown = invoke(*command, "--help")
+    assert shown.exit_code == 0
+    assert shown.output.startswith(f"Usage: {' '.join(['ctxwin', *command])} ")
+    assert "\nOptions:\n" in shown.output
+    assert "╭" not in shown.output
+
+
+@pytest.mark.parametrize(
+    ("args", "meant"),
+    [
+        (["srve"], "'serve'"),
+        (["store", "stat"], "'stats'"),
+        (["eval", "rnu"], "'run'"),
+        (["demo", "--frmes", "3"], "--frames"),
+        (["eval", "run", "--arsm", "blind"], "--arms"),
+    ],
+)
+def test_a_misspelt_word_is_answered_by_what_was_meant(args: list[str], meant: str) -> None:
+    result = invoke(*args)
+    assert result.exit_code == 2
+    assert "Did you mean" in result.stderr and meant in result.stderr
+
+
+def test_ctrl_c_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import ctxwin.engines.open
+
+    def stop(name: str, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ctxwin.engines.open, "open_engine", stop)
+    stopped = invoke("eval", "run", "tiny/single_hop", "--n", "1", "--output", tmp_path / "run")
+    assert stopped.exit_code == 130
+    assert "the same command" in stopped.stderr and "Traceback" not in stopped.stderr
+    stopped = invoke("demo", "--out", tmp_path / "out", "--frames", "6")
+    assert stopped.exit_code == 130
+    assert "the same command" in stopped.stderr
 
 
 def test_version() -> None:
-    assert invoke("version").output.strip() == ctxwin.__version__
+    assert invoke("--version").output.strip() == ctxwin.__version__
 
 
 def test_the_command_line_loads_nothing_heavy() -> None:
@@ -56,11 +98,8 @@ def test_the_command_line_loads_nothing_heavy() -> None:
 
 
 def test_the_module_is_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "ctxwin", "version"], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", "ctxwin", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ctxwin.__version__
-
-
-# -- demo ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -149,9 +188,6 @@ def test_an_engine_that_fails_is_not_the_inputs_fault(monkeypatch: pytest.Monkey
     assert result.stderr.strip() == "error: no memory at all"
 
 
-# -- store ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     store = open_store(f"disk:{tmp_path / 'kv'}")
@@ -209,9 +245,6 @@ def test_looking_into_a_store_makes_none(command: str, tmp_path: Path, folder: P
     refused(invoke("store", command, "memory:"), "memory")
     refused(invoke("store", command, folder, "--tenant", "else"), "no store of tenant 'else'")
     refused(invoke("store", command, "redis://host"), "redis")
-
-
-# -- eval ----------------------------------------------------------------------------------------------------------
 
 
 def test_eval_passes_its_arguments_and_exit_code_on(monkeypatch: pytest.MonkeyPatch) -> None:

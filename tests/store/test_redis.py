@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window
+from ctxwin.errors import MissingExtra
 from ctxwin.store import Store, open_store
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.redis import RedisStore
@@ -485,5 +486,5 @@ def test_redis_py_is_loaded_only_when_opened_and_missed_by_name(monkeypatch: pyt
     )
     assert done.returncode == 0, done.stderr
     monkeypatch.setitem(sys.modules, "redis", None)  # Python's own mark for "not installed"
-    with pytest.raises(ValueError, match=r"needs redis-py; run pip install 'ctxwin\[redis\]'"):
+    with pytest.raises(MissingExtra, match=r"redis is not installed; run pip install 'ctxwin\[redis\]'"):
         open_store("redis://localhost")

