@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
 from ctxwin.errors import ChunkUnavailable
-from ctxwin.fidelity import Fidelity, Lane
+from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.profiles import compressed, served_basis
 from ctxwin.window.answer import Plan
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 log = logging.getLogger("ctxwin")
-
-IN_PLACE: frozenset[Lane] = frozenset({"computed", "formed", "resident"})
 
 
 @dataclass
@@ -55,23 +53,27 @@ class Laid:
 def salt_of(segments: Sequence[Segment]) -> str:
     """The prefix-cache space of a layout: "" (the exact one) or a digest of the KV that a forward would not give.
 
-    Everything up to the last segment that is `approximate` names the space; what stands behind it was computed behind exactly
-    that, so the engine's own chain of block hashes tells it apart. An append or a fork therefore stays in its space, and
+    Everything up to the last segment that is `approximate` names the space; what stands behind it is what a forward behind
+    exactly that gives, so the engine's own chain of block hashes tells it apart. An append or a fork therefore stays in its space, and
     an edit undone comes back to it.
     """
     last = max((i for i, segment in enumerate(segments) if segment.approximate), default=0)
     return digest("salt", [segment.key for segment in segments[: last + 1]]) if last else ""
 
 
-def is_approximate(choice: Choice, behind: bool) -> bool:
-    """Whether a chunk is served with KV that a forward behind what is in front of it would not give.
+def is_approximate(state: State, choice: Choice, before: Sequence[Choice]) -> bool:
+    """Whether a chunk is served KV that a forward behind what is in front of it, as that is served, would not give.
 
-    So are survivors, patches and canonicals. Resident KV was computed behind the provenance that is in front now, which
-    may have been approximate where it is exact by now; ``behind``: whether something apart still is in front.
+    So are survivors, patches and canonicals. So is exact KV behind an approximation, and KV that was computed behind one
+    which has become exact since: an engine's prefix cache names what it computes by what is in front, and would take one
+    for the other. A span's key names the KV in front of it (see `span_key`), so it tells.
     """
-    if choice.compute or choice.served.exact:
+    if choice.compute:
         return False
-    return choice.lane not in IN_PLACE or not behind
+    front = [c.served for c in before]
+    now = provenance_of(state.system_prompt_key, choice.placed.chunk_id, [f.provenance for f in front])
+    computed_here = span_key(now, None if all(f.exact for f in front) else front)
+    return choice.served.patch is not None or choice.served.span != computed_here
 
 
 @dataclass
@@ -124,7 +126,7 @@ class Assembly:
     def _segments(self, state: State, choices: Sequence[Choice], work: Work) -> tuple[Segment, ...] | None:
         system_prompt = self._system_prompt(state, work)
         segments = [system_prompt]
-        for choice, start in zip(choices, state.starts(), strict=True):
+        for i, (choice, start) in enumerate(zip(choices, state.starts(), strict=True)):
             encoded = self.encode(choice.placed)
             if choice.compute:
                 segments.append(Segment(encoded, start, capture=True, span_key=choice.served.span))
@@ -143,11 +145,10 @@ class Assembly:
                 if patch is None:
                     return None
             served = choice.served
-            approximate = is_approximate(choice, any(segment.approximate for segment in segments))
             segments.append(
                 Segment(
                     encoded, start, span=span, span_key=served.span, patch=patch, patch_key=served.patch or "",
-                    approximate=approximate,
+                    approximate=is_approximate(state, choice, choices[:i]),
                 )
             )  # fmt: skip
         return tuple(segments)

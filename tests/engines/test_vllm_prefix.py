@@ -270,6 +270,32 @@ class TestWindows:
             assert back.usage.bytes_loaded < BLOCK * view.spec.kv.token_bytes
             assert back.first_token_logprobs == slid.first_token_logprobs != off.first_token_logprobs
 
+    @pytest.mark.parametrize(
+        "kind", [lambda i: Chunk.text(f"{i} " + "red blue circle square color number " * 25), frame]
+    )
+    def test_exact_kv_behind_an_approximation_has_blocks_of_its_own(self, view: Any, kind: Any) -> None:
+        """KV of one chunk behind one patch: computed behind that patch, and later exact, from an exact window's span."""
+        fidelity = Fidelity("patched", rank=2)
+        chunks = [kind(i) for i in range(3)]
+
+        def patched() -> Window:
+            made = Window(view, HEADER, fidelity=fidelity)
+            made.extend(chunks[:2])
+            ask(made)
+            assert made.compress() > 0
+            return made
+
+        with patched() as window:
+            window.append(chunks[2])
+            ask(window)  # leaves KV of the last chunk, computed behind the patch, in vLLM's blocks
+            with window_on(view, chunks) as exact:
+                ask(exact)
+            patched().close()  # the exact KV of the second chunk is gone again
+            assert [entry.exact for entry in window.plan().entries] == [True, False, True]
+            served = ask(window)
+            view._core.driver.reset_prefix_cache()
+            assert gap(served.first_token_logprobs, ask(window).first_token_logprobs) < CLOSE
+
 
 class TestWithPlainRequests:
     @pytest.mark.parametrize("kind", [frame, words])
