@@ -54,8 +54,8 @@ def salt_of(segments: Sequence[Segment]) -> str:
     """The prefix-cache space of a layout: "" (the exact one) or a digest of the KV that a forward would not give.
 
     Everything up to the last segment that is `approximate` names the space; what stands behind it is what a forward behind
-    exactly that gives, so the engine's own chain of block hashes tells it apart. An append or a fork therefore stays in its space, and
-    an edit undone comes back to it.
+    exactly that gives, so the engine's own chain of block hashes tells it apart. An append or a fork therefore stays in
+    its space, and an edit undone comes back to it.
     """
     last = max((i for i, segment in enumerate(segments) if segment.approximate), default=0)
     return digest("salt", [segment.key for segment in segments[: last + 1]]) if last else ""
