@@ -1,4 +1,4 @@
-"""``ctxwin eval``: probe, basis, run, score, report, ls, drift, toggles, engines, elastic."""
+"""``ctxwin eval``: probe, basis, run, score, report, ls."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from ctxwin.evals.console import Json, Model, Threads, errors, numbers, open_model, print_json, progress, terminal
-from ctxwin.evals.elastic.cli import elastic_app
 from ctxwin.evals.probe.cli import probe
-from ctxwin.evals.serving_gap_cli import engines
 from ctxwin.evals.shared_basis_cli import basis
-from ctxwin.evals.toggles_cli import toggles
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,9 +21,6 @@ app = typer.Typer(
 )
 app.command("probe")(probe)
 app.command("basis")(basis)
-app.command("elastic")(elastic_app)
-app.command("toggles")(toggles)
-app.command("engines")(engines)
 
 ALL_ARMS = "reprefill,blind,patched:1,patched:2,patched:4,patched:8,first_k:4,orbit:8,transfer:8"
 
@@ -138,43 +132,6 @@ def report(
 
         path = write_report(folders, output, against=against or None)
         terminal().print(f"wrote {path}", soft_wrap=True)
-
-
-@app.command()
-def drift(
-    streams: Annotated[int, typer.Option(help="Independent streams.", min=1)] = 12,
-    window: Annotated[int, typer.Option(help="Frames in the window.", min=2)] = 4,
-    slides: Annotated[str, typer.Option(help="After how many slides to measure.")] = "1,8,32,128",
-    questions: Annotated[int, typer.Option(help="Questions a stream and point.", min=1)] = 6,
-    refresh_every: Annotated[
-        int, typer.Option(help="The refreshed run re-forms everything placed every so many slides.")
-    ] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of the streams.", min=0)] = 0,
-    model: Model = "tiny",
-    system_prompt: Annotated[str, typer.Option(help="System prompt.")] = "You watch a camera.",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
-    threads: Threads = 0,
-    output: Annotated[Path | None, typer.Option(help="Also write drift.json into this folder.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Slide a window along a stream: how far its answers drift from a re-prefill, with and without refresh."""
-    with errors():
-        from ctxwin.evals.drift import DriftSettings, drift_table, measure
-
-        points = tuple(sorted({int(p) for p in numbers(slides)}))
-        settings = DriftSettings(streams, window, points, questions, refresh_every, seed, system_prompt)
-        engine = open_model(model, dtype, device, threads)
-        with progress("streams", 2 * streams) as advance:
-            result = measure(engine, settings, advance)
-        if output is not None:
-            output.mkdir(parents=True, exist_ok=True)
-            (output / "drift.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        if as_json:
-            print_json(result)
-        else:
-            terminal().print(drift_table(result))
-            terminal().print(result["note"])
 
 
 @app.command("ls")

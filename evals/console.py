@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,12 +15,12 @@ import typer
 from ctxwin.errors import CtxwinError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn
-
     from ctxwin.engines.hf.engine import HFEngine
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Model = Annotated[str, typer.Option(help="'tiny' (bundled), or a local folder or Hub name.")]
+Dtype = Annotated[str, typer.Option(help="The model's arithmetic: float32 or bfloat16.")]
+Device = Annotated[str, typer.Option(help="torch device.")]
 Threads = Annotated[int, typer.Option(help="CPU threads; 0 leaves the default.", min=0)]
 
 
@@ -78,33 +80,109 @@ def say(text: str, *, bold: bool = False) -> None:
     terminal().print(text, style="bold" if bold else None, highlight=False, soft_wrap=True)
 
 
+Told = Callable[[str, int, int], None]
+"""Called with the stage that is under way, what is done of it and how much there is; a total of 0 means unknown."""
+
+
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, so that ``--json`` stays clean; silent where that is no terminal."""
-    from rich.progress import MofNCompleteColumn, TimeRemainingColumn
+    """Shows how far something has come and how long the rest may take, on standard error: ``--json`` stays clean.
 
-    with _bar(MofNCompleteColumn(), TimeRemainingColumn()) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.advance(task, done)
+    Yields a function that is called with how many more are done. A terminal gets a bar, a file or a pipe a line now and then.
+    """
+    done = 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done += more
+        tell(what, done, total)
+
+    with stages() as tell:
+        tell(what, 0, total)
+        yield advance
 
 
 @contextmanager
-def stages() -> Iterator[Callable[[str, int, int], None]]:
-    """As `progress`, of one stage at a time: called with its name, what is done of it and how much there is."""
-    from rich.progress import TimeElapsedColumn
-
-    with _bar(TimeElapsedColumn()) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)
-
-
-def _bar(*columns: ProgressColumn) -> Progress:
+def stages() -> Iterator[Told]:
+    """As `progress`, for work in named stages; yields a `Told`."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     console = Console(stderr=True)
-    named = (TextColumn("{task.description}"), BarColumn(), *columns)
-    return Progress(*named, console=console, disable=not console.is_terminal, transient=True)
+    if not console.is_terminal:
+        yield _Lines()
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total or None)
+
+
+class _Lines:
+    """Progress where nobody looks at a terminal: a line when work begins, and one every `EVERY` seconds at most."""
+
+    EVERY = 10.0
+
+    def __init__(self) -> None:
+        self._began = self._last = time.monotonic()
+        self._first = True
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if not self._first and now - self._last < self.EVERY:
+            return
+        self._first, self._last = False, now
+        typer.echo(progress_line(stage, done, total, now - self._began), err=True)
+
+
+def progress_line(stage: str, done: int, total: int, seconds: float) -> str:
+    """One line of progress: the stage, how much of it is done, and how long the rest takes at that pace."""
+    if not total:
+        return stage
+    line = f"{stage}: {done} of {total}"
+    if 0 < done < total:
+        left = seconds * (total - done) / done
+        line += f", about {left:.0f} s left" if left < 100 else f", about {left / 60:.0f} min left"
+    return line
+
+
+@contextmanager
+def stoppable(then: str) -> Iterator[None]:
+    """Ctrl-C becomes one line that says what to do next (``then``), and exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"\nstopped: {then}", err=True)
+        raise typer.Exit(130) from None
+
+
+def write_result(folder: Path | None, name: str, result: Mapping[str, Any]) -> None:
+    """Writes a result as JSON to ``name`` in a folder that is created where missing; nothing without a folder."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def show(result: Mapping[str, Any], as_json: bool, *tables: Any) -> None:
+    """Prints a result as JSON, or its tables and lines."""
+    if as_json:
+        print_json(result)
+        return
+    for table in tables:
+        terminal().print(table)
 
 
 EXTRA = ("cv2", "matplotlib", "pyarrow", "rouge_score", "scipy", "srt")

@@ -1,4 +1,4 @@
-"""The bundled model: its weights, the generated world it was trained on, and its trainer.
+"""The bundled model: its weights and the generated world it was trained on. Its trainer is `tools/train_tiny`.
 
 Importing this package imports neither torch nor transformers.
 """

@@ -5,7 +5,7 @@ CC BY-NC). `benchmark` opens one from a local folder or from the Hugging Face hu
 ``hub:lmms-lab/Video-MME``, ``hub:FreedomIntelligence/MileBench``. A data set's media are downloaded whole, since its
 archives hold them together: 18 GB for MM-NIAH's val split, 44 GB for its test split.
 
-``python -m ctxwin.evals.benchmarks.generate`` writes small data sets of generated content in the same layouts.
+``python tests/benchmark_data`` writes small data sets of generated content in the same layouts.
 """
 
 from __future__ import annotations

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Segment
-from ctxwin.evals.drift import Asked, DriftSettings, _Stream, _summary, measure
+from ctxwin.evals.studies.drift import Asked, DriftSettings, _Stream, _summary, main, measure
 from ctxwin.tiny.world import render
 
 if TYPE_CHECKING:
@@ -78,3 +81,33 @@ def test_questions_about_one_stream_are_not_independent() -> None:
     assert low < 0.2 and high > 0.8  # four streams, not a hundred questions: Wilson's would be 0.40 to 0.60
     assert made["window"]["kl_ci95"][0] < 1.0 and made["window"]["kl_ci95"][1] > 2.0
     assert _summary(asked[:25])["window"]["kl_ci95"] is None
+
+
+def test_drift_runs_on_the_window(engine: HFEngine) -> None:
+    result = measure(engine, DriftSettings(streams=1, window=2, points=(1, 2, 3), questions=2, refresh_every=2))
+    kept, refreshed, rested = (result["drift"][name] for name in ("kept", "refreshed", "rested"))
+    assert set(kept) == set(refreshed) == {"1", "2", "3"}
+    assert set(rested) == {"2"}
+    assert kept["1"]["n"] == 2
+    assert kept["2"] == refreshed["2"]  # nothing was refreshed yet
+    assert 0 < kept["3"]["window"]["kl"] != refreshed["3"]["window"]["kl"] > 0
+    assert rested["2"]["window"]["kl"] < 1e-9 < kept["2"]["window"]["kl"]  # everything is exact again
+    assert rested["2"]["window"]["reference_accuracy"] == kept["2"]["window"]["reference_accuracy"]
+    assert "last 6 frames" in result["note"]
+    json.dumps(result)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--window", "6"], "window must be 2..5"),
+        (["--slides", "0"], "slides must be"),
+        (["--refresh-every", "0"], "refresh_every must be"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(args: list[str], message: str) -> None:
+    app = typer.Typer()
+    app.command()(main)
+    made = CliRunner().invoke(app, args)
+    assert made.exit_code == 2
+    assert message in made.stderr and "Traceback" not in made.stderr

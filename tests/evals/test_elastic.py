@@ -19,12 +19,12 @@ from typer.testing import CliRunner
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Sampling, Segment
-from ctxwin.evals.elastic import quality
-from ctxwin.evals.elastic.cli import elastic_app
-from ctxwin.evals.elastic.exchanges import Exchange, Turn, generated, read_exchanges, script
-from ctxwin.evals.elastic.quality import QualitySettings, measure_quality, rouge_l
-from ctxwin.evals.elastic.report import plot_quality, quality_table, speed_table
-from ctxwin.evals.elastic.speed import Shape, SpeedSettings, measure_speed, random_engine
+from ctxwin.evals.studies.elastic import quality
+from ctxwin.evals.studies.elastic.__main__ import main
+from ctxwin.evals.studies.elastic.exchanges import Exchange, Turn, generated, read_exchanges, script
+from ctxwin.evals.studies.elastic.quality import QualitySettings, measure_quality, rouge_l
+from ctxwin.evals.studies.elastic.report import plot_quality, quality_table, speed_table
+from ctxwin.evals.studies.elastic.speed import Shape, SpeedSettings, measure_speed, random_engine
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -235,7 +235,7 @@ def test_a_bad_shape_is_named(text: str) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     app = typer.Typer()
-    app.command("elastic")(elastic_app)
+    app.command("elastic")(main)
     app.command("other")(lambda: None)
     options = ["elastic", "--n", "1", "--budgets", "1,0.5", "--methods", "local", "--output", str(tmp_path), "--json"]
     made = CliRunner().invoke(app, options)

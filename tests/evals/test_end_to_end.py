@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmark_data import write_mm_niah, write_video_mme
 from ctxwin.evals.benchmarks import DataOptions, benchmark
-from ctxwin.evals.benchmarks.generate import write_mm_niah, write_video_mme
 from ctxwin.evals.cli import app
 from ctxwin.evals.samples import read_samples
 from engines.models import edit_config, write_kimi, write_vision_model

@@ -14,11 +14,11 @@ from ctxwin.chunk import Chunk
 from ctxwin.evals.arms import Served, parse_arm
 from ctxwin.evals.arms.recall import divergence
 from ctxwin.evals.decoder import Decoder
-from ctxwin.evals.gate import gate
 from ctxwin.evals.group import Group
 from ctxwin.evals.items import Item, Scored, Task
 from ctxwin.evals.metrics import kl_divergence
 from ctxwin.evals.patching import Patcher
+from ctxwin.evals.studies.gate import gate
 from ctxwin.evals.tasks import open_task
 from ctxwin.evals.tasks.protocols import PROTOCOLS, ProtocolTask
 from ctxwin.evals.tasks.tiny import TASKS, TinyOptions, TinyTask, as_item

@@ -229,9 +229,6 @@ def test_decoded_frames_differ_and_work(model_dir: Path, tmp_path: Path) -> None
         (["run", "--model", "/no/such/model"], "/no/such/model"),
         (["score", "/no/such/run"], "config.json"),
         (["report", "/no/such/run"], "config.json"),
-        (["drift", "--window", "6"], "window must be 2..5"),
-        (["drift", "--slides", "0"], "slides must be"),
-        (["drift", "--refresh-every", "0"], "refresh_every must be"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(args: list[str], message: str, tmp_path: Path) -> None:
@@ -241,7 +238,7 @@ def test_bad_input_is_one_line_and_exit_code_2(args: list[str], message: str, tm
     assert "Traceback" not in made.stderr
 
 
-@pytest.mark.parametrize("args", [["run", "tiny/order", "--n", "1"], ["probe"], ["elastic"], ["drift"]])
+@pytest.mark.parametrize("args", [["run", "tiny/order", "--n", "1"], ["probe"]])
 def test_without_the_extra_a_command_says_how_to_install_it(args: list[str]) -> None:
     """In a process of its own, whose imports find nothing of the extra."""
     hide = (
@@ -260,19 +257,3 @@ def test_ls_names_every_arm_with_its_source() -> None:
     assert {"tiny/multi_hop", "mm-niah/retrieval-image", "video-mme"} <= set(listed["tasks"])
     assert all(arm["source"] and arm["about"] for arm in listed["arms"].values())
     assert invoke("ls").exit_code == 0
-
-
-def test_drift_runs_on_the_window(engine: HFEngine) -> None:
-    from ctxwin.evals.drift import DriftSettings, measure
-
-    result = measure(engine, DriftSettings(streams=1, window=2, points=(1, 2, 3), questions=2, refresh_every=2))
-    kept, refreshed, rested = (result["drift"][name] for name in ("kept", "refreshed", "rested"))
-    assert set(kept) == set(refreshed) == {"1", "2", "3"}
-    assert set(rested) == {"2"}
-    assert kept["1"]["n"] == 2
-    assert kept["2"] == refreshed["2"]  # nothing was refreshed yet
-    assert 0 < kept["3"]["window"]["kl"] != refreshed["3"]["window"]["kl"] > 0
-    assert rested["2"]["window"]["kl"] < 1e-9 < kept["2"]["window"]["kl"]  # everything is exact again
-    assert rested["2"]["window"]["reference_accuracy"] == kept["2"]["window"]["reference_accuracy"]
-    assert "last 6 frames" in result["note"]
-    json.dumps(result)

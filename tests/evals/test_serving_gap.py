@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from ctxwin.evals.serving_gap import ENGINES, GapSettings, measure, quantiles
-from ctxwin.evals.serving_gap_cli import _ranks, engines_table
-from ctxwin.evals.serving_gap_figure import draw
+from ctxwin.evals.studies.serving_gap import ENGINES, GapSettings, _ranks, draw_gap, engines_table, measure, quantiles
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -30,7 +28,7 @@ def test_an_engine_against_itself(engine: HFEngine) -> None:
     # One rank is measured as it is beside others.
     alone = measure(engine, engine, GapSettings(n=3, ranks=(4,)))
     assert alone["kl"]["rank 4"] == some
-    axis = draw(read).axes[0]
+    axis = draw_gap(read).axes[0]
     drawn = {line.get_label(): list(line.get_ydata()) for line in axis.lines}
     assert drawn["patches, p95"][0] == some["p95"] and len(drawn["patches, max"]) == 2
     assert drawn["the engines' re-prefills, p95"][0] == max(engines["p95"], 1e-12)

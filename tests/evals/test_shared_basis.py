@@ -14,9 +14,9 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.evals.serving_gap import GapSettings
 from ctxwin.evals.shared_basis import Contexts, FitSettings, contexts_for, deficits, fit
 from ctxwin.evals.shared_basis_cli import basis
+from ctxwin.evals.studies.serving_gap import GapSettings
 from ctxwin.fidelity import PROFILES_VARIABLE, model_digest
 from ctxwin.kv.basis import project
 from ctxwin.profiles import decode_basis, encode_basis

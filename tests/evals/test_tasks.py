@@ -136,7 +136,7 @@ def test_too_few_frames_are_refused() -> None:
 
 
 def test_seeds_stay_apart_from_training_and_from_the_fit_split() -> None:
-    from ctxwin.tiny.train import Recipe
+    from train_tiny.train import Recipe
 
     assert SPACE != FIT_SPACE
     assert Recipe().seed not in (SPACE, FIT_SPACE)

@@ -10,8 +10,17 @@ import typer
 from typer.testing import CliRunner
 
 from ctxwin.chunk import Chunk
-from ctxwin.evals.toggles import TESTS, TRUTHS, ToggleSettings, confusion, draw, measure, round_trip
-from ctxwin.evals.toggles_cli import toggles, toggles_tables
+from ctxwin.evals.studies.toggles import (
+    TESTS,
+    TRUTHS,
+    ToggleSettings,
+    confusion,
+    draw,
+    main,
+    measure,
+    round_trip,
+    toggles_tables,
+)
 from ctxwin.fidelity import Fidelity
 from ctxwin.tiny.world import answer, render
 from ctxwin.window.window import Window
@@ -88,6 +97,6 @@ def test_other_settings_are_refused(options: dict[str, int], told: str) -> None:
 
 def test_the_command_refuses_in_one_line() -> None:
     app = typer.Typer()
-    app.command()(toggles)
+    app.command()(main)
     made = CliRunner().invoke(app, ["--frames", "1,2"])
     assert made.exit_code == 2 and "frames must be numbers from 3 to 6" in made.output

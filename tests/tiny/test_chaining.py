@@ -8,8 +8,8 @@ import pytest
 from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Engine
 from ctxwin.tiny import checkpoint_dir
-from ctxwin.tiny.check import HELD_OUT
 from ctxwin.tiny.world import Task, make_item, render
+from train_tiny.check import HELD_OUT
 
 CHAINING = Path(__file__).parents[1] / "models" / "chaining"
 FRAMES = (2, 3, 4)
@@ -22,7 +22,7 @@ def right_answers(engine: Engine, task: Task, n: int) -> dict[str, float]:
         count = FRAMES[index % len(FRAMES)]
         item = make_item(HELD_OUT + 10_000 * count + index, task, count, conflict=0.0)
         for mode in ("exact", "blind"):
-            with Window(engine, header="You watch a camera.", budget=1000, fidelity=Fidelity(mode)) as window:
+            with Window(engine, system_prompt="You watch a camera.", budget=1000, fidelity=Fidelity(mode)) as window:
                 for i, frame in enumerate(item.frames):
                     window.append(Chunk.image(render(frame), text=f"t={2 * i} s"))
                 answer = window.ask(item.questions[0].text, max_tokens=4)

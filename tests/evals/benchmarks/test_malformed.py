@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from benchmark_data import write_milebench, write_mm_niah, write_video_mme
 from ctxwin.errors import BadMedia
 from ctxwin.evals.benchmarks import DataOptions, Missing, benchmark
-from ctxwin.evals.benchmarks.generate import write_milebench, write_mm_niah, write_video_mme
 from ctxwin.evals.benchmarks.mm_niah import Row
 from ctxwin.evals.items import Item
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmark_data import write_milebench, write_mm_niah, write_video_mme
+from benchmark_data.prose import PICTURE, Needle, write_document
 from ctxwin.evals.benchmarks import BENCHMARKS, DataOptions, benchmark
-from ctxwin.evals.benchmarks.generate import write_milebench, write_mm_niah, write_video_mme
-from ctxwin.evals.benchmarks.generate.prose import PICTURE, Needle, write_document
 from ctxwin.evals.benchmarks.mm_niah_score import cell_of
 from ctxwin.evals.benchmarks.prompt import as_text
 from ctxwin.evals.items import Item
@@ -247,7 +247,7 @@ def test_bad_numbers_write_nothing(tmp_path: Path, write: Any, message: str) -> 
 def test_command_line(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from ctxwin.evals.benchmarks.generate.__main__ import app
+    from benchmark_data.__main__ import app
 
     run = CliRunner().invoke
     out = ["--out", str(tmp_path), "--n", "1", "--image-size", "56"]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmark_data import write_milebench, write_mm_niah, write_video_mme
 from ctxwin.evals.benchmarks import DataOptions, benchmark
-from ctxwin.evals.benchmarks.generate import write_milebench, write_mm_niah, write_video_mme
 
 
 class Hub:

@@ -17,12 +17,13 @@ import torch
 
 from ctxwin.evals.arms.compress import attention_of, thinned
 from ctxwin.evals.decoder import Decoder, Memory
-from ctxwin.evals.elastic.exchanges import Exchange, Script, script
 from ctxwin.evals.elastic.policies import METHODS, Budgeted
 from ctxwin.evals.generation import Policy, Reading
 from ctxwin.evals.group import Group
 from ctxwin.evals.patching import Patcher
 from ctxwin.evals.stats import bootstrap_mean, bootstrap_ratio
+
+from .exchanges import Exchange, Script, script
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine

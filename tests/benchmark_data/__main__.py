@@ -1,12 +1,16 @@
-"""``python -m ctxwin.evals.benchmarks.generate {mm-niah,video-mme,milebench} --out DIR --n N --seed S``."""
+"""``python tests/benchmark_data {mm-niah,video-mme,milebench} --out DIR --n N --seed S``."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
+
+if not __package__:  # started as a folder: its parent is where the package is found
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from ctxwin.evals.console import errors
 
@@ -30,7 +34,7 @@ def mm_niah(
     image_size: Size = 224,
 ) -> None:
     """Six tasks: documents with needles in text or pictures."""
-    from ctxwin.evals.benchmarks.generate import write_mm_niah
+    from benchmark_data import write_mm_niah
 
     with errors():
         rows = write_mm_niah(out, n, seed, split, _numbers(lengths, int), image_size)
@@ -46,7 +50,7 @@ def video_mme(
     image_size: Size = 224,
 ) -> None:
     """Videos of moving shapes, with subtitles and multiple-choice questions."""
-    from ctxwin.evals.benchmarks.generate import write_video_mme
+    from benchmark_data import write_video_mme
 
     with errors():
         _say(out, len(write_video_mme(out, n, seed, _numbers(seconds, float), image_size)))
@@ -61,7 +65,7 @@ def milebench(
     image_size: Size = 224,
 ) -> None:
     """Four temporal sets: rows of frames with multiple-choice questions."""
-    from ctxwin.evals.benchmarks.generate import write_milebench
+    from benchmark_data import write_milebench
 
     with errors():
         made = write_milebench(out, n, seed, steps, image_size)
@@ -80,4 +84,4 @@ def _say(out: Path, items: int) -> None:
 
 
 if __name__ == "__main__":
-    app(prog_name="python -m ctxwin.evals.benchmarks.generate")
+    app(prog_name="python tests/benchmark_data")

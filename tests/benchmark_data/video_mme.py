@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ctxwin.evals.benchmarks.generate import drawing
-from ctxwin.evals.benchmarks.generate.drawing import Pixels, Thing
+from benchmark_data import drawing
+from benchmark_data.drawing import Pixels, Thing
 from ctxwin.evals.benchmarks.video_mme import COLUMNS, PARQUET
 from ctxwin.evals.benchmarks.video_mme_score import DURATIONS, LETTERS
 from ctxwin.tiny.clip import write_clip

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmark_data import drawing
+from benchmark_data.drawing import Pixels
+from benchmark_data.prose import PICTURE, Needle, write_document
 from ctxwin.evals.benchmarks.base import write_whole
-from ctxwin.evals.benchmarks.generate import drawing
-from ctxwin.evals.benchmarks.generate.drawing import Pixels
-from ctxwin.evals.benchmarks.generate.prose import PICTURE, Needle, write_document
 from ctxwin.evals.benchmarks.mm_niah import TASKS
 
 _SPACE = 0x6E696168

@@ -5,8 +5,8 @@ Every question has its answer in pictures, videos or text that a model could rea
 
 from __future__ import annotations
 
-from ctxwin.evals.benchmarks.generate.milebench import write_milebench
-from ctxwin.evals.benchmarks.generate.mm_niah import write_mm_niah
-from ctxwin.evals.benchmarks.generate.video_mme import write_video_mme
+from benchmark_data.milebench import write_milebench
+from benchmark_data.mm_niah import write_mm_niah
+from benchmark_data.video_mme import write_video_mme
 
 __all__ = ["write_milebench", "write_mm_niah", "write_video_mme"]

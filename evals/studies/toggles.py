@@ -9,13 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
+import typer
 
 from ctxwin.chunk import Chunk
-from ctxwin.evals.isolation import isolated
+from ctxwin.evals.console import (
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Threads,
+    errors,
+    numbers,
+    open_model,
+    progress,
+    show,
+    write_result,
+)  # fmt: skip
 from ctxwin.evals.stats import wilson
 from ctxwin.evals.tasks.tiny import SPACE
 from ctxwin.fidelity import Fidelity
@@ -23,7 +37,11 @@ from ctxwin.tiny.world import Item, answer, make_item, render
 from ctxwin.tiny.world import Task as WorldTask
 from ctxwin.window.window import Window
 
+from .isolation import isolated
+
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ctxwin.engines.hf.engine import HFEngine
 
 TESTS = {
@@ -95,7 +113,7 @@ class Judged:
 
 
 def measure(
-    engine: HFEngine, settings: ToggleSettings, progress: Callable[[int], None] = lambda done: None
+    engine: HFEngine, settings: ToggleSettings, told: Callable[[int], None] = lambda done: None
 ) -> dict[str, Any]:
     """Toggles the asked chunk of every context and judges one chunk in front of it.
 
@@ -111,7 +129,7 @@ def measure(
             made, one = _one_context(engine, settings, item, asked, judge)
         trips += made
         judged.append(one)
-        progress(1)
+        told(1)
     return {
         "config": {**asdict(settings), "frames": list(settings.frames)},
         "tests": TESTS,
@@ -273,3 +291,69 @@ def _round_trips(trips: Sequence[RoundTrip]) -> dict[str, Any]:
 
 def _mean_cost(costs: Sequence[Cost]) -> dict[str, float]:
     return {name: float(np.mean([getattr(c, name) for c in costs])) for name in ("asks", "forwards", "tokens")}
+
+
+def toggles_tables(result: dict[str, Any]) -> list[Table]:
+    """The result for a terminal."""
+    from rich.table import Table
+
+    trips = Table(title="toggled clean and back (counts)", title_justify="left")
+    for column in (
+        "lane",
+        "n",
+        "clean meanwhile",
+        "same lane",
+        "same bytes",
+        "identical logits",
+        "other answer meanwhile",
+    ):
+        trips.add_column(column, justify="left" if column == "lane" else "right")
+    for lane, t in result["toggles"].items():
+        shown = (t[name] for name in ("n", "clean_lane", "same_lane", "same_bytes", "identical", "changed"))
+        trips.add_row(lane, *(str(x) for x in shown))
+    tests = Table(title="is a chunk disposable? the test's verdict against the truth", title_justify="left")
+    columns = ("test", "truth", "n", "right", "drops needed", "keeps disposable", "asks", "forwards", "tokens")
+    for i, column in enumerate(columns):
+        tests.add_column(column, justify="left" if i < 2 else "right")
+    for test, by_truth in result["disposability"].items():
+        cost = result["cost"][test]
+        for truth, c in by_truth.items():
+            shares = (_shown(c[name]) for name in ("right", "wrongly_dropped", "wrongly_kept"))
+            tests.add_row(
+                test, truth, str(c["n"]), *shares, *(f"{cost[n]:.1f}" for n in ("asks", "forwards", "tokens"))
+            )  # fmt: skip
+    exact = result["cost"]["reprefill"]
+    tests.caption = f"re-prefill with and without: {exact['forwards']:.1f} forwards, {exact['tokens']:.0f} tokens"
+    return [trips, tests]
+
+
+def _shown(share: dict[str, Any]) -> str:
+    if share["share"] is None:
+        return "-"
+    return f"{share['share']:.3f} [{share['ci95'][0]:.3f}, {share['ci95'][1]:.3f}]"
+
+
+def main(
+    n: Annotated[int, typer.Option(help="Contexts.", min=1)] = 80,
+    frames: Annotated[str, typer.Option(help="Numbers of frames, cycled through.")] = "3,4,5,6",
+    seed: Annotated[int, typer.Option(help="Seed of the contexts.", min=0)] = 0,
+    model: Model = "tiny",
+    system_prompt: Annotated[str, typer.Option(help="System prompt.")] = "You watch a camera.",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    output: Annotated[Path | None, typer.Option(help="Also write toggles.json into this folder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Toggle chunks clean and back, and test which are disposable: against the truth, with the cost of each test."""
+    with errors():
+        settings = ToggleSettings(n, tuple(numbers(frames)), seed, system_prompt)
+        engine = open_model(model, dtype, device, threads)
+        with progress("contexts", n) as advance:
+            result = measure(engine, settings, advance)
+        write_result(output, "toggles.json", result)
+        show(result, as_json, *toggles_tables(result))
+
+
+if __name__ == "__main__":
+    typer.run(main)

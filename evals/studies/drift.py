@@ -10,14 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import typer
 from numpy.typing import NDArray
 
 from ctxwin.chunk import Chunk
+from ctxwin.evals.console import (
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Threads,
+    errors,
+    numbers,
+    open_model,
+    progress,
+    show,
+    write_result,
+)  # fmt: skip
 from ctxwin.evals.decoder import Decoder, Memory, concatenated
-from ctxwin.evals.isolation import isolated
 from ctxwin.evals.metrics import kl_divergence
 from ctxwin.evals.stats import bootstrap_mean, share_interval
 from ctxwin.evals.tasks.drawn import TRAINED_FRAMES
@@ -26,6 +40,8 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.tiny.world import Frame, Kind, Question, answer, make_stream, questions_for, render
 from ctxwin.window.answer import Answer
 from ctxwin.window.window import Window
+
+from .isolation import isolated
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -80,7 +96,7 @@ class Asked:
 
 
 def measure(
-    engine: HFEngine, settings: DriftSettings, progress: Callable[[int], None] = lambda done: None
+    engine: HFEngine, settings: DriftSettings, told: Callable[[int], None] = lambda done: None
 ) -> dict[str, Any]:
     """Runs all streams with and without refresh. ``rested`` has the points that a refresh falls on.
 
@@ -93,11 +109,11 @@ def measure(
     for number in range(settings.streams):
         stream = _Stream(engine, settings, number)
         found["kept"] += stream.kept()
-        progress(1)
+        told(1)
         before, after = stream.refreshed()
         found["refreshed"] += before
         found["rested"] += after
-        progress(1)
+        told(1)
     note = (
         f"{settings.window} frames are placed. The stream reference reads the last {TRAINED_FRAMES} frames seen, the "
         f"range the model was trained on, not the whole stream. Refreshed: everything placed is re-formed every "
@@ -294,3 +310,35 @@ def drift_table(result: dict[str, Any]) -> Table:
             )  # fmt: skip
             made.add_row(name, slides, str(p["n"]), *("-" if x is None else f"{x:.4f}" for x in shown))
     return made
+
+
+def main(
+    streams: Annotated[int, typer.Option(help="Independent streams.", min=1)] = 12,
+    window: Annotated[int, typer.Option(help="Frames in the window.", min=2)] = 4,
+    slides: Annotated[str, typer.Option(help="After how many slides to measure.")] = "1,8,32,128",
+    questions: Annotated[int, typer.Option(help="Questions a stream and point.", min=1)] = 6,
+    refresh_every: Annotated[
+        int, typer.Option(help="The refreshed run re-forms everything placed every so many slides.")
+    ] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the streams.", min=0)] = 0,
+    model: Model = "tiny",
+    system_prompt: Annotated[str, typer.Option(help="System prompt.")] = "You watch a camera.",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    output: Annotated[Path | None, typer.Option(help="Also write drift.json into this folder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Slide a window along a stream: how far its answers drift from a re-prefill, with and without refresh."""
+    with errors():
+        points = tuple(sorted({int(p) for p in numbers(slides)}))
+        settings = DriftSettings(streams, window, points, questions, refresh_every, seed, system_prompt)
+        engine = open_model(model, dtype, device, threads)
+        with progress("streams", 2 * streams) as advance:
+            result = measure(engine, settings, advance)
+        write_result(output, "drift.json", result)
+        show(result, as_json, drift_table(result), result["note"])
+
+
+if __name__ == "__main__":
+    typer.run(main)

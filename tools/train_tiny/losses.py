@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ctxwin.tiny.data import Batch, Vocabulary
-from ctxwin.tiny.forward import decode, encode_pictures
-from ctxwin.tiny.model import LAYERS
-from ctxwin.tiny.recipe import Recipe
 from ctxwin.tiny.sprites import COLORS, GREY, N_SHAPES
+from train_tiny.data import Batch, Vocabulary
+from train_tiny.forward import decode, encode_pictures
+from train_tiny.model import LAYERS
+from train_tiny.recipe import Recipe
 
 
 def _lookup_loss(queries: Tensor, keys: Tensor, mask: Tensor, at: Tensor, things: Tensor) -> Tensor:

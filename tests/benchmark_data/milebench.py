@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmark_data import drawing
+from benchmark_data.drawing import Pixels, Thing, name_of
+from benchmark_data.video_mme import MOVES
 from ctxwin.evals.benchmarks.base import write_whole
-from ctxwin.evals.benchmarks.generate import drawing
-from ctxwin.evals.benchmarks.generate.drawing import Pixels, Thing, name_of
-from ctxwin.evals.benchmarks.generate.video_mme import MOVES
 from ctxwin.evals.benchmarks.milebench import TASKS
 from ctxwin.evals.benchmarks.milebench_score import quantity
 from ctxwin.tiny.sprites import N_COLORS, SHAPES

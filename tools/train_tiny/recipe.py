@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from ctxwin.tiny.draws import BatchSpec
 from ctxwin.tiny.sprites import N_MARKS
+from train_tiny.draws import BatchSpec
 
 MARKS = ((0.0, 2), (0.06, 3), (0.12, 5), (0.19, 8), (0.27, 12), (0.36, 16), (0.46, 25), (0.56, 64))
 """Marks a frame from each share of stage 2 on, as far as 100 marks go round."""

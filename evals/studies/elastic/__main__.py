@@ -1,17 +1,22 @@
-"""``ctxwin eval elastic``: Elastic Cache's own claims on a model."""
+"""``python -m evals.studies.elastic``: Elastic Cache's own claims on a model."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ctxwin.evals.console import Json, Threads, errors, open_model, print_json, progress, terminal
+from ctxwin.evals.arms.base import parse_share
+from ctxwin.evals.console import Device, Dtype, Json, Threads, errors, open_model, progress, show, write_result
+
+from .exchanges import generated, read_exchanges
+from .quality import QualitySettings, measure_quality, rouge_l
+from .report import plot_quality, quality_table, speed_table
+from .speed import Shape, SpeedSettings, measure_speed, random_engine
 
 
-def elastic_app(
+def main(
     model: Annotated[str, typer.Argument(help="'tiny' (bundled), or a local folder or Hub name.")] = "tiny",
     data: Annotated[
         Path | None, typer.Option(help="JSON lines of {prompt, answer, image?}; generated exchanges by default.")
@@ -33,8 +38,8 @@ def elastic_app(
     speed_model: Annotated[
         str, typer.Option(help="What is timed: random:LAYERS of 13 million random parameters each, or as MODEL.")
     ] = "random:8",
-    dtype: Annotated[str, typer.Option(help="The model's arithmetic: float32 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
     threads: Threads = 0,
     output: Annotated[Path | None, typer.Option(help="Also write elastic.json and elastic.png here.")] = None,
     as_json: Json = False,
@@ -44,11 +49,6 @@ def elastic_app(
     ROUGE-L is against the full cache's own greedy answers.
     """
     with errors():
-        from ctxwin.evals.elastic.exchanges import generated, read_exchanges
-        from ctxwin.evals.elastic.quality import QualitySettings, measure_quality, rouge_l
-        from ctxwin.evals.elastic.report import plot_quality, quality_table, speed_table
-        from ctxwin.evals.elastic.speed import Shape, SpeedSettings, measure_speed, random_engine
-
         names = tuple(m.strip() for m in methods.split(",") if m.strip())
         settings = QualitySettings(names, _budgets(budgets), moment, system_prompt, max_tokens)  # type: ignore[arg-type]
         shapes = tuple(Shape.parse(part) for part in speed.split(",") if part.strip())
@@ -70,23 +70,16 @@ def elastic_app(
                 opened = engine if speed_model == model else open_model(speed_model, dtype, device, threads)
             with progress("timed runs", 2 * len(shapes) * (speed_repeats + 1)) as advance:
                 result["speed"] = measure_speed(opened, timing, advance)
+        write_result(output, "elastic.json", result)
         if output is not None:
-            output.mkdir(parents=True, exist_ok=True)
-            (output / "elastic.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             plot_quality(result, output / "elastic.png")
-        if as_json:
-            print_json(result)
-            return
-        terminal().print(quality_table(result))
-        if timing is not None:
-            terminal().print(speed_table(result["speed"]))
-        if output is not None:
-            terminal().print(f"wrote {output / 'elastic.json'} and {output / 'elastic.png'}")
+        tables = [quality_table(result)] if timing is None else [quality_table(result), speed_table(result["speed"])]
+        show(
+            result, as_json, *tables, *([] if output is None else [f"wrote {output / 'elastic.json'} and elastic.png"])
+        )
 
 
 def _budgets(text: str) -> tuple[float, ...]:
-    from ctxwin.evals.arms.base import parse_share
-
     shares = [parse_share(part.strip()) for part in text.split(",") if part.strip()]
     if not shares or None in shares or len(set(shares)) != len(shares):
         raise ValueError(f"budgets must be different numbers 0..1, separated by commas, got {text!r}")
@@ -101,3 +94,7 @@ def _random_layers(name: str) -> int:
     if not layers.isdigit() or int(layers) < 1:
         raise ValueError(f"speed-model must be random:LAYERS or a model, got {name!r}")
     return int(layers)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,6 +1,6 @@
 """Does a cheap signal tell when a stored patch may be reused? Divergence of the antecedents as a gate.
 
-``python -m ctxwin.evals.gate RUN_FOLDER [--arm stale:8]`` over samples of ``ctxwin eval run tiny-drift --arms stale:8``.
+``python -m evals.studies.gate RUN_FOLDER [--arm stale:8]`` over samples of ``ctxwin eval run tiny-drift --arms stale:8``.
 Source: Kamera, appendix D ("Divergent antecedents": false reuse at a coverage; medians of safe and unsafe reuse).
 """
 

@@ -1,4 +1,4 @@
-"""Check a trained checkpoint on held-out contexts: `python -m ctxwin.tiny.check --weights DIR --n 320`.
+"""Check a trained checkpoint on held-out contexts: `python tools/train_tiny check --weights DIR --n 320`.
 
 Three ways to come by the key-value cache of the frames: `reprefill` (one forward over the whole context), `blind`
 (each frame prefilled alone behind the header, keys rotated into place) and `patch` (blind plus a low-rank
@@ -23,10 +23,10 @@ from torch.nn import functional
 
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.tiny._transformers import transformers
-from ctxwin.tiny.data import PICTURE, Vocabulary, place, through_clip
-from ctxwin.tiny.forward import Span, decode, encode_pictures, rotate_span
 from ctxwin.tiny.tokenizer import header_text, query_text
 from ctxwin.tiny.world import TASKS, Item, Task, make_item, render
+from train_tiny.data import PICTURE, Vocabulary, place, through_clip
+from train_tiny.forward import Span, decode, encode_pictures, rotate_span
 
 ARMS = ("reprefill", "blind", "patch")
 HELD_OUT = 1_000_000
@@ -171,7 +171,7 @@ def check(
 
 def main() -> None:
     """Command line of the check; prints one JSON object."""
-    parser = argparse.ArgumentParser(prog="python -m ctxwin.tiny.check", description="Check a checkpoint")
+    parser = argparse.ArgumentParser(prog="python tools/train_tiny check", description="Check a checkpoint")
     parser.add_argument("--weights", type=Path, default=checkpoint_dir())
     parser.add_argument("--n", type=int, default=320, help="items per task and number of frames")
     parser.add_argument("--rank", type=int, default=8)
@@ -196,7 +196,3 @@ def main() -> None:
         faded=options.faded,
     )
     sys.stdout.write(json.dumps(figures, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,7 @@
 """Where should a canonical be formed: behind the window's system prompt, or behind a neutral prefix that everybody shares?
 
-``python -m ctxwin.evals.canonical [--n 150]``. Behind the system prompt a chunk recalled to the front is exact and free; behind a
+``python -m evals.studies.canonical [--n 150]``. Behind the system prompt a chunk recalled to the front is exact and free; behind
+a
 neutral prefix one canonical serves every system prompt. The price of the latter is what the patch must carry on top.
 """
 

@@ -1,4 +1,4 @@
-"""Train the bundled model from scratch: `python -m ctxwin.tiny.train --out DIR --seed 0`.
+"""Train the bundled model from scratch: `python tools/train_tiny --out DIR --seed 0`.
 
 Three stages. First the vision tower learns to read shape, appearance and mark at every merged token; the rows of those
 linear heads become the embeddings of the words. Then, with vision frozen, the decoder learns to answer, under a
@@ -23,15 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ctxwin.tiny.checkpoint import load_checkpoint, save_checkpoint
-from ctxwin.tiny.data import Batch, Vocabulary, make_batch, through_clip
-from ctxwin.tiny.forward import encode_pictures
-from ctxwin.tiny.losses import decoder_losses
-from ctxwin.tiny.model import HIDDEN, build_model, save_model
-from ctxwin.tiny.recipe import Recipe, batch_spec
 from ctxwin.tiny.sprites import GREY, N_APPEARANCES, N_MARKS, N_SHAPES
 from ctxwin.tiny.tokenizer import build_tokenizer
 from ctxwin.tiny.world import Frame, Role, render, sample_frames
+from train_tiny.checkpoint import load_checkpoint, save_checkpoint
+from train_tiny.data import Batch, Vocabulary, make_batch, through_clip
+from train_tiny.forward import encode_pictures
+from train_tiny.losses import decoder_losses
+from train_tiny.model import HIDDEN, build_model, save_model
+from train_tiny.recipe import Recipe, batch_spec
 
 PICTURE_NORM = 6.0
 """Mean norm of picture embeddings when stage 2 starts, a few times a layer's contribution to the residual stream."""
@@ -234,7 +234,7 @@ def train(recipe: Recipe, out: Path, device: str = "cpu", resume: bool = False) 
 
 def main() -> None:
     """Command line of the trainer."""
-    parser = argparse.ArgumentParser(prog="python -m ctxwin.tiny.train", description="Train the bundled model")
+    parser = argparse.ArgumentParser(prog="python tools/train_tiny", description="Train the bundled model")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vision-steps", type=int, default=Recipe.vision_steps)
@@ -271,7 +271,3 @@ def main() -> None:
         init_decoder=options.init_decoder,
     )
     train(recipe, options.out, options.device, options.resume)
-
-
-if __name__ == "__main__":
-    main()

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ctxwin.tiny.clip import read_frames, write_clip
-from ctxwin.tiny.draws import BatchSpec, IntArray, color_distribution, draw_frames, draw_questions
 from ctxwin.tiny.sprites import COLORS, GRID, N_MARKS, SHAPES
 from ctxwin.tiny.tokenizer import HEADER_WORDS, HEADERS, LABELS, exchange_text, header_text, query_text
 from ctxwin.tiny.world import NO_MARK, UNDETERMINED, Frame, bound_colors, render
+from train_tiny.draws import BatchSpec, IntArray, color_distribution, draw_frames, draw_questions
 
 PICTURE = None
 """Stands for a picture (vision_start, 64 image tokens, vision_end) among the pieces of a prompt."""

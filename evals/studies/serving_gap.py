@@ -2,32 +2,43 @@
 
 In bfloat16 a re-prefill is itself an approximation: two engines that prefill the same tokens disagree by their rounding. A patch
 that stays within that disagreement costs nothing that a change of engine would not. Everything runs on
-`ctxwin.Window`, over the generated contexts of `ctxwin.evals.toggles`.
+`ctxwin.Window`, over the generated contexts of `toggles`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import typer
 
 from ctxwin.chunk import Chunk
-from ctxwin.evals.isolation import isolated
-from ctxwin.evals.toggles import ToggleSettings, draw
+from ctxwin.engines.open import open_engine
+from ctxwin.evals.console import Dtype, Json, Model, errors, progress, show, write_result
+from ctxwin.evals.report.figures import BASE, OTHER, PATCH
+from ctxwin.evals.report.figures import render as rendered
 from ctxwin.fidelity import Fidelity
 from ctxwin.tiny.world import render
 from ctxwin.window.ask import kl
 from ctxwin.window.window import Window
 
+from .isolation import isolated
+from .toggles import ToggleSettings, draw
+
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
     from ctxwin.engines.base import Engine
     from ctxwin.tiny.world import Item
     from ctxwin.window.answer import Answer
 
 ENGINES = "engines"
 _DRAWS = 2000
+_LEAST = 1e-12  # a logarithmic axis has no zero
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,7 @@ class GapSettings:
 
 
 def measure(
-    serving: Engine, other: Engine, settings: GapSettings, progress: Callable[[int], None] = lambda done: None
+    serving: Engine, other: Engine, settings: GapSettings, told: Callable[[int], None] = lambda done: None
 ) -> dict[str, Any]:
     """The KL (nats, over the whole vocabulary of the next token) of each gap, and answers that it changes.
 
@@ -92,7 +103,7 @@ def measure(
             gap.served(patched, share)
             if rank == settings.ranks[0]:
                 engines.add(first, exact)
-        progress(1)
+        told(1)
     return {
         "config": {
             **asdict(settings), "dtype": serving.spec.kv.dtype, "serving": serving.spec.name, "other": other.spec.name,
@@ -159,3 +170,105 @@ def _served(engine: Engine, settings: GapSettings, item: Item, rank: int) -> tup
         held = [patch for patch in map(engine.repo.get_patch, patches) if patch is not None]
         share = float(np.mean([patch.share(engine.spec.kv) for patch in held])) if held else 0.0
         return first, patched, share
+
+
+def picture(result: dict[str, Any]) -> bytes:
+    """A PNG of what `serving_gap.measure` returns; ModuleNotFoundError without matplotlib."""
+    return rendered(draw_gap(result), "png")
+
+
+def draw_gap(result: dict[str, Any]) -> Figure:
+    """Median, p95 with its interval and maximum by rank; the engines' own median and p95 as lines."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+    axis = figure.subplots()
+    config, found = result["config"], result["kl"]
+    ranks = sorted(config["ranks"])
+    rows = [found[f"rank {rank}"] for rank in ranks]
+    at = range(len(ranks))
+    axis.set_yscale("log")
+    for name, mark in (("max", "^"), ("p95", "o"), ("median", "s")):
+        colour = OTHER if name == "max" else PATCH
+        axis.plot(
+            at, [max(row[name], _LEAST) for row in rows], mark, color=colour, linestyle="-", label=f"patches, {name}"
+        )
+    for x, row in zip(at, rows, strict=True):
+        axis.plot([x, x], [max(end, _LEAST) for end in row["p95_interval"]], color=PATCH, linewidth=4, alpha=0.3)
+    for name, style in (("p95", "--"), ("median", ":")):
+        axis.axhline(
+            max(found[ENGINES][name], _LEAST), color=BASE, linestyle=style, label=f"the engines' re-prefills, {name}"
+        )
+    axis.set_xticks(at, [f"rank {rank}\n{row['share']:.0%} of bytes" for rank, row in zip(ranks, rows, strict=True)])
+    axis.set_ylabel("KL of the next token, nats")
+    axis.set_title(
+        f"{config['serving']} in {config['dtype']}, n = {config['n']}: windows of {config['layout']} patches against re-prefill",
+        fontsize=10,
+    )
+    axis.grid(axis="y", alpha=0.3)
+    axis.legend(fontsize=8)
+    return figure
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"rank must be a number or several with commas between, got {text!r}") from None
+
+
+def engines_table(result: dict[str, Any]) -> Table:
+    """The result for a terminal."""
+    from rich.table import Table
+
+    config = result["config"]
+    title = (
+        f"KL of the next token, {config['dtype']}: {config['serving']}'s re-prefill against its window of patches "
+        f"({config['layout']}, {config['layers']} layers), and against {config['other']}'s re-prefill"
+    )
+    table = Table(title=title, title_justify="left")
+    for column in ("gap", "bytes", "n", "median", "p95", "p95 interval", "max", "answers changed"):
+        table.add_column(column, justify="left" if column == "gap" else "right")
+    for name, row in result["kl"].items():
+        low, high = row["p95_interval"]
+        table.add_row(
+            f"{config['other']}'s re-prefill" if name == ENGINES else f"patches, {name}",
+            f"{row['share']:.1%}" if "share" in row else "", str(row["n"]), f"{row['median']:.2e}", f"{row['p95']:.2e}",
+            f"{low:.1e} to {high:.1e}", f"{row['max']:.2e}", str(row["changed"]),
+        )  # fmt: skip
+    return table
+
+
+def main(
+    n: Annotated[int, typer.Option(help="Contexts.", min=1)] = 200,
+    rank: Annotated[
+        str, typer.Option(help="Rank of every patch; several, e.g. 4,8,16,32, are measured in turn.")
+    ] = "8",
+    layers: Annotated[str, typer.Option(help="Layers that patches cover: all or deep.")] = "all",
+    layout: Annotated[
+        str, typer.Option(help="joint: directions of each patch's own; shared: the model's basis (ctxwin eval basis).")
+    ] = "joint",
+    seed: Annotated[int, typer.Option(help="Seed of the contexts.", min=0)] = 0,
+    model: Model = "tiny",
+    dtype: Dtype = "bfloat16",
+    output: Annotated[Path | None, typer.Option(help="Also write engines.json and a picture into this folder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What a patch costs on vLLM in its own dtype, beside what vLLM and transformers differ by."""
+    with errors():
+        settings = GapSettings(n, _ranks(rank), layers, seed, layout=layout)
+        name = model.removeprefix("hf:").removeprefix("vllm:")
+        with (
+            open_engine(name, engine="vllm", dtype=dtype) as serving,
+            open_engine(name, engine="hf", dtype=dtype) as other,
+            progress("contexts", n) as advance,
+        ):
+            result = measure(serving, other, settings, advance)
+        write_result(output, "engines.json", result)
+        if output is not None:
+            (output / "engines.png").write_bytes(picture(result))
+        show(result, as_json, engines_table(result))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,13 @@
+"""Studies: measurements behind single claims, run from a checkout. They are not part of the installed package.
+
+| command, in the root of a checkout | what it measures                                                                        |
+|------------------------------------|-----------------------------------------------------------------------------------------|
+| ``python -m evals.studies.drift``       | how far answers drift from a re-prefill as a window slides, with and without refresh |
+| ``python -m evals.studies.toggles``     | toggling chunks clean and back; telling which chunks are disposable                  |
+| ``python -m evals.studies.serving_gap`` | what a patch costs on vLLM, beside what vLLM and transformers differ by              |
+| ``python -m evals.studies.elastic``     | Elastic Cache's own claims: perplexity, ROUGE-L and speed over KV budgets            |
+| ``python -m evals.studies.canonical``   | canonicals behind the system prompt or behind a neutral prefix                       |
+| ``python -m evals.studies.gate``        | whether a divergence threshold could gate reuse, over the samples of a run           |
+
+Modules import one another relatively, so that they work under this name and as ``ctxwin.evals.studies``.
+"""

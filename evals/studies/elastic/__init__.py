@@ -1,0 +1,1 @@
+"""Elastic Cache's own claims: perplexity, ROUGE-L, latency and KV bytes over KV budgets."""
