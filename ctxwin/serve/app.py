@@ -7,15 +7,15 @@ from ctxwin.extras import optional_imports
 with optional_imports():
     from fastapi import FastAPI
 
-from ctxwin.serve.gate import STATE, Gate
-from ctxwin.serve.routes import build_router
-from ctxwin.serve.service import Service
+from ctxwin.serve.middleware import Gateway
+from ctxwin.serve.routes import router
+from ctxwin.serve.service import STATE, Service
 
-GATE = f"{Gate.__module__}.{Gate.__name__}"
-"""The gate as vLLM's ``--middleware`` takes it."""
+GATEWAY = f"{Gateway.__module__}.{Gateway.__name__}"
+"""The middleware as vLLM's ``--middleware`` takes it."""
 
 
 def install(app: FastAPI, service: Service) -> None:
-    """Adds the routes of ``service``; the app's own ones stay as they are. `GATE` must be among the app's middleware."""
+    """Adds our routes for ``service``; the app's own stay as they are. `GATEWAY` must be among the app's middleware."""
     setattr(app.state, STATE, service)
-    app.include_router(build_router(service))
+    app.include_router(router)

@@ -1,4 +1,8 @@
-"""Chat completions in OpenAI's format: what a request that names chunks may hold, and the bodies of its answer."""
+"""Chat completions in OpenAI's format: what a request that names chunks may hold, and the bodies of its answer.
+
+The answers are `openai.types`. The request is a model of our own: what is not understood has to be refused by name, and the
+servers' and clients' own types take anything.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, Self
 
+from openai.types import CompletionUsage
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionMessage,
+    ChatCompletionTokenLogprob,
+    chat_completion,
+    chat_completion_chunk,
+)
+from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from openai.types.chat.chat_completion_token_logprob import TopLogprob
+from openai.types.completion_usage import PromptTokensDetails
 from pydantic import Field, field_validator, model_validator
 
 from ctxwin.engines.base import Sampling, ScoredToken
 from ctxwin.fidelity import Fidelity
-from ctxwin.serve.specs import SEED, Body, Reference, Text, checked
+from ctxwin.serve.specs import SEED, Body, Reference, Text
 from ctxwin.window.answer import Answer
 
-_MOST_CHOICES = 128
+FinishReason = Literal["stop", "length"]
+MOST_CHOICES = 128
 _MOST_SCORES = 1 << 20
 _MOST_SCHEMA = 256 << 10
 _Stop = Annotated[str, Field(max_length=1000)]
@@ -93,7 +110,7 @@ class ChatRequest(Body):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     seed: SEED | None = None
-    n: int | None = Field(default=None, ge=1, le=_MOST_CHOICES)
+    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: Annotated[_AnyText | _JsonObject | _JsonSchema, Field(discriminator="type")] | None = None
@@ -191,11 +208,6 @@ class ChatRequest(Body):
         return schema
 
 
-def parse(data: Any) -> ChatRequest:
-    request: ChatRequest = checked(ChatRequest.model_validate, data)
-    return request
-
-
 @dataclass(frozen=True)
 class Piece:
     """What is new of one choice; ``tokens`` where their log-probabilities were asked for, ``finish`` at its end."""
@@ -203,7 +215,7 @@ class Piece:
     index: int
     text: str = ""
     tokens: tuple[ScoredToken, ...] = ()
-    finish: str | None = None
+    finish: FinishReason | None = None
 
 
 @dataclass(frozen=True)
@@ -212,34 +224,13 @@ class Reply:
 
     index: int
     text: str
-    finish_reason: str
+    finish_reason: FinishReason
     answer: Answer
 
 
-def usage_of(replies: Sequence[Reply]) -> dict[str, Any]:
-    """OpenAI's usage: the prompt counts once; cached tokens are those of it that the first choice ran no forward for."""
-    first = replies[0].answer.usage
-    cached = max(0, first.prompt_tokens - first.computed_tokens)
-    made = sum(reply.answer.usage.answer_tokens for reply in replies)
-    return {
-        "prompt_tokens": first.prompt_tokens,
-        "completion_tokens": made,
-        "total_tokens": first.prompt_tokens + made,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
-def _own_usage(replies: Sequence[Reply]) -> dict[str, Any]:
-    """What all choices cost together, in our terms; lanes and the time to the first token are the first one's."""
-    usages = [reply.answer.usage for reply in replies]
-    sums = ("computed_tokens", "forwards", "bytes_loaded", "cached_tokens", "answer_tokens", "misses", "fallbacks")
-    whole = asdict(usages[0]) | {name: sum(getattr(u, name) for u in usages) for name in sums}
-    return whole | {"total_s": max(u.total_s for u in usages), "exact": all(u.exact for u in usages)}
-
-
 @dataclass(frozen=True)
-class Shapes:
-    """The bodies of one completion.
+class Bodies:
+    """Makes the bodies of one completion, as JSON: OpenAI's own types, with ours beside them under ``ctxwin``.
 
     Args:
         decode: the text of token ids, for those whose log-probabilities are shown.
@@ -252,62 +243,92 @@ class Shapes:
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def completion(self, replies: Sequence[Reply]) -> dict[str, Any]:
+    def completion(self, replies: Sequence[Reply]) -> bytes:
         choices = [
-            {
-                "index": reply.index,
-                "message": {"role": "assistant", "content": reply.text, "refusal": None},
-                "logprobs": self._logprobs(reply.answer.token_ids),
-                "finish_reason": reply.finish_reason,
-            }
+            chat_completion.Choice(
+                index=reply.index,
+                message=ChatCompletionMessage(role="assistant", content=reply.text, refusal=None),
+                logprobs=None if (scores := self._scores(reply.answer.token_ids)) is None
+                else chat_completion.ChoiceLogprobs(content=scores, refusal=None),
+                finish_reason=reply.finish_reason,
+            )
             for reply in replies
-        ]
-        return {**self._head("chat.completion"), "choices": choices, **_usages(replies)}
+        ]  # fmt: skip
+        made = ChatCompletion(
+            id=self.id, object="chat.completion", created=self.created, model=self.model, choices=choices,
+            usage=usage_of(replies), **_own_usage(replies),
+        )  # fmt: skip
+        return _json(made)
 
-    def first(self, choices: int) -> list[dict[str, Any]]:
-        return [self._chunk(index, {"role": "assistant", "content": ""}, None) for index in range(choices)]
+    def opening(self, choices: int) -> list[bytes]:
+        """What a stream begins with: an empty message for each choice."""
+        return [self._chunk(index, ChoiceDelta(role="assistant", content="")) for index in range(choices)]
 
-    def piece(self, piece: Piece) -> dict[str, Any]:
-        scores = self._logprobs(piece.tokens) if piece.tokens else None
-        return self._chunk(piece.index, {} if piece.finish else {"content": piece.text}, piece.finish, scores)
+    def piece(self, piece: Piece) -> bytes:
+        scores = self._scores(piece.tokens) if piece.tokens else None
+        delta = ChoiceDelta() if piece.finish else ChoiceDelta(content=piece.text)
+        return self._chunk(piece.index, delta, piece.finish, scores)
 
-    def usage(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        return {**self._head("chat.completion.chunk"), "choices": [], **_usages(replies)}
+    def usage(self, replies: Sequence[Reply]) -> bytes:
+        """The last event of a stream whose usage was asked for."""
+        return self._event([], usage=usage_of(replies), **_own_usage(replies))
 
-    def _chunk(self, index: int, delta: dict[str, Any], finish: str | None, scores: Any = None) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}
-        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+    def _chunk(
+        self,
+        index: int,
+        delta: ChoiceDelta,
+        finish: FinishReason | None = None,
+        scores: list[ChatCompletionTokenLogprob] | None = None,
+    ) -> bytes:
+        logprobs = None if scores is None else chat_completion_chunk.ChoiceLogprobs(content=scores, refusal=None)
+        return self._event(
+            [chat_completion_chunk.Choice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish)]
+        )
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+    def _event(self, choices: list[chat_completion_chunk.Choice], **more: Any) -> bytes:
+        made = ChatCompletionChunk(
+            id=self.id, object="chat.completion.chunk", created=self.created, model=self.model, choices=choices, **more
+        )
+        return _json(made)
 
-    def _logprobs(self, tokens: Sequence[int]) -> dict[str, Any] | None:
+    def _scores(self, tokens: Sequence[int]) -> list[ChatCompletionTokenLogprob] | None:
         if not self.scores:
             return None
-        content = [
-            {
+        return [
+            ChatCompletionTokenLogprob(
                 **self._entry(token, token.logprob),
-                "top_logprobs": [self._entry(other, logprob) for other, logprob in token.best.items()],
-            }
+                top_logprobs=[TopLogprob(**self._entry(other, logprob)) for other, logprob in token.best.items()],
+            )
             for token in tokens
             if isinstance(token, ScoredToken)
         ]
-        return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.decode([token])
         return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(text.encode())}
 
 
-def _usages(replies: Sequence[Reply]) -> dict[str, Any]:
-    return {"usage": usage_of(replies), "ctxwin": {"usage": _own_usage(replies)}}
+def _json(made: ChatCompletion | ChatCompletionChunk) -> bytes:
+    return made.model_dump_json(exclude_unset=True).encode()
 
 
-def sse(data: Any) -> str:
-    """One server-sent event; bytes are JSON already."""
-    if isinstance(data, bytes):
-        return f"data: {data.decode()}\n\n"
-    return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n"
+def usage_of(replies: Sequence[Reply]) -> CompletionUsage:
+    """OpenAI's usage: the prompt counts once; cached tokens are those of it that the first choice ran no forward for."""
+    first = replies[0].answer.usage
+    made = sum(reply.answer.usage.answer_tokens for reply in replies)
+    cached = max(0, first.prompt_tokens - first.computed_tokens)
+    return CompletionUsage(
+        prompt_tokens=first.prompt_tokens,
+        completion_tokens=made,
+        total_tokens=first.prompt_tokens + made,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
 
 
-DONE = "data: [DONE]\n\n"
+def _own_usage(replies: Sequence[Reply]) -> dict[str, Any]:
+    """What all choices cost together, in our terms; lanes and the time to the first token are the first one's."""
+    usages = [reply.answer.usage for reply in replies]
+    sums = ("computed_tokens", "forwards", "bytes_loaded", "cached_tokens", "answer_tokens", "misses", "fallbacks")
+    whole = asdict(usages[0]) | {name: sum(getattr(u, name) for u in usages) for name in sums}
+    whole |= {"total_s": max(u.total_s for u in usages), "exact": all(u.exact for u in usages)}
+    return {"ctxwin": {"usage": whole}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,14 @@ class TooLarge(CtxwinError, ValueError):
 
 class TooManyWindows(CtxwinError, RuntimeError):
     """Every window that may be open is in use."""
+
+
+class TooManyRequests(CtxwinError, RuntimeError):
+    """More requests than the server holds at once for this tenant."""
+
+
+class StoreFull(CtxwinError, OSError):
+    """The store, or the disk or shared memory below it, takes nothing more."""
 
 
 class UnknownModel(CtxwinError, LookupError):
@@ -67,6 +76,8 @@ KINDS = (
     Kind(ReadOnlyWindow, 409, "read_only_window", "conflict_error"),
     Kind(TooLarge, 413, "too_large"),
     Kind(TooManyWindows, 429, "too_many_windows", "rate_limit_error"),
+    Kind(TooManyRequests, 429, "too_many_requests", "rate_limit_error"),
+    Kind(StoreFull, 507, "store_full", "server_error"),
     Kind(NotAllowed, 403, "not_allowed", "permission_error"),
     Kind(BadMedia, 400, "bad_media"),
     Kind(UnsupportedModel, 400, "unsupported_model"),
@@ -86,6 +97,8 @@ def kind_of(error: BaseException) -> Kind:
 
 def to_body(error: BaseException) -> tuple[int, dict[str, Any]]:
     """The HTTP status, and the body in OpenAI's shape. What was not raised on purpose does not show its message."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        error = StoreFull("a disk or the shared memory of the server is full; make room there, then try again")
     kind = kind_of(error)
     # Python's own LookupErrors are slips of ours; their messages are keys and indices.
     ours = isinstance(error, CtxwinError | ValueError | TypeError | AssertionError)

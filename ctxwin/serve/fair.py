@@ -1,4 +1,4 @@
-"""Worker threads that tenants share fairly."""
+"""Worker threads and places in line that tenants share fairly."""
 
 from __future__ import annotations
 
@@ -10,31 +10,44 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from ctxwin.serve.errors import TooManyRequests
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class _Job:
+    """Something that waits for its turn. Without ``run`` it takes a place only, and its future holds what gives that back."""
+
     tenant: str
-    run: Callable[[], Any]
+    run: Callable[[], Any] | None
     future: Future[Any] = field(default_factory=Future)
 
 
 class FairPool:
     """Runs work in at most ``threads`` threads, and chooses among tenants that wait.
 
-    Whoever has the fewest running is next, among equals whoever was served longest ago; a tenant's own requests keep
-    their order. So one tenant may have every thread while nobody else asks, and from the next end on it gives way until
-    the shares are equal. Thread-safe.
+    The tenant with the fewest requests running is next, among equals the one that was served longest ago; a tenant's own
+    requests keep their order. So one tenant may have every thread while nobody else asks, and gives way from the next end
+    on until the shares are equal. Thread-safe.
 
     Args:
         most: of the tenants named here, how much may run at once.
+        waiting: how many requests of one tenant may wait.
     """
 
-    def __init__(self, threads: int, most: Mapping[str, int] | None = None, *, name: str = "ctxwin-serve") -> None:
+    def __init__(
+        self,
+        threads: int,
+        most: Mapping[str, int] | None = None,
+        *,
+        waiting: int = 1 << 20,
+        name: str = "ctxwin-serve",
+    ) -> None:
         self._name = name
         self._most = threads
         self._caps = dict(most or {})
+        self._most_waiting = waiting
         self._threads: list[threading.Thread] = []
         self._idle = 0
         self._waiting: dict[str, deque[_Job]] = {}
@@ -45,19 +58,36 @@ class FairPool:
         self._changed = threading.Condition()
 
     def submit(self, tenant: str, work: Callable[..., T], *args: Any) -> Future[T]:
-        """``work(*args)``, later; cancelling the future before it begins takes it back. RuntimeError once shut down."""
-        job = _Job(tenant, partial(work, *args))
+        """``work(*args)``, later; cancelling the future before it begins takes it back.
+
+        Raises TooManyRequests where too much of this tenant's waits already, RuntimeError once shut down.
+        """
+        return self._enqueue(_Job(tenant, partial(work, *args)))
+
+    def reserve(self, tenant: str) -> Future[Callable[[], None]]:
+        """A place among what runs, later, for work that needs no thread of ours: its result gives the place back.
+
+        Fails like `submit`. Cancelling the future before it is done takes it back.
+        """
+        return self._enqueue(_Job(tenant, None))
+
+    def _enqueue(self, job: _Job) -> Future[Any]:
         with self._changed:
             if self._closing:
                 raise RuntimeError("no work is taken while the server shuts down")
-            self._waiting.setdefault(tenant, deque()).append(job)
+            line = self._waiting.setdefault(job.tenant, deque())
+            if len(line) >= self._most_waiting:
+                raise TooManyRequests(
+                    f"at most {self._most_waiting} requests may wait (--max-waiting); try again when some have ended"
+                )
+            line.append(job)
             # Not all that waits can begin, and an idle thread may have been told to: one too many is cheap.
             if sum(map(len, self._waiting.values())) > self._idle and len(self._threads) < self._most:
                 name = f"{self._name}-{len(self._threads)}"
                 self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
                 self._threads[-1].start()
             self._changed.notify()
-        job.future.add_done_callback(partial(self._forget, tenant))
+        job.future.add_done_callback(partial(self._forget, job.tenant))
         return job.future
 
     def waiting(self, tenant: str) -> int:
@@ -86,17 +116,23 @@ class FairPool:
                 self._idle -= 1
                 if job is None:
                     return
+            if job.run is None:
+                job.future.set_result(partial(self._end, job.tenant))
+                continue
             try:
                 job.future.set_result(job.run())
             except BaseException as error:  # its caller's
                 job.future.set_exception(error)
-            with self._changed:
-                self._running[job.tenant] -= 1
-                self._changed.notify_all()  # whoever is at its cap may go on
+            self._end(job.tenant)
             del job
 
+    def _end(self, tenant: str) -> None:
+        with self._changed:
+            self._running[tenant] -= 1
+            self._changed.notify_all()  # whoever is at its cap may go on
+
     def _forget(self, tenant: str, future: Future[Any]) -> None:
-        """What was taken back is not kept, with all that it holds, until its turn would have come. O(waiting)."""
+        """Drops what was taken back at once, with all that it holds. O(waiting)."""
         if not future.cancelled():
             return
         with self._changed:
@@ -110,7 +146,7 @@ class FairPool:
         """Takes the next job out of its queue; it counts as running."""
         while True:
             able = [t for t in self._waiting if self._running[t] < self._caps.get(t, self._most)]
-            if not able:
+            if not able or self._running.total() >= self._most:
                 return None
             tenant = min(able, key=lambda t: (self._running[t], self._served.get(t, 0)))
             job = self._waiting[tenant].popleft()

@@ -1,214 +1,72 @@
-"""What can be done to a window by id: one body and one function an operation."""
+"""What can be done to a window by id: one function an operation, whose parameters are the fields of its body."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from ctxwin.chunk import Chunk
 from ctxwin.fidelity import Fidelity
 from ctxwin.serve import wire
-from ctxwin.serve.specs import SEED, Body, checked
+from ctxwin.serve.limits import Allowance
+from ctxwin.serve.specs import COUNT, SEED, TOKEN, Body, checked
 from ctxwin.serve.uploads import Uploads
-from ctxwin.serve.windows import Registry
+from ctxwin.serve.windows import WindowRegistry
 from ctxwin.window.window import Window
 
 ChunkData = str | dict[str, Any]
 """The id of an uploaded chunk, or a chunk as `ctxwin.serve.specs` takes it."""
+Bytes = Annotated[int, Field(ge=0, lt=2**63)] | Annotated[str, Field(max_length=40)]
+Orders = Annotated[int, Field(ge=1, le=64)]
+Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Around:
-    """What an operation may need beside its window."""
+class OperationContext:
+    """What one call of an operation has beside its window."""
 
-    registry: Registry
+    windows: WindowRegistry
     uploads: Uploads
+    allowance: Allowance
+
+    def chunk(self, data: ChunkData) -> Chunk:
+        """The chunk that ``data`` is, charged to the request."""
+        return self.uploads.build(data, allowance=self.allowance)
+
+    def check_room(self, window: Window, more: int) -> None:
+        """Raises BudgetExceeded where ``window`` may not have ``more`` chunks."""
+        self.allowance.check_chunks(len(window.ids) + len(window.evicted) + more)
 
 
-class Open(Body):
+class OpenWindow(Body):
     """``POST /v1/windows``: a new window, or one from a snapshot."""
 
     system_prompt: str = ""
-    budget: int | None = None
-    budget_bytes: int | str | None = None
+    budget: COUNT | None = None
+    budget_bytes: Bytes | None = None
     fidelity: Fidelity | None = None
     snapshot: dict[str, Any] | None = None
 
 
-class Nothing(Body):
-    pass
-
-
-class Append(Body):
-    chunk: ChunkData
-
-
-class Extend(Body):
-    chunks: list[ChunkData]
-
-
-class Insert(Body):
-    index: int
-    chunk: ChunkData
-
-
-class Evict(Body):
-    id: str
-    forget: bool = False
-
-
-class Slide(Body):
-    count: int | None = None
-    reserve_tokens: int = 0
-
-
-class Recall(Body):
-    id: str
-    at: int | None = None
-    repair: bool = False
-
-
-class LookBack(Body):
-    query: ChunkData
-    reserve_tokens: int = 0
-
-
-class Reorder(Body):
-    ids: list[str]
-
-
-class Toggle(Body):
-    id: str
-    conditioned: bool
-
-
-class Pin(Body):
-    id: str
-    pinned: bool = True
-
-
-class One(Body):
-    id: str
-
-
-class Fork(Body):
-    system_prompt: str | None = None
-
-
-class Adopt(Body):
-    id: str
-    force: bool = False
-
-
-class Disposable(Body):
-    id: str
-    query: str
-    max_tokens: int = 32
-    clean: bool = False
-
-
-class Remember(Body):
-    query: str
-    answer: str | list[int]
-
-
-class PrepareOrbit(Body):
-    ids: list[str]
-    orders: int = 6
-    seed: int = 0
-
-
-class Refresh(Body):
-    count: int | None = None
-
-
 class Ask(Body):
+    """``POST /v1/windows/{id}/ask``, which may stream."""
+
     query: str
-    max_tokens: int = 32
+    max_tokens: COUNT = 32
     remember: bool = False
-    logprobs: int = 0
-    temperature: float = 0.0
+    logprobs: COUNT = 0
+    temperature: float = Field(default=0.0, ge=0, le=2)
     seed: SEED | None = None
-    stop_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(default_factory=list, max_length=1024)
+    stop_ids: list[TOKEN] = Field(default_factory=list, max_length=1024)
     stream: bool = False
 
     def options(self) -> dict[str, Any]:
+        """What `Window.ask` takes beside the query and the length of the answer."""
         return self.model_dump(exclude={"query", "max_tokens", "stream"})
-
-
-def _append(around: Around, window: Window, body: Append) -> dict[str, Any]:
-    return {"placement": window.append(around.uploads.build(body.chunk))}
-
-
-def _extend(around: Around, window: Window, body: Extend) -> dict[str, Any]:
-    pixels = around.uploads.pixels()
-    return {"placements": window.extend([around.uploads.build(chunk, pixels=pixels) for chunk in body.chunks])}
-
-
-def _insert(around: Around, window: Window, body: Insert) -> dict[str, Any]:
-    return {"placement": window.insert(body.index, around.uploads.build(body.chunk))}
-
-
-def _evict(around: Around, window: Window, body: Evict) -> dict[str, Any]:
-    window.evict(body.id, forget=body.forget)
-    return {}
-
-
-def _look_back(around: Around, window: Window, body: LookBack) -> dict[str, Any]:
-    query: str | Chunk = body.query if isinstance(body.query, str) else around.uploads.build(body.query)
-    return {"recalled": window.look_back(query, reserve_tokens=body.reserve_tokens)}
-
-
-def _reorder(around: Around, window: Window, body: Reorder) -> dict[str, Any]:
-    window.reorder(body.ids)
-    return {}
-
-
-def _toggle(around: Around, window: Window, body: Toggle) -> dict[str, Any]:
-    window.toggle(body.id, conditioned=body.conditioned)
-    return {}
-
-
-def _pin(around: Around, window: Window, body: Pin) -> dict[str, Any]:
-    window.pin(body.id, pinned=body.pinned)
-    return {}
-
-
-def _touch(around: Around, window: Window, body: One) -> dict[str, Any]:
-    window.touch(body.id)
-    return {}
-
-
-def _fork(around: Around, window: Window, body: Fork) -> dict[str, Any]:
-    branch = around.registry.add(window.fork(body.system_prompt), watched=True)
-    return {"branch": wire.window_to(branch)}
-
-
-def _adopt(around: Around, window: Window, body: Adopt) -> dict[str, Any]:
-    with around.registry.using(body.id) as branch:
-        window.adopt(branch, force=body.force)
-    return {}
-
-
-def _disposable(around: Around, window: Window, body: Disposable) -> dict[str, Any]:
-    found = window.disposable(body.id, body.query, body.max_tokens, clean=body.clean)
-    return {"disposability": wire.disposability_to(found)}
-
-
-def _remember(around: Around, window: Window, body: Remember) -> dict[str, Any]:
-    return {"placement": window.remember(body.query, body.answer)}
-
-
-def _prepare_orbit(around: Around, window: Window, body: PrepareOrbit) -> dict[str, Any]:
-    return {"placements": window.prepare_orbit(body.ids, body.orders, body.seed)}
-
-
-def _check(around: Around, window: Window, body: Nothing) -> dict[str, Any]:
-    window.check()
-    return {}
 
 
 @dataclass(frozen=True)
@@ -217,45 +75,157 @@ class Operation:
 
     Attributes:
         run: blocks; what it returns stands beside the window in the answer.
+        body: what a request must hold.
         edits: whether the window's new state is part of the answer.
     """
 
+    run: Callable[..., Result]
     body: type[Body]
-    run: Callable[[Around, Window, Any], dict[str, Any]]
-    edits: bool = field(default=True)
+    edits: bool
 
-    def __call__(self, around: Around, window: Window, data: Any) -> dict[str, Any]:
-        made = self.run(around, window, self.parse(data))
+    def __call__(self, context: OperationContext, window: Window, data: Any) -> Result:
+        body = checked(self.body.model_validate, data)
+        made = self.run(context, window, **{name: getattr(body, name) for name in self.body.model_fields})
         return {**made, "window": wire.window_to(window)} if self.edits else made
 
-    def parse(self, data: Any) -> Any:
-        return checked(self.body.model_validate, data)
+
+OPERATIONS: dict[str, Operation] = {}
+"""By name. Beside these there is ``ask``, which may stream."""
 
 
-OPERATIONS: dict[str, Operation] = {
-    "append": Operation(Append, _append),
-    "extend": Operation(Extend, _extend),
-    "insert": Operation(Insert, _insert),
-    "evict": Operation(Evict, _evict),
-    "slide": Operation(Slide, lambda around, w, b: {"evicted": w.slide(b.count, reserve_tokens=b.reserve_tokens)}),
-    "recall": Operation(Recall, lambda around, w, b: {"index": w.recall(b.id, b.at, repair=b.repair)}),
-    "look_back": Operation(LookBack, _look_back),
-    "reorder": Operation(Reorder, _reorder),
-    "toggle": Operation(Toggle, _toggle),
-    "pin": Operation(Pin, _pin),
-    "touch": Operation(One, _touch),
-    "fork": Operation(Fork, _fork),
-    "adopt": Operation(Adopt, _adopt),
-    "disposable": Operation(Disposable, _disposable, edits=False),
-    "remember": Operation(Remember, _remember),
-    "prepare_orbit": Operation(PrepareOrbit, _prepare_orbit),
-    "refresh": Operation(Refresh, lambda around, w, b: {"refreshed": w.refresh(b.count)}),
-    "compress": Operation(Nothing, lambda around, w, b: {"freed_bytes": w.compress()}),
-    "plan": Operation(Nothing, lambda around, w, b: {"plan": wire.plan_to(w.plan())}, edits=False),
-    "snapshot": Operation(
-        Nothing, lambda around, w, b: {"snapshot": w.snapshot().model_dump(mode="json")}, edits=False
-    ),
-    "check": Operation(Nothing, _check, edits=False),
-    "summary": Operation(Nothing, lambda around, w, b: {"summary": wire.window_to(w)}, edits=False),
-}
-"""Beside these there is ``ask``, which may stream."""
+def _operation(*, edits: bool = True) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    def add(run: Callable[..., Result]) -> Callable[..., Result]:
+        _, _, *parameters = inspect.signature(run, eval_str=True).parameters.values()
+        fields: Any = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
+        body = create_model(f"{run.__name__.title().replace('_', '')}Body", __base__=Body, **fields)
+        OPERATIONS[run.__name__] = Operation(run, body, edits)
+        return run
+
+    return add
+
+
+@_operation()
+def append(context: OperationContext, window: Window, chunk: ChunkData) -> Result:
+    context.check_room(window, 1)
+    return {"placement": window.append(context.chunk(chunk))}
+
+
+@_operation()
+def extend(context: OperationContext, window: Window, chunks: list[ChunkData]) -> Result:
+    context.check_room(window, len(chunks))
+    return {"placements": window.extend([context.chunk(chunk) for chunk in chunks])}
+
+
+@_operation()
+def insert(context: OperationContext, window: Window, index: COUNT, chunk: ChunkData) -> Result:
+    context.check_room(window, 1)
+    return {"placement": window.insert(index, context.chunk(chunk))}
+
+
+@_operation()
+def evict(context: OperationContext, window: Window, id: str, forget: bool = False) -> Result:
+    window.evict(id, forget=forget)
+    return {}
+
+
+@_operation()
+def slide(context: OperationContext, window: Window, count: COUNT | None = None, reserve_tokens: COUNT = 0) -> Result:
+    return {"evicted": window.slide(count, reserve_tokens=reserve_tokens)}
+
+
+@_operation()
+def recall(context: OperationContext, window: Window, id: str, at: COUNT | None = None, repair: bool = False) -> Result:
+    return {"index": window.recall(id, at, repair=repair)}
+
+
+@_operation()
+def look_back(context: OperationContext, window: Window, query: ChunkData, reserve_tokens: COUNT = 0) -> Result:
+    asked = query if isinstance(query, str) else context.chunk(query)
+    return {"recalled": window.look_back(asked, reserve_tokens=reserve_tokens)}
+
+
+@_operation()
+def reorder(context: OperationContext, window: Window, ids: list[str]) -> Result:
+    window.reorder(ids)
+    return {}
+
+
+@_operation()
+def toggle(context: OperationContext, window: Window, id: str, conditioned: bool) -> Result:
+    window.toggle(id, conditioned=conditioned)
+    return {}
+
+
+@_operation()
+def pin(context: OperationContext, window: Window, id: str, pinned: bool = True) -> Result:
+    window.pin(id, pinned=pinned)
+    return {}
+
+
+@_operation()
+def touch(context: OperationContext, window: Window, id: str) -> Result:
+    window.touch(id)
+    return {}
+
+
+@_operation()
+def fork(context: OperationContext, window: Window, system_prompt: str | None = None) -> Result:
+    return {"branch": wire.window_to(context.windows.add(window.fork(system_prompt), watched=True))}
+
+
+@_operation()
+def adopt(context: OperationContext, window: Window, id: str, force: bool = False) -> Result:
+    with context.windows.using(id) as branch:
+        window.adopt(branch, force=force)
+    return {}
+
+
+@_operation(edits=False)
+def disposable(
+    context: OperationContext, window: Window, id: str, query: str, max_tokens: COUNT = 32, clean: bool = False
+) -> Result:
+    return {"disposability": wire.disposability_to(window.disposable(id, query, max_tokens, clean=clean))}
+
+
+@_operation()
+def remember(context: OperationContext, window: Window, query: str, answer: str | list[TOKEN]) -> Result:
+    context.check_room(window, 1)
+    return {"placement": window.remember(query, answer)}
+
+
+@_operation()
+def prepare_orbit(
+    context: OperationContext, window: Window, ids: list[str], orders: Orders = 6, seed: SEED = 0
+) -> Result:
+    return {"placements": window.prepare_orbit(ids, orders, seed)}
+
+
+@_operation()
+def refresh(context: OperationContext, window: Window, count: COUNT | None = None) -> Result:
+    return {"refreshed": window.refresh(count)}
+
+
+@_operation()
+def compress(context: OperationContext, window: Window) -> Result:
+    return {"freed_bytes": window.compress()}
+
+
+@_operation(edits=False)
+def plan(context: OperationContext, window: Window) -> Result:
+    return {"plan": wire.plan_to(window.plan())}
+
+
+@_operation(edits=False)
+def snapshot(context: OperationContext, window: Window) -> Result:
+    return {"snapshot": window.snapshot().model_dump(mode="json")}
+
+
+@_operation(edits=False)
+def check(context: OperationContext, window: Window) -> Result:
+    window.check()
+    return {}
+
+
+@_operation(edits=False)
+def summary(context: OperationContext, window: Window) -> Result:
+    return {"summary": wire.window_to(window)}

@@ -10,24 +10,33 @@ import base64
 import binascii
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from ctxwin.chunk import Chunk, MediaPart, Role, TextPart, TokensPart
 from ctxwin.errors import BadMedia
-from ctxwin.media import as_rgb, pixels_digest, stack_frames
-from ctxwin.serve.errors import TooLarge
+from ctxwin.media import pixels_digest, stack_frames
+from ctxwin.serve.limits import Allowance
 
 if TYPE_CHECKING:
     import numpy as np
 
 REFERENCE = "ctxwin_chunk"
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""Whose header says how large they are before they are decoded; icons are decoded first, and some others run programs."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""Pictures whose header says what decoding them takes. Others do not (tiles of a TIFF may be larger than the picture, icons
+are decoded to be opened), or run programs."""
+FPS = 0.01, 1000.0
+"""Frames per second that a video may have."""
+_LONGEST_VIDEO = 24 * 3600.0
 Find = Callable[[str], Chunk]
+Decode = Callable[[bytes, int, int], "np.ndarray"]
+"""``(file, width, height)`` -> pixels ``[height, width, 3]`` uint8; BadMedia where the file is not what its header says."""
 SEED = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """What torch's generators take."""
+TOKEN = Annotated[int, Field(ge=0, lt=2**31)]
+COUNT = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+"""A number that counts or indexes something; operations say which of them make sense."""
 
 
 class Body(BaseModel):
@@ -52,7 +61,7 @@ class Text(Body):
 
 class Tokens(Body):
     type: Literal["tokens"]
-    ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
+    ids: list[TOKEN] = Field(min_length=1)
 
 
 class Image(Body):
@@ -68,8 +77,14 @@ class Video(Body):
 
     type: Literal["video"]
     frames: list[Data] = Field(min_length=1)
-    fps: float = Field(default=2.0, gt=0)
+    fps: float = Field(default=2.0, ge=FPS[0], le=FPS[1])
     text: str = ""
+
+    @model_validator(mode="after")
+    def _has_a_sane_length(self) -> Self:
+        if len(self.frames) / self.fps > _LONGEST_VIDEO:
+            raise ValueError(f"a video must last {_LONGEST_VIDEO:g} s at most, got {len(self.frames) / self.fps:g} s")
+        return self
 
 
 class Reference(Body):
@@ -85,7 +100,7 @@ class Metadata(Body):
 
     label: str | None = None
     pin: bool | None = None
-    priority: int | None = None
+    priority: COUNT | None = None
     keep_source: bool | None = None
 
     def given(self) -> dict[str, Any]:
@@ -135,12 +150,12 @@ Spec = Annotated[
     TextChunk | TokensChunk | ImageChunk | VideoChunk | PartsChunk | MessageChunk | ReferredChunk,
     Field(discriminator="type"),
 ]
-_spec: TypeAdapter[Any] = TypeAdapter(Spec)
+CHUNK: TypeAdapter[Any] = TypeAdapter(Spec)
 
 
 def check_spec(data: Any) -> Any:
     """A checked chunk; ValueError names what is wrong with it."""
-    return checked(_spec.validate_python, data)
+    return checked(CHUNK.validate_python, data)
 
 
 def checked(validate: Callable[[Any], Any], data: Any) -> Any:
@@ -156,40 +171,21 @@ def complaint(error: ValidationError) -> str:
     return "the request is malformed: " + "; ".join(found[:4])
 
 
-class Pixels:
-    """What the media of one request may still have, decoded: all its chunks are in memory at the same time.
-
-    Args:
-        most: pixels (frames x height x width) of the whole request.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._seen = 0
-
-    def take(self, count: int) -> None:
-        """Counts a picture before it is decoded; raises TooLarge beyond the limit."""
-        self._seen += count
-        if self._seen > self._most:
-            raise TooLarge(
-                f"the media of a request must have at most {self._most} pixels together, got {self._seen} or more; "
-                "scale them down, send them in several requests, or raise --max-pixels"
-            )
-
-
 class Builder:
     """Turns one checked chunk into a `Chunk`.
 
     Args:
         files: bytes by name, of a multipart body.
-        pixels: what the request's media may still have; asked before anything is decoded.
+        allowance: what the request's media may still cost; asked before anything is decoded.
         find: an uploaded chunk by id.
+        decode: decodes a picture whose header was read and allowed.
     """
 
-    def __init__(self, files: Mapping[str, bytes], pixels: Pixels, find: Find) -> None:
+    def __init__(self, files: Mapping[str, bytes], allowance: Allowance, find: Find, decode: Decode) -> None:
         self._files = files
-        self._decoded = pixels
+        self._allowance = allowance
         self._find = find
+        self._decode = decode
         self._parts: list[TextPart | TokensPart | MediaPart] = []
         self._pixels: dict[str, np.ndarray] = {}
 
@@ -249,20 +245,10 @@ class Builder:
         self._pixels[part.content] = frames
 
     def _picture(self, data: Data) -> np.ndarray:
-        from PIL import Image as Pillow
-        from PIL import UnidentifiedImageError
-
         raw = self._bytes(data)
-        if not raw:
-            raise BadMedia("an image must not be empty, got 0 bytes")
-        try:
-            with Pillow.open(io.BytesIO(raw), formats=_FORMATS) as picture:  # reads the header only
-                width, height = picture.size
-        except (UnidentifiedImageError, OSError, SyntaxError, Pillow.DecompressionBombError) as error:
-            raise BadMedia(f"an image must be decodable, got {len(raw)} bytes: {error}") from error
-        self._decoded.take(width * height)
-        with Pillow.open(io.BytesIO(raw), formats=_FORMATS) as picture:
-            return as_rgb(picture)
+        width, height = picture_size(raw)
+        self._allowance.take_picture(width, height)
+        return self._decode(raw, width, height)
 
     def _bytes(self, data: Data) -> bytes:
         if isinstance(data, File):
@@ -272,6 +258,19 @@ class Builder:
                 )
             return self._files[data.file]
         return decode_data(data)
+
+
+def picture_size(raw: bytes) -> tuple[int, int]:
+    """Width and height of an encoded picture by its header; BadMedia for a format that is not taken."""
+    from PIL import Image, UnidentifiedImageError
+
+    if not raw:
+        raise BadMedia("an image must not be empty, got 0 bytes")
+    try:
+        with Image.open(io.BytesIO(raw), formats=FORMATS) as picture:  # reads the header only
+            return picture.size
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise BadMedia(f"an image must be a {', '.join(FORMATS)} file, got {len(raw)} bytes: {error}") from error
 
 
 def decode_data(text: str) -> bytes:

@@ -10,7 +10,8 @@ from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.serve.errors import TooLarge, UnknownUpload
-from ctxwin.serve.specs import Builder, Pixels, check_spec
+from ctxwin.serve.limits import Allowance, Limits
+from ctxwin.serve.specs import Builder, Decode, check_spec, without_sources
 from ctxwin.window.placement import keep_source
 
 _ID = re.compile(r"[0-9a-f]{64}")
@@ -19,12 +20,14 @@ _ID = re.compile(r"[0-9a-f]{64}")
 class Uploads:
     """Uploaded chunks of one engine's store. Thread-safe; nothing is held in memory.
 
-    A record is not leased: what a full store drops is unknown, and is uploaded again.
+    A record is not leased: what a full store drops is unknown, and is uploaded again. A record is believed only where
+    its content has the id that it stands under, so whoever can write to the store can make an upload unknown at most.
     """
 
-    def __init__(self, engine: Engine, max_pixels: int) -> None:
+    def __init__(self, engine: Engine, limits: Limits, decode: Decode) -> None:
         self._engine = engine
-        self._max_pixels = max_pixels
+        self._limits = limits
+        self._decode = decode
 
     def put(self, data: Any, files: Mapping[str, bytes] | None = None) -> tuple[dict[str, Any], bool]:
         """Stores a chunk and encodes it; returns its description and whether it is new. Idempotent by content.
@@ -42,25 +45,35 @@ class Uploads:
                 raise TooLarge("the store refused the chunk: it is full of what open windows use; close some first")
         return _described(chunk, encoded.tokens), new
 
-    def pixels(self) -> Pixels:
-        """What one request may decode; its chunks share it."""
-        return Pixels(self._max_pixels)
+    def allowance(self) -> Allowance:
+        """What one request's media may cost; its chunks share it."""
+        return Allowance(self._limits)
 
-    def build(self, data: Any, files: Mapping[str, bytes] | None = None, pixels: Pixels | None = None) -> Chunk:
+    def build(self, data: Any, files: Mapping[str, bytes] | None = None, allowance: Allowance | None = None) -> Chunk:
         """The chunk that ``data`` is: an id, or a chunk as `ctxwin.serve.specs` takes it.
 
-        ``pixels``: of the request where it has more than one chunk.
+        ``allowance``: of the request where it has more than one chunk.
         """
         if isinstance(data, str):
             return self.find(data)
-        return Builder(files or {}, pixels or self.pixels(), self.find).build(check_spec(data))
+        return Builder(files or {}, allowance or self.allowance(), self.find, self._decode).build(check_spec(data))
 
     def find(self, chunk_id: str) -> Chunk:
         """An uploaded chunk, without its pixels; raises UnknownUpload."""
-        record = self._engine.repo.get_json(_key(chunk_id), bound=False) if _ID.fullmatch(chunk_id) else None
-        if record is None:
+        chunk = self._read(_key(chunk_id)) if _ID.fullmatch(chunk_id) else None
+        if chunk is None:
             raise UnknownUpload(f"chunk must be the id of an uploaded chunk, got {chunk_id[:80]!r}; upload it first")
-        return Chunk.model_validate(record)
+        return chunk
+
+    def _read(self, key: str) -> Chunk | None:
+        record = self._engine.repo.get_json(key, bound=False)
+        try:
+            chunk = None if record is None else Chunk.model_validate(record)
+        except ValueError:
+            return None
+        if chunk is None or _key(chunk.id) != key:
+            return None
+        return chunk.model_copy(update={"parts": without_sources(chunk.parts)})
 
     def describe(self, chunk_id: str) -> dict[str, Any]:
         """What is known of an uploaded chunk; UnknownUpload, too, where its pixels have left the store."""
@@ -80,9 +93,9 @@ class Uploads:
         shown: set[str] = set()
         if chunk.media:
             for key in list(repo.store.list("upload/")):
-                record = repo.get_json(key, bound=False)
-                if record is not None:
-                    shown |= {m.content for m in Chunk.model_validate(record).media}
+                other = self._read(key)
+                if other is not None:
+                    shown |= {m.content for m in other.media}
         kept = {m.content for m in chunk.media if m.content in shown or repo.leased(f"source/{m.content}")}
         for part in chunk.media:
             if part.content not in kept:

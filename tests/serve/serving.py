@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from ctxwin.engines.base import Engine
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.serve.app import install
-from ctxwin.serve.gate import Gate
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.metrics import CountingStore, Metrics
+from ctxwin.serve.middleware import Gateway
 from ctxwin.serve.service import Service
 from ctxwin.serve.tenants import Keys, Tenant
 from ctxwin.store import open_store
@@ -62,7 +62,11 @@ def open_tiny(engines: dict[str, Engine], url: str = "memory:") -> Opener:
 
 @contextlib.contextmanager
 def serving(
-    limits: Limits | None = None, tenants: Sequence[Tenant] = (), api_keys: Sequence[str] = (), store: str = "memory:"
+    limits: Limits | None = None,
+    tenants: Sequence[Tenant] = (),
+    api_keys: Sequence[str] = (),
+    store: str = "memory:",
+    **options: Any,
 ) -> Iterator[Server]:
     """A server that answers on a free port until the block ends."""
     registry, engines, passed = CollectorRegistry(), dict[str, Engine](), list[Any]()
@@ -74,6 +78,7 @@ def serving(
         keys=Keys.of(api_keys, tenants),
         metrics=Metrics(by_tenant=bool(tenants), registry=registry),
         defaults={"temperature": 0.0},
+        **options,
     )
 
     @contextlib.asynccontextmanager
@@ -103,7 +108,7 @@ def serving(
         return PlainTextResponse(generate_latest(registry))
 
     install(app, service)
-    app.add_middleware(Gate)
+    app.add_middleware(Gateway)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()

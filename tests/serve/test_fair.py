@@ -200,3 +200,29 @@ def test_one_tenants_requests_do_not_keep_another_waiting(monkeypatch: pytest.Mo
         for _ in range(3):
             turn.release()
         assert {future.result(30)[0] for future in many} <= {200, 201}
+
+
+def test_plain_requests_that_generate_wait_for_their_tenants_turn_and_others_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inside, go = threading.Event(), threading.Event()
+    tenant = {"authorization": "Bearer key-a"}
+    with serving(Limits(threads=1), [Tenant(name="acme", keys=["key-a"])]) as server, ThreadPoolExecutor() as pool:
+
+        def slow(_: Chunk) -> Any:
+            inside.set()
+            assert go.wait(60)
+
+        monkeypatch.setattr(server.engines["acme"], "encode", slow)
+        busy = pool.submit(call, server, "/v1/chunks", {"type": "text", "text": "x"}, **tenant)
+        try:
+            assert inside.wait(30)
+            plain = pool.submit(call, server, "/v1/chat/completions", {"messages": []}, **tenant)
+            short = pool.submit(call, server, "/tokenize", {"messages": []}, **tenant)
+            assert short.result(10)[0] == 200
+            assert "ctxwin_windows_open" in str(pool.submit(read_metrics, server).result(10))
+            assert not plain.done() and server.service._pool.waiting("acme") == 1
+        finally:
+            go.set()
+            busy.result()
+        assert plain.result(30)[0] == 200

@@ -256,8 +256,8 @@ def test_windows_outlive_the_server_on_a_durable_store(tmp_path: Path) -> None:
 
 def test_a_chat_is_the_chat_templates_own_prompt(client: OpenAI, server: Server) -> None:
     """The layout of a chat, piece by piece, is what the template makes of the whole conversation."""
-    from ctxwin.serve.chat import lay_out
-    from ctxwin.serve.completions import parse
+    from ctxwin.serve.completions import ChatRequest
+    from ctxwin.serve.layout import lay_out
 
     note = upload(client, Chunk.text("a note\n"))
     ask = [
@@ -270,7 +270,7 @@ def test_a_chat_is_the_chat_templates_own_prompt(client: OpenAI, server: Server)
         {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and two?"},
     ]  # fmt: skip
     space = server.service.space("")
-    layout = lay_out(space.engine, space.uploads, parse({"messages": messages}).messages)
+    layout = lay_out(space.engine, space.uploads, ChatRequest.model_validate({"messages": messages}).messages)
     engine = space.engine
     pieces = [
         engine.encode_system_prompt(layout.system_prompt),
@@ -411,3 +411,13 @@ def test_many_windows_at_once(client: OpenAI, server: Server) -> None:
             answers = list(pool.map(one, range(12)))
         assert answers[:3] * 4 == answers
         assert time.monotonic() - began < 60
+
+
+def test_what_the_server_has_lost_is_uploaded_again(server: Server) -> None:
+    """A chat names chunks without a window that would notice: `upload` has to ask, whatever it did before."""
+    client = server.client(max_retries=0)
+    for chunk in (Chunk.text("lost"), Chunk.image(np.full((32, 32, 3), 9, np.uint8))):
+        assert upload(client, chunk) == chunk.id
+        assert call(server, f"/v1/chunks/{chunk.id}", method="DELETE")[0] == 200
+        assert upload(client, chunk) == chunk.id
+        assert call(server, f"/v1/chunks/{chunk.id}")[0] == 200

@@ -36,7 +36,7 @@ def server() -> Iterator[Server]:
 
 def chat(server: Server, key: str, path: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
     """What reaches the server's own route of a plain request."""
-    asked = {"messages": [{"role": "user", "content": "hello"}], **body}
+    asked = body if "input" in body else {"messages": [{"role": "user", "content": "hello"}], **body}
     status, answer = call(server, path, asked, authorization=f"Bearer {key}")
     if status != 200:
         raise AssertionError((status, answer))
@@ -207,7 +207,6 @@ PART = "data:image/png;base64,AAAA"
         {"type": "input_image", "image_url": PART},
         {"type": "video_url", "video_url": {"url": PART}},
         {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
-        {"type": "image_embeds", "image_embeds": {"image_embeds": "AAAA", "image_grid_thw": "AAAA"}},
         {"type": "image_url", "image_url": None, "uuid": "cat"},
     ],
 )
@@ -224,16 +223,50 @@ def test_media_have_names_of_their_tenants(server: Server, path: str, where: str
     assert all({**other, "uuid": part.get("uuid")} == {**part, "uuid": part.get("uuid")} for other in others)
 
 
-def test_what_is_no_medium_or_fetched_anew_stays_as_it_is(server: Server) -> None:
+def test_what_is_no_medium_stays_as_it_is(server: Server) -> None:
     for part in (
-        {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}},
         {"type": "text", "text": "x", "image_url": PART},
         {"type": "tool_use", "id": "1", "name": "find", "input": {"uuid": "of a call", "image_url": PART}},
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "no base64!"}},
-        {"type": "image", "source": {"type": "url", "url": "https://example.org/cat.png"}},
     ):
         turn = [{"role": "user", "content": [part]}]
         assert chat(server, "key-a", "/v1/messages", messages=turn)["messages"] == turn
+
+
+URL = "https://example.org/cat.png"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": URL}},
+        {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x"}, "uuid": "cat"},
+        {"type": "video_url", "video_url": {"url": "file:///etc/passwd"}},
+        {"image_url": " " + URL},
+        {"type": "input_image", "image_url": URL},
+        {"type": "input_file", "file_url": URL},
+        {"type": "image", "source": {"type": "url", "url": URL}},
+        {"type": "tool_result", "content": [{"type": "document", "source": {"type": "url", "url": URL}}]},
+        {"type": "image_embeds", "image_embeds": {"image_embeds": "AAAA", "image_grid_thw": "AAAA"}},
+        {"image_embeds": "AAAA"},
+    ],
+)
+def test_nothing_is_fetched_for_tenants_and_no_embeddings_are_taken(server: Server, part: dict[str, Any]) -> None:
+    for path, where in (("/v1/chat/completions", "messages"), ("/v1/responses", "input"), ("/v1/messages", "messages")):
+        body = {where: [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]}
+        status, answer = call(server, path, body, authorization="Bearer key-a")
+        assert (status, answer["error"]["code"]) == (403, "not_allowed"), answer
+        assert chat(server, "key-own", path, **body) == body
+    assert not server.passed
+
+
+def test_a_server_that_fetches_for_tenants_gives_what_it_fetched_a_name_of_its_own() -> None:
+    with serving(tenants=[ACME, BOLT], fetches_media=True) as server:
+        part = {"type": "image_url", "image_url": {"url": URL}}
+        turn = [{"role": "user", "content": [part]}]
+        made = [chat(server, key, messages=turn)["messages"][0]["content"][0] for key in ("key-a", "key-a", "key-b")]
+    assert all({**one, "uuid": 0} == {**part, "uuid": 0} for one in made)
+    assert len({one["uuid"] for one in made}) == 3
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP"])

@@ -66,7 +66,7 @@ async def _serve(args: Namespace, options: Options, tenants: Sequence[Tenant], k
     except OSError as error:
         where = args.uds or f"port {args.port} of {args.host or 'this machine'}"
         raise OSError(f"{where} must be free to listen on, got {error}; choose another, e.g. with --port") from error
-    # vLLM guards its routes with every key; which tenant one belongs to is decided by the gate.
+    # vLLM guards its routes with every key; which tenant one belongs to is decided by our gateway.
     args.api_key = [*own_keys(args), *(key for tenant in tenants for key in tenant.keys)] or None
     try:
         async with build_async_engine_client(args) as client:
@@ -92,10 +92,10 @@ async def _with_windows(
     from vllm.entrypoints.launchers.launcher import serve_http
     from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 
-    from ctxwin.serve.app import GATE, install
+    from ctxwin.serve.app import GATEWAY, install
 
     tasks = await client.get_supported_tasks()
-    args.middleware = [*args.middleware, GATE]
+    args.middleware = [*args.middleware, GATEWAY]
     app = build_app(args, tasks, client.model_config)
     await init_app_state(client, app.state, args, tasks)
     service = Service(

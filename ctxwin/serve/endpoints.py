@@ -1,0 +1,124 @@
+"""What goes where: our endpoints, and those of the OpenAI server beside them that tenants may use.
+
+For a tenant every endpoint, field and header is closed until it stands here: what a newer vLLM adds is not served before
+somebody has looked at what it reaches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ctxwin.serve.errors import NotAllowed
+from ctxwin.serve.specs import REFERENCE
+
+CHUNKS, WINDOWS = "/v1/chunks", "/v1/windows"
+CHAT, OUR_CHAT = "/v1/chat/completions", "/v1/ctxwin/chat/completions"
+_READABLE = ("/health", "/ping", "/version", "/metrics", "/v1/models")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An endpoint of the OpenAI server that takes a JSON body.
+
+    Attributes:
+        fields: of the body that tenants may send.
+        generates: whether it computes KV: its body then has a ``cache_salt``, and it takes a place among what runs.
+    """
+
+    fields: frozenset[str]
+    generates: bool
+
+
+def _fields(*names: str) -> frozenset[str]:
+    return frozenset(name for line in names for name in line.split())
+
+
+_HEADERS = _fields(
+    "accept accept-encoding accept-language anthropic-beta anthropic-version authorization cache-control connection",
+    "content-length content-type expect host idempotency-key origin referer te transfer-encoding user-agent",
+    "x-forwarded-for x-forwarded-proto",
+)
+_SAMPLING = """model temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed n max_tokens
+    stop stop_token_ids include_stop_str_in_output ignore_eos min_tokens logit_bias logprobs prompt_logprobs
+    logprob_token_ids allowed_token_ids bad_words skip_special_tokens spaces_between_special_tokens length_penalty
+    truncate_prompt_tokens truncation_side add_special_tokens response_format structured_outputs stream stream_options
+    return_tokens_as_token_ids return_token_ids echo user cache_salt priority request_id"""
+_IGNORED = "metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention verbosity modalities"
+_TEMPLATE = "tools tool_choice add_generation_prompt continue_final_message chat_template_kwargs documents"
+_TOKENIZED = "model prompt messages add_special_tokens return_token_strs"
+_ANTHROPIC = "model messages system tools tool_choice thinking"
+PLAIN = {
+    CHAT: Endpoint(
+        _fields(
+            _SAMPLING, _IGNORED, _TEMPLATE, "messages top_logprobs max_completion_tokens reasoning_effort",
+            "thinking_token_budget include_reasoning parallel_tool_calls",
+        ),
+        generates=True,
+    ),
+    "/v1/completions": Endpoint(_fields(_SAMPLING, "prompt suffix"), generates=True),
+    "/v1/responses": Endpoint(
+        _fields(
+            "model input instructions max_output_tokens max_tool_calls temperature top_p top_k min_p presence_penalty",
+            "frequency_penalty repetition_penalty seed stop ignore_eos logit_bias top_logprobs include include_reasoning",
+            "parallel_tool_calls reasoning text tool_choice tools truncation user stream skip_special_tokens",
+            "include_stop_str_in_output structured_outputs cache_salt priority request_id", _IGNORED,
+        ),
+        generates=True,
+    ),
+    "/v1/messages": Endpoint(
+        _fields(
+            _ANTHROPIC, "max_tokens metadata output_config stop_sequences stream temperature top_k top_p cache_salt",
+        ),
+        generates=True,
+    ),
+    "/tokenize": Endpoint(_fields(_TOKENIZED, _TEMPLATE), generates=False),
+    "/detokenize": Endpoint(_fields("model tokens"), generates=False),
+    "/v1/messages/count_tokens": Endpoint(_fields(_ANTHROPIC), generates=False),
+}  # fmt: skip
+
+
+def is_ours(path: str) -> bool:
+    """Whether a path is one of our routes."""
+    return any(path == root or path.startswith(root + "/") for root in (CHUNKS, WINDOWS, OUR_CHAT))
+
+
+def check_endpoint(method: str, path: str) -> None:
+    """Raises NotAllowed for what no tenant is served."""
+    if path in PLAIN if method == "POST" else method in ("GET", "HEAD") and _is_readable(path):
+        return
+    raise NotAllowed(
+        f"{method} {path[:200]} is not served to tenants: nobody has made sure that it keeps them apart; see the security "
+        "page for what is"
+    )
+
+
+def check_fields(path: str, data: dict[str, Any]) -> None:
+    """Raises NotAllowed for a field that tenants may not send; null is as good as nothing."""
+    unknown = sorted(name for name, value in data.items() if value is not None and name not in PLAIN[path].fields)
+    if unknown:
+        raise NotAllowed(f"{', '.join(unknown)[:200]} is not served to tenants at {path}; leave it out")
+
+
+def allowed_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The headers of a tenant's request that reach the server: not those that set a priority, a rank or an id."""
+
+    def allowed(name: str) -> bool:
+        return name in _HEADERS or name.startswith(("x-stainless-", "sec-"))
+
+    return [(name, value) for name, value in headers if allowed(name.decode("latin-1").lower())]
+
+
+def names_chunks(data: Any) -> bool:
+    """Whether a chat request has one of our chunks among its content parts, so that it is for us."""
+    messages = data.get("messages") if isinstance(data, dict) else None
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type") == REFERENCE:
+                return True
+    return False
+
+
+def _is_readable(path: str) -> bool:
+    return any(path == known or path.startswith(known + "/") for known in _READABLE)

@@ -1,0 +1,171 @@
+"""In front of every route: authentication, then routing, then isolation, each in a module of its own."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AsyncExitStack
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ctxwin.serve.authentication import UnauthorizedError, authenticate
+from ctxwin.serve.endpoints import CHAT, OUR_CHAT, PLAIN, allowed_headers, check_endpoint, is_ours, names_chunks
+from ctxwin.serve.errors import NotAllowed, TooLarge, to_body
+from ctxwin.serve.isolation import bind, check_scores, plain_salt
+from ctxwin.serve.service import STATE, TENANT, Service
+
+_log = logging.getLogger("ctxwin.serve")
+
+
+class Gateway:
+    """The middleware of a server.
+
+    The service is looked up in the app's state (`ctxwin.serve.app.install` puts it there): a server that makes its
+    middleware from a name, as vLLM's ``--middleware`` does, has no service yet.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket") or scope.get("method") == "OPTIONS":
+            await self._app(scope, receive, send)
+            return
+        service: Service = getattr(scope["app"].state, STATE)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        async with AsyncExitStack() as held:
+            try:
+                scope[TENANT] = authenticate(service, scope, path)
+                if path == "/metrics":
+                    await service.run_briefly("", service.refresh_metrics)
+                receive = await _routed(service, scope, receive, path, held)
+            except UnauthorizedError as error:
+                await _refuse(scope, receive, send, error.status, error.body)
+                return
+            except Exception as error:
+                status, body = to_body(error)
+                if status >= 500:
+                    _log.error("%s failed before it was routed", path, exc_info=error)
+                await _refuse(scope, receive, send, status, body)
+                return
+            await self._app(scope, receive, send)
+
+
+async def _routed(service: Service, scope: Scope, receive: Receive, path: str, held: AsyncExitStack) -> Receive:
+    """A ``receive`` of what the route behind may see; the scope leads to our route where it must.
+
+    Args:
+        held: gets what has to be given back when the request has ended.
+    """
+    tenant: str | None = scope[TENANT]
+    body = _Body(service, tenant or "", receive)
+    held.callback(body.give_back)
+    if is_ours(path):
+        body.check_announced(scope)
+        return body.receive
+    if tenant:
+        if scope["type"] == "websocket":
+            raise NotAllowed("no WebSocket is served to tenants")
+        check_endpoint(scope["method"], path)
+        scope["headers"] = allowed_headers(scope["headers"])
+    if tenant is None or scope.get("method") != "POST":
+        return receive
+    bound = service.keys.tenants and path in PLAIN
+    if not bound and "form" in Headers(scope=scope).get("content-type", ""):
+        return receive  # of vLLM's own routes for files, which tenants do not reach
+    return await _looked_at(service, scope, body, path, tenant, held if bound else None)
+
+
+async def _looked_at(
+    service: Service, scope: Scope, body: _Body, path: str, tenant: str, held: AsyncExitStack | None
+) -> Receive:
+    """A plain request's body, checked, and bound to its tenant where there are tenants (then there is ``held``)."""
+    body.check_announced(scope)
+    raw = await body.read()
+    space = service.space(tenant)
+    try:
+        data = await service.run_briefly(tenant, service.limits.parse, raw, space.max_text if tenant else None)
+    except TooLarge:
+        raise
+    except ValueError:
+        data = None
+    if path == CHAT and names_chunks(data):
+        scope["path"] = scope.get("root_path", "") + OUR_CHAT
+        scope["raw_path"] = scope["path"].encode()
+        return body.again(raw)
+    check_scores(data, service.limits.max_logprobs)
+    if held is None:
+        return body.again(raw)  # the server says what is wrong with what is no JSON
+    if not isinstance(data, dict):
+        raise ValueError("the body must be a JSON object")
+    salt = plain_salt(space.engine)
+    raw = await service.run_briefly(tenant, _bound, path, data, tenant, salt, service.fetches_media)
+    kept = [(k, v) for k, v in scope["headers"] if k.lower() not in (b"content-length", b"transfer-encoding")]
+    scope["headers"] = [*kept, (b"content-length", str(len(raw)).encode())]
+    if PLAIN[path].generates:
+        await held.enter_async_context(service.place(tenant))
+    return body.again(raw)
+
+
+def _bound(path: str, data: dict[str, Any], tenant: str, salt: str, fetch: bool) -> bytes:
+    return bind(path, data, tenant, salt, fetch=fetch)
+
+
+class _Body:
+    """One request's body as it is received: within the server's limits, and counted among those that are held."""
+
+    def __init__(self, service: Service, tenant: str, receive: Receive) -> None:
+        self._limit = service.limits.max_upload_bytes
+        self._held = service.body_bytes
+        self._tenant = tenant
+        self._receive = receive
+        self._size = 0
+
+    def check_announced(self, scope: Scope) -> None:
+        """Raises TooLarge where the headers announce a longer body than is taken, which is then not read at all."""
+        length = Headers(scope=scope).get("content-length", "")
+        if length.isdecimal() and (len(length) > 18 or int(length) > self._limit):
+            self._too_large(length[:20])
+
+    async def receive(self) -> Message:
+        """The next message; raises TooLarge or TooManyRequests."""
+        message = await self._receive()
+        size = len(message.get("body", b""))
+        if self._size + size > self._limit:
+            self._too_large("more")
+        self._held.take(self._tenant, size)
+        self._size += size
+        return message
+
+    async def read(self) -> bytes:
+        """The whole body; what a client sent that left on the way."""
+        parts: list[bytes] = []
+        while True:
+            message = await self.receive()
+            parts.append(message.get("body", b""))
+            if message["type"] != "http.request" or not message.get("more_body", False):
+                return b"".join(parts)
+
+    def again(self, raw: bytes) -> Receive:
+        """A ``receive`` that gives ``raw`` as the whole body, then what comes behind it."""
+        messages: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+
+        async def receive() -> Message:
+            return messages.pop() if messages else await self._receive()
+
+        return receive
+
+    def give_back(self) -> None:
+        self._held.give_back(self._tenant, self._size)
+
+    def _too_large(self, got: str) -> None:
+        raise TooLarge(f"a body must have at most {self._limit} bytes (--max-upload-bytes), got {got}")
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send, status: int, body: dict[str, Any]) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008, "reason": body["error"]["message"][:100]})
+        return
+    await JSONResponse(body, status_code=status)(scope, receive, send)

@@ -1,0 +1,32 @@
+"""Plain requests are bound to their tenant."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ctxwin.serve.errors import NotAllowed
+from ctxwin.serve.isolation import bind
+
+
+def test_names_of_requests_and_media_are_a_tenants_own() -> None:
+    """vLLM keeps responses by the request id that a client may choose, and media by their uuid, for all tenants."""
+
+    def bound(tenant: str, name: Any) -> tuple[Any, Any]:
+        image = {"type": "image_url", "image_url": {"url": "http://host/cat.png"}, "uuid": name}
+        body = {"request_id": name, "messages": [{"role": "user", "content": [image]}]}
+        made = json.loads(bind("/v1/chat/completions", body, tenant, "salt", fetch=True))
+        return made["request_id"], made["messages"][0]["content"][0]["uuid"]
+
+    for name in ("resp_1", "", 5, ["x"]):
+        one, other = bound("acme", name), bound("bolt", name)
+        assert not {*one} & {*other} and one == bound("acme", name)
+    assert bound("", "resp_1") == ("resp_1", "resp_1")
+
+
+def test_a_tenant_without_a_salt_gets_no_shared_blocks() -> None:
+    with pytest.raises(NotAllowed):
+        bind("/v1/chat/completions", {"messages": []}, "acme", "")
+    assert json.loads(bind("/v1/chat/completions", {"messages": []}, "", "")) == {"messages": []}
