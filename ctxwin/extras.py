@@ -23,6 +23,7 @@ EXTRA_OF = {
     "rouge_score": "evals",
     "scipy": "evals",
     "srt": "evals",
+    "sse_starlette": "serve",
     "uvicorn": "serve",
     "vllm": "vllm",
 }

@@ -30,9 +30,20 @@ def serve(
     window_ttl: Annotated[
         float, typer.Option(min=0.1, help="Seconds after which an idle window is put aside in the store.")
     ] = 3600.0,
-    max_upload_bytes: Annotated[str, typer.Option(help="Largest body of a request to chunks and windows.")] = "64MiB",
+    max_upload_bytes: Annotated[str, typer.Option(help="Largest body of a request.")] = "64MiB",
     max_pixels: Annotated[int, typer.Option(min=1, help="Most pixels of one request's media, decoded.")] = 64 << 20,
-    max_concurrency: Annotated[int, typer.Option(min=1, help="Requests of windows that run at once.")] = 64,
+    max_frames: Annotated[int, typer.Option(min=1, help="Most pictures and frames of one request.")] = 256,
+    max_text: Annotated[
+        int, typer.Option(min=0, help="Most characters of one request's text; 0: 16 for each token of context.")
+    ] = 0,
+    max_chunks: Annotated[int, typer.Option(min=1, help="Most chunks of a window, placed and evicted.")] = 4096,
+    max_concurrency: Annotated[
+        int, typer.Option(min=1, help="Requests of windows, and of tenants' plain chats, that run at once.")
+    ] = 64,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests of a tenant that may wait for their turn.")] = 1024,
+    private_metrics: Annotated[
+        bool, typer.Option("--private-metrics", help="Where there are keys, /metrics needs one, too.")
+    ] = False,
     vllm_help: Annotated[
         str, typer.Option("--vllm-help", metavar="all|GROUP|ARGUMENT", help="Show vLLM's own arguments, and exit.")
     ] = "",
@@ -57,12 +68,16 @@ def serve(
         return
     limits = Limits(
         max_upload_bytes=parse_bytes(max_upload_bytes),
+        max_text=max_text or None,
         max_pixels=max_pixels,
+        max_frames=max_frames,
+        max_chunks=max_chunks,
         max_windows=max_windows,
         window_ttl_s=window_ttl,
         threads=max_concurrency,
+        max_waiting=max_waiting,
         fidelity=Fidelity(fidelity),  # type: ignore[arg-type]
     )
     from ctxwin.serve.vllm.server import Options, run
 
-    run(model, ctx.args, Options(store, store_bytes or None, tenants, limits))
+    run(model, ctx.args, Options(store, store_bytes or None, tenants, private_metrics, limits))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from argparse import Namespace
+import socket
+from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -13,7 +14,40 @@ from ctxwin.engines.vllm.lifecycle import startup
 from ctxwin.errors import UnsupportedModel
 from ctxwin.tiny import checkpoint_dir
 
+_SHUTDOWN_S = 5
+"""What vLLM's processes get to end by themselves; killed at once, they leave shared memory behind."""
 _log = logging.getLogger("ctxwin.serve")
+
+
+def check_port(given: Sequence[str]) -> None:
+    """Looks at the port that vLLM's arguments name before anything is loaded.
+
+    Raises:
+        OSError: it is taken, or is none of this machine's. ValueError: it is no port.
+
+    vLLM itself looks again: an argument may also stand in its ``--config`` file.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--host", default="")
+    parser.add_argument("--port", default="8000")
+    parser.add_argument("--uds")
+    parser.add_argument("--config")
+    try:
+        named, _ = parser.parse_known_args(list(given))
+    except ArgumentError:
+        return  # vLLM's parser says what is wrong
+    if named.uds or (named.config and "--port" not in given):
+        return
+    if not named.port.isdecimal() or int(named.port) > 65535:
+        raise ValueError(f"--port must be in 0..65535, got {named.port!r}")
+    family = socket.AF_INET6 if ":" in named.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((named.host, int(named.port)))
+        except OSError as error:
+            where = f"port {named.port} of {named.host or 'this machine'}"
+            raise OSError(f"{where} must be free to listen on, got {error}; choose another with --port") from error
 
 
 def parse(model: str, given: Sequence[str]) -> Namespace:
@@ -39,6 +73,8 @@ def parse(model: str, given: Sequence[str]) -> Namespace:
     validate_parsed_serve_args(args)
     _check_one_process(args)
     _check_template(args)
+    if not any(name.startswith("--shutdown-timeout") for name in given):
+        args.shutdown_timeout = _SHUTDOWN_S
     args.plain_max_logprobs = args.max_logprobs  # of plain requests; windows may ask for the whole vocabulary
     names = {f.name for f in fields(AsyncEngineArgs)} - {"model", "max_logprobs"}
     for name, value in startup.engine_arguments(args.model, _chosen(parser, args, [model, *given], names)).items():

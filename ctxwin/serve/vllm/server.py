@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import threading
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ctxwin.engines.base import Engine
+from ctxwin.errors import EngineFailed
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.metrics import CountingStore
 from ctxwin.serve.service import OpenEngine, Service
 from ctxwin.serve.tenants import Keys, Tenant, load_tenants
-from ctxwin.serve.vllm.arguments import defaults_of, own_keys, parse
+from ctxwin.serve.vllm.arguments import check_port, defaults_of, own_keys, parse
 from ctxwin.store import open_store
 
 _log = logging.getLogger("ctxwin.serve")
@@ -30,11 +32,13 @@ class Options:
         store: where KV, patches, embeddings and uploads are kept (`open_store`); each tenant has its own in it.
         store_bytes: limit of a tenant's store unless the tenants file names another.
         tenants: the tenants file, see `ctxwin.serve.tenants`.
+        private_metrics: whether ``/metrics`` needs a key where there are keys.
     """
 
     store: str = "memory:"
     store_bytes: int | str | None = None
     tenants: Path | None = None
+    private_metrics: bool = False
     limits: Limits = field(default_factory=Limits)
 
 
@@ -42,9 +46,11 @@ def run(model: str, given: Sequence[str], options: Options) -> None:
     """Serves until SIGINT or SIGTERM. Blocks.
 
     Raises:
-        ValueError, UnsupportedModel: arguments that cannot be served. EngineFailed: a vLLM that was not tested.
+        ValueError, UnsupportedModel: arguments that cannot be served.
+        EngineFailed: a vLLM that was not tested, or one that ended by itself, so that a supervisor starts it again.
         OSError: a port that is taken, a tenants file or a store that cannot be read.
     """
+    check_port(given)  # importing vLLM takes seconds, loading a model minutes
     import uvloop
 
     tenants = load_tenants(options.tenants) if options.tenants else []
@@ -66,14 +72,41 @@ async def _serve(args: Namespace, options: Options, tenants: Sequence[Tenant], k
     except OSError as error:
         where = args.uds or f"port {args.port} of {args.host or 'this machine'}"
         raise OSError(f"{where} must be free to listen on, got {error}; choose another, e.g. with --port") from error
+    _warn_of_clients(args, tenants)
     # vLLM guards its routes with every key; which tenant one belongs to is decided by our gateway.
     args.api_key = [*own_keys(args), *(key for tenant in tenants for key in tenant.keys)] or None
     try:
         async with build_async_engine_client(args) as client:
+            stopping = _told_to_stop(client)
             ended = await _with_windows(client, address, sock, args, options, tenants, keys)
+            died = client.errored and not stopping.is_set()
         await ended  # once vLLM has shut down
+        if died:
+            raise EngineFailed("vLLM ended by itself; its log says why, and the server has to be started again")
     finally:
         sock.close()
+
+
+def _told_to_stop(client: Any) -> threading.Event:
+    """Set once vLLM is shut down on purpose, which looks like its death afterwards."""
+    stopping, shutdown = threading.Event(), client.shutdown
+
+    def told(*args: Any, **options: Any) -> Any:
+        stopping.set()
+        return shutdown(*args, **options)
+
+    client.shutdown = told
+    return stopping
+
+
+def _warn_of_clients(args: Namespace, tenants: Sequence[Tenant]) -> None:
+    """Says what one client can do to another where no tenants keep them apart."""
+    if not tenants:
+        who = "everybody who has the key" if args.api_key else "everybody who reaches the port"
+        _log.warning(
+            "no tenants: %s shares windows, chunks, caches and quotas, and can affect every other client; give --tenants "
+            "FILE to keep clients apart", who,
+        )  # fmt: skip
 
 
 async def _with_windows(
@@ -105,6 +138,8 @@ async def _with_windows(
         tenants=tenants,
         keys=keys,
         defaults=defaults_of(client.model_config),
+        private_metrics=options.private_metrics,
+        fetches_media=bool(args.allowed_media_domains),
     )
     install(app, service)
     try:
