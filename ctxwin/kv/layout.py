@@ -13,7 +13,7 @@ With partial rotary embedding only the first ``rotary_dim`` of the key's last ax
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -87,12 +87,15 @@ class SpanKV:
         positions: int64 ``[3, T]``, M-RoPE coordinates (t, h, w) relative to the span's own origin; text and
             one-axis models have three equal rows.
         start: the position at which the keys are rotated now; 0 is the canonical frame.
+        blob: the checked bytes (`ctxwin.store.codec`) that the tensors are views of, where a store read them. It can be
+            handed on as it is; a span made from another one has none.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     positions: torch.Tensor
     start: int
+    blob: bytes | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def tokens(self) -> int:

@@ -111,6 +111,7 @@ class SpanRepository:
                 raise StoreCorrupt(f"a span's shapes must fit each other, got {span.k.shape}, {span.v.shape}")
             if len(header["user"]["token_ids"]) != span.tokens:
                 raise StoreCorrupt(f"a span must have one token id per token, got {len(header['user']['token_ids'])}")
+            object.__setattr__(span, "blob", blob)
             return span, header
 
         def same(header: Mapping[str, Any]) -> bool:

@@ -83,7 +83,7 @@ def bare(model: str, processes: str) -> Iterator[Driver]:
     from ctxwin.engines.vllm.core import read_model
     from ctxwin.engines.vllm.drivers import LoopDriver, StepDriver
     from ctxwin.engines.vllm.lifecycle.startup import with_connector
-    from ctxwin.engines.vllm.transfers import open_exchange
+    from ctxwin.engines.vllm.transport import LocalTransport
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if processes == "single" else "1"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -91,8 +91,8 @@ def bare(model: str, processes: str) -> Iterator[Driver]:
     if processes != "single":
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     served = read_model(model)
-    exchange = open_exchange(served.kv)
-    arguments = with_connector(str(served.checkpoint.path), {"dtype": served.dtype}, exchange)
+    transport = LocalTransport(served.kv)
+    arguments = with_connector(str(served.checkpoint.path), {"dtype": served.dtype}, transport)
     for name in ("kv_transfer_config", "ec_transfer_config", "worker_extension_cls"):
         arguments.pop(name, None)
     if processes != "single":
@@ -119,7 +119,7 @@ def bare(model: str, processes: str) -> Iterator[Driver]:
         yield driver
     finally:
         driver.close()
-        exchange.close()
+        transport.close()
 
 
 def _shut_down(llm: Any) -> None:

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ctxwin.engines.vllm import connector, requests
+from ctxwin.engines.vllm import requests
 from ctxwin.engines.vllm.lifecycle.folders import shared_memory
-from ctxwin.engines.vllm.spool import Spool
-from ctxwin.engines.vllm.transfers import Exchange
+from ctxwin.engines.vllm.transport import LocalTransport, SharedMemoryTransport, base
 
-KINDS = {Exchange: ("refused", "torn"), Spool: ("gone", "cut", "turned")}
+KINDS = {LocalTransport: ("refused", "torn"), SharedMemoryTransport: ("gone", "cut", "turned")}
 """What can happen to a load. In process: the write raises, before or after it has written garbage. Elsewhere: a file that
 the job names is not there, ends in the middle, or has a bit turned."""
 
@@ -42,8 +41,8 @@ class Faults:
     """
 
     def __init__(self, engine: Any, choose: Callable[[], str]) -> None:
-        self.exchange: Any = engine._core.exchange
-        self.kinds = KINDS[type(self.exchange)]
+        self.transport: Any = engine._core.transport
+        self.kinds = KINDS[type(self.transport)]
         self.struck: Counter[str] = Counter()
         self._choose = choose
         self._doomed: dict[str, str] = {}
@@ -51,7 +50,12 @@ class Faults:
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> Faults:
-        exchange, add, collect, remove = self.exchange, self.exchange.add, self.exchange.collect, self.exchange.remove
+        transport, add, collect, remove = (
+            self.transport,
+            self.transport.add,
+            self.transport.collect,
+            self.transport.remove,
+        )
 
         def handed_over(transfer: Any) -> str:
             kind = self._choose() if transfer.loads else ""
@@ -60,8 +64,8 @@ class Faults:
                 assert kind in self.kinds
                 with self._lock:
                     self._doomed[handle] = kind
-                if isinstance(exchange, Spool):
-                    _damage(exchange.path, handle, kind)
+                if isinstance(transport, SharedMemoryTransport):
+                    _damage(transport.path, handle, kind)
             return handle
 
         def collected(handle: str, transfer: Any, finished: bool) -> None:
@@ -73,14 +77,14 @@ class Faults:
 
         def removed(handle: str) -> None:
             remove(handle)
-            if self._doomed.pop(handle, None) and isinstance(exchange, Spool):
-                (exchange.path / f"bad-{handle}").unlink(missing_ok=True)
+            if self._doomed.pop(handle, None) and isinstance(transport, SharedMemoryTransport):
+                (transport.path / f"bad-{handle}").unlink(missing_ok=True)
 
-        self._patch(exchange, "add", handed_over)
-        self._patch(exchange, "collect", collected)
-        self._patch(exchange, "remove", removed)
-        if isinstance(exchange, Exchange):
-            self._patch(connector, "_write", self._write(connector._write))
+        self._patch(transport, "add", handed_over)
+        self._patch(transport, "collect", collected)
+        self._patch(transport, "remove", removed)
+        if isinstance(transport, LocalTransport):
+            self._patch(base, "write", self._write(base.write))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -177,25 +181,25 @@ def free_blocks(engine: Any) -> bool:
 
 def assert_released(engine: Any, *stores: Any) -> None:
     """Nothing is left of any request: no transfer, no block of the paged cache, no file, no lease."""
-    exchange = engine._core.exchange
-    assert len(exchange) == 0
+    transport = engine._core.transport
+    assert len(transport) == 0
     until = time.monotonic() + 20  # vLLM frees the blocks of an aborted request in its next step
     while not free_blocks(engine):
         assert time.monotonic() < until, "blocks of the paged cache are still held"
         time.sleep(0.05)
-    if isinstance(exchange, Spool):
-        assert wait_until(lambda: not files(exchange.path), 5), files(exchange.path)
+    if isinstance(transport, SharedMemoryTransport):
+        assert wait_until(lambda: not files(transport.path), 5), files(transport.path)
     for store in (engine.store, *stores):
         assert store.stats().leased == 0
 
 
 def files(folder: Path) -> list[str]:
-    """What a spool holds of single requests; spans and patches stay for later ones."""
+    """What a transport's folder holds of single requests; spans and patches stay for later ones."""
     kept = ("span-", "patch-", "spec.json", "lock", "embed")
     return sorted(p.name for p in folder.iterdir() if not p.name.startswith(kept))
 
 
-def spools(pid: int) -> list[str]:
+def folders(pid: int) -> list[str]:
     """Folders in shared memory that belong to a process."""
     return sorted(p.name for p in Path(shared_memory()).glob(f"ctxwin-{pid}-*"))
 

@@ -427,21 +427,19 @@ class TestSampling:
 
 class TestFaults:
     def test_a_load_that_fails_is_computed_instead(self, engine: Any) -> None:
-        from ctxwin.engines.vllm import connector
+        from ctxwin.engines.vllm.transport import base
 
         parts, query = encoded(engine, [1, 2, 3]), engine.encode_query("what color")
         spans = spans_of(engine, [1, 2, 3], "fault-1")
         right = engine.generate(laid(parts), query, ALL, salt="fault-2")
         before = replace(engine.counters)
-        with mock.patch.object(connector, "_write", side_effect=OSError("a lost page")):
+        with mock.patch.object(base, "write", side_effect=OSError("a lost page")):
             made = engine.generate(laid(parts, spans), query, ALL, salt="fault-3")
         assert made.fallbacks == 1 and engine.counters.fallbacks == before.fallbacks + 1
         assert engine.counters.retries == before.retries + 3
         assert gap(right, made) < 1e-5 and made.token_ids == right.token_ids
         # A load that fails once is tried again: the answer is that of the spans.
-        with mock.patch.object(
-            connector, "_write", wraps=connector._write, side_effect=[OSError("once"), mock.DEFAULT]
-        ):
+        with mock.patch.object(base, "write", wraps=base.write, side_effect=[OSError("once"), mock.DEFAULT]):
             again = engine.generate(laid(parts, spans), query, ALL, salt="fault-3b")
         assert again.fallbacks == 0 and engine.counters.retries == before.retries + 4
         assert gap(right, again) < 1e-5 and again.bytes_loaded == sum(s.nbytes for s in spans)
@@ -488,7 +486,7 @@ class TestFaults:
 
     def test_options_that_spans_cannot_follow_are_refused(self, model_dir: Path) -> None:
         from ctxwin.engines.vllm.engine import VLLMEngine
-        from ctxwin.engines.vllm.transfers import find_exchange
+        from ctxwin.engines.vllm.transport.local import find
 
         with pytest.raises(UnsupportedModel, match="pipeline_parallel_size must be 1, got 2"):
             VLLMEngine(model_dir, pipeline_parallel_size=2)
@@ -499,7 +497,7 @@ class TestFaults:
         with pytest.raises(ValueError, match="enable_prefix_caching must be True"):
             VLLMEngine(model_dir, enable_prefix_caching=False)
         with pytest.raises(RuntimeError, match="processes='multi'"):
-            find_exchange("of-another-process")
+            find("of-another-process")
 
 
 class TestLifeCycle:
@@ -540,7 +538,7 @@ class TestPaging:
     def test_a_packing_that_loses_numbers_is_refused(self, engine: Any) -> None:
         from ctxwin.engines.vllm.paged import PagedKV
 
-        paged = engine._core.exchange.paged
+        paged = engine._core.transport.paged
         layers = {f"layers.{i}.attn": layer for i, layer in enumerate(paged._layers)}
         assert PagedKV(layers, engine.spec.kv, paged.block_size)
         impl = paged._layers[0].impl

@@ -130,7 +130,7 @@ def same(a: Generation, b: Generation) -> bool:
 
 
 def kinds(engine: Any) -> tuple[str, ...]:
-    return faults.KINDS[type(engine._core.exchange)]
+    return faults.KINDS[type(engine._core.transport)]
 
 
 class TestLoads:
@@ -193,7 +193,7 @@ class TestLoads:
         from vllm import SamplingParams
 
         from ctxwin.engines.vllm.engine import _joined
-        from ctxwin.engines.vllm.transfers import PARAM, new_handle
+        from ctxwin.engines.vllm.transport.base import PARAM, new_handle
 
         core, parts = engine._core, encoded(engine, [picture(1), picture(2)])
         query = engine.encode_query("what color")
@@ -477,10 +477,10 @@ class TestKilled:
         assert child.stdout is not None and child.stdout.readline() == "up\n"
         below = faults.descendants(child.pid)
         files = faults.mapped([child.pid, *below])
-        assert len(below) >= 2 and len(faults.spools(child.pid)) == 1 and files
+        assert len(below) >= 2 and len(faults.folders(child.pid)) == 1 and files
         child.kill()
         assert faults.wait_until(lambda: not faults.running(below), 60), faults.running(below)
-        assert faults.spools(child.pid) == []
+        assert faults.folders(child.pid) == []
         child.wait(timeout=10)
         child.stdout.close()
         assert faults.left(files) == []
@@ -525,11 +525,11 @@ def assert_killed_well(engine: Any, name: str) -> None:
         with pytest.raises(EngineFailed, match="open a new one"):
             window.ask("what color", max_tokens=1)
         window.close()
-    assert len(engine._core.exchange) == 0 and engine.store.stats().leased == 0
+    assert len(engine._core.transport) == 0 and engine.store.stats().leased == 0
     begin = time.monotonic()
     engine.close()
     assert time.monotonic() - begin < 20
-    assert faults.spools(os.getpid()) == []
+    assert faults.folders(os.getpid()) == []
     assert faults.wait_until(lambda: not faults.running(below), 30), faults.running(below)
     assert files and faults.wait_until(lambda: not faults.left(files), 10), faults.left(files)
 

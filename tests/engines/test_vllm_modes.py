@@ -122,7 +122,9 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 @pytest.fixture(scope="module")
 def reference() -> list[Answer]:
     """The program in this process; what the connector's scheduler tells its workers is looked at on the way."""
-    from ctxwin.engines.vllm.connector import CtxwinConnector, Load, Save, Step
+    from ctxwin.engines.vllm.connector import CtxwinConnector
+    from ctxwin.engines.vllm.connector.scheduler import Step
+    from ctxwin.engines.vllm.transport import Load, Save
 
     told: list[Step] = []
     build = CtxwinConnector.build_connector_meta
@@ -165,7 +167,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Opened]:
     try:
         found = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
         found = [p for p in found if "resource_tracker" not in " ".join(p.cmdline())]
-        made = Opened(engine, found, engine._core.exchange.path, [], [], [], [])
+        made = Opened(engine, found, engine._core.transport.path, [], [], [], [])
         driver = engine._core.driver
         submit = driver.submit
 

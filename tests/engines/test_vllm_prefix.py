@@ -672,3 +672,27 @@ def test_no_approximate_token_is_in_a_block_of_an_exact_name(
         if marks == space_of(segments[:cut], "salt", block).marks:
             fewer = block_names(segments[:cut], "salt", block)
             assert mine[: len(fewer)] == fewer
+
+
+def part(name: str, tokens: int) -> Encoded:
+    return Encoded(name, tuple(range(tokens)), np.tile(np.arange(tokens), (3, 1)), tokens)
+
+
+def test_the_same_text_apart_at_another_place_has_another_name() -> None:
+    """Placed twice, one chunk is served from its canonical at one place and computed at the other: other KV, same tokens."""
+    from ctxwin.engines.vllm.prefix_space import space_of
+
+    system_prompt, text = part("system_prompt", 32), part("text", 32)
+    picture = replace(part("picture", 32), media=(MediaSpan("image", "media/p", 0, 32, (1, 8, 16)),))
+    names = []
+    for first in (True, False):
+        segments = [Segment(system_prompt, 0, span_key="h"), Segment(picture, 32, span_key="p")]
+        for i, approximate in enumerate((first, not first)):
+            segments.append(
+                Segment(
+                    text, 64 + 32 * i, span_key="canonical" if approximate else f"exact {i}", approximate=approximate
+                )
+            )
+        names.append(space_of(segments, "salt", 32).marks)
+    assert names[0].keys() == names[1].keys() == {32}
+    assert names[0] != names[1]

@@ -224,7 +224,7 @@ def run_all(engine: Any, operations: int, share: float) -> Result:
     chunks = pool()
     programs = [Program(i, views[i], steps[i], chunks) for i in range(WINDOWS)]
     begin = threading.Barrier(WINDOWS)
-    chosen = faults.Seeded(share, faults.KINDS[type(engine._core.exchange)])
+    chosen = faults.Seeded(share, faults.KINDS[type(engine._core.transport)])
 
     def go(program: Program) -> None:
         chosen.seed(f"faults {program.index}")
@@ -293,7 +293,7 @@ def opened(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     yield engine
     files = faults.mapped([os.getpid(), *faults.descendants(os.getpid())])
     engine.close()
-    assert len(engine._core.exchange) == 0 and faults.spools(os.getpid()) == []
+    assert len(engine._core.transport) == 0 and faults.folders(os.getpid()) == []
     assert faults.wait_until(lambda: set(faults.descendants(os.getpid())) <= children, 20)
     assert faults.wait_until(lambda: not faults.left(files), 20), faults.left(files)
 

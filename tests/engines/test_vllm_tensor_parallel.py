@@ -170,7 +170,9 @@ def test_a_corrupt_file_of_one_span(engines: tuple[Any, Any]) -> None:
     whole, spans = computed(two, [9, 10], "corrupt")
     layout = laid(parts_of(two, [9, 10]), spans)
     query = two.encode_query(QUERY)
-    with mock.patch("ctxwin.engines.vllm.spool.encode_span", return_value=b"nothing that anybody can read"):
+    with mock.patch(
+        "ctxwin.engines.vllm.transport.shared_memory.encode_span", return_value=b"nothing that anybody can read"
+    ):
         found = two.generate(layout, query, FIRST, salt="corrupt load")
     assert found.fallbacks == 1 and far(found.logprobs, whole.logprobs) < CLOSE
     assert two.generate(layout, query, FIRST, salt="sound load").fallbacks == 0

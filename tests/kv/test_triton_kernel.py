@@ -466,7 +466,7 @@ with ctxwin.open_engine("tiny") as engine:
     window.ask("red?", max_tokens=1)
     window.evict(first)
     answer = window.ask("blue?", max_tokens=1, logprobs=5)
-    paged = engine._core.exchange.paged
+    paged = engine._core.transport.paged
     loads = answer.usage.bytes_loaded, answer.usage.reused_tokens
     print(json.dumps([paged.kernel, paged.direct, choice.faults(), loads, answer.first_token_logprobs]))
 """

@@ -1,7 +1,11 @@
-"""The vLLM adapter: a KV connector that writes spans into vLLM's paged cache and reads computed spans back.
+"""vLLM as an embedded engine: spans are written into its paged cache, and computed spans are read back.
 
 Modules:
-    registry: what one request shall load and capture, shared between an engine and its connector in one process.
-    paged: writing and reading token slots of the paged cache, whatever its packing.
-    connector: the out-of-tree KV connector that vLLM loads by module path.
+    engine: `VLLMEngine`, an engine on a running vLLM (`core`), driven from any thread (`drivers`).
+    requests, inputs, prefix_space: one request, its prompt, and which blocks of the prefix cache it may share.
+    connector: what vLLM loads by module path, in every process that it runs: scheduler and worker halves, encoder cache.
+    transport: how KV gets to the connector and back, within a process or through shared memory.
+    paged, load_thread, ranks: the cache's packing; loads in a process that computes; KV heads of tensor-parallel ranks.
+    lifecycle, refusals: start, end and what is left of vLLM's processes; configurations that are refused.
+    internals: whatever is touched of vLLM beyond its official seams.
 """

@@ -1,4 +1,4 @@
-"""One running vLLM and what its engines share: checkpoint, driver, exchange, inputs."""
+"""One running vLLM and what its engines share: checkpoint, driver, transport, inputs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ctxwin.engines.vllm.drivers import Driver, LoopDriver, StepDriver
-from ctxwin.engines.vllm.inputs import Inputs, bare_model
+from ctxwin.engines.vllm.inputs import Inputs
+from ctxwin.engines.vllm.internals import bare_model, worker_model
 from ctxwin.engines.vllm.lifecycle import cleanup, startup
 from ctxwin.engines.vllm.paged import PagedKV
-from ctxwin.engines.vllm.spool import SPOOL, Spool
-from ctxwin.engines.vllm.transfers import Exchange, open_exchange
+from ctxwin.engines.vllm.transport import PARAM, LocalTransport, SharedMemoryTransport, Transport
 from ctxwin.engines.vllm.vision import remote, see
 from ctxwin.errors import EngineFailed, UnsupportedModel
 
@@ -29,7 +29,7 @@ VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl
 REFUSED = {"kimi_k25": "vLLM 0.32 does not know transformers' class of it"}
 """Why families of the transformers engine are not served here."""
 _DTYPES = ("bfloat16", "float16", "float32")
-_spools: weakref.WeakValueDictionary[str, Spool] = weakref.WeakValueDictionary()
+_prepared: weakref.WeakValueDictionary[str, SharedMemoryTransport] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -61,21 +61,21 @@ def read_model(model: str | Path, dtype: Any = "auto") -> Served:
 
 
 def prepare(model: str | Path, options: dict[str, Any]) -> dict[str, Any]:
-    """See `startup.engine_arguments`, with the spool that the engine will be attached by."""
+    """See `startup.engine_arguments`, with the transport that the engine will be attached by."""
     served = read_model(model, options.get("dtype") or "auto")
-    spool = Spool(served.kv)
+    transport = SharedMemoryTransport(served.kv)
     try:
         given = {**options, "dtype": served.dtype}
-        arguments = startup.with_connector(str(served.checkpoint.path), given, spool)
+        arguments = startup.with_connector(str(served.checkpoint.path), given, transport)
     except BaseException:
-        spool.close()
+        transport.close()
         raise
-    _spools[spool.name] = spool
-    _kept.append(spool)
+    _prepared[transport.source] = transport
+    _kept.append(transport)
     return arguments
 
 
-_kept: list[Spool] = []  # prepared, but not attached yet
+_kept: list[SharedMemoryTransport] = []  # prepared, but not attached yet
 
 
 class Core:
@@ -88,27 +88,26 @@ class Core:
         block: tokens of a block of its paged cache.
     """
 
-    def __init__(self, model: str | Path, served: Served, driver: Driver, exchange: Exchange | Spool) -> None:
+    def __init__(self, model: str | Path, served: Served, driver: Driver, transport: Transport) -> None:
         self.model = str(model)
         self.checkpoint, self.identity, self.kv = served.checkpoint, served.identity, served.kv
         self.driver = driver
-        self.exchange = exchange
+        self.transport = transport
         self.block = int(driver.config.cache_config.block_size)
         self._users = 0
         self._segments: set[str] = set()  # shared memory of processes that it started
         self._lock = threading.Lock()
         config = driver.config.model_config
-        if isinstance(exchange, Exchange):
-            llm = cast("StepDriver", driver).llm
-            worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-            self.inputs = Inputs(config, driver.renderer, worker.get_model(), self._see_here)
+        if isinstance(transport, LocalTransport):
+            model_here = worker_model(cast("StepDriver", driver).llm)
+            self.inputs = Inputs(config, driver.renderer, model_here, self._see_here)
             layers = driver.config.compilation_config.static_forward_context
-            exchange.paged = PagedKV(layers, self.kv, driver.config.cache_config.block_size, alone=True)
-        else:
-            exchange.alive = lambda: driver.dead is None
-            exchange.ranks = int(driver.config.parallel_config.tensor_parallel_size)
+            transport.paged = PagedKV(layers, self.kv, driver.config.cache_config.block_size, alone=True)
+        elif isinstance(transport, SharedMemoryTransport):
+            transport.alive = lambda: driver.dead is None
+            transport.ranks = int(driver.config.parallel_config.tensor_parallel_size)
             self.inputs = Inputs(
-                config, driver.renderer, bare_model(config), remote(driver.rpc, exchange.path), files=True
+                config, driver.renderer, bare_model(config), remote(driver.rpc, transport.path), files=True
             )
         self.vision = self.inputs.multimodal and self.checkpoint.media is not None
 
@@ -119,18 +118,19 @@ class Core:
         served = read_model(model, options.pop("dtype", "auto"))
         if processes is None:
             processes = "multi" if options.get("tensor_parallel_size", 1) > 1 else "single"
-        exchange: Exchange | Spool = open_exchange(served.kv) if processes == "single" else Spool(served.kv)
+        transport: Transport
+        transport = LocalTransport(served.kv) if processes == "single" else SharedMemoryTransport(served.kv)
         driver, before = None, cleanup.segments()
         try:
             given = {"dtype": served.dtype, **options}
-            driver = startup.start(str(served.checkpoint.path), exchange, given, cast("Any", processes))
-            core = cls(model, served, driver, exchange)
+            driver = startup.start(str(served.checkpoint.path), transport, given, cast("Any", processes))
+            core = cls(model, served, driver, transport)
             core._segments = set() if driver.local else cleanup.segments() - before
             return core
         except BaseException:
             if driver is not None:
                 driver.close()
-            exchange.close()
+            transport.close()
             raise
 
     @classmethod
@@ -139,13 +139,13 @@ class Core:
         engine = getattr(llm, "llm_engine", llm)
         config = engine.vllm_config
         extra = getattr(config.kv_transfer_config, "kv_connector_extra_config", None) or {}
-        spool = _spools.get(str(extra.get(SPOOL, "")))
-        if spool is None:
+        transport = _prepared.get(str(extra.get(PARAM, "")))
+        if transport is None:
             raise ValueError(
                 "vLLM must have been started in this process with the arguments of "
                 "ctxwin.engines.vllm.lifecycle.startup.engine_arguments(model, options)"
             )
-        if not spool.path.exists():
+        if not transport.path.exists():
             raise ValueError("vLLM's last ctxwin engine was closed; start vLLM anew with new engine_arguments")
         if engine is llm and loop is None:
             raise ValueError("an AsyncLLM needs loop=, the running event loop that it was started on")
@@ -153,11 +153,11 @@ class Core:
         driver: Driver
         driver = StepDriver(llm, lambda _: None) if engine is not llm else LoopDriver(llm, cast("Any", loop))
         try:
-            core = cls(model, served, driver, spool)
+            core = cls(model, served, driver, transport)
         except BaseException:
             driver.close()
             raise
-        _kept[:] = [s for s in _kept if s is not spool]
+        _kept[:] = [t for t in _kept if t is not transport]
         return core
 
     def retain(self) -> None:
@@ -177,7 +177,7 @@ class Core:
         finally:
             cleanup.remove(self._segments)
             self.inputs.close()
-            self.exchange.close()
+            self.transport.close()
 
     def _see_here(self, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
         driver = self.driver

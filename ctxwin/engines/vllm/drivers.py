@@ -21,9 +21,10 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+from ctxwin.engines.vllm import internals
 from ctxwin.errors import EngineFailed
 
 T = TypeVar("T")
@@ -116,7 +117,7 @@ class StepDriver(Driver):
         self._engine: Any = llm.llm_engine
         self.config = self._engine.vllm_config
         self.renderer = self._engine.renderer
-        self.local = hasattr(self._engine.engine_core, "engine_core")
+        self.local = internals.in_process(self._engine)
         self._stop = stop
         self._tasks: deque[Callable[[], None]] = deque()
         self._tickets: dict[str, Ticket] = {}
@@ -232,19 +233,16 @@ class StepDriver(Driver):
                 ticket.outputs.put(output)
 
     def _watch(self) -> None:
-        """Wakes vLLM's thread where its engine process was killed: vLLM notices, but leaves whoever waits for it waiting."""
+        """Wakes vLLM's thread where its engine process was killed."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        client = self._engine.engine_core
-        while not client.resources.engine_dead:
+        engine = self._engine
+        while not internals.core_died(engine):
             if self._ended.wait(WATCH_S):
                 return
         error = EngineDeadError()
         self._end(error)
-        for future in list(client.utility_results.values()):
-            with contextlib.suppress(InvalidStateError):
-                future.set_exception(error)
-        client.outputs_queue.put_nowait(error)
+        internals.wake_waiting(engine, error)
 
     def _forget(self, ticket: Ticket) -> str | None:
         request = self._ids.pop(ticket.name, None)

@@ -8,6 +8,7 @@ media; requests carry stored embeddings.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from ctxwin.engines.vllm.core import Core
     from ctxwin.engines.vllm.prefix_space import Space
     from ctxwin.engines.vllm.requests import Outcome, Told
-    from ctxwin.engines.vllm.transfers import Transfer
+    from ctxwin.engines.vllm.transport import Transfer
     from ctxwin.store.base import Store
 
 _QUERY = "query"
@@ -320,28 +321,22 @@ class VLLMEngine(EncodingEngine):
     ) -> Outcome:
         """One request on vLLM: loads what leads the segments, captures those of the indices asked for."""
         from ctxwin.engines.vllm.requests import BACKGROUND, run
-        from ctxwin.engines.vllm.transfers import Placed, Transfer
+        from ctxwin.engines.vllm.transport import Transfer
 
         core = self._core
         encoded = [*(segment.encoded for segment in segments), *ask.tail]
         offsets = [0]
         for part in encoded:
             offsets.append(offsets[-1] + part.tokens)
-        loads = []
-        for segment, offset in zip(segments, offsets, strict=False):
-            if segment.span is None:
-                break
-            if segment.encoded.tokens:
-                # Tenants share vLLM, never a file: a name says what was computed, not for whom.
-                base_id, patch_id = (f"{self._tenant}/{i}" if i else "" for i in (segment.span_key, segment.patch_key))
-                loads.append(Placed(offset, segment.span, segment.start - base, segment.patch, base_id, patch_id))
+        leading = itertools.takewhile(lambda segment: segment.span is not None, segments)
+        loads = tuple(replace(segment, start=segment.start - base) for segment in leading if segment.tokens)
         captures: dict[str, tuple[int, int | None]] = {
             str(i): (offsets[i], offsets[i + 1]) for i in capture if segments[i].encoded.tokens
         }
         if ask.capture_query:
             captures[_QUERY] = (offsets[len(segments)], None)
         ids, media = _joined(encoded)
-        transfer = Transfer(loads=tuple(loads), captures=captures, own=space.own, exact=space.exact)
+        transfer = Transfer(loads, self._tenant, captures, own=space.own, exact=space.exact)
         salt = self._salt(space.salt)
         whole = transfer.covered // core.block * core.block
         rendered = core.inputs.prompt(
@@ -353,7 +348,7 @@ class VLLMEngine(EncodingEngine):
         priority = BACKGROUND if ask.background else 0
         try:
             outcome = run(
-                core.driver, core.exchange, rendered.prompt, transfer, ask.sampling, eos, ask.on_token, priority
+                core.driver, core.transport, rendered.prompt, transfer, ask.sampling, eos, ask.on_token, priority
             )
         finally:
             self._account(work, transfer, len(ids))

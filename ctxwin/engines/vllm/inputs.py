@@ -10,6 +10,7 @@ import numpy as np
 
 from ctxwin.engines.base import MediaSpan
 from ctxwin.engines.hf.model import deep_layers
+from ctxwin.engines.vllm.internals import media_items
 from ctxwin.engines.vllm.vision import Vision, is_tiled
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.hashing import digest
@@ -25,7 +26,7 @@ class Rendered:
     Attributes:
         prompt: an engine input, the form that vLLM's own renderer hands to the engine.
         blank: its first tokens that can not be computed, because a medium among them carries no embeddings.
-        embeddings: what the EC connector has to find, by multimodal identifier.
+        embeddings: what the encoder cache's connector has to find, by multimodal identifier.
     """
 
     prompt: dict[str, Any]
@@ -39,9 +40,9 @@ class Inputs:
     Args:
         config: vLLM's ``ModelConfig``.
         renderer: its renderer, whose processor names the fields of media.
-        model: the model, or `bare_model` of its class: only its rule of positions is asked.
+        model: the model, or `internals.bare_model` of its class: only its rule of positions is asked.
         vision: ``(pixels, grids) -> embeddings``, one run of the vision tower where the model is; see `see`.
-        files: whether embeddings reach vLLM as files, through its EC connector, and not inside requests.
+        files: whether embeddings reach vLLM as files, through its encoder-cache connector, and not inside requests.
     """
 
     def __init__(self, config: Any, renderer: Any, model: Any, vision: Vision, *, files: bool = False) -> None:
@@ -120,8 +121,8 @@ class Inputs:
             covered: tokens in front whose KV will be loaded. The embeddings of media among them are not read, and need
                 not exist any more; they are zeros, which is safe because a load that does not happen is noticed.
             tenant: whose embeddings these are: no tenant hits another's entry in vLLM's encoder cache.
-            marks: what tells the blocks from a medium on apart, by the medium's offset; see `spaces`.
-            tail: token from which on what is covered may be computed instead, see `registry.Job.wanted`; None: nowhere.
+            marks: what tells the blocks from a medium on apart, by the medium's offset; see `prefix_space`.
+            tail: token from which on what is covered may be computed instead, see `transport.Job.wanted`; None: nowhere.
             at_hand: embeddings that cost nothing, by key, for the media that reach into the tail.
         """
         if not media:
@@ -215,8 +216,7 @@ class Inputs:
     def _item(self, span: MediaSpan, embeddings: torch.Tensor | None) -> Any:
         """The fields of one item; without embeddings only those that positions follow from."""
         import torch
-        from transformers import BatchFeature
-        from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems
+        from vllm.multimodal.inputs import MultiModalKwargsItem
 
         if self._processor is None:
             raise UnsupportedModel(f"{self._config.model} takes no {span.modality}s: it is a text model")
@@ -231,22 +231,7 @@ class Inputs:
                 data[f"{span.modality}_embeds"] = embeddings
         if span.modality == "video" and span.seconds_per_grid is not None:
             data["second_per_grid_ts"] = torch.tensor([span.seconds_per_grid])
-        batch = BatchFeature(data)
-        items = MultiModalKwargsItems.from_hf_inputs(batch, self._processor._get_mm_fields_config(batch, {}))
+        items = media_items(self._processor, data)
         if span.modality not in items:
             raise UnsupportedModel(f"{type(self.model).__name__} takes no {span.modality} embeddings")
         return items[span.modality][0]
-
-
-def bare_model(config: Any) -> Any:
-    """The model's class with its config and nothing else: enough to count positions where the model itself is in
-    another process."""
-    from torch import nn
-    from vllm.model_executor.model_loader.utils import get_model_cls
-
-    kind = get_model_cls(config)
-    model = kind.__new__(kind)
-    nn.Module.__init__(model)
-    model.config = config.hf_config
-    model.model_config = config
-    return model

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ctxwin.engines.vllm import serial
+from ctxwin.engines.vllm import load_thread
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.kernels import Kernel, Lines, Part, Placing, choose
 from ctxwin.kv.kernels.choice import report, trial
@@ -35,7 +35,7 @@ class PagedKV:
         kv: layout of the model's KV.
         block_size: tokens in a block, as the scheduler counts them.
         kernel: the load kernel; None is what `choose` takes for the cache's device.
-        alone: whether a CPU's loads are computed by a thread of their own, see `serial`.
+        alone: whether a CPU's loads are computed by a thread of their own, see `load_thread`.
 
     Attributes:
         kernel: the load kernel for what is written here.
@@ -116,7 +116,7 @@ class PagedKV:
             for i, layer in enumerate(self._layers):
                 placing.store(i, layer.kv_cache, self._lines[i], slots)
             return placing.nbytes
-        computed = serial.layers_of(placing) if self._alone else (placing.layer(i) for i in range(placing.layers))
+        computed = load_thread.layers_of(placing) if self._alone else (placing.layer(i) for i in range(placing.layers))
         for layer, (k, v) in zip(self._layers, computed, strict=True):
             _update(layer, k, v, layer.kv_cache, slots)
         return placing.nbytes
@@ -124,7 +124,7 @@ class PagedKV:
     def place(self, parts: Sequence[Part], kv: KVSpec, heads: slice | None) -> Placing:
         """What `write` takes, for parts of the layout ``kv`` (the whole model's) of which ``heads`` are this cache's."""
         make = partial(Placing, parts, kv, dtype=self.dtype, device=self.device, heads=heads, kernel=self.kernel)
-        return serial.alone(make) if self._alone else make()
+        return load_thread.alone(make) if self._alone else make()
 
     def read(self, blocks: Sequence[int], begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """KV of the tokens ``[begin, end)`` of a request that owns ``blocks``.

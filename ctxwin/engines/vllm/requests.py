@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.engines.base import Sampling, ScoredToken
-from ctxwin.engines.vllm.transfers import PARAM, Exchange, Transfer
+from ctxwin.engines.vllm.transport.base import PARAM, Transfer, Transport
 from ctxwin.errors import EngineFailed
 
 if TYPE_CHECKING:
     from ctxwin.engines.vllm.drivers import Driver
-    from ctxwin.engines.vllm.spool import Spool
 
 BACKGROUND = 10
 """Priority of work that nobody waits for; vLLM serves lower numbers first, and plain requests have 0."""
@@ -85,7 +84,7 @@ class Told:
 
 def run(
     driver: Driver,
-    exchange: Exchange | Spool,
+    transport: Transport,
     prompt: dict[str, Any],
     transfer: Transfer,
     sampling: Sampling,
@@ -97,7 +96,7 @@ def run(
 
     Args:
         driver: of a started engine.
-        exchange: where its connector finds transfers.
+        transport: where its connector finds transfers.
         prompt: a rendered engine input.
         transfer: what to load and capture; filled on return, as far as the request came where ``on_token`` stopped it.
         sampling: how to decode.
@@ -109,18 +108,18 @@ def run(
         LoadError, CallerError: see there. Whatever vLLM raises passes through. The request is taken back in each case.
     """
     try:
-        handle = exchange.add(transfer)
+        handle = transport.add(transfer)
     except OSError as error:
         raise LoadError(f"no room to hand over what the request loads: {error}") from error
     outcome = Outcome()
     try:
         reason = _follow(driver, prompt, _parameters(sampling, ending, handle), outcome, sampling, on_token, priority)
-        exchange.collect(handle, transfer, reason != "error")
+        transport.collect(handle, transfer, reason != "error")
     except Exception:
-        exchange.collect(handle, transfer, False)  # what it cost counts all the same
+        transport.collect(handle, transfer, False)  # what it cost counts all the same
         raise
     finally:
-        exchange.remove(handle)
+        transport.remove(handle)
     served = transfer.local_tokens + transfer.planned_tokens
     if not outcome.finished and served >= transfer.blank:
         # The tokens so far came from sound KV. What failed or was still to be loaded since then, behind a preemption

@@ -53,26 +53,25 @@ class WorkerExtension:
     def ctxwin_see(self, source: str, target: str) -> None:
         """Reads pixels and grids from ``source``, writes embeddings to ``target``; every rank runs, the first writes.
 
-        Raises ValueError for files outside the engine's spool: a server may let its clients call methods of workers.
+        Raises ValueError for files outside the transport's folder: a server may let its clients call methods of workers.
         """
-        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
+        from ctxwin.engines.vllm.internals import tensor_parallel
         from ctxwin.engines.vllm.lifecycle.folders import write_file
-        from ctxwin.engines.vllm.spool import SPOOL
+        from ctxwin.engines.vllm.transport.base import PARAM
         from ctxwin.store import codec
 
-        folder = Path(self.vllm_config.kv_transfer_config.kv_connector_extra_config[SPOOL])
+        folder = Path(self.vllm_config.kv_transfer_config.kv_connector_extra_config[PARAM])
         for path, prefix in ((Path(source), _PIXELS), (Path(target), _SEEN)):
             if path.parent != folder or not path.name.startswith(prefix):
                 raise ValueError(f"files of ctxwin_see must be {folder}/{prefix}..., got {path}")
         tensors, _ = codec.decode_tensors(Path(source).read_bytes())
         found = see(self.get_model(), self.model_config.hf_config, tensors["pixels"], tensors["grids"])
-        if get_tensor_model_parallel_rank() == 0:
+        if tensor_parallel()[0] == 0:
             write_file(Path(target), codec.encode_tensors({"embeddings": found}))
 
 
 def remote(rpc: Callable[..., list[Any]], folder: Path) -> Vision:
-    """A `Vision` that runs in vLLM's workers; ``rpc`` is `Driver.rpc`, ``folder`` a spool's."""
+    """A `Vision` that runs in vLLM's workers; ``rpc`` is `Driver.rpc`, ``folder`` its files' folder."""
     from ctxwin.engines.vllm.lifecycle.folders import write_file
     from ctxwin.store import codec
 

@@ -15,19 +15,19 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]  # ships no types
 
 PREFIX = "ctxwin-"
-"""How a spool's folder is called: this, its owner's process number, and something random."""
+"""What a transport's folder is called: this, its owner's process number, and something random."""
 LOCK = "lock"
-"""A file that a spool's owner keeps locked."""
+"""A file that the folder's owner keeps locked."""
 _log = logging.getLogger("ctxwin.engines")
 
 
 def shared_memory() -> str:
-    """Where spools are made: ``/dev/shm`` where the system has it, else the folder for temporary files."""
+    """Where transports keep their files: ``/dev/shm`` where the system has it, else the folder for temporary files."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
 
 
 def sweep(root: Path) -> list[str]:
-    """Removes the spools of processes that do not run any more; returns their names."""
+    """Removes the folders of processes that do not run any more; returns their names."""
     gone = []
     for folder in root.glob(f"{PREFIX}*-*"):
         pid = owner_of(folder)
@@ -40,7 +40,7 @@ def sweep(root: Path) -> list[str]:
 
 
 def _locked(folder: Path) -> bool:
-    """Whether some process uses a spool: containers that share ``/dev/shm`` do not see each other's processes."""
+    """Whether some process uses a folder: containers that share ``/dev/shm`` do not see each other's processes."""
     try:
         held = os.open(folder / LOCK, os.O_RDWR)
     except OSError:

@@ -19,10 +19,10 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
+from ctxwin.engines.vllm import internals
 from ctxwin.engines.vllm.drivers import Driver, LoopDriver, StepDriver, in_turn
 from ctxwin.engines.vllm.lifecycle import versions, watchdog
-from ctxwin.engines.vllm.spool import SPOOL, Spool, refusal
-from ctxwin.engines.vllm.transfers import PARAM, Exchange
+from ctxwin.engines.vllm.transport import PARAM, SharedMemoryTransport, Transport
 from ctxwin.errors import EngineFailed, UnsupportedModel
 
 Processes = Literal["single", "multi", "async"]
@@ -46,12 +46,12 @@ _lock = threading.Lock()
 _open = 0
 
 
-def start(model: str, exchange: Exchange | Spool, options: dict[str, Any], processes: Processes = "single") -> Driver:
+def start(model: str, transport: Transport, options: dict[str, Any], processes: Processes = "single") -> Driver:
     """A running vLLM with the ctxwin connector.
 
     Args:
         model: path or hub name.
-        exchange: where the connector finds its transfers; a `Spool` unless ``processes`` is "single".
+        transport: where the connector finds its transfers; a `SharedMemoryTransport` unless ``processes`` is "single".
         options: engine arguments of vLLM (those of ``vllm.LLM``); what ctxwin depends on is refused where it differs.
         processes: see `Processes`.
 
@@ -73,20 +73,20 @@ def start(model: str, exchange: Exchange | Spool, options: dict[str, Any], proce
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "skip_mm_profiling": True,  # the tower never runs inside a window's request
-            **with_connector(model, options, exchange),
+            **with_connector(model, options, transport),
         }
-        _import_model_classes(AutoConfig.from_pretrained(model))
+        internals.import_model_classes(AutoConfig.from_pretrained(model).architectures)
         envs.disable_envs_cache()  # vLLM keeps the settings of the first engine of a process, which may be of another kind
         try:
             return _in_thread(model, arguments) if processes == "async" else _stepped(model, arguments)
         except Exception as error:
-            if processes == "single":
-                _tear_down_groups()
+            if processes == "single" and not _open:
+                internals.tear_down_groups()
             if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
                 raise ValueError(f"options of the vLLM engine must be engine arguments of vLLM: {error}") from error
             if isinstance(error, UnsupportedModel):
                 raise
-            said = refusal(exchange) if isinstance(exchange, Spool) else None
+            said = transport.refusal if isinstance(transport, SharedMemoryTransport) else None
             if said is not None:
                 raise UnsupportedModel(said) from error
             raise EngineFailed(f"vLLM could not open {model!r}: {error}") from error
@@ -105,16 +105,16 @@ def engine_arguments(model: str, options: dict[str, Any]) -> dict[str, Any]:
     return prepare(model, options)
 
 
-def with_connector(model: str, options: dict[str, Any], exchange: Exchange | Spool) -> dict[str, Any]:
-    """See `engine_arguments`; ``exchange`` is where the connector finds its transfers."""
+def with_connector(model: str, options: dict[str, Any], transport: Transport) -> dict[str, Any]:
+    """See `engine_arguments`; ``transport`` is where the connector finds its transfers."""
     from transformers import AutoConfig
     from vllm.platforms import current_platform
 
     options = dict(options)
     versions.check(options.pop("allow_untested_vllm", None))
-    arguments = _arguments(exchange, options)
+    arguments = _arguments(transport, options)
     if current_platform.is_cpu():
-        kv = exchange.kv
+        kv = transport.kv
         if kv.family == "mla":
             _correct_rotation(arguments)  # the size of its blocks is the platform's choice
         else:
@@ -135,7 +135,7 @@ def _stepped(model: str, arguments: dict[str, Any]) -> StepDriver:
 
     with watchdog.starting():
         llm = LLM(model, **arguments)
-    if hasattr(llm.llm_engine.engine_core, "engine_core"):
+    if internals.in_process(llm.llm_engine):
         _open += 1
     return StepDriver(llm, stop)
 
@@ -186,7 +186,7 @@ def stop(llm: Any) -> None:
     with _lock, _quiet():
         engine = llm.llm_engine
         engine.renderer.shutdown()
-        if not hasattr(engine.engine_core, "engine_core"):
+        if not internals.in_process(engine):
             engine.engine_core.shutdown()
             return
         with in_turn():
@@ -194,18 +194,11 @@ def stop(llm: Any) -> None:
             if _open == 0:
                 engine.engine_core.shutdown()
             else:
-                # EngineCore.shutdown would destroy the process groups and the worker-side connector, which the other
-                # engines of this process share: release only what is this engine's own.
-                engine.engine_core._finalizer.detach()
-                core = engine.engine_core.engine_core
-                core.structured_output_manager.clear_backend()
-                core.scheduler.shutdown()
-                core.model_executor.driver_worker.worker.model_runner.shutdown()
-                gc.unfreeze()
+                internals.release_core(engine)
             gc.collect()
 
 
-def _arguments(exchange: Exchange | Spool, options: dict[str, Any]) -> dict[str, Any]:
+def _arguments(transport: Transport, options: dict[str, Any]) -> dict[str, Any]:
     for name in _ONE:
         if options.get(name, 1) != 1:
             raise UnsupportedModel(
@@ -213,8 +206,7 @@ def _arguments(exchange: Exchange | Spool, options: dict[str, Any]) -> dict[str,
                 "tensor_parallel_size, or serve from several replicas"
             )
     fixed = dict(_FIXED)
-    spool = isinstance(exchange, Spool)
-    if spool:
+    if isinstance(transport, SharedMemoryTransport):
         fixed["worker_extension_cls"] = "ctxwin.engines.vllm.vision.WorkerExtension"
     else:
         fixed["async_scheduling"] = False  # spans are read back the moment that their request ends
@@ -224,22 +216,21 @@ def _arguments(exchange: Exchange | Spool, options: dict[str, Any]) -> dict[str,
     for name in ("kv_transfer_config", "kv_offloading_size", "speculative_config", "enable_lora"):
         if options.get(name):
             raise ValueError(f"{name} must not be set under ctxwin, got {options[name]!r}; leave it out")
-    if isinstance(exchange, Spool):
+    if isinstance(transport, SharedMemoryTransport):
         if options.get("ec_transfer_config"):
             raise ValueError("ec_transfer_config must not be set under ctxwin; leave it out")
         fixed["ec_transfer_config"] = {
-            "ec_connector": "CtxwinECConnector",
-            "ec_connector_module_path": "ctxwin.engines.vllm.ec",
+            "ec_connector": "EncoderCacheConnector",
+            "ec_connector_module_path": "ctxwin.engines.vllm.connector.encoder_cache",
             "ec_role": "ec_consumer",  # a producer encodes an item of the largest size at start-up, and must have a tower
-            "ec_connector_extra_config": {"folder": str(exchange.embeddings), "identity": exchange.kv.identity},
+            "ec_connector_extra_config": {"folder": str(transport.embeddings), "identity": transport.kv.identity},
         }
-    extra = {SPOOL: exchange.name} if spool else {PARAM: exchange.name}
     connector = {
         "kv_connector": "CtxwinConnector",
         "kv_connector_module_path": "ctxwin.engines.vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": extra,
+        "kv_connector_extra_config": {PARAM: transport.source},
     }
     return {"seed": 0, **options, **fixed, "kv_transfer_config": connector}
 
@@ -263,28 +254,6 @@ def _correct_rotation(arguments: dict[str, Any]) -> None:
 
 def _itemsize(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
-
-
-def _import_model_classes(config: Any) -> None:
-    """Imports the model's class here, so that vLLM does not start a Python process just to look at it.
-
-    That process costs seconds, and would need any repair of the environment that this one has had.
-    """
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    for name in getattr(config, "architectures", None) or ():
-        entry = ModelRegistry.models.get(name)
-        if entry is not None and not hasattr(entry, "model_cls"):
-            ModelRegistry.register_model(name, entry.load_model_cls())
-
-
-def _tear_down_groups() -> None:
-    if _open == 0:
-        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-        ensure_kv_transfer_shutdown()
-        cleanup_dist_env_and_memory()
 
 
 def eager_on_cpu(options: dict[str, Any]) -> bool:

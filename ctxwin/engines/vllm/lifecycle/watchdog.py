@@ -5,9 +5,9 @@ memory for ever. A death signal of the kernel is tied to the thread that started
 program. So each of them watches, in a thread, for the end of the process that opened the engine.
 
 The watch has to begin before the connector is made, which is after the model was loaded. vLLM gives each process that it
-spawns its configuration, and in there stands the name of the spool: a `Lifeline`, which starts the watch where it arrives. A
-forked process inherits it instead; of those that the engine's own process forks, only the ones of a thread that is
-`starting` vLLM are vLLM's.
+spawns its configuration, and in there stands the name of the transport's folder: a `Lifeline`, which starts the watch where
+it arrives. A forked process inherits it instead; of those that the engine's own process forks, only the ones of a thread
+that is `starting` vLLM are vLLM's.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ WATCH_S = 1.0
 """How often is looked whether the process that started this one still runs; the engine's end is noticed at once."""
 PATIENCE_S = 10.0
 """How long vLLM may take to end in good order."""
-_watched: set[tuple[int, str]] = set()  # (process, spool)
+_watched: set[tuple[int, str]] = set()  # (process, folder)
 _starts = threading.local()
 
 
 class Lifeline(str):
-    """The name of a spool's folder. A process of `multiprocessing` that it is handed to ends with the spool's owner."""
+    """The name of a transport's folder. A process of `multiprocessing` that it is handed to ends with the folder's owner."""
 
     def __new__(cls, folder: str) -> Lifeline:
         made = super().__new__(cls, folder)
@@ -58,7 +58,7 @@ def starting() -> Iterator[None]:
 
 
 def end_with_owner(folder: Path) -> None:
-    """Ends this process soon after the one that owns a spool, or after the one of vLLM that started it. Idempotent."""
+    """Ends this process soon after the one that owns a folder, or after the one of vLLM that started it. Idempotent."""
     owner, key = owner_of(folder), (os.getpid(), folder.name)
     if owner is None or owner == os.getpid() or key in _watched:
         return

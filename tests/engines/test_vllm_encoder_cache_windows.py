@@ -33,7 +33,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from ctxwin.engines.vllm.engine import VLLMEngine
 
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
-    folder = models.wide(models.write_vision_model, tmp_path_factory.mktemp("ec") / "model", rope_parameters=rope)
+    folder = models.wide(
+        models.write_vision_model, tmp_path_factory.mktemp("encoder-cache") / "model", rope_parameters=rope
+    )
     opened = VLLMEngine(
         folder, dtype="float32", max_model_len=512, max_num_batched_tokens=CACHE, processes="multi", enforce_eager=True
     )
@@ -113,7 +115,9 @@ def test_a_synchronous_load_that_fails_cold(engine: Any) -> None:
     whole = ask(engine, laid(parts), "cold")
     spans = [whole.captured[i] for i in range(3)]
     encodes = flood(engine)
-    with mock.patch("ctxwin.engines.vllm.spool.encode_span", return_value=b"nothing that anybody can read"):
+    with mock.patch(
+        "ctxwin.engines.vllm.transport.shared_memory.encode_span", return_value=b"nothing that anybody can read"
+    ):
         found = ask(engine, laid(parts, spans), "cold load")
     assert found.fallbacks == 1 and far(found, whole) < CLOSE
     assert engine.counters.vision_encodes == encodes
@@ -125,7 +129,7 @@ def test_files_that_are_lost(engine: Any, content: bytes | None) -> None:
     parts = encoded(engine, [6, 7])
     whole = ask(engine, laid(parts), f"lost {content!r}")
     encodes = flood(engine)
-    folder: Path = engine._core.exchange.path / "embed"
+    folder: Path = engine._core.transport.path / "embed"
     files = sorted(folder.glob("embed-*"))
     assert len(files) >= 2
     for path in files:
@@ -139,5 +143,5 @@ def test_files_that_are_lost(engine: Any, content: bytes | None) -> None:
 
 def test_nothing_is_left_of_ended_requests(engine: Any) -> None:
     ask(engine, laid(encoded(engine, [8])), "left")
-    names = [path.name for path in engine._core.exchange.path.iterdir()]
+    names = [path.name for path in engine._core.transport.path.iterdir()]
     assert not [name for name in names if name.startswith(("job-", "seen-", "out-", "error-", "see-"))]

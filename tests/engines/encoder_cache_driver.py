@@ -1,6 +1,6 @@
-"""What `test_vllm_ec` runs in processes of its own: plain vLLM with the EC connector, and a KV connector that fails.
+"""What `test_vllm_encoder_cache` runs in processes of its own: plain vLLM with the EC connector, and a KV connector that fails.
 
-``python -m engines.ec_driver JOB OUT``; vLLM's own processes import this module too, for the classes that it names.
+``python -m engines.encoder_cache_driver JOB OUT``; vLLM's own processes import this module too, for the classes that it names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
-from ctxwin.engines.vllm.ec import CtxwinECConnector
+from ctxwin.engines.vllm.connector.encoder_cache import EncoderCacheConnector
 
 HEAD = [10, 11]
 QUESTION = list(range(20, 40))
@@ -70,7 +70,7 @@ class FailingConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None: ...
 
 
-class StrickenConnector(CtxwinECConnector):
+class StrickenConnector(EncoderCacheConnector):
     """Loses its folder when vLLM has been told that `STRUCK` is there, and has not been told to load it."""
 
     def has_cache_item(self, identifier: str) -> bool:
@@ -121,14 +121,14 @@ class Driver:
         self.llm = LLM(
             model, dtype="float32", enforce_eager=True, block_size=32, kv_cache_memory_bytes=1 << 27, max_model_len=512,
             max_num_batched_tokens=96, max_logprobs=-1, disable_log_stats=True, skip_mm_profiling=True,
-            tensor_parallel_size=ranks, mm_processor_cache_gb=0, worker_extension_cls="engines.ec_driver.Tower",
+            tensor_parallel_size=ranks, mm_processor_cache_gb=0, worker_extension_cls="engines.encoder_cache_driver.Tower",
             limit_mm_per_prompt={"image": 4}, enable_mm_embeds=True, mm_device_do_normalize=False,
             kv_transfer_config={
-                "kv_connector": "FailingConnector", "kv_connector_module_path": "engines.ec_driver",
+                "kv_connector": "FailingConnector", "kv_connector_module_path": "engines.encoder_cache_driver",
                 "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
             },
             ec_transfer_config={
-                "ec_connector": "StrickenConnector", "ec_connector_module_path": "engines.ec_driver",
+                "ec_connector": "StrickenConnector", "ec_connector_module_path": "engines.encoder_cache_driver",
                 "ec_role": "ec_both",
                 "ec_connector_extra_config": {"folder": folder, "identity": "test", "save_token": TOKEN},
             },
@@ -208,7 +208,7 @@ def scenarios(driver: Driver, folder: Path) -> dict[str, Any]:
     """What became of each request, by name."""
     import torch
 
-    from ctxwin.engines.vllm.ecfiles import EmbeddingFiles
+    from ctxwin.engines.vllm.transport.embeddings import EmbeddingFiles
 
     files = EmbeddingFiles(folder, "test")
     out: dict[str, Any] = {"first": driver.seen(1, "one", ec_transfer_params=SAVE)}

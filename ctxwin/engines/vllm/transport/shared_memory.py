@@ -1,21 +1,22 @@
-"""Chunk data for vLLM's other processes: files in shared memory, named in a job file under an unguessable handle.
+"""Between processes: files in shared memory, named in a job file under an unguessable handle.
 
-A `Spool` belongs to the process of the engine, a `SpoolReader` to each process of vLLM that runs the connector. Nothing is
-pickled: KV travels as the store's checked blobs (`ctxwin.store.codec`), instructions as JSON.
+A `SharedMemoryTransport` belongs to the process of the engine, a `SharedMemoryEndpoint` to each process of vLLM that runs the
+connector. Nothing is pickled: KV travels as the store's checked blobs (`ctxwin.store.codec`), and one that was read from a
+store as the very bytes that were read; instructions are JSON.
 
 | file                    | written by | content                                                       |
 |-------------------------|------------|---------------------------------------------------------------|
 | ``spec.json``           | engine     | the model's `KVSpec`                                          |
-| ``span-<digest>-<n>``   | engine     | a span, by the id of its KV; kept while there is room         |
+| ``span-<digest>-<n>``   | engine     | a span, by the key of its KV; kept while there is room        |
 | ``patch-<digest>-<n>``  | engine     | a patch; one over a shared basis names it                     |
 | ``basis-<digest>-<n>``  | engine     | a shared basis, once for all its patches                      |
-| ``embed/``              | engine     | vision embeddings for the EC connector (`ecfiles`)            |
+| ``embed/``              | engine     | vision embeddings for the encoder cache (`embeddings`)        |
 | ``job-<handle>.json``   | engine     | one `Transfer`: `Job`, and where each span goes               |
 | ``seen-<handle>.json``  | scheduler  | tokens it found in its own prefix cache, tokens it wants      |
 | ``out-<handle>-<name>.<rank>`` | worker | a capture, the KV heads of one rank                       |
 | ``error-<handle>.json`` | worker     | why a load or a capture failed                                |
 | ``refused.json``        | worker     | why the model's cache cannot be served, at start-up           |
-| ``lock``                | engine     | nothing; locked as long as the spool is used                  |
+| ``lock``                | engine     | nothing; locked as long as the folder is used                 |
 
 Every file is written under another name and renamed, so that a reader sees all of it or nothing.
 """
@@ -33,18 +34,21 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ctxwin.engines.vllm import ecfiles
+from ctxwin.engines.base import Segment
 from ctxwin.engines.vllm.lifecycle import watchdog
 from ctxwin.engines.vllm.lifecycle.folders import LOCK, PREFIX, read_json, shared_memory, sweep, write_file
-from ctxwin.engines.vllm.transfers import Job, Placed, Transfer, is_handle, new_handle
+from ctxwin.engines.vllm.ranks import gather, own_heads
+from ctxwin.engines.vllm.transport import embeddings
+from ctxwin.engines.vllm.transport.base import Endpoint, Job, Save, Transfer, Transport, is_handle, new_handle, overlaps
 from ctxwin.errors import EngineFailed, StoreCorrupt
 from ctxwin.hashing import digest
+from ctxwin.kv.kernels import Part
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin.store import codec
 
@@ -54,12 +58,11 @@ if TYPE_CHECKING:
     from ctxwin.kv.basis import SharedBasis
     from ctxwin.kv.patch import Patch
 
-SPOOL = "ctxwin_spool"
-"""Key of the spool's folder inside the connector's extra config; absent where everything is one process."""
+T = TypeVar("T")
 MAX_BYTES = 2 << 30
-"""Spans and patches kept in a spool unless told otherwise, or half of what the folder's file system has free."""
+"""Spans and patches kept in a folder unless told otherwise, or half of what its file system has free."""
 LIVE_BYTES = 512 << 20
-"""Decoded spans and patches that each reader keeps at hand."""
+"""Decoded spans and patches that each endpoint keeps at hand."""
 WAIT_S = 120.0
 """How long a capture may take after its request has ended: a step of the other requests of the batch."""
 _EMBEDDINGS = "embed"
@@ -67,13 +70,16 @@ _MOST_JOBS = 4096
 _log = logging.getLogger("ctxwin.engines")
 
 
-class Spool:
+class SharedMemoryTransport(Transport):
     """The engine's side.
 
     Args:
         kv: layout of the model's KV (all heads).
-        folder: where the spool is made; shared memory by default.
+        folder: where the transport's own folder is made; shared memory by default.
         max_bytes: bound on the spans and patches kept for later requests. Those of running requests always stay.
+
+    Attributes:
+        source: the folder's name. vLLM's processes that get it end with this one.
 
     Raises:
         EngineFailed: the folder cannot be written.
@@ -88,15 +94,16 @@ class Spool:
             fcntl.flock(held, fcntl.LOCK_EX)
             free = shutil.disk_usage(self.path).free
         except OSError as error:
-            raise EngineFailed(f"the spool folder {str(root)!r} must be writable: {error}") from error
+            raise EngineFailed(f"the shared-memory folder {str(root)!r} must be writable: {error}") from error
         self.kv = kv
+        self.source = watchdog.Lifeline(str(self.path))
         self.max_bytes = min(MAX_BYTES, free // 2) if max_bytes is None else max_bytes
         self.alive: Callable[[], bool] = lambda: True  # set by the engine: whether vLLM's processes still run
         self.ranks = 1
         self._held: OrderedDict[str, int] = OrderedDict()  # bytes by file name, least recently used first
         self._used: Counter[str] = Counter()  # running jobs by file name
         self._jobs: dict[str, tuple[list[str], tuple[str, ...]]] = {}  # files and captures of running transfers
-        self._named: dict[str, tuple[str, weakref.ref[torch.Tensor] | None]] = {}  # file and tensor by kind and id
+        self._named: dict[str, tuple[str, weakref.ref[torch.Tensor] | None]] = {}  # file and tensor by kind and key
         self._serial = itertools.count()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -106,39 +113,28 @@ class Spool:
         self.embeddings.mkdir()
         write_file(self.path / "spec.json", json.dumps(asdict(kv)).encode())
 
-    @property
-    def name(self) -> watchdog.Lifeline:
-        """What the connector's extra config holds; vLLM's processes that get it end with this one."""
-        return watchdog.Lifeline(str(self.path))
-
     def __len__(self) -> int:
-        """Transfers that have not been removed."""
         with self._lock:
             return len(self._jobs)
 
-    def add(self, transfer: Transfer) -> str:
-        """Writes a transfer and what it needs; returns its handle.
+    @property
+    def refusal(self) -> str | None:
+        """What one of vLLM's processes said in `Endpoint.refuse`."""
+        found = read_json(self.path / "refused.json")
+        return None if found is None else str(found["error"])
 
-        Raises OSError where there is no room. Cost: one write of each span that no earlier transfer brought.
-        """
+    def add(self, transfer: Transfer) -> str:
+        """As `Transport.add`. Cost: one write of each span that no earlier transfer brought."""
         handle = new_handle()
         names: list[str] = []
         try:
             entries = []
-            for placed in transfer.loads:
-                span = self._file("span", placed, handle, names)
-                patch = None if placed.patch is None else self._file("patch", placed, handle, names)
-                over = placed.patch is not None and placed.patch.basis is not None
-                entries.append(
-                    {
-                        "begin": placed.begin,
-                        "tokens": placed.span.tokens,
-                        "start": placed.start,
-                        "span": span,
-                        "patch": patch,
-                        "basis": self._file("basis", placed, handle, names) if over else None,
-                    }
-                )
+            for i, segment in enumerate(transfer.loads):
+                entry: dict[str, Any] = {"tokens": segment.tokens, "start": segment.start, "patch": None, "basis": None}
+                for kind, key, tensor, encode in _contents(segment):
+                    known_as = digest("transport", transfer.tenant, key) if key else f"{handle}-{i}"
+                    entry[kind] = self._file(f"{kind}-{known_as}", tensor, encode, names)
+                entries.append(entry)
             for identifier, tensor in transfer.embeddings.items():
                 self._embedding(identifier, tensor, names)
             job = {"job": asdict(transfer.job), "loads": entries}
@@ -151,11 +147,10 @@ class Spool:
         return handle
 
     def collect(self, handle: str, transfer: Transfer, finished: bool) -> None:
-        """Brings what vLLM's processes reported into ``transfer``; waits for its captures where it ended well."""
         seen = read_json(self.path / f"seen-{handle}.json")
         if seen is not None:
             transfer.local_tokens, transfer.planned_tokens = int(seen["local"]), int(seen["planned"])
-        self._failed(handle, transfer)
+        self._look_for_error(handle, transfer)
         if transfer.error is not None or not finished:
             # What was handed over for it may be what is broken: the next request writes it anew. Of embeddings that
             # cannot be used nobody says so: vLLM just ends the request.
@@ -185,19 +180,8 @@ class Spool:
         """Removes the folder. Idempotent."""
         self._remove()
 
-    # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _file(self, kind: str, placed: Placed, handle: str, names: list[str]) -> str:
-        """The name of a span's, patch's or basis' file, written where it is not there, and leased into ``names``."""
-        known_as, tensor, encode = placed.id, placed.span.k, partial(encode_span, placed.span)
-        if kind == "patch":
-            assert placed.patch is not None
-            known_as, tensor, encode = placed.patch_id, placed.patch.left, partial(encode_patch, placed.patch)
-        elif kind == "basis":
-            assert placed.patch is not None and placed.patch.basis is not None
-            basis = placed.patch.basis
-            known_as, tensor, encode = basis.id, basis.right, partial(encode_basis, basis)
-        key = f"{kind}-{digest('spool', known_as)}" if known_as else f"{kind}-{handle}-{placed.begin}"
+    def _file(self, key: str, tensor: torch.Tensor, encode: Callable[[], bytes], names: list[str]) -> str:
+        """The name of a file, written where it is not there, and leased into ``names``."""
         with self._lock:
             name, at_hand = self._named.get(key, ("", None))
             # The very tensor that was written: a name alone would trust every caller to use it once only.
@@ -205,40 +189,36 @@ class Spool:
             if not known:
                 name = f"{key}-{next(self._serial)}"
                 self._named[key] = name, weakref.ref(tensor)
-            self._used[name] += 1
-            names.append(name)
-            if known:
-                self._held.move_to_end(name)
-        if known and (self.path / name).exists():
-            return name
-        self._put(name, encode())
+            self._lease(name, names)
+        if not (known and (self.path / name).exists()):
+            self._put(name, encode())
         return name
 
     def _embedding(self, identifier: str, tensor: torch.Tensor, names: list[str]) -> None:
-        """Vision embeddings where vLLM's EC connector looks for them; their name is a digest of their content."""
-        name = f"{_EMBEDDINGS}/{ecfiles.file_name(identifier)}"
+        """Vision embeddings where the encoder-cache connector looks for them; their name is a digest of their content."""
+        name = f"{_EMBEDDINGS}/{embeddings.file_name(identifier)}"
         with self._lock:
             known = name in self._held
-            self._used[name] += 1
-            names.append(name)
-            if known:
-                self._held.move_to_end(name)
+            self._lease(name, names)
         if not (known and (self.path / name).exists()):
-            self._put(name, ecfiles.encode(tensor, self.kv.identity))
+            self._put(name, embeddings.encode(tensor, self.kv.identity))
+
+    def _lease(self, name: str, names: list[str]) -> None:
+        self._used[name] += 1
+        names.append(name)
+        if name in self._held:
+            self._held.move_to_end(name)
 
     def _put(self, name: str, blob: bytes) -> None:
-        self._make_room(len(blob))
+        with self._lock:
+            for old in [n for n in self._held if not self._used[n]]:
+                if self._bytes + len(blob) <= self.max_bytes:
+                    break
+                self._drop(old)
         write_file(self.path / name, blob)
         with self._lock:
             self._bytes += len(blob) - self._held.pop(name, 0)
             self._held[name] = len(blob)
-
-    def _make_room(self, size: int) -> None:
-        with self._lock:
-            for name in [n for n in self._held if not self._used[n]]:
-                if self._bytes + size <= self.max_bytes:
-                    break
-                self._drop(name)
 
     def _drop(self, name: str) -> None:
         self._bytes -= self._held.pop(name, 0)
@@ -262,19 +242,17 @@ class Spool:
                 if self._used[name] <= 1:
                     self._drop(name)
 
-    def _failed(self, handle: str, transfer: Transfer) -> None:
+    def _look_for_error(self, handle: str, transfer: Transfer) -> None:
         error = read_json(self.path / f"error-{handle}.json")
         if error is not None and transfer.error is None:
             transfer.error = RuntimeError(str(error["error"]))
 
     def _await_capture(self, handle: str, name: str, transfer: Transfer, until: float) -> None:
         """Polls: a rename in shared memory tells nobody, and the file is there within a step."""
-        from ctxwin.engines.vllm.ranks import gather
-
         paths = [self.path / f"out-{handle}-{name}.{rank}" for rank in range(self.ranks)]
         pause = 0.0002
         while not all(path.exists() for path in paths):
-            self._failed(handle, transfer)
+            self._look_for_error(handle, transfer)
             if transfer.error is not None:
                 return
             if not self.alive():
@@ -293,38 +271,23 @@ class Spool:
         transfer.captured[name] = gather([p["k"] for p in parts], heads), gather([p["v"] for p in parts], heads)
 
 
-@dataclass(frozen=True)
-class SpoolLoad:
-    """One span of a job as the worker reads it: see `Placed`, with names of files for tensors."""
-
-    begin: int
-    tokens: int
-    start: int
-    span: str
-    patch: str | None
-    basis: str | None = None
-
-
-class SpoolReader:
+class SharedMemoryEndpoint(Endpoint):
     """The side of vLLM's processes: the scheduler reads jobs, workers read spans and write captures."""
 
-    def __init__(self, path: str) -> None:
-        self.path = Path(path)
+    def __init__(self, source: str) -> None:
+        self.path = Path(source)
         raw = read_json(self.path / "spec.json")
         if raw is None:
             raise RuntimeError(f"the ctxwin KV connector must find {self.path / 'spec.json'}; was its engine closed?")
         rope: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.pop("rope").items()}
         self.kv = KVSpec(**raw, rope=RopeSpec(**rope))
+        self._rank = 0
         self._jobs: OrderedDict[str, Job] = OrderedDict()  # of a request that waits, vLLM asks in every step
         self._live: OrderedDict[tuple[str, int], tuple[Any, int]] = OrderedDict()
         self._live_bytes = 0
 
-    def end_with_engine(self) -> None:
-        """Ends this process soon after the engine's, where it does not watch for that already; see `watch`."""
-        watchdog.end_with_owner(self.path)
-
     def job(self, handle: str) -> Job | None:
-        """None for a handle whose job is not there (any more). Cost: one read for each handle, then a stat."""
+        """As `Endpoint.job`. Cost: one read for each handle, then a stat."""
         if not is_handle(handle):
             return None
         if not self._wanted(handle):
@@ -333,7 +296,7 @@ class SpoolReader:
         known = self._jobs.get(handle)
         if known is not None:
             return known
-        raw = self._raw(handle)
+        raw = read_json(self.path / f"job-{handle}.json")
         if raw is None:
             return None
         job = raw["job"]
@@ -343,40 +306,66 @@ class SpoolReader:
             self._jobs.popitem(last=False)
         return made
 
-    def loads(self, handle: str) -> list[SpoolLoad]:
-        """What to load; raises LookupError where the job is gone."""
-        raw = self._raw(handle)
-        if raw is None:
-            raise LookupError("the transfer was taken back")
-        return [SpoolLoad(**entry) for entry in raw["loads"]]
-
-    def span(self, name: str) -> SpanKV:
-        """Raises FileNotFoundError or StoreCorrupt. Cost: a read and a SHA-256, nothing while it is at hand."""
-        found: SpanKV = self._get(name, decode_span)
-        return found
-
-    def patch(self, name: str, basis: str | None = None) -> Patch:
-        """As `span`; ``basis``: the file of the shared basis that the patch lies over."""
-        over: SharedBasis | None = None if basis is None else self._get(basis, decode_basis)
-        found: Patch = self._get(name, partial(decode_patch, basis=over))
-        return found
-
     def seen(self, handle: str, local: int, planned: int) -> None:
-        """Tells the engine what the scheduler counts on."""
         self._tell(handle, f"seen-{handle}.json", {"local": local, "planned": planned})
 
-    def give(self, handle: str, name: str, rank: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Hands a capture (this rank's heads) back. Raises OSError where there is no room for it."""
-        if self._wanted(handle):
-            self._report(handle, f"out-{handle}-{name}.{rank}", codec.encode_tensors({"k": k, "v": v}))
-
     def fail(self, handle: str, error: BaseException) -> None:
-        """Tells the engine why what it waits for does not come."""
         self._tell(handle, f"error-{handle}.json", {"error": f"{type(error).__name__}: {error}"})
 
     def refuse(self, error: BaseException) -> None:
-        """Tells the engine why this process cannot serve its model; it dies of ``error`` next."""
         write_file(self.path / "refused.json", json.dumps({"error": str(error)}).encode())
+
+    def open_cache(self, layers: Mapping[str, Any], block_size: int) -> None:
+        from ctxwin.engines.vllm.internals import tensor_parallel
+        from ctxwin.engines.vllm.paged import PagedKV
+
+        try:
+            self._rank, size = tensor_parallel()
+            self.heads = own_heads(self.kv.heads, self._rank, size)
+            own = replace(self.kv, heads=self.heads.stop - self.heads.start)
+            self.paged = PagedKV(layers, own, block_size)
+        except Exception as error:
+            self.refuse(error)
+            raise
+
+    def parts(self, handle: str, begin: int, end: int) -> list[Part]:
+        raw = read_json(self.path / f"job-{handle}.json") if is_handle(handle) else None
+        if raw is None:
+            raise LookupError("the transfer was taken back")
+        entries = raw["loads"]
+        found = []
+        for i, first, last in overlaps((entry["tokens"] for entry in entries), begin, end):
+            entry = entries[i]
+            patch = None
+            if entry["patch"] is not None:
+                basis = None if entry["basis"] is None else self._get(entry["basis"], decode_basis)
+                patch = self._get(entry["patch"], partial(decode_patch, basis=basis))
+            span: SpanKV = self._get(entry["span"], decode_span)
+            if span.tokens != entry["tokens"]:
+                raise ValueError(f"{entry['span']} must hold {entry['tokens']} tokens, got {span.tokens}")
+            found.append(Part(span, entry["start"], patch, first, last))
+        return found
+
+    def read_now(self, save: Save, job: Job) -> bool:
+        missing = sorted(set(job.captures) - set(save.ranges))
+        if missing:
+            self.fail(save.handle, RuntimeError(f"the request ended before {missing} were computed"))
+        return bool(missing)
+
+    def save(self, save: Save) -> None:
+        try:
+            assert self.paged is not None
+            for name, (begin, end) in save.ranges.items():
+                k, v = self.paged.read(save.blocks, begin, end)
+                self.give(save.handle, name, k, v)
+        except Exception as error:
+            self.fail(save.handle, error)
+            _log.warning("reading spans back from the paged cache failed: %s", error)
+
+    def give(self, handle: str, name: str, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Hands a capture (this rank's heads) back. Raises OSError where there is no room for it."""
+        if self._wanted(handle):
+            self._report(handle, f"out-{handle}-{name}.{self._rank}", codec.encode_tensors({"k": k, "v": v}))
 
     def _wanted(self, handle: str) -> bool:
         return (self.path / f"job-{handle}.json").exists()
@@ -395,10 +384,8 @@ class SpoolReader:
         if not self._wanted(handle):
             (self.path / name).unlink(missing_ok=True)
 
-    def _raw(self, handle: str) -> dict[str, Any] | None:
-        return read_json(self.path / f"job-{handle}.json") if is_handle(handle) else None
-
     def _get(self, name: str, decode: Callable[[bytes], Any]) -> Any:
+        """A decoded file. Raises OSError or StoreCorrupt. Cost: a read and a SHA-256, nothing while it is at hand."""
         path = self.path / name
         key = name, path.stat().st_mtime_ns  # a file that was written anew is read anew
         found = self._live.get(key)
@@ -415,23 +402,37 @@ class SpoolReader:
         return record
 
 
-def refusal(spool: Spool) -> str | None:
-    """What a worker said in `SpoolReader.refuse`."""
-    found = read_json(spool.path / "refused.json")
-    return None if found is None else str(found["error"])
+_endpoints: weakref.WeakValueDictionary[str, SharedMemoryEndpoint] = weakref.WeakValueDictionary()
+
+
+def endpoint(source: str) -> SharedMemoryEndpoint:
+    """The endpoint of this process, which from now on ends soon after the engine's, see `watchdog`.
+
+    Raises RuntimeError where the transport is gone.
+    """
+    found = _endpoints.get(source)
+    if found is None:
+        _endpoints[source] = found = SharedMemoryEndpoint(source)
+        watchdog.end_with_owner(found.path)
+    return found
+
+
+def _contents(segment: Segment) -> Iterator[tuple[str, str, torch.Tensor, Callable[[], bytes]]]:
+    """What a segment hands over: kind of file, stable key, the tensor that tells it from another, and what encodes it."""
+    assert segment.span is not None
+    yield "span", segment.span_key, segment.span.k, partial(encode_span, segment.span)
+    if segment.patch is not None:
+        yield "patch", segment.key, segment.patch.left, partial(encode_patch, segment.patch)
+        if segment.patch.basis is not None:
+            basis = segment.patch.basis
+            yield "basis", basis.id, basis.right, partial(encode_basis, basis)
 
 
 def encode_span(span: SpanKV) -> bytes:
+    """A span as the store frames it; the bytes that it was read from where it is unchanged."""
+    if span.blob is not None:
+        return span.blob
     return codec.encode_tensors({"k": span.k, "v": span.v, "positions": span.positions}, {"start": span.start})
-
-
-def decode_span(blob: bytes) -> SpanKV:
-    """Raises StoreCorrupt."""
-    tensors, meta = codec.decode_tensors(blob)
-    try:
-        return SpanKV(tensors["k"], tensors["v"], tensors["positions"], int(meta["start"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise StoreCorrupt(f"a file of the spool is no span: {error!r}") from error
 
 
 def encode_patch(patch: Patch) -> bytes:
@@ -439,34 +440,39 @@ def encode_patch(patch: Patch) -> bytes:
     return codec.encode_tensors(patch.tensors(), {"patch": patch.describe()})
 
 
+def encode_basis(basis: SharedBasis) -> bytes:
+    return codec.encode_tensors(basis.tensors(), {"basis": basis.describe()})
+
+
+def decode_span(blob: bytes) -> SpanKV:
+    """Raises StoreCorrupt."""
+    return _decode(blob, lambda t, meta: SpanKV(t["k"], t["v"], t["positions"], int(meta["start"])))
+
+
 def decode_patch(blob: bytes, basis: SharedBasis | None = None) -> Patch:
     """Raises StoreCorrupt, also where ``basis`` is not the one that the patch was projected on."""
     from ctxwin.kv.patch import Patch
 
-    tensors, meta = codec.decode_tensors(blob)
-    try:
-        return Patch.from_tensors(tensors, meta["patch"], basis)
-    except (KeyError, TypeError, ValueError) as error:
-        raise StoreCorrupt(f"a file of the spool is no patch: {error!r}") from error
-
-
-def encode_basis(basis: SharedBasis) -> bytes:
-    return codec.encode_tensors(basis.tensors(), {"basis": basis.describe()})
+    return _decode(blob, lambda tensors, meta: Patch.from_tensors(tensors, meta["patch"], basis))
 
 
 def decode_basis(blob: bytes) -> SharedBasis:
     """Raises StoreCorrupt."""
     from ctxwin.kv.basis import SharedBasis
 
+    return _decode(blob, lambda tensors, meta: SharedBasis.from_tensors(tensors, meta["basis"]))
+
+
+def _decode(blob: bytes, make: Callable[[dict[str, torch.Tensor], dict[str, Any]], T]) -> T:
     tensors, meta = codec.decode_tensors(blob)
     try:
-        return SharedBasis.from_tensors(tensors, meta["basis"])
+        return make(tensors, meta)
     except (KeyError, TypeError, ValueError) as error:
-        raise StoreCorrupt(f"a file of the spool is no shared basis: {error!r}") from error
+        raise StoreCorrupt(f"a file of the transport is not what it is called: {error!r}") from error
 
 
 def _remove(folder: Path, held: int, pid: int) -> None:
-    """Ends a spool; a forked child that exits leaves its parent's alone."""
+    """Ends a transport; a forked child that exits leaves its parent's alone."""
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)
     os.close(held)

@@ -1,4 +1,4 @@
-"""Vision embeddings as files in one folder: what the EC connector loads and saves.
+"""Vision embeddings as files in one folder: what the encoder-cache connector loads and saves.
 
 A file is a checked blob of the store's codec (`ctxwin.store.codec`) with one tensor, ``embeddings [tokens, width]``, in
 the form vLLM's encoder cache holds: ``width`` is the model's hidden size, times 1 + D for a deepstack model with D
@@ -237,7 +237,7 @@ class AtHand:
         wanted, read = self._reads.get(name, (None, None))
         if read is None or wanted != version:
             if self._threads is None:
-                self._threads = ThreadPoolExecutor(1, "ctxwin-ec")
+                self._threads = ThreadPoolExecutor(1, "ctxwin-embeddings")
             self._reads[name] = version, self._threads.submit(self._files.get, name)
             return False
         if not read.done():

@@ -1,4 +1,4 @@
-"""The EC connector: stored vision embeddings go into vLLM's encoder cache, so that no request runs the tower for them.
+"""The encoder-cache connector: stored vision embeddings go into vLLM's encoder cache, so that no request runs the tower for them.
 
 vLLM's scheduler asks for each media item whose tokens must be computed whether the connector has it. An item that it has
 is loaded by the workers right before the forward; it takes nothing of the encoder's compute budget, and the request need
@@ -6,7 +6,7 @@ not carry its data: the grid, which positions are counted from, is enough. So KV
 request, long after vLLM's encoder cache has evicted it, and a load of KV that fails leaves a request that can still be
 computed.
 
-Items are found by the name in their multimodal identifier (`ecfiles.name_of`), as files of one folder that every process
+Items are found by the name in their multimodal identifier (`embeddings.name_of`), as files of one folder that every process
 of the engine sees. The scheduler reads a file and checks it (checksum, model, shape, dtype) before vLLM is told that it is
 there, and hands the workers what it has read: at a load, no file can be missing or damaged, which vLLM would have no
 answer to but to end. A request without data of its own whose file is of no use fails alone, with vLLM's finish reason
@@ -32,7 +32,7 @@ import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
 from ctxwin.engines.hf.model import deep_layers
-from ctxwin.engines.vllm.ecfiles import AtHand, EmbeddingFiles, Held, name_of
+from ctxwin.engines.vllm.transport.embeddings import AtHand, EmbeddingFiles, Held, name_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -90,7 +90,7 @@ class EmbeddingMetadata(ECConnectorMetadata):  # type: ignore[misc]  # mypy sees
     saves: dict[str, str] = field(default_factory=dict)
 
 
-class CtxwinECConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees vLLM as untyped
+class EncoderCacheConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees vLLM as untyped
     """Serves the items whose embeddings lie in the folder; others are encoded as ever.
 
     Raises:

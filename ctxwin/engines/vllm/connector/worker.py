@@ -1,0 +1,71 @@
+"""A worker's half of the connector: loads before a forward, captures of requests that have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from ctxwin.engines.vllm.transport import Endpoint, Load, connect
+
+if TYPE_CHECKING:
+    import torch
+
+    from ctxwin.engines.vllm.connector.scheduler import Step
+
+_log = logging.getLogger("ctxwin.engines")
+
+
+class WorkerHalf:
+    """What a vLLM worker calls; names and arguments are vLLM's."""
+
+    def __init__(self, endpoint: Endpoint, block_size: int) -> None:
+        self.endpoint = endpoint
+        self.block_size = block_size
+        self._failed_blocks: set[int] = set()
+        self._received: set[str] = set()
+        self._sent: set[str] = set()
+
+    def work(self, step: Step) -> None:
+        """Does what the scheduler planned for this step."""
+        for save in step.saves:
+            connect(save.source).save(save)
+            self._sent.add(save.request)
+        for load in step.loads:
+            self._load(load)
+
+    def _load(self, load: Load) -> None:
+        # vLLM keeps one worker-side connector per process, whichever engine made it; the load names its engine's transport.
+        try:
+            connect(load.source).load(load)
+        except Exception as error:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the engine is told before vLLM ends the request, if it is still there
+                connect(load.source).fail(load.handle, error)
+            size = self.block_size
+            self._failed_blocks.update(load.blocks[load.begin // size : -(-load.end // size)])
+            _log.warning("loading tokens [%d, %d) into the paged cache failed: %s", load.begin, load.end, error)
+        if load.background:
+            self._received.add(load.request)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """(requests whose blocks may be freed, requests whose background load has ended, well or not)."""
+        if not (self._sent or self._received):
+            return None, None
+        sent, received = self._sent, self._received
+        self._sent, self._received = set(), set()
+        return sent or None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: loads are complete when the forward begins."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing to save by layer: spans are read back whole."""
+
+    def wait_for_save(self) -> None:
+        """Nothing pending."""

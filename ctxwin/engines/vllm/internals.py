@@ -1,0 +1,113 @@
+"""Everything that ctxwin touches of vLLM beyond its official seams, in one place.
+
+Official are the connector classes (KV and encoder cache), ``kv_transfer_params``, ``worker_extension_cls``, ``LLM`` and
+``AsyncLLM``, the renderer's engine inputs and the models' ``get_mrope_input_positions``. What is here, and the attributes
+of attention layers that `paged` reads (``kv_cache``, ``kv_cache_dtype``, ``impl.do_kv_cache_update``,
+``compilation_config.static_forward_context``), may change with any minor version of vLLM: when `CHECKED` gets another
+one, read each of them in that version first. The tests of the versions named there run all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from concurrent.futures import InvalidStateError
+from typing import TYPE_CHECKING, Any
+
+from ctxwin.engines.vllm.lifecycle.versions import TESTED
+
+if TYPE_CHECKING:
+    import torch
+
+CHECKED = TESTED
+"""The minor versions of vLLM on which every function here was read and run."""
+
+
+def in_process(engine: Any) -> bool:
+    """Whether an ``LLMEngine`` runs its core in this process: its client then has the core itself."""
+    return hasattr(engine.engine_core, "engine_core")
+
+
+def worker_model(llm: Any) -> Any:
+    """The model of an ``LLM`` that runs in this process, which vLLM reaches through its worker only."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
+
+
+def release_core(engine: Any) -> None:
+    """Shuts down what is one in-process engine's own.
+
+    ``EngineCore.shutdown`` would destroy the process groups and the worker-side connector too, which the other engines of
+    this process share.
+    """
+    engine.engine_core._finalizer.detach()
+    core = engine.engine_core.engine_core
+    core.structured_output_manager.clear_backend()
+    core.scheduler.shutdown()
+    core.model_executor.driver_worker.worker.model_runner.shutdown()
+    gc.unfreeze()
+
+
+def tear_down_groups() -> None:
+    """Destroys the process groups that a failed start has left behind."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
+
+
+def core_died(engine: Any) -> bool:
+    """Whether the process of an ``LLM``'s engine has ended."""
+    return bool(engine.engine_core.resources.engine_dead)
+
+
+def wake_waiting(engine: Any, error: Exception) -> None:
+    """Gives ``error`` to whoever waits for an engine that died: vLLM notices, but leaves them waiting."""
+    client = engine.engine_core
+    for future in list(client.utility_results.values()):
+        with contextlib.suppress(InvalidStateError):
+            future.set_exception(error)
+    client.outputs_queue.put_nowait(error)
+
+
+def tensor_parallel() -> tuple[int, int]:
+    """Rank and size of this worker's tensor-parallel group."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+
+
+def import_model_classes(architectures: Any) -> None:
+    """Imports models' classes here, so that vLLM does not start a Python process just to look at them.
+
+    That process costs seconds, and would need any repair of the environment that this one has had.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for name in architectures or ():
+        entry = ModelRegistry.models.get(name)
+        if entry is not None and not hasattr(entry, "model_cls"):
+            ModelRegistry.register_model(name, entry.load_model_cls())
+
+
+def bare_model(config: Any) -> Any:
+    """The model's class with its config and nothing else: enough to count positions where the model itself is in
+    another process."""
+    from torch import nn
+    from vllm.model_executor.model_loader.utils import get_model_cls
+
+    kind = get_model_cls(config)
+    model = kind.__new__(kind)
+    nn.Module.__init__(model)
+    model.config = config.hf_config
+    model.model_config = config
+    return model
+
+
+def media_items(processor: Any, data: dict[str, torch.Tensor]) -> Any:
+    """Media fields as vLLM's own multimodal processor of the model would lay them out."""
+    from transformers import BatchFeature
+    from vllm.multimodal.inputs import MultiModalKwargsItems
+
+    batch = BatchFeature(data)
+    return MultiModalKwargsItems.from_hf_inputs(batch, processor._get_mm_fields_config(batch, {}))

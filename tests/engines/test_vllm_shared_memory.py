@@ -1,0 +1,198 @@
+"""The shared-memory transport: what crosses between processes, once, checked, and gone with its owner."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from ctxwin.engines.base import Encoded, Segment
+from ctxwin.engines.vllm.lifecycle import folders
+from ctxwin.engines.vllm.transport import PARAM, SharedMemoryTransport, Transfer, shared_memory
+from ctxwin.engines.vllm.transport.base import new_handle
+from ctxwin.engines.vllm.transport.shared_memory import SharedMemoryEndpoint
+from ctxwin.engines.vllm.vision import WorkerExtension
+from ctxwin.errors import StoreCorrupt
+from ctxwin.kv.basis import SharedBasis, fit_basis, project
+from ctxwin.kv.deficit import deficit
+from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
+from ctxwin.kv.patch import form_patch
+from ctxwin.store import codec, open_store
+from ctxwin.store.spans import SpanRepository
+
+KV = KVSpec(
+    identity="m", family="gqa", layers=2, heads=2, k_dim=4, v_dim=4, dtype="float32",
+    rope=RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4),
+)  # fmt: skip
+
+
+def span(seed: int) -> SpanKV:
+    generator = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(2, 5, 2, 4, generator=generator) for _ in range(2))
+    return SpanKV(k, v, torch.arange(5).expand(3, 5).contiguous(), 0)
+
+
+def segment(i: int, basis: SharedBasis | None) -> Segment:
+    base = span(2 * i)
+    lost = deficit(span(2 * i + 1), base, KV)
+    patch = form_patch(span(2 * i + 1), base, KV, rank=2) if basis is None else project(lost, basis, KV)
+    encoded = Encoded(f"chunk {i}", tuple(range(5)), np.tile(np.arange(5), (3, 1)), 5)
+    return Segment(encoded, 5 * i, base, span_key=f"span {i}", patch=patch, patch_key=f"patch {i}")
+
+
+@pytest.fixture
+def transport(tmp_path: Path) -> Iterator[SharedMemoryTransport]:
+    opened = SharedMemoryTransport(KV, tmp_path)
+    yield opened
+    opened.close()
+
+
+def test_a_shared_basis_is_written_once_and_read_once(transport: SharedMemoryTransport) -> None:
+    basis = fit_basis([deficit(span(1), span(0), KV)], KV, 3)
+    endpoint = SharedMemoryEndpoint(transport.source)
+    transfers = [
+        Transfer(loads=(segment(0, basis), segment(1, basis), segment(2, None))),
+        Transfer(loads=(segment(3, basis),)),
+    ]
+    handles = [transport.add(transfer) for transfer in transfers]
+    files = list(transport.path.glob("basis-*"))
+    assert len(files) == 1
+    assert all(p.stat().st_size < files[0].stat().st_size + 1000 for p in transport.path.glob("patch-*"))
+    seen = []
+    for handle, transfer in zip(handles, transfers, strict=True):
+        for part, given in zip(endpoint.parts(handle, 0, transfer.covered), transfer.loads, strict=True):
+            assert part.patch is not None and given.patch is not None
+            assert part.patch.describe() == given.patch.describe()
+            for layer in range(2):
+                for ours, theirs in zip(part.patch.delta(layer) or (), given.patch.delta(layer) or (), strict=True):
+                    assert torch.equal(ours, theirs)
+            seen.append(part.patch.basis)
+    assert seen[2] is None and seen[0] is seen[1] is seen[3] is not None
+    for handle in handles:
+        transport.remove(handle)
+    assert files[0].exists(), "kept for later requests, as spans are"
+
+
+def test_another_basis_or_none_fails_the_load(transport: SharedMemoryTransport) -> None:
+    basis, other = (fit_basis([deficit(span(i + 1), span(i), KV)], KV, 3) for i in (0, 6))
+    handles = [transport.add(Transfer(loads=(segment(i, b),))) for i, b in enumerate((basis, other))]
+    job = transport.path / f"job-{handles[0]}.json"
+    written = job.read_text()
+    names = {
+        entry["basis"] for h in handles for entry in json.loads((transport.path / f"job-{h}.json").read_text())["loads"]
+    }
+    mine = json.loads(written)["loads"][0]["basis"]
+    (wrong,) = names - {mine}
+    for given in ("null", f'"{wrong}"'):
+        job.write_text(written.replace(f'"{mine}"', given))
+        with pytest.raises(StoreCorrupt, match="basis must be"):
+            SharedMemoryEndpoint(transport.source).parts(handles[0], 0, 5)
+    job.write_text(written)
+    path = transport.path / mine
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(StoreCorrupt):
+        SharedMemoryEndpoint(transport.source).parts(handles[0], 0, 5)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        SharedMemoryEndpoint(transport.source).parts(handles[0], 0, 5)
+
+
+def test_a_span_from_a_store_crosses_as_the_bytes_that_were_read(
+    transport: SharedMemoryTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One digest where it leaves the store, one where it enters the worker, none between."""
+    repo = SpanRepository(open_store("memory:"), KV.identity, max_live_bytes=0)
+    repo.put_span("span/s", span(0), {"token_ids": list(range(5))})
+    found = repo.get_span("span/s")
+    assert found is not None and found[0].blob is not None
+    assert replace(found[0], start=3).blob is None and found[0].slice(1, 2).blob is None
+    loaded = replace(segment(0, None), span=found[0], patch=None, patch_key="")
+    with mock.patch.object(codec, "encode_tensors", side_effect=AssertionError("encoded again")):
+        handle = transport.add(Transfer(loads=(loaded,)))
+    (part,) = SharedMemoryEndpoint(transport.source).parts(handle, 1, 4)
+    assert (part.begin, part.stop) == (1, 4)
+    assert torch.equal(part.span.k, span(0).k) and torch.equal(part.span.positions, span(0).positions)
+
+
+def test_a_job_is_read_once(tmp_path: Path) -> None:
+    """vLLM's scheduler asks about a waiting request in every step, and when it has ended; gone is gone."""
+    transport = SharedMemoryTransport(KV, folder=tmp_path)
+    endpoint, transfer = (
+        SharedMemoryEndpoint(transport.source),
+        Transfer(captures={"0": (0, 4)}, blank=3, own=2, exact=True),
+    )
+    handle = transport.add(transfer)
+    with mock.patch.object(shared_memory, "read_json", side_effect=shared_memory.read_json) as reads:
+        assert [endpoint.job(handle) for _ in range(5)] == [transfer.job] * 5
+        assert reads.call_count == 1
+        transport.remove(handle)
+        assert endpoint.job(handle) is None and not endpoint._jobs
+        assert endpoint.job(new_handle()) is None and endpoint.job("../spec") is None and reads.call_count == 1
+    transport.close()
+
+
+def test_a_full_disk_ends_no_request_but_its_own(tmp_path: Path) -> None:
+    """The scheduler reports in the middle of its step, where an exception would end vLLM."""
+    transport = SharedMemoryTransport(KV, tmp_path)
+    endpoint = SharedMemoryEndpoint(transport.source)
+    transfer = Transfer(captures={"0": (0, 4)}, blank=4)
+    handle = transport.add(transfer)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(shared_memory, "write_file", side_effect=full):
+        endpoint.seen(handle, 0, 4)
+        endpoint.fail(handle, RuntimeError("no such span"))
+        with pytest.raises(OSError, match="No space"):  # caught, and told, by the connector
+            endpoint.give(handle, "0", torch.zeros(1, 4, 1, 4), torch.zeros(1, 4, 1, 4))
+    transport.collect(handle, transfer, False)
+    assert transfer.local_tokens + transfer.planned_tokens < transfer.blank  # which its caller takes for a failed load
+    transport.remove(handle)
+    transport.close()
+
+
+def test_a_spool_of_another_container_is_not_swept(tmp_path: Path) -> None:
+    """Containers may share ``/dev/shm`` and not their process numbers: what runs there does not run as seen from here."""
+    used = SharedMemoryTransport(KV, tmp_path)
+    with mock.patch.object(folders, "runs", return_value=False):
+        other = SharedMemoryTransport(KV, tmp_path)
+        assert (used.path / "spec.json").exists()
+        with mock.patch("shutil.rmtree"):  # as where its process was killed
+            used.close()
+        assert folders.sweep(tmp_path) == [used.path.name]
+        assert other.path.exists()
+    other.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_forked_child_leaves_the_spool_to_its_parent(tmp_path: Path) -> None:
+    transport = SharedMemoryTransport(KV, tmp_path)
+    with mock.patch("os.getpid", return_value=os.getpid() + 1):
+        transport.close()
+    assert transport.path.exists()
+
+
+@pytest.mark.parametrize("outside", ["source", "target"])
+def test_the_tower_reads_and_writes_in_the_spool_alone(tmp_path: Path, outside: str) -> None:
+    """vLLM's server lets clients call methods of its workers in its development mode."""
+    transport, other = tmp_path / "transport", tmp_path / "other"
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={PARAM: str(transport)}))
+    worker: Any = WorkerExtension()
+    worker.vllm_config = config
+    source, target = transport / "see-a", transport / "seen-a"
+    for folder in (transport, other):
+        folder.mkdir()
+        (folder / "see-a").write_bytes(codec.encode_tensors({"pixels": torch.zeros(1), "grids": torch.zeros(1)}))
+    for wrong in (other / "x", transport / ".." / "other" / "x", transport / "span-a"):
+        given = {"source": source, "target": target} | {outside: wrong}
+        with pytest.raises(ValueError, match="files of ctxwin_see"):
+            worker.ctxwin_see(str(given["source"]), str(given["target"]))
+    assert [path.name for path in other.iterdir()] == ["see-a"]
