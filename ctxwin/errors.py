@@ -59,3 +59,7 @@ class BadMedia(CtxwinError, ValueError):
 
 class MissingExtra(CtxwinError, ModuleNotFoundError):
     """An optional dependency is not installed; the message names the ``pip`` command that installs it."""
+
+
+class AnswerStopped(CtxwinError, RuntimeError):
+    """An answer was stopped by whoever asked for it; the window is as it was before."""

@@ -1,24 +1,31 @@
-"""Shared bases as windows use them: the file of a model's basis, and patches of deficits over it.
+"""What was measured of a model: its profile, which ``auto`` follows, and its shared basis, which patches may lie over.
+
+A profile is what `ctxwin eval probe MODEL` measured: ``ctxwin-profile.json`` beside the weights or, where that folder cannot
+be written or is the Hub's, a file of the user's named by the weights. A profile of other weights is refused.
 
 `ctxwin eval basis MODEL` fits a basis on deficits of many contexts: directions that hold most of what conditioning does to
-KV, whatever the chunk. A patch is then ``rank`` numbers a token; the directions are paid once a model, not once a chunk.
-
-The file is in the safetensors format, under a name of its own: whatever ends in ``.safetensors`` beside the weights is taken
-for weights, by vLLM and by the digest that a model is known by. It lies where a profile does (`ctxwin.fidelity`) and belongs
-to the model, whoever's window asks: it holds nothing of any chunk.
+KV, whatever the chunk. A patch is then ``rank`` numbers a token, and the directions are paid once a model, not once a chunk.
+The file is in the safetensors format under a name of its own: whatever ends in ``.safetensors`` beside the weights is taken
+for weights, by vLLM and by the digest that a model is known by. It lies where a profile does and holds nothing of any chunk.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import os
 import struct
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from ctxwin.fidelity import Fidelity, measured_files, model_folder, write_beside
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ctxwin.fidelity import Fidelity
+from ctxwin.files import atomic_write
+from ctxwin.hashing import digest
 
 if TYPE_CHECKING:
     from ctxwin.kv.basis import SharedBasis
@@ -29,10 +36,220 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ctxwin")
 
+PROFILE_NAME = "ctxwin-profile.json"
+PROFILE_FORMAT: Literal[1] = 1
+PROFILES_VARIABLE = "CTXWIN_PROFILES"
+"""Names the folder of the user's own profiles; ``$XDG_DATA_HOME/ctxwin/profiles`` by default."""
+
 BASIS_NAME = "ctxwin-basis.st"
 BASIS_FORMAT = "1"
 FIT = "ctxwin eval basis"
 _KV_ITEMSIZE = 2  # budgets are shares of a chunk's KV in bf16
+
+
+def resolve(fidelity: Fidelity, model: str) -> Fidelity:
+    """``fidelity`` with ``auto`` replaced by what the profile of ``model`` says, ``exact`` without one.
+
+    Where patches lie over a shared basis, the model's own is named in ``basis``.
+
+    Args:
+        model: a folder or a Hub name, as the engine was opened with.
+
+    Raises:
+        ValueError: layout ``shared`` on a model without a basis, or with one of fewer than ``rank`` directions.
+
+    Cost: where there is a profile or a basis, a digest of the weights, once a process.
+    """
+    resolved = _followed(fidelity, model) if fidelity.mode == "auto" else fidelity
+    if resolved.layout != "shared" or resolved.mode != "patched":
+        return resolved
+    found = require_basis(model)
+    if resolved.patch_rank is not None and resolved.patch_rank > found.rank:
+        raise ValueError(
+            f"rank must be at most {found.rank}, the directions of the model's shared basis, got {resolved.patch_rank}; "
+            f"fit one of more with `{FIT} MODEL --rank {resolved.patch_rank}`"
+        )
+    return resolved.model_copy(update={"basis": found.id})
+
+
+def _followed(fidelity: Fidelity, model: str) -> Fidelity:
+    profile = find_profile(model)
+    if profile is None:
+        log.info("no profile for %s: serving exactly (measure one with `ctxwin eval probe`)", model)
+        return fidelity.model_copy(update={"mode": "exact"})
+    chosen = profile.fidelity.model_dump()
+    # What a caller set by hand wins over the profile. A restored snapshot has every field set, so what counts is which
+    # differ from the defaults.
+    default = Fidelity()
+    names = [n for n in Fidelity.model_fields if n != "mode"]
+    mine = {n: getattr(fidelity, n) for n in names if getattr(fidelity, n) != getattr(default, n)}
+    if "rank" in mine and "bytes_share" not in mine:
+        chosen["bytes_share"] = None  # a rank chosen by hand must not lose against the profile's share
+    return Fidelity(**{**chosen, **mine})
+
+
+class Profile(BaseModel):
+    """What a probe measured of one model, and what follows from it.
+
+    Attributes:
+        format: of this file.
+        weights: `model_digest` of the model it was measured on.
+        model: its name, for people.
+        verdict: one line.
+        finding: ``binds``, ``chains``, ``unclear`` or ``unread``.
+        fidelity: what ``auto`` stands for; never ``auto`` itself.
+        measured: the figures that the verdict rests on.
+        n: questions that were asked of it.
+        date, ctxwin: when, and by which version.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = PROFILE_FORMAT
+    weights: str = Field(min_length=1)
+    model: str
+    verdict: str
+    finding: Literal["binds", "chains", "unclear", "unread"]
+    fidelity: Fidelity
+    measured: dict[str, Any] = Field(default_factory=dict)
+    n: int = Field(ge=0)
+    date: str
+    ctxwin: str
+
+    @model_validator(mode="after")
+    def _resolved(self) -> Profile:
+        if self.fidelity.mode == "auto":
+            raise ValueError("the fidelity of a profile must be exact, patched or blind, got auto")
+        if self.finding in ("unclear", "unread") and self.fidelity.mode != "exact":
+            raise ValueError(f"a profile without a verdict must be exact, got {self.fidelity.mode}")
+        return self
+
+
+def find_profile(model: str | Path) -> Profile | None:
+    """The profile of a model, or None: of the one beside its weights and the user's own, what was measured last.
+
+    One that cannot be read or was measured on other weights is passed over with a warning.
+    """
+    folder = model_folder(model)
+    if folder is None:
+        return None
+    try:
+        places, own = measured_files(folder, PROFILE_NAME)
+    except (OSError, ValueError) as error:
+        log.warning("the weights of %s cannot be read (%s): its profile is not used", folder, error)
+        return None
+    usable: list[Profile] = []
+    for path in places:
+        try:
+            found = Profile.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            reason = str(error).splitlines()[0]
+            log.warning("%s is not a profile of this version (%s); measure again: `ctxwin eval probe`", path, reason)
+            continue
+        if found.weights == own:
+            usable.append(found)
+        else:
+            log.warning("%s was measured on other weights and is not used; measure again: `ctxwin eval probe`", path)
+    # A folder that cannot be written may hold an older one, as a shipped model does.
+    return max(usable, key=lambda found: found.date, default=None)
+
+
+def measured_files(folder: Path, name: str) -> tuple[list[Path], str]:
+    """The files ``name`` that are there of a model (beside its weights, the user's own) and, where any is, `model_digest`.
+
+    Raises OSError or ValueError where the weights cannot be read.
+    """
+    places = [folder / name, *([user_profile(folder, Path(name).suffix)] if _has_own() else [])]
+    found = [path for path in places if path.is_file()]
+    return found, model_digest(folder) if found else ""
+
+
+def profiles_folder() -> Path:
+    """Where profiles lie that could not be written beside the weights; RuntimeError for a user without a home."""
+    if named := os.environ.get(PROFILES_VARIABLE):
+        return Path(named).expanduser()
+    data = os.environ.get("XDG_DATA_HOME")
+    return (Path(data) if data else Path.home() / ".local" / "share") / "ctxwin" / "profiles"
+
+
+def _has_own() -> bool:
+    try:
+        return profiles_folder().is_dir()
+    except (OSError, RuntimeError) as error:
+        log.info("the user's own profiles cannot be looked up: %s", error)
+        return False
+
+
+def user_profile(model: str | Path, suffix: str = ".json") -> Path:
+    """The path of the user's own profile of a model. Cost: a digest of its weights; ValueError where it has none."""
+    folder = model_folder(model)
+    if folder is None:
+        raise ValueError(f"a model must be a local folder or a Hub name that was downloaded, got {str(model)!r}")
+    return profiles_folder() / f"{model_digest(folder)}{suffix}"
+
+
+def write_profile(profile: Profile, model: str | Path, folder: Path | None = None) -> Path:
+    """Writes a profile to ``folder``, else beside the weights, else (a Hub's folder, no right to write) to the user's own.
+
+    The file is replaced as a whole. Returns its path; raises OSError where none of these can be written.
+    """
+    text = profile.model_dump_json(indent=2) + "\n"
+    return write_beside(text.encode(), PROFILE_NAME, model, folder)
+
+
+def write_beside(data: bytes, name: str, model: str | Path, folder: Path | None = None) -> Path:
+    """Writes what was measured of a model, as `write_profile` does; the user's own is named by the weights."""
+    if folder is not None:
+        return atomic_write(folder / name, data)
+    beside = Path(model).expanduser()
+    if beside.is_dir():
+        try:
+            return atomic_write(beside / name, data)
+        except OSError as error:
+            log.info("%s cannot be written (%s); %s goes to your own", beside, error, name)
+    try:
+        own = user_profile(model, Path(name).suffix)
+    except RuntimeError as error:
+        raise OSError(f"there is no folder for your own profiles ({error}); name one in {PROFILES_VARIABLE}") from error
+    return atomic_write(own, data)
+
+
+def model_digest(model: str | Path) -> str:
+    """What tells a model from another one for a profile: its weights and its config, whatever dtype they are served in.
+
+    Cost: as `ctxwin.engines.encoding.checkpoint.weights_digest`, once a process as long as no file changes. Raises ValueError
+    where the model is not there, UnsupportedModel where it has no safetensors weights.
+    """
+    folder = model_folder(model)
+    if folder is None:
+        raise ValueError(f"a model must be a local folder or a Hub name that was downloaded, got {str(model)!r}")
+    files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
+    stats = tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file())
+    return _digest(str(folder), stats)
+
+
+@lru_cache(maxsize=16)
+def _digest(folder: str, stats: tuple[tuple[str, int, int], ...]) -> str:
+    from ctxwin.engines.encoding.checkpoint import weights_digest
+
+    config = Path(folder) / "config.json"
+    settings = hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else ""
+    return digest("profile", weights_digest(Path(folder)), settings)
+
+
+def model_folder(model: str | Path) -> Path | None:
+    """The local folder of a model; None where there is none. Never downloads."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if str(model).count("/") != 1:
+        return None  # not a Hub name
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(model), local_files_only=True))
+    except (ImportError, OSError, ValueError):
+        return None
 
 
 @dataclass(frozen=True)

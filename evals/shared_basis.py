@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Segment
 from ctxwin.evals.patching import make_weight
-from ctxwin.fidelity import model_digest
 from ctxwin.kv.basis import fit_basis
 from ctxwin.kv.deficit import Deficit, deficit
 from ctxwin.kv.lowrank import Weight
-from ctxwin.profiles import ModelBasis
+from ctxwin.profiles import ModelBasis, model_digest
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine

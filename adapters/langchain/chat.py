@@ -27,12 +27,12 @@ from ctxwin.adapters.langchain.pool import Pool
 from ctxwin.adapters.langchain.streaming import Chunks, Worker
 from ctxwin.adapters.langchain.toolcalls import Part, Reader, Syntax, learn
 from ctxwin.adapters.langchain.usage import profile_of, remembers, response_metadata, usage_metadata
-from ctxwin.engines.base import Engine
+from ctxwin.engines.base import Engine, Sampling
 from ctxwin.engines.open import open_engine
 from ctxwin.errors import BudgetExceeded, ChunkUnavailable
 from ctxwin.fidelity import Fidelity
-from ctxwin.window import ask as asking
 from ctxwin.window.answer import Answer
+from ctxwin.window.ask import Question
 from ctxwin.window.events import Observer
 
 _log = logging.getLogger("ctxwin")
@@ -378,13 +378,15 @@ class ChatCtxwin(BaseChatModel):
                 asked = engine.encode_exchange(talk.query, ()) if self._remember else engine.encode_query(talk.query)
                 room = max(1, call.max_tokens or window.budget - window.tokens - asked.tokens)
                 alone = engine.encode_system_prompt(window.system_prompt).tokens + asked.tokens + room
-                answer = asking.ask(
-                    window, talk.query, room,
-                    remember=self._remember and alone <= window.budget and (
-                        lambda text: not reader.stopped and remembers(engine, text)
-                    ),
-                    temperature=call.temperature, seed=call.seed, on_token=on_token, stopped=stopped, bare=True,
-                )  # fmt: skip
+                question = Question(
+                    talk.query,
+                    Sampling(room, call.temperature, call.seed),
+                    remember=(lambda text: not reader.stopped and remembers(engine, text))
+                    if self._remember and alone <= window.budget
+                    else False,
+                    bare=True,
+                )
+                answer = window.answer(question, on_token=on_token, stopped=stopped)
         except BudgetExceeded as error:
             raise ContextOverflowError(str(error)) from error
         return answer, room

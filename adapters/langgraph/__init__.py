@@ -44,9 +44,9 @@ with optional_imports():
     from ctxwin.adapters.langgraph.context import Watcher, WindowContext
     from ctxwin.adapters.langgraph.node import WindowNode, WindowState
     from ctxwin.adapters.langgraph.reference import load, merge_windows, save
-    from ctxwin.adapters.langgraph.session import Session, SessionStream, open_window
+    from ctxwin.adapters.langgraph.session import Session, open_window
 
 __all__ = [
-    "Session", "SessionStream", "Watcher", "WindowContext", "WindowNode", "WindowState", "load", "merge_windows",
+    "Session", "Watcher", "WindowContext", "WindowNode", "WindowState", "load", "merge_windows",
     "open_window", "save",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ctxwin.chunk import Chunk
-from ctxwin.policies.base import Eviction, Retrieval
+from ctxwin.policies.base import Eviction, Retrieval, WindowView
 
 if TYPE_CHECKING:
     from ctxwin.window.window import Window
@@ -69,7 +69,7 @@ class Without:
     retrieval: Retrieval
     removed: frozenset[str]
 
-    def choose(self, window: Window, query: str | Chunk) -> Iterable[str]:
+    def choose(self, window: WindowView, query: str | Chunk) -> Iterable[str]:
         return [placement for placement in self.retrieval.choose(window, query) if placement not in self.removed]
 
 
@@ -80,7 +80,7 @@ class Sparing:
     eviction: Eviction
     spared: frozenset[str]
 
-    def order(self, window: Window) -> Iterator[str]:
+    def order(self, window: WindowView) -> Iterator[str]:
         order = self.eviction.order(window)
         try:
             yield from (placement for placement in order if placement not in self.spared)

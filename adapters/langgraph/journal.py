@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from ctxwin.adapters.langgraph import manifest
 from ctxwin.hashing import digest
@@ -12,6 +12,7 @@ from ctxwin.window.answer import Answer, Usage
 
 if TYPE_CHECKING:
     from ctxwin.store.spans import SpanRepository
+    from ctxwin.window.ask import Question
     from ctxwin.window.state import State
 
 
@@ -45,9 +46,10 @@ class Journal:
         self._repo = repo
         self._operation = operation
 
-    def key(self, index: int, state: State, query: str, max_tokens: int, options: dict[str, Any]) -> str:
+    def key(self, index: int, state: State, question: Question) -> str:
         """Of an ask: who asks, the version it asks, and what."""
-        asked = [query, max_tokens, {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}]
+        sampling = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(question.sampling).items()}
+        asked = [question.query, bool(question.remember), list(question.stop), sampling]
         base = manifest.describe(self._repo, state).digest
         return "journal/" + digest("ask", self._operation.seed, index, base, asked)
 

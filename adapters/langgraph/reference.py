@@ -72,7 +72,11 @@ def save(
         record = p.model_dump(mode="json", exclude_defaults=True)
         placed.append({key: value for key, value in record.items() if key not in _DROPPED})
     # Encodes of this node belong to the next answer, which may be another node's.
-    beside: dict[str, Any] = {"parent": parent, "notes": copy.deepcopy(dict(notes or {})), "encodes": window._encodes}
+    beside: dict[str, Any] = {
+        "parent": parent,
+        "notes": copy.deepcopy(dict(notes or {})),
+        "encodes": window.core.vision_encodes,
+    }
     # What `merge_windows` goes by stands there even where it is 0.
     return {
         **head, **{key: value for key, value in beside.items() if value}, "format": FORMAT, "window": state.window,

@@ -1,33 +1,67 @@
-"""The contracts of policies: who leaves a full window, and what comes back into it.
+"""The contracts of policies: who leaves a full window, what comes back into it, and what they see of it.
 
 A policy is deterministic. It reads the window, its engine and what their store holds, never a clock or a random number, and
 it breaks ties by arrival: the same window loses the same chunks when an operation is run again (a replayed checkpoint, a
-resumed thread, a second process). Both methods run inside the window's writer, so they must not edit it; a fork is free.
+resumed thread, a second process). Both methods run while the window is being edited, so they must not edit it themselves;
+a fork is theirs to edit and costs nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
-    from ctxwin.window.window import Window
+    from ctxwin.engines.base import Engine
+    from ctxwin.window.answer import Disposability
+    from ctxwin.window.state import State
+
+
+class WindowView(Protocol):
+    """What a policy may read of a window; see `ctxwin.Window` for each."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def evicted(self) -> tuple[str, ...]: ...
+
+    def chunk(self, placement: str, /) -> Chunk: ...
+
+    def snapshot(self) -> State: ...
+
+    def fork(self) -> Branch: ...
+
+
+class Branch(WindowView, Protocol):
+    """A fork that a policy may try things on."""
+
+    def evict(self, placement: str, /) -> None: ...
+
+    def disposable(
+        self, placement: str, query: str, max_tokens: int = ..., /, *, clean: bool = ...
+    ) -> Disposability: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...
 
 
 class Eviction(Protocol):
     """Who leaves first."""
 
-    def order(self, window: Window) -> Iterable[str]:
-        """Placed ids, the one to leave first first. Read no further than room is needed, so a generator may test as it goes.
+    def order(self, window: WindowView) -> Iterable[str]:
+        """Ids of placed chunks in the order in which they should leave.
 
-        Pinned ids are skipped by the window; an id that is left out never leaves. A generator is closed when there is room.
-        In a look back the window is still as it was: what comes back is not placed yet, and does not leave.
+        It is read only until there is room, so a generator may test chunks as it goes; it is closed afterwards. Pinned
+        chunks are skipped, and a chunk that is left out never leaves. During a look back the window is still as it was:
+        what comes back is not placed yet, and does not leave.
         """
 
 
 class Retrieval(Protocol):
     """What comes back for a query."""
 
-    def choose(self, window: Window, query: str | Chunk) -> Iterable[str]:
-        """Evicted ids to recall for ``query`` (a question, an answer with a tool call, or a picture), best first."""
+    def choose(self, window: WindowView, query: str | Chunk) -> Iterable[str]:
+        """Ids of evicted chunks to recall for ``query`` (a question, an answer with a tool call, or a picture), best first."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ctxwin.errors import BudgetExceeded
 
 if TYPE_CHECKING:
-    from ctxwin.window.window import Window
+    from ctxwin.policies.base import Branch, WindowView
 
 _log = logging.getLogger("ctxwin")
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("ctxwin")
 class OldestFirst:
     """The chunk that arrived first leaves first. Cost: a sort."""
 
-    def order(self, window: Window) -> Iterable[str]:
+    def order(self, window: WindowView) -> Iterable[str]:
         return [p.id for p in sorted(window.snapshot().placed, key=lambda p: p.arrival)]
 
 
@@ -32,7 +32,7 @@ class LeastRecentlyRead:
     is placed, so it marks nothing.
     """
 
-    def order(self, window: Window) -> Iterable[str]:
+    def order(self, window: WindowView) -> Iterable[str]:
         return [p.id for p in sorted(window.snapshot().placed, key=lambda p: (p.read, p.arrival))]
 
 
@@ -40,7 +40,7 @@ class LeastRecentlyRead:
 class ByPriority:
     """The chunk with the lowest `Chunk.priority` leaves first, the oldest among equals. Cost: a sort."""
 
-    def order(self, window: Window) -> Iterable[str]:
+    def order(self, window: WindowView) -> Iterable[str]:
         return [p.id for p in sorted(window.snapshot().placed, key=lambda p: (p.chunk.priority, p.arrival))]
 
 
@@ -79,7 +79,7 @@ class ByDisposability:
             raise ValueError(f"kl must be nats >= 0 or None, got {self.kl!r}")
         object.__setattr__(self, "queries", tuple(self.queries))
 
-    def order(self, window: Window) -> Iterator[str]:
+    def order(self, window: WindowView) -> Iterator[str]:
         free = [p.id for p in sorted(window.snapshot().placed, key=lambda p: p.arrival) if not p.pinned]
         needed: list[str] = []
         with window.fork() as branch:  # it loses what has left so far; the window itself is not edited
@@ -98,7 +98,7 @@ class ByDisposability:
                     needed.append(placement)
         yield from needed
 
-    def _is_disposable(self, window: Window, placement: str) -> bool:
+    def _is_disposable(self, window: Branch, placement: str) -> bool:
         for query in self.queries:
             found = window.disposable(placement, query, self.max_tokens, clean=self.clean)
             if not found.disposable or (self.kl is not None and found.kl > self.kl):

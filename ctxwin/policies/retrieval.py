@@ -13,7 +13,7 @@ from ctxwin.policies.pooling import Pools
 
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
-    from ctxwin.window.window import Window
+    from ctxwin.policies.base import WindowView
 
 _log = logging.getLogger("ctxwin")
 _DECODER = json.JSONDecoder()
@@ -23,7 +23,7 @@ _DECODER = json.JSONDecoder()
 class ById:
     """Evicted chunks whose placement id the query names, in the order it names them. Cost: a text search an id."""
 
-    def choose(self, window: Window, query: str | Chunk) -> Iterable[str]:
+    def choose(self, window: WindowView, query: str | Chunk) -> Iterable[str]:
         if not isinstance(query, str):
             return []
         found = {i: query.find(i) for i in window.evicted}
@@ -48,7 +48,7 @@ class ByToolCall:
     tool: str = "recall"
     argument: str = "id"
 
-    def choose(self, window: Window, query: str | Chunk) -> Iterable[str]:
+    def choose(self, window: WindowView, query: str | Chunk) -> Iterable[str]:
         named = list(dict.fromkeys(self._named(query))) if isinstance(query, str) else []
         evicted = set(window.evicted)
         for placement in named:
@@ -110,7 +110,7 @@ class BySimilarity:
         if not -1 <= self.least <= 1:
             raise ValueError(f"least must be a cosine in -1..1, got {self.least!r}")
 
-    def choose(self, window: Window, query: str | Chunk) -> Iterable[str]:
+    def choose(self, window: WindowView, query: str | Chunk) -> Iterable[str]:
         import torch
 
         picture = query if not isinstance(query, str) and query.media else self._shown(window)
@@ -131,7 +131,7 @@ class BySimilarity:
                 scored.append((-cosine, -p.arrival, p.id))
         return [placement for _, _, placement in sorted(scored)[: self.count]]
 
-    def _shown(self, window: Window) -> Chunk | None:
+    def _shown(self, window: WindowView) -> Chunk | None:
         if self.to is not None:
             return window.chunk(self.to)
         placed = [p for p in window.snapshot().placed if p.chunk.media]

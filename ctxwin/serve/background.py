@@ -9,8 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ctxwin.errors import EngineFailed
-from ctxwin.window import ask as asking
+from ctxwin.errors import AnswerStopped, EngineFailed
 
 T = TypeVar("T")
 Put = Callable[[Any], None]
@@ -47,7 +46,7 @@ class BackgroundWork(Generic[T]):
         def run() -> None:
             try:
                 put(_End(work(put, lambda: self._stop.is_set() or closing.is_set())))
-            except asking._StoppedError:
+            except AnswerStopped:
                 put(_End(error=EngineFailed(_STOPPED)))
             except BaseException as error:  # raised again where the items are read
                 put(_End(error=error))

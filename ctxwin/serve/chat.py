@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ctxwin.engines.base import Engine, Sampling, ScoredToken
-from ctxwin.errors import BudgetExceeded
+from ctxwin.errors import AnswerStopped, BudgetExceeded
 from ctxwin.fidelity import Fidelity
 from ctxwin.serve.completions import ChatRequest, Piece, Reply
 from ctxwin.serve.layout import lay_out
 from ctxwin.serve.uploads import Uploads
-from ctxwin.window import ask as asking
+from ctxwin.window.ask import Question
 from ctxwin.window.window import Window
 
 Spawn = Callable[[Callable[[], Reply]], "Future[Reply]"]
@@ -80,10 +80,8 @@ class _Asked:
 
         seed = self.sampling.seed
         sampling = replace(self.sampling, seed=None if seed is None else (seed + index + 2**63) % 2**64 - 2**63)
-        answer = asking.ask(
-            window, self.query, sampling.max_tokens, sampling=sampling, on_token=on_token, stopped=stopped,
-            bare=self.bare,
-        )  # fmt: skip
+        question = Question(self.query, sampling, bare=self.bare)
+        answer = window.answer(question, on_token=on_token, stopped=stopped)
         rest = stops.feed(answer.text, last=True)
         if rest:
             self.heard(Piece(index, rest))
@@ -163,7 +161,7 @@ def several(
     def make(index: int, begun: Callable[[], None] = lambda: None) -> Reply:
         try:
             if failed.is_set() or stopped():
-                raise asking._StoppedError  # before anything is computed for nobody
+                raise AnswerStopped("the answer was stopped before it began")  # before anything is computed for nobody
             return one(index, begun, lambda: failed.is_set() or stopped())
         except BaseException:
             failed.set()
@@ -195,6 +193,6 @@ def several(
         if index not in here:
             collect(index, future.result)
     if errors:
-        ended = asking._StoppedError, CancelledError
-        raise next((error for error in errors if not isinstance(error, ended)), asking._StoppedError())
+        ended = AnswerStopped, CancelledError
+        raise next((error for error in errors if not isinstance(error, ended)), AnswerStopped("the answer was stopped"))
     return [replies[index] for index in range(count)]

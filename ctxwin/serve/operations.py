@@ -66,7 +66,7 @@ class Ask(Body):
 
     def options(self) -> dict[str, Any]:
         """What `Window.ask` takes beside the query and the length of the answer."""
-        return self.model_dump(exclude={"query", "max_tokens", "stream"})
+        return {**self.model_dump(exclude={"query", "max_tokens", "stream", "stop_ids"}), "stop": self.stop_ids}
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from ctxwin.serve.operations import OPERATIONS, Ask, OpenWindow, Operation
 from ctxwin.serve.responses import Route, encoded, json_response, streamed, whole
 from ctxwin.serve.service import STATE, TENANT, Service, Space
 from ctxwin.serve.specs import CHUNK, checked
-from ctxwin.window import ask as asking
+from ctxwin.window.ask import Question
 from ctxwin.window.state import State
+from ctxwin.window.stream import TextDelta
 from ctxwin.window.window import Window
 
 router = APIRouter(route_class=Route, tags=["ctxwin"])
@@ -150,30 +151,21 @@ async def ask(window_id: str, call: Called) -> Response:
     key = None if body.stream else call.idempotency_key
 
     def work(put: Put, stopped: Stopped) -> bytes:
-        sent = 0
+        delta = TextDelta()
 
         def on_token(_: int, text: str) -> bool:
-            nonlocal sent
-            ready = text.rstrip("\ufffd")  # half a character: its text changes with the next token
-            if ready[sent:]:
-                put(encoded({"text": ready[sent:]}))
-                sent = len(ready)
+            if new := delta.feed(text):
+                put(encoded({"text": new}))
             return True
 
         def answered() -> bytes:
             with call.space.windows.using(window_id) as window:
                 if body.remember:
                     call.space.context().check_room(window, 1)
-                answer = asking.ask(
-                    window,
-                    body.query,
-                    body.max_tokens,
-                    on_token=on_token if body.stream else None,
-                    stopped=stopped,
-                    **body.options(),
-                )
-            if body.stream and answer.text[sent:]:
-                put(encoded({"text": answer.text[sent:]}))
+                question = Question.of(body.query, body.max_tokens, **body.options())
+                answer = window.answer(question, on_token=on_token if body.stream else None, stopped=stopped)
+            if body.stream and (rest := delta.feed(answer.text, last=True)):
+                put(encoded({"text": rest}))
             return encoded(wire.answer_to(answer))
 
         return call.space.results.once(path, key, raw, answered)

@@ -1,131 +1,292 @@
-"""The changing part of a window: its current version and the old ones, one writer, leases, observers."""
+"""`WindowCore`: a window's versions, the assembly that serves them, and who is told of what happened.
+
+`ctxwin.window.window` edits it, `ctxwin.window.ask` asks it, and `ctxwin.window.upkeep` works on it while nobody waits.
+Adapters and servers that bring windows of their own build on it as well. Nothing here knows what an edit means.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+import uuid
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
+from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.errors import ReadOnlyWindow, WindowBusy
+from ctxwin.hashing import digest
+from ctxwin.profiles import resolve
+from ctxwin.window import placement
+from ctxwin.window.answer import Plan
+from ctxwin.window.assembly import Assembly
 from ctxwin.window.events import Event, Observer, Op
-from ctxwin.window.state import State
+from ctxwin.window.invariants import check_state
+from ctxwin.window.state import Placed, State
 
 _HISTORY = 1024
 _log = logging.getLogger("ctxwin")
 
 
-class Versions:
-    """What `ctxwin.window.Window` is built on. Nothing here knows what an edit means."""
+class WindowCore:
+    """One window over time: immutable states, one writer, leases on the KV of the current state.
 
-    engine: Engine
+    Args:
+        state: the first version.
+        seed: placement ids and forks follow from it, so that the same edits give the same ids; random by default.
+        parent: id of the window that this one was forked from.
 
-    def _start(self, engine: Engine, state: State) -> None:
+    Attributes:
+        state: the current version.
+        fidelity: the one in force; ``auto`` is resolved.
+        observers: called with every `Event`; forks inherit them.
+        operations: how many operations have begun, asks and failed ones included.
+        vision_encodes: runs of the vision tower since the last answer.
+        heartbeat: called when an operation begins and ends, and for every chunk placed and token answered.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        state: State,
+        *,
+        seed: str | None = None,
+        observers: tuple[Observer, ...] = (),
+        parent: str | None = None,
+        read_only: bool = False,
+    ) -> None:
         self.engine = engine
-        self._state = state
+        self.assembly = Assembly(engine)
+        self.state = state
+        self.fidelity = resolve(state.fidelity, engine.spec.model)
+        self.seed = uuid.uuid4().hex if seed is None else seed
+        self.observers = observers
+        self.parent = parent
+        self.read_only = read_only
+        self.closed = False
+        self.operations = 0
+        self.vision_encodes = 0
+        self.heartbeat: Callable[[], None] = lambda: None
+        self._forked_from: tuple[weakref.ref[WindowCore], int] | None = None
         self._history: OrderedDict[int, State] = OrderedDict()
-        self._lock = threading.Lock()
-        self._read_only = False
-        self._closed = False
-        self._origin: str | None = None  # id of the window it was forked from
-        self._observers: tuple[Observer, ...] = ()
-        self._told: list[Event] = []  # of the writer, until it is done
-        self._leasing = threading.Lock()
+        self._pending: list[Event] = []  # sent when the writer is done
+        self._writer = threading.Lock()
+        self._guard = threading.Lock()  # of leases and counts
         self._leases: set[str] = set()
         self._finalizer = weakref.finalize(self, engine.repo.abandon, self._leases)  # for a window never closed
-        self._lease()
-
-    def observe(self, observer: Observer) -> Callable[[], None]:
-        """Calls ``observer`` with an `Event` after every operation, of later forks, too; returns what ends that.
-
-        In the thread of the operation, after it took effect; what an observer raises is logged and changes nothing. An
-        observer that is there already is not called twice.
-        """
-        if observer not in self._observers:
-            self._observers = (*self._observers, observer)
-
-        def stop() -> None:
-            self._observers = tuple(o for o in self._observers if o is not observer)
-
-        return stop
+        self.lease()
 
     @property
-    def parent(self) -> str | None:
-        """Id of the window that this one was forked from."""
-        return self._origin
-
-    def close(self) -> None:
-        """Gives its leases back; the window cannot be edited or asked afterwards. Idempotent."""
-        if not self._closed:
-            with self._leasing:  # a thread that still edits must not lease behind this
-                self._closed = True
-                self._finalizer.detach()
-                for key in self._leases:
-                    self.engine.repo.release(key)
-                self._leases.clear()
-            if not self._read_only:  # an old version has the id of a window that goes on
-                self._emit(self._event("close"))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def id(self) -> str:
+        """The window's id."""
+        return self.state.window
 
     @contextmanager
-    def _writing(self, *, edit: bool = True) -> Iterator[State]:
-        if self._closed:
+    def writing(self, *, edit: bool = True) -> Iterator[State]:
+        """The current state, for the one thread that may `commit`.
+
+        Announced events are sent when the block ends without an error. Raises ReadOnlyWindow, and WindowBusy where another
+        thread is writing.
+        """
+        if self.closed:
             raise ReadOnlyWindow("this window is closed; restore its snapshot to go on")
-        if edit and self._read_only:
+        if edit and self.read_only:
             raise ReadOnlyWindow("an old version must not be edited; fork() it, or edit the window it came from")
-        if not self._lock.acquire(blocking=False):
+        if not self._writer.acquire(blocking=False):
             raise WindowBusy("a window has one writer, and it is busy; wait for it, or fork() the window first")
         begin = time.perf_counter()
-        told: list[Event] = []
+        sent: list[Event] = []
         try:
-            yield self._state
-            told, self._told = self._told, []
+            self._count()
+            self.heartbeat()
+            yield self.state
+            sent = self._pending
         finally:
-            self._told = []
-            self._lock.release()
-        for event in told:
-            self._emit(replace(event, seconds=time.perf_counter() - begin))
+            self._pending = []
+            self._writer.release()
+        for event in sent:
+            self.emit(replace(event, seconds=time.perf_counter() - begin))
+        self.heartbeat()
 
-    def _commit(
+    def commit(
         self, state: State, op: Op | None = None, ids: Sequence[str] = (), *, remember: bool = True, **details: Any
     ) -> None:
-        if remember and state.version != self._state.version:
-            self._history[self._state.version] = self._state
+        """Makes ``state`` the current version, inside `writing`, and announces ``op``.
+
+        ``remember=False`` leaves the version before it out of the history that `at` reads.
+        """
+        if remember and state.version != self.state.version:
+            self._history[self.state.version] = self.state
             while len(self._history) > _HISTORY:
                 self._history.popitem(last=False)
-        self._state = state
-        self._lease()
-        if op is not None and self._observers:
-            self._told.append(self._event(op, ids, **details))
+        self.state = state
+        self.lease()
+        if op is not None:
+            self.announce(self.event(op, ids, **details))
 
-    def _event(self, op: Op, ids: Sequence[str] = (), **details: Any) -> Event:
-        """An operation that has just taken effect."""
-        return Event(self._state.window, op, self._state.version, self._state, tuple(ids), self._origin, **details)
+    def announce(self, event: Event) -> None:
+        """Sends ``event`` to the observers when the writer is done."""
+        if self.observers:
+            self._pending.append(event)
 
-    def _emit(self, event: Event) -> None:
-        for observer in self._observers:
+    def event(self, op: Op, ids: Sequence[str] = (), **details: Any) -> Event:
+        """An operation that has just taken effect on the current state."""
+        return Event(self.id, op, self.state.version, self.state, tuple(ids), self.parent, **details)
+
+    def emit(self, event: Event) -> None:
+        """Sends ``event`` to the observers now; what one of them raises is logged."""
+        for observer in self.observers:
             try:
                 observer(event)
             except Exception:
                 _log.exception("an observer failed on %s of window %s; the window goes on", event.op, event.window)
 
-    def _lease(self) -> None:
-        with self._leasing:  # `plan` may run beside an ask
-            wanted = set() if self._closed else self._state.keys()
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """Adds an observer, once; returns what removes it."""
+        if observer not in self.observers:
+            self.observers = (*self.observers, observer)
+
+        def stop() -> None:
+            self.observers = tuple(o for o in self.observers if o is not observer)
+
+        return stop
+
+    def plan(self) -> Plan:
+        """How the next ask would serve each chunk, and what it would cost. Reads no KV."""
+        self.lease()  # what was lost may have been stored again by another window
+        return self.assembly.plan(self.state, self.fidelity)
+
+    def check(self) -> None:
+        """Asserts the invariants of the state, its plan and its leases."""
+        check_state(self.state, self.plan())
+        held = set(filter(self.engine.repo.contains, self.state.keys()))
+        lost = held - self._leases - self.assembly.missing
+        assert self.closed or not lost, f"unleased keys {lost}"
+
+    def place(self, state: State, chunk: Chunk) -> Placed:
+        """A new placement of ``chunk`` for ``state``, encoded but not yet part of it. Raises like `Window.append`."""
+        if not isinstance(chunk, Chunk):
+            raise TypeError(
+                f"chunk must be a ctxwin.Chunk, got {type(chunk).__name__}; make one with Chunk.text or Chunk.image"
+            )
+        with self.counting_encodes():
+            placed = placement.placement(self.engine, state, chunk, self.seed)
+        self.heartbeat()  # many pictures may arrive in one operation
+        return placed
+
+    def returning(self, state: State, evicted: str) -> Placed:
+        """An evicted chunk, encoded again: a restored window may run on another engine. Raises UnknownChunk."""
+        back = state.find_evicted(evicted)
+        with self.counting_encodes():
+            encoded = self.engine.encode(back.chunk)
+        return back.replace(tokens=encoded.tokens, advance=encoded.advance)
+
+    @contextmanager
+    def counting_encodes(self) -> Iterator[None]:
+        """Adds the vision encodes inside it to `vision_encodes`."""
+        before = self.engine.counters.vision_encodes
+        try:
+            yield
+        finally:
+            self.vision_encodes += self.engine.counters.vision_encodes - before
+
+    def at(self, version: int) -> WindowCore:
+        """A read-only core of an old version; LookupError where it is not kept."""
+        state = self.state if version == self.state.version else self._history.get(version)
+        if state is None:
+            kept = f"{next(iter(self._history), self.state.version)}..{self.state.version}"
+            raise LookupError(f"version must be a kept version of this window, {kept}, got {version!r}")
+        return WindowCore(self.engine, state, observers=self.observers, parent=self.parent, read_only=True)
+
+    def fork(self, system_prompt: str | None = None, budget: int | None = None) -> WindowCore:
+        """A copy-on-write branch, behind another system prompt or with another budget where given."""
+        state = self.state
+        if system_prompt is not None and system_prompt != state.system_prompt:
+            state = placement.behind(self.engine, state, system_prompt)
+        seed = digest("fork", self.seed, self.id, self._count())
+        state = state.replace(window=seed[:12], budget=state.budget if budget is None else budget)
+        branch = WindowCore(self.engine, state, seed=seed, observers=self.observers, parent=self.id)
+        branch._forked_from = (weakref.ref(self), state.version)
+        self.emit(self.event("fork", other=branch.id, note=system_prompt or ""))
+        return branch
+
+    def adopt(self, branch: WindowCore, *, force: bool = False) -> None:
+        """Makes a branch's state the current version; see `Window.adopt`."""
+        if branch.engine is not self.engine:
+            raise ValueError("branch must run on this window's engine, got another one; restore its snapshot instead")
+        parent, version = branch._forked_from or (None, None)
+        if not force and (parent is None or parent() is not self):
+            raise ValueError(
+                "branch must be a fork of this window, got another window; pass force=True to adopt it anyway"
+            )
+        with self.writing() as state:
+            if not force and version != state.version:
+                raise ValueError(
+                    f"this window must not have moved since the fork (version {version}), got version {state.version}; "
+                    "pass force=True to drop its edits"
+                )
+            theirs = branch.state
+            arrivals = max(state.arrivals, theirs.arrivals)  # ids of dropped edits are not given again
+            adopted = theirs.replace(version=max(state.version, theirs.version) + 1, arrivals=arrivals, window=self.id)
+            self.commit(adopted, "adopt", other=branch.id)
+            self.fidelity = resolve(theirs.fidelity, self.engine.spec.model)
+
+    def forget_history(self) -> list[State]:
+        """Drops every old version, for an edit that none of them may bring back; returns them."""
+        past = list(self._history.values())
+        self._history.clear()
+        return past
+
+    def take_back(self, placed: str) -> None:
+        """Returns to the version before the current one where appending ``placed`` is all that happened since."""
+        with self.writing() as state:
+            old = self._history.get(state.version - 1)
+            if old and (*(p.id for p in old.placed), placed) == tuple(p.id for p in state.placed):
+                self.commit(self._history.pop(old.version), "forget", [placed], remember=False)
+
+    def lease(self) -> None:
+        """Leases the KV that the current state needs, and releases what it needs no more."""
+        with self._guard:  # `plan` may run beside an ask
+            wanted = set() if self.closed else self.state.keys()
             for key in wanted - self._leases:
                 if self.engine.repo.lease(key):
                     self._leases.add(key)
             for key in self._leases - wanted:
                 self.engine.repo.release(key)
                 self._leases.discard(key)
+
+    def close(self) -> None:
+        """Releases the leases; the window can be neither edited nor asked afterwards. Idempotent."""
+        if self.closed:
+            return
+        with self._guard:  # a thread that still edits must not lease behind this
+            self.closed = True
+            self._finalizer.detach()
+            for key in self._leases:
+                self.engine.repo.release(key)
+            self._leases.clear()
+        if not self.read_only:  # an old version has the id of a window that goes on
+            self.emit(self.event("close"))
+
+    def _count(self) -> int:
+        with self._guard:
+            self.operations += 1
+            return self.operations
+
+
+def restored(engine: Engine, state: State | dict[str, Any] | str, seed: str | None = None) -> WindowCore:
+    """A core from a snapshot (model, dict or JSON); see `Window.restore`."""
+    if isinstance(state, str):
+        state = State.model_validate_json(state)
+    elif isinstance(state, dict):
+        state = State.model_validate(state)
+    if state.format != 1:
+        raise ValueError(f"snapshot format must be 1, got {state.format}; use the ctxwin version that wrote it")
+    if not state.window:
+        state = state.replace(window=uuid.uuid4().hex[:12])
+    return WindowCore(engine, placement.rebind(engine, state), seed=seed)

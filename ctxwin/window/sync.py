@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ctxwin.window import edits
-from ctxwin.window.state import Placed, State
+from ctxwin.window.state import State
 
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
+    from ctxwin.window.core import WindowCore
     from ctxwin.window.window import Window
 
 
@@ -45,16 +46,16 @@ def sync(window: Window, chunks: Iterable[Chunk]) -> list[str]:
     Cost: encoding what is new; O(placed x chunks) comparisons where the lists differ.
     """
     wanted = list(chunks)
-    with window._writing() as state:
+    with window.core.writing() as state:
         named = [(p.id, p.chunk_id) for p in state.placed]
         gone = [(p.id, p.chunk_id) for p in state.evicted]
         steps: list[tuple[State, Edit, tuple[str, ...]]] = []
         for edit in plan_sync(named, gone, [c.id for c in wanted]):
-            state, ids = _applied(window, state, edit, wanted)
+            state, ids = _applied(window.core, state, edit, wanted)
             steps.append((state, edit, ids))
         for new, edit, ids in steps:  # nothing can fail from here on
             appended = edit.op == "insert" and edit.at == len(new.placed) - 1
-            window._commit(new, "append" if appended else edit.op, ids)
+            window.core.commit(new, "append" if appended else edit.op, ids)
     return [p.id for p in state.placed]
 
 
@@ -95,7 +96,7 @@ def plan_sync(
     return plan
 
 
-def _applied(window: Window, state: State, edit: Edit, wanted: Sequence[Chunk]) -> tuple[State, tuple[str, ...]]:
+def _applied(core: WindowCore, state: State, edit: Edit, wanted: Sequence[Chunk]) -> tuple[State, tuple[str, ...]]:
     """The next state, and the placements concerned."""
     by_id = {p.id: p for p in state.placed}
     if edit.op == "evict":
@@ -103,10 +104,9 @@ def _applied(window: Window, state: State, edit: Edit, wanted: Sequence[Chunk]) 
     if edit.op == "reorder":
         return edits.reordered(state, edit.ids), edit.ids
     if edit.op == "recall":
-        with window._seeing():
-            new, _ = edits.recalled(state, window._back(state, edit.ids[0]), edit.at)
+        new, _ = edits.recalled(state, core.returning(state, edit.ids[0]), edit.at)
         return new, edit.ids
-    placed: Placed = window._new(state, wanted[edit.at])
+    placed = core.place(state, wanted[edit.at])
     return edits.inserted(state, placed, edit.at).edited(arrivals=state.arrivals + 1), (placed.id,)
 
 

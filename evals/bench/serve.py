@@ -23,6 +23,7 @@ from ctxwin.evals.bench.serve_load import CLOCKS, Row, goodput, open_loop, row_o
 from ctxwin.evals.bench.serve_policies import POLICIES, Film, Policy, budget_of, make_policy
 from ctxwin.evals.bench.serve_trace import Mix, arrivals, frames_of, trace
 from ctxwin.fidelity import Fidelity, Mode
+from ctxwin.profiles import resolve
 
 if TYPE_CHECKING:
     from ctxwin.engines.vllm.engine import VLLMEngine
@@ -338,5 +339,5 @@ def meta(engine: VLLMEngine, settings: Settings) -> Row:
             "name": engine.spec.model, "dtype": kv.dtype, "layers": kv.layers, "kv_heads": kv.heads, "k_dim": kv.k_dim,
             "v_dim": kv.v_dim, "kv_bytes_per_token": kv.token_bytes, "max_tokens": engine.spec.max_tokens,
         },
-        "fidelity": settings.fidelity.resolve(engine.spec.model).model_dump(mode="json"),
+        "fidelity": resolve(settings.fidelity, engine.spec.model).model_dump(mode="json"),
     }  # fmt: skip

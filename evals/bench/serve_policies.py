@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
     from ctxwin.engines.vllm.engine import VLLMEngine
     from ctxwin.window.answer import Answer
+from ctxwin.window.ask import Question
 
 POLICIES = ("ctxwin", *PREFIX_POLICIES)
 HEADER = "You watch a camera."
@@ -185,7 +186,7 @@ class Windows(Policy):
             heard()
             return True
 
-        answer: Answer = window.ask(turn.query, max_tokens=self.answer, on_token=on_token)
+        answer: Answer = window.answer(Question.of(turn.query, self.answer), on_token=on_token)
         usage = answer.usage
         return Served(
             answer.token_ids, usage.prompt_tokens, usage.computed_tokens, usage.cached_tokens, usage.bytes_loaded,

@@ -73,7 +73,7 @@ def write(result: dict[str, Any], model: str, output: Path | None, profile: bool
     """Writes report, result and profile; returns where they are."""
     from ctxwin.evals.probe.profile import as_profile
     from ctxwin.evals.probe.report import html
-    from ctxwin.fidelity import write_profile
+    from ctxwin.profiles import write_profile
 
     folder = output or Path(FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def show(result: dict[str, Any], *, followed: bool) -> None:
 
 def _followed(result: dict[str, Any], model: str) -> bool:
     """Whether windows of a model find the profile of this result."""
-    from ctxwin.fidelity import find_profile
+    from ctxwin.profiles import find_profile
 
     found = find_profile(model)
     return found is not None and found.date == result["date"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ctxwin.fidelity import Fidelity, Profile, model_digest
+from ctxwin.fidelity import Fidelity
+from ctxwin.profiles import Profile, model_digest
 
 
 def as_profile(result: Mapping[str, Any], model: str) -> Profile:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ctxwin.fidelity import PROFILES_VARIABLE
+from ctxwin.profiles import PROFILES_VARIABLE
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,21 @@ from safetensors.torch import load
 from core.folders import model_in
 from ctxwin import Fidelity
 from ctxwin.engines.encoding.checkpoint import weights_digest
-from ctxwin.fidelity import model_digest, user_profile
 from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.layout import KVSpec, RopeSpec
 from ctxwin.kv.lowrank import Weight
-from ctxwin.profiles import BASIS_NAME, ModelBasis, encode_basis, find_basis, require_basis, served_basis, write_basis
+from ctxwin.profiles import (
+    BASIS_NAME,
+    ModelBasis,
+    encode_basis,
+    find_basis,
+    model_digest,
+    require_basis,
+    resolve,
+    served_basis,
+    user_profile,
+    write_basis,
+)
 from ctxwin.tiny import checkpoint_dir
 
 SPEC = KVSpec(
@@ -51,23 +61,23 @@ def test_a_name_is_of_the_layout_and_the_basis(tmp_path: Path) -> None:
     model = model_in(tmp_path / "m")
     made = basis_of(model)
     write_basis(made, model)
-    shared = SHARED.resolve(str(model))
+    shared = resolve(SHARED, str(model))
     assert shared.basis == made.id and made.id in shared.patch_name and "shared" in shared.patch_name
-    assert Fidelity("patched", rank=4).resolve(str(model)).patch_name == "rank=4,layers=all", "as it always was"
+    assert resolve(Fidelity("patched", rank=4), str(model)).patch_name == "rank=4,layers=all", "as it always was"
     write_basis(other := basis_of(model, "2026-02-01", seed=1), model)
-    assert SHARED.resolve(str(model)).patch_name != shared.patch_name and SHARED.resolve(str(model)).basis == other.id
-    assert shared.resolve(str(model)).basis == other.id, "what a checkpoint kept does not refuse a newer basis"
-    assert Fidelity("exact", layout="shared").resolve(str(model)).basis is None
+    assert resolve(SHARED, str(model)).patch_name != shared.patch_name and resolve(SHARED, str(model)).basis == other.id
+    assert resolve(shared, str(model)).basis == other.id, "what a checkpoint kept does not refuse a newer basis"
+    assert resolve(Fidelity("exact", layout="shared"), str(model)).basis is None
 
 
 def test_without_a_basis_a_window_says_how_to_fit_one(tmp_path: Path) -> None:
     model = model_in(tmp_path / "m")
     with pytest.raises(ValueError, match=r"^model 'm' has no shared basis; fit one with `ctxwin eval basis MODEL`"):
-        SHARED.resolve(str(model))
+        resolve(SHARED, str(model))
     write_basis(basis_of(model), model)
     with pytest.raises(ValueError, match="rank must be at most 6"):
-        SHARED.model_copy(update={"rank": 7}).resolve(str(model))
-    assert SHARED.model_copy(update={"rank": 7, "bytes_share": 0.5}).resolve(str(model)).basis
+        resolve(SHARED.model_copy(update={"rank": 7}), str(model))
+    assert resolve(SHARED.model_copy(update={"rank": 7, "bytes_share": 0.5}), str(model)).basis
 
 
 @pytest.mark.parametrize("broken", ["cut", "empty", "bits", "weights", "not finite", "shape"])
@@ -92,7 +102,7 @@ def test_a_broken_file_is_refused(tmp_path: Path, broken: str, caplog: pytest.Lo
     assert find_basis(model) is None and str(path) in caplog.text
     said = "other weights" if broken == "weights" else "no basis of this version"
     with pytest.raises(ValueError, match=f"no shared basis .*{said}.*fit one with"):
-        SHARED.resolve(str(model))
+        resolve(SHARED, str(model))
 
 
 def test_a_folder_that_cannot_be_written_has_its_basis_among_the_users(tmp_path: Path, own: Path) -> None:
@@ -110,17 +120,17 @@ def test_what_is_served_is_a_part_of_the_basis(tmp_path: Path) -> None:
     made = basis_of(Path(model), layers=(1, 2, 3))
     write_basis(made, model)
     for rank, layers, at in ((4, "all", (1, 2, 3)), (6, "deep", (2, 3))):
-        asked = Fidelity("patched", layout="shared", rank=rank, layers=layers).resolve(model)  # type: ignore[arg-type]
+        asked = resolve(Fidelity("patched", layout="shared", rank=rank, layers=layers), model)  # type: ignore[arg-type]
         cut = served_basis(model, SPEC, asked)
         assert cut.basis is not None and (cut.basis.rank, cut.basis.layers, cut.basis.identity) == (rank, at, "engine")
         assert torch.equal(cut.basis.right, made.basis.right[-len(at) :, :rank])
         assert served_basis(model, SPEC, asked).basis is cut.basis
     # A token's KV is 4 * 2 * 8 = 64 numbers; a twentieth of them are three.
-    some = served_basis(model, SPEC, Fidelity("patched", layout="shared", bytes_share=0.05).resolve(model))
-    none = served_basis(model, SPEC, Fidelity("patched", layout="shared", bytes_share=0.01).resolve(model))
+    some = served_basis(model, SPEC, resolve(Fidelity("patched", layout="shared", bytes_share=0.05), model))
+    none = served_basis(model, SPEC, resolve(Fidelity("patched", layout="shared", bytes_share=0.01), model))
     assert some.basis is not None and some.basis.rank == 3 and none.basis is None
     with pytest.raises(ValueError, match="heads and widths"):
-        served_basis(model, replace(SPEC, heads=1), SHARED.resolve(model))
+        served_basis(model, replace(SPEC, heads=1), resolve(SHARED, model))
 
 
 def test_the_bundled_model_has_a_basis() -> None:

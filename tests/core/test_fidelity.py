@@ -10,23 +10,23 @@ import torch
 from safetensors.torch import save_file
 
 from ctxwin import Fidelity
-from ctxwin.fidelity import Profile, model_digest, write_profile
+from ctxwin.profiles import Profile, model_digest, resolve, write_profile
 from ctxwin.window.ask import kl
 
 
 def test_auto_follows_the_models_profile_and_is_exact_without_one(tmp_path: Path) -> None:
-    assert Fidelity().resolve(str(tmp_path)).mode == "exact"
-    assert Fidelity().resolve("Some/Hub-Name").mode == "exact"
+    assert resolve(Fidelity(), str(tmp_path)).mode == "exact"
+    assert resolve(Fidelity(), "Some/Hub-Name").mode == "exact"
     save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
     profile = Profile(
         weights=model_digest(tmp_path), model="m", verdict="", finding="binds", n=1, date="", ctxwin="0",
         fidelity=Fidelity("patched", bytes_share=0.2),
     )  # fmt: skip
     write_profile(profile, tmp_path)
-    assert Fidelity().resolve(str(tmp_path)) == Fidelity("patched", bytes_share=0.2)
-    by_hand = Fidelity(rank=4).resolve(str(tmp_path))
+    assert resolve(Fidelity(), str(tmp_path)) == Fidelity("patched", bytes_share=0.2)
+    by_hand = resolve(Fidelity(rank=4), str(tmp_path))
     assert (by_hand.rank, by_hand.bytes_share) == (4, None), "what was set by hand wins"
-    assert Fidelity("blind").resolve(str(tmp_path)).mode == "blind"
+    assert resolve(Fidelity("blind"), str(tmp_path)).mode == "blind"
 
 
 def test_allowed_lanes() -> None:

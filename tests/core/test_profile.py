@@ -13,13 +13,14 @@ from pydantic import ValidationError
 
 from core.folders import model_in
 from ctxwin import Fidelity
-from ctxwin.fidelity import (
+from ctxwin.profiles import (
     PROFILE_NAME,
     PROFILES_VARIABLE,
     Profile,
     find_profile,
     model_digest,
     profiles_folder,
+    resolve,
     user_profile,
     write_profile,
 )
@@ -37,15 +38,15 @@ def profile_of(folder: Path, **fields: Any) -> Profile:
 def test_a_profile_is_followed_on_its_own_weights_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = model_in(tmp_path / "m")
     assert write_profile(profile_of(model), model) == model / PROFILE_NAME
-    assert Fidelity().resolve(str(model)) == Fidelity("patched", rank=8)
+    assert resolve(Fidelity(), str(model)) == Fidelity("patched", rank=8)
     model_in(model, 1.0)  # other weights in the same folder
     with caplog.at_level(logging.WARNING, "ctxwin"):
-        assert Fidelity().resolve(str(model)).mode == "exact"
+        assert resolve(Fidelity(), str(model)).mode == "exact"
     assert "other weights" in caplog.text
     model_in(model)
-    assert Fidelity().resolve(str(model)).mode == "patched"
+    assert resolve(Fidelity(), str(model)).mode == "patched"
     (model / "config.json").write_text('{"rope_theta": 5}')
-    assert Fidelity().resolve(str(model)).mode == "exact", "another config is another model"
+    assert resolve(Fidelity(), str(model)).mode == "exact", "another config is another model"
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_what_is_no_profile_of_this_version_is_refused_with_a_warning(
     model = model_in(tmp_path / "m")
     (model / PROFILE_NAME).write_text(text)
     with caplog.at_level(logging.WARNING, "ctxwin"):
-        assert Fidelity().resolve(str(model)).mode == "exact"
+        assert resolve(Fidelity(), str(model)).mode == "exact"
     assert "ctxwin eval probe" in caplog.text
 
 
@@ -91,7 +92,7 @@ def test_what_was_measured_last_is_followed(tmp_path: Path) -> None:
     write_profile(shipped, model)
     user_profile(model).parent.mkdir()
     user_profile(model).write_text(newer.model_dump_json())
-    assert find_profile(model) == newer and Fidelity().resolve(str(model)).mode == "exact"
+    assert find_profile(model) == newer and resolve(Fidelity(), str(model)).mode == "exact"
     newest = profile_of(model, date="2026-03-01T00:00:00+00:00")
     write_profile(newest, model)
     assert find_profile(model) == newest
@@ -118,9 +119,9 @@ def test_a_user_without_a_home_has_no_profiles_of_their_own(tmp_path: Path, monk
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
-    assert Fidelity().resolve(str(model)).mode == "exact"
+    assert resolve(Fidelity(), str(model)).mode == "exact"
     write_profile(profile_of(model), model)
-    assert Fidelity().resolve(str(model)).mode == "patched"
+    assert resolve(Fidelity(), str(model)).mode == "patched"
     (model / PROFILE_NAME).unlink()
     (model / PROFILE_NAME).mkdir()
     with pytest.raises(OSError, match="CTXWIN_PROFILES"):
@@ -170,7 +171,7 @@ def test_what_is_neither_a_folder_nor_downloaded_has_no_profile() -> None:
 def test_the_bundled_model_is_patched_in_its_deep_layers() -> None:
     found = find_profile(checkpoint_dir())
     assert found is not None and found.finding == "binds" and found.n >= 64
-    resolved = Fidelity().resolve(str(checkpoint_dir()))
+    resolved = resolve(Fidelity(), str(checkpoint_dir()))
     assert resolved.mode == "patched" and resolved.layers == "deep" and resolved.survivors == "keep"
     # Rank 8 takes 7.6 % and leaves up to 4 % of order-dependent answers wrong, rank 16 takes 15.2 %.
     assert resolved.bytes_share is not None and 0.08 <= resolved.bytes_share <= 0.15

@@ -13,7 +13,8 @@ import pytest
 from ctxwin.demo.footage import VideoFootage, WorldFootage
 from ctxwin.demo.record import summarise
 from ctxwin.demo.run import Options, prepare, run
-from ctxwin.fidelity import PROFILE_NAME, Fidelity
+from ctxwin.fidelity import Fidelity
+from ctxwin.profiles import PROFILE_NAME
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.tiny.world import answer
 from ctxwin.view import totals

@@ -17,9 +17,8 @@ from ctxwin import Chunk, Fidelity, Window
 from ctxwin.evals.shared_basis import Contexts, FitSettings, contexts_for, deficits, fit
 from ctxwin.evals.shared_basis_cli import basis
 from ctxwin.evals.studies.serving_gap import GapSettings
-from ctxwin.fidelity import PROFILES_VARIABLE, model_digest
 from ctxwin.kv.basis import project
-from ctxwin.profiles import decode_basis, encode_basis
+from ctxwin.profiles import PROFILES_VARIABLE, decode_basis, encode_basis, model_digest
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine

@@ -215,7 +215,7 @@ def test_a_window_over_its_budget_can_be_tested() -> None:
     assert window.slide() == [window.evicted[0]]
     assert window.chunk(window.evicted[0]).parts[0].text == "xxxx"  # type: ignore[union-attr]
     assert window.budget == 12
-    assert not window._lock.locked()
+    assert not window.core._writer.locked()
 
 
 def test_what_is_beyond_the_engine_leaves_untested_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

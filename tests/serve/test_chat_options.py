@@ -18,11 +18,11 @@ from ctxwin import Chunk
 from ctxwin.adapters.openai import chunk_part, upload
 from ctxwin.engines.base import Sampling
 from ctxwin.engines.hf.model import warped
+from ctxwin.errors import AnswerStopped
 from ctxwin.serve.chat import several
 from ctxwin.serve.completions import ChatRequest, Reply
 from ctxwin.serve.limits import Limits
 from ctxwin.tiny import world
-from ctxwin.window import ask as asking
 from serve.serving import Server, serving
 from serve.test_routes import call, wait_for
 
@@ -200,13 +200,13 @@ def test_choices_end_where_nothing_runs_beside_them_and_stop_with_the_first_erro
             raise ValueError("the second")
         for _ in range(10_000):  # like an answer that looks at each token whether it is still wanted
             if halted():
-                raise asking._StoppedError
+                raise AnswerStopped
             threading.Event().wait(0.001)
         raise AssertionError("nobody stopped it")
 
     with ThreadPoolExecutor(4) as pool, pytest.raises(ValueError, match="the second"):
         several(failing, 3, pool.submit, lambda: False)
-    with pytest.raises(asking._StoppedError):
+    with pytest.raises(AnswerStopped):
         several(failing, 2, park, lambda: True)
 
 

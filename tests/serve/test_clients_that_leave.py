@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from ctxwin import Window
 from ctxwin.serve.limits import Limits
-from ctxwin.window import ask as asking
 from serve.serving import Server, serving
 from serve.test_routes import call, wait_for
 
@@ -32,7 +32,7 @@ def test_a_client_that_leaves_before_the_first_token_stops_its_stream(
 ) -> None:
     """Nobody reads the answer, so nothing may come of it: a client that timed out asks again."""
     window = opened(server, budget=4000)
-    windows, ask = server.service.space("").windows, asking.ask
+    windows, ask = server.service.space("").windows, Window.answer
     inside, go = threading.Event(), threading.Event()
 
     def slow(*args: Any, **options: Any) -> Any:
@@ -40,7 +40,7 @@ def test_a_client_that_leaves_before_the_first_token_stops_its_stream(
         assert go.wait(30)
         return ask(*args, **options)
 
-    monkeypatch.setattr(asking, "ask", slow)
+    monkeypatch.setattr(Window, "answer", slow)
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
     body = {"query": "go on", "max_tokens": 3000, "remember": True, "temperature": 2.0, "seed": 1, "stream": True}
     connection.request("POST", f"/v1/windows/{window}/ask", json.dumps(body))

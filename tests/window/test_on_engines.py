@@ -13,8 +13,7 @@ import pytest
 
 from ctxwin import Answer, Chunk, Fidelity, Window, open_engine, open_store
 from ctxwin.engines.base import Engine, Sampling, Segment
-from ctxwin.fidelity import PROFILES_VARIABLE, user_profile
-from ctxwin.profiles import ModelBasis, require_basis, write_basis
+from ctxwin.profiles import PROFILES_VARIABLE, ModelBasis, require_basis, user_profile, write_basis
 from ctxwin.tiny import checkpoint_dir, world
 from ctxwin.window.ask import kl
 

@@ -19,7 +19,7 @@ from ctxwin import (
     Window,
     open_store,
 )
-from ctxwin.fidelity import Profile, model_digest, write_profile
+from ctxwin.profiles import Profile, model_digest, write_profile
 from window.fake import FakeEngine
 
 # -- bad input: the documented error, the window unchanged

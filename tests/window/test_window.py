@@ -394,7 +394,7 @@ def test_a_window_has_one_writer(engine: FakeEngine, window: Window) -> None:
     engine.delay = 0.1
     thread = threading.Thread(target=window.ask, args=("q",))
     thread.start()
-    while not window._lock.locked():
+    while not window.core._writer.locked():
         pass
     with pytest.raises(WindowBusy, match="one writer"):
         window.append(Chunk.text("x"))
@@ -464,7 +464,7 @@ def test_a_window_may_be_collected_while_the_store_is_locked(engine: FakeEngine)
     window = Window(engine, "hd")
     window.append(Chunk.text("aa"))
     window.ask("q")
-    [key] = [k for k in window._leases if k.startswith("span/")]
+    [key] = [k for k in window.core._leases if k.startswith("span/")]
     done = threading.Event()
 
     def collect() -> None:

@@ -25,7 +25,7 @@ from ctxwin import BudgetExceeded, Chunk, Fidelity, Window
 from ctxwin.adapters.langgraph import WindowContext, WindowNode, WindowState, load, merge_windows, open_window
 from ctxwin.adapters.langgraph.context import engine_of
 from ctxwin.adapters.langgraph.follow import follow
-from ctxwin.window import edits
+from ctxwin.window import core, edits
 from ctxwin.window.sync import sync
 from window.fake import FakeEngine
 
@@ -128,8 +128,7 @@ def test_a_stream_read_late_keeps_what_it_answered_over(engine: Any, picture: Pi
         with open_window(None, execution(engine), system_prompt="hd") as window:
             window.append(picture(1))
             stream = window.stream("what?", max_tokens=3, remember=True)
-            if stream.answer is None:
-                stream._inner._thread.join()
+            stream._thread.join()
             window.append(picture(2))
             list(stream)
             window.check()
@@ -239,7 +238,7 @@ def test_an_answer_kept_under_another_profile_is_computed_again(
             window.ask("what?", max_tokens=3)
 
     once()
-    monkeypatch.setattr(Fidelity, "resolve", lambda self, model: self.model_copy(update={"mode": "patched"}))
+    monkeypatch.setattr(core, "resolve", lambda fidelity, model: fidelity.model_copy(update={"mode": "patched"}))
     once()
     assert engine.asked == 2
     once()

@@ -221,7 +221,7 @@ def test_the_node_says_what_it_needs(engine: Any, picture: Picture) -> None:
         open_window({"id": 1}, runtime)
     with open_window(None, runtime, system_prompt="hd", budget=50) as window:
         reference = window.ref()
-    with pytest.raises(ValueError, match=r"system prompt must be that of window .* 'hd', got 'other'"):
+    with pytest.raises(ValueError, match=r"system_prompt must be that of window .* 'hd', got 'other'"):
         open_window(reference, runtime, system_prompt="other")
     with pytest.raises(ValueError, match="format 1, got 2"):
         open_window({**reference, "format": 2}, runtime)

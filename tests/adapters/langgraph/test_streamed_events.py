@@ -18,6 +18,7 @@ from langgraph.types import Command, TimeoutPolicy, interrupt
 from ctxwin import Chunk
 from ctxwin.adapters.langgraph import WindowContext, merge_windows, open_window
 from ctxwin.baselines.ledger import Ledger
+from ctxwin.window.ask import Question
 from ctxwin.window.events import Event
 
 Picture = Callable[[int], Chunk]
@@ -112,7 +113,8 @@ def test_every_token_is_a_heartbeat(engine: Any, picture: Picture) -> None:
         before = len(beats)
         assert before >= 2
         heard: list[int] = []
-        answer = window.ask("what?", max_tokens=3, on_token=lambda token, text: bool(heard.append(token)) or True)
+        question = Question.of("what?", 3)
+        answer = window.answer(question, on_token=lambda token, text: bool(heard.append(token)) or True)
         assert len(beats) == before + 2 + len(answer.token_ids) and tuple(heard) == answer.token_ids
         before = len(beats)
         assert len(list(window.stream("what?", max_tokens=3))) <= len(beats) - before

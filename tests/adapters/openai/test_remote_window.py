@@ -33,7 +33,6 @@ from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
 from ctxwin.engines.base import Engine
 from ctxwin.serve.errors import UnknownUpload, UnknownWindow
 from ctxwin.tiny import world
-from ctxwin.window import ask as asking
 from serve.serving import Server
 
 FRAMES = world.make_stream(seed=5, n_frames=12)
@@ -112,11 +111,8 @@ def test_random_programs_see_what_the_same_program_sees_in_process(client: OpenA
 
 def test_it_has_the_methods_of_a_window() -> None:
     public = {name for name, _ in inspect.getmembers(Window) if not name.startswith("_")}
-    assert public - set(dir(RemoteWindow)) == {
-        "at",
-        "observe",
-        "parent",
-    }  # old versions, observers and whence a fork came stay in process
+    # Old versions, observers, tokens as they come and whence a fork came stay in process.
+    assert public - set(dir(RemoteWindow)) == {"at", "observe", "parent", "answer", "over"}
     for name in ("append", "insert", "evict", "slide", "recall", "reorder", "toggle", "fork", "adopt", "disposable"):
         ours, theirs = (inspect.signature(getattr(w, name)).parameters for w in (Window, RemoteWindow))
         assert list(ours) == list(theirs), name
@@ -213,7 +209,7 @@ def test_a_second_writer_is_refused_at_once(client: OpenAI, server: Server, wind
     entered, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with server.service.space("").windows.using(window.id) as held, held._writing():
+        with server.service.space("").windows.using(window.id) as held, held.core.writing():
             entered.set()
             leave.wait(10)
 
@@ -257,7 +253,7 @@ def test_a_stream_that_is_closed_leaves_the_window_as_it_was(window: RemoteWindo
 
 def test_async_asks_stream_and_cancel(client: OpenAI, window: RemoteWindow, monkeypatch: pytest.MonkeyPatch) -> None:
     window.extend(CHUNKS[:3])
-    ask, asked = asking.ask, threading.Event()
+    ask, asked = Window.answer, threading.Event()
 
     def endless(*args: Any, stopped: Any, **options: Any) -> Any:
         asked.set()
@@ -273,7 +269,7 @@ def test_async_asks_stream_and_cancel(client: OpenAI, window: RemoteWindow, monk
         assert "".join([text async for text in window.astream(QUESTION, 4)]) == expected.text
         with pytest.raises(BudgetExceeded):
             await window.aask(QUESTION, 2000)
-        monkeypatch.setattr(asking, "ask", endless)
+        monkeypatch.setattr(Window, "answer", endless)
         task = asyncio.ensure_future(window.aask(QUESTION, 400, remember=True, temperature=2.0, seed=1))
         assert await asyncio.to_thread(asked.wait, 30)
         task.cancel()

@@ -17,7 +17,8 @@ from ctxwin.evals.probe import cli
 from ctxwin.evals.probe.contexts import PLACED
 from ctxwin.evals.probe.folder import CHARACTERS, FILES, Images, Texts, read_questions
 from ctxwin.evals.probe.sizes import Sizes
-from ctxwin.fidelity import PROFILES_VARIABLE, Fidelity, find_profile
+from ctxwin.fidelity import Fidelity
+from ctxwin.profiles import PROFILES_VARIABLE, find_profile, resolve
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -176,7 +177,7 @@ def test_the_command_writes_a_report_a_result_and_a_profile(model_dir: Path, pic
     try:
         found = find_profile(model_dir)
         assert found is not None and found.finding == "unread"
-        assert Fidelity().resolve(str(model_dir)).mode == "exact"
+        assert resolve(Fidelity(), str(model_dir)).mode == "exact"
     finally:
         (model_dir / "ctxwin-profile.json").unlink()
 
