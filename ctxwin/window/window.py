@@ -228,8 +228,9 @@ class Window:
     def slide(self, count: int | None = None, *, reserve_tokens: int = 0) -> list[str]:
         """Evicts unpinned chunks in the order of `eviction` (oldest first): ``count``, or until within the budget.
 
-        ``reserve_tokens`` tokens are left free for a query and its answer. Returns the evicted ids. Raises BudgetExceeded where pinned
-        chunks alone exceed the budget, ValueError where fewer than ``count`` can leave; the window is then as it was.
+        ``reserve_tokens`` tokens are left free for a query and its answer. Returns the evicted ids. Raises BudgetExceeded
+        where pinned chunks alone exceed the budget, ValueError where fewer than ``count`` can leave; the window is then as
+        it was.
         """
         if count is not None and (not isinstance(count, int) or count < 0):
             raise ValueError(f"count must be an int >= 0, got {count!r}")
