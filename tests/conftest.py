@@ -1,0 +1,85 @@
+"""What a test needs beside Python, found out here so that no test has to say it twice.
+
+Markers set automatically: ``vllm`` (skips without vLLM), ``browser`` (drives Chromium), ``redis`` (starts a server). `make
+check` runs what has none of them and is not in `LONG`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent
+
+LONG = frozenset(
+    """
+    adapters/langchain/test_chat.py adapters/langchain/test_middleware.py
+    adapters/langgraph/test_corner_cases.py adapters/langgraph/test_references.py
+    adapters/langgraph/test_restart.py adapters/langgraph/test_streamed_events.py
+    adapters/langgraph/test_strict_msgpack.py adapters/langgraph/test_window_node.py
+    adapters/openai/test_remote_window.py cli/test_doctor.py cli/test_extras.py cli/test_main.py
+    core/test_chunk.py demo/test_run.py docs/test_readme.py engines/test_encoding.py engines/test_families.py
+    engines/test_hf.py engines/test_ranks.py evals/bench/test_reuse.py evals/bench/test_serve_figures.py
+    evals/probe/test_probe_folder.py evals/probe/test_probe_models.py evals/test_elastic.py
+    evals/test_end_to_end.py evals/test_kill.py evals/test_protocols.py evals/test_report.py evals/test_run.py
+    evals/test_tasks.py examples/test_custom_loop.py examples/test_document_agent.py examples/test_two_agents.py
+    examples/test_video_agent.py examples/test_visual_search.py examples/test_web_session.py
+    kv/test_triton_kernel.py policies/test_eviction_policies.py serve/test_routes.py store/test_conformance.py
+    store/test_redis.py tiny/test_model.py tiny/test_train.py view/test_live.py window/test_on_engines.py
+    window/test_state_machine.py window/test_survivor_rule.py
+    """.split()
+)
+"""Files that took more than 2.75 s of one processor when measured; `make test` runs them."""
+
+_SAYS = {
+    "vllm": ("vLLM is not installed", 'importorskip("vllm"'),
+    "browser": ("need_chromium(", "chromium("),
+    "redis": ("need_redis(",),
+}
+
+
+@functools.cache
+def _module_level(path: str) -> str:
+    """The unindented lines of a file: what they need, all of its tests need."""
+    return "\n".join(line for line in Path(path).read_text().splitlines() if line and not line[0].isspace())
+
+
+def _needs(item: pytest.Function) -> set[str]:
+    fixtures = item._fixtureinfo.name2fixturedefs
+    sources = [inspect.getsource(d.func) for defs in fixtures.values() for d in defs if d.func.__module__ != "builtins"]
+    sources += [inspect.getsource(item.function), _module_level(str(item.path))]
+    sources += [str(mark.kwargs.get("reason", "")) for mark in item.iter_markers("skipif")]
+    found = {name for name, words in _SAYS.items() if any(word in text for word in words for text in sources)}
+    if item.path.name.startswith("test_vllm") or "vllm" in item.name.partition("[")[2]:
+        found.add("vllm")
+    return found
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick", action="store_true", help="only what needs neither vLLM, a browser nor long: `make check`"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files that `make check` runs nothing of are not even imported."""
+    if not config.getoption("--quick") or collection_path.suffix != ".py":
+        return None
+    name = collection_path.relative_to(ROOT).as_posix()
+    return True if name in LONG or collection_path.name.startswith("test_vllm") else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function):
+            for name in _needs(item):
+                item.add_marker(name)
+        if item.path.relative_to(ROOT).as_posix() in LONG:
+            item.add_marker("long")
+    if config.getoption("--quick"):
+        left_out = [item for item in items if any(item.get_closest_marker(name) for name in ("long", *_SAYS))]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]

@@ -1,0 +1,73 @@
+"""Names on pages exist: modules and their members, files of the repository, links."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doc_pages import PAGES, ROOT, name_of
+
+TOLD = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "llms.txt", ROOT / "ctxwin" / "tiny" / "MODEL_CARD.md"]
+_NAME = re.compile(r"(?<![\w./-])((?:ctxwin|evals|tools)(?:\.[A-Za-z_]\w*)+)(?!\w*\()")
+_FILE = re.compile(r"(?<![\w/.:-])((?:adapters|ctxwin|docs|evals|examples|tests|tools)/[\w./-]*[\w/])")
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+_NO_NAMES = {"ctxwin.git", "ctxwin.readthedocs.io"}
+
+
+def resolved(name: str) -> Any:
+    """The module or member that a dotted name is; raises where there is none."""
+    parts = name.split(".")
+    if parts[0] == "evals":
+        parts = ["ctxwin", *parts] if (ROOT / "ctxwin" / "evals" / parts[1]).with_suffix(".py").exists() else parts
+    for length in range(len(parts), 0, -1):
+        path = ".".join(parts[:length])
+        try:
+            found: Any = importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            if error.name is None or not path.startswith(error.name):
+                pytest.skip(f"{path} needs {error.name}")
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return found
+    raise ModuleNotFoundError(name)
+
+
+def in_code(text: str) -> str:
+    """What stands in backticks, in blocks and behind mkdocstrings' colons."""
+    pieces = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    pieces += re.findall(r"^```\w+[^\n]*\n(.*?)^```$", text, flags=re.M | re.S)
+    pieces += re.findall(r"^::: (\S+)", text, flags=re.M)
+    return "\n".join(pieces)
+
+
+@pytest.mark.parametrize("page", TOLD, ids=lambda p: name_of(p))
+def test_dotted_names_exist(page: Path) -> None:
+    code = in_code(page.read_text(encoding="utf-8"))
+    for name in sorted(set(_NAME.findall(code)) - _NO_NAMES):
+        if name.startswith(("evals.studies", "tools.")):
+            assert any((ROOT / name.replace(".", "/")).with_suffix(s).exists() for s in ("", ".py")), name
+            continue
+        try:
+            resolved(name)
+        except (AttributeError, ModuleNotFoundError) as error:
+            pytest.fail(f"{name_of(page)} names {name}: {error}")
+
+
+@pytest.mark.parametrize("page", TOLD, ids=lambda p: name_of(p))
+def test_files_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = set(_FILE.findall(in_code(text))) | set(re.findall(r"/blob/main/([\w./-]+)", text))
+    gone = sorted(path for path in named if not (ROOT / path).exists())
+    assert not gone, f"{name_of(page)} names {gone}"
+
+
+@pytest.mark.parametrize("page", [p for p in TOLD if p.suffix == ".md"], ids=lambda p: name_of(p))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in _LINK.findall(page.read_text(encoding="utf-8")):
+        if not target.startswith(("http", "../security/advisories")):
+            assert (page.parent / target).exists(), f"{name_of(page)} links to {target}"

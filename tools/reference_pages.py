@@ -1,0 +1,167 @@
+"""Writes the generated parts of docs/reference: ``python tools/reference_pages.py``; ``--check`` only compares.
+
+A part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``. The tests check that what stands there is what the code
+says today.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs" / "reference"
+_PART = re.compile(r"(<!-- generated: ([a-z ]+) -->\n).*?(<!-- end -->)", re.S)
+
+
+def command_line() -> str:
+    """Every command with its arguments and options, from the commands themselves."""
+    import typer
+
+    from ctxwin.cli.main import app
+    from ctxwin.evals.cli import app as harness
+
+    lines: list[str] = []
+
+    def show(name: str, command: Any) -> None:
+        subcommands = getattr(command, "commands", {})
+        lines.extend([f"## {name}" if name.count(" ") < 2 else f"### {name}", "", _sentences(command.help), ""])
+        rows = [_parameter(p) for p in command.params if p.name != "help" and not getattr(p, "hidden", False)]
+        if rows:
+            lines.extend(_table(("", "default", ""), rows))
+        for sub, child in subcommands.items():
+            show(f"{name} {sub}", typer.main.get_command(harness) if (name, sub) == ("ctxwin", "eval") else child)
+
+    show("ctxwin", typer.main.get_command(app))
+    return "\n".join(lines)
+
+
+def _parameter(parameter: Any) -> tuple[str, str, str]:
+    names = "/".join([*parameter.opts, *parameter.secondary_opts])
+    shown = (
+        parameter.make_metavar() if hasattr(parameter, "make_metavar") and not hasattr(parameter, "is_flag") else None
+    )
+    if parameter.param_type_name == "argument":
+        names = (shown or parameter.name).upper().strip("[]")
+    default = parameter.default
+    told = "" if default is None or callable(default) or default is False or default in ("", ()) else f"`{default}`"
+    return f"`{names}`", told, getattr(parameter, "help", None) or ""
+
+
+def metrics() -> str:
+    from prometheus_client import CollectorRegistry
+
+    from ctxwin.serve.metrics import Metrics
+
+    registry = CollectorRegistry()
+    Metrics(registry=registry)
+    rows = []
+    for family in registry.collect():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        rows.append((f"`{name}`", family.type, family.documentation))
+    return "\n".join(_table(("metric", "kind", ""), rows))
+
+
+def operations() -> str:
+    from ctxwin.serve.operations import OPERATIONS, Ask
+
+    rows = [("`ask`", _body(Ask), "")]
+    rows += [(f"`{name}`", _body(o.body), "" if o.edits else "reads only") for name, o in OPERATIONS.items()]
+    return "\n".join(_table(("operation", "body", ""), rows))
+
+
+def _body(model: Any) -> str:
+    """The fields of a body; those that may be left out with their defaults."""
+    shown = []
+    for name, field in model.model_fields.items():
+        if field.is_required():
+            shown.append(f"`{name}`")
+        else:
+            shown.append(f"`{name}` ({field.get_default(call_default_factory=True)!r})")
+    return ", ".join(shown) or "-"
+
+
+def errors() -> str:
+    from ctxwin.serve.errors import KINDS
+
+    return "\n".join(
+        _table(("status", "code", "error"), [(str(k.status), f"`{k.code}`", k.error.__name__) for k in KINDS])
+    )
+
+
+def fidelity() -> str:
+    from ctxwin.fidelity import Fidelity
+
+    told = _attributes(Fidelity.__doc__ or "")
+    rows = [(f"`{n}`", f"`{f.default!r}`", told.get(n, "")) for n, f in Fidelity.model_fields.items()]
+    return "\n".join(_table(("field", "default", ""), rows))
+
+
+def limits() -> str:
+    from ctxwin.serve.limits import Limits
+
+    told = _attributes(Limits.__doc__ or "")
+    rows = []
+    for field in fields(Limits):
+        default = field.default if field.default is not MISSING else ""
+        rows.append((f"`{field.name}`", f"`{default!r}`" if default != "" else "", told.get(field.name, "")))
+    return "\n".join(_table(("limit", "default", ""), rows))
+
+
+def _attributes(docstring: str) -> dict[str, str]:
+    """The ``Attributes:`` of a Google docstring; several names may share one text."""
+    told: dict[str, str] = {}
+    _, _, section = docstring.partition("Attributes:")
+    for entry in re.split(r"\n        (?=\S)", section.split("\n\n")[0]):
+        names, colon, text = entry.strip().partition(":")
+        for name in names.split(",") if colon else ():
+            told[name.strip()] = _sentences(text).replace("``", "`")
+    return told
+
+
+def _sentences(text: str | None) -> str:
+    return " ".join((text or "").replace("``", "`").split())
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    cells = [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]
+    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in cells), ""]
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "command line": command_line,
+    "errors": errors,
+    "fidelity": fidelity,
+    "limits": limits,
+    "metrics": metrics,
+    "operations": operations,
+}
+
+
+def rendered(page: Path) -> str:
+    """A page with its generated parts written anew."""
+    return _PART.sub(
+        lambda found: f"{found[1]}{PARTS[found[2]]().strip()}\n{found[3]}", page.read_text(encoding="utf-8")
+    )
+
+
+def main(arguments: list[str]) -> int:
+    stale = [page for page in sorted(PAGES.glob("*.md")) if rendered(page) != page.read_text(encoding="utf-8")]
+    if "--check" in arguments:
+        for page in stale:
+            sys.stdout.write(
+                f"{page.relative_to(ROOT)} is not what the code says; run python tools/reference_pages.py\n"
+            )
+        return 1 if stale else 0
+    for page in stale:
+        page.write_text(rendered(page), encoding="utf-8")
+        sys.stdout.write(f"wrote {page.relative_to(ROOT)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
