@@ -48,7 +48,7 @@ check: $(VENV)/.deps
 
 docs: $(VENV)/.deps
 	PYTHONPATH=. $(BIN)/python tools/reference_pages.py --check
-	PYTHONPATH=. $(BIN)/mkdocs build --strict -q
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict -q
 
 test: install system-deps-if-root
 	$(BIN)/pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)

@@ -14,24 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent
 
-LONG = frozenset(
-    """
-    adapters/langchain/test_chat.py adapters/langchain/test_middleware.py
-    adapters/langgraph/test_corner_cases.py adapters/langgraph/test_references.py
-    adapters/langgraph/test_restart.py adapters/langgraph/test_streamed_events.py
-    adapters/langgraph/test_strict_msgpack.py adapters/langgraph/test_window_node.py
-    adapters/openai/test_remote_window.py cli/test_doctor.py cli/test_extras.py cli/test_main.py
-    core/test_chunk.py demo/test_run.py docs/test_readme.py engines/test_encoding.py engines/test_families.py
-    engines/test_hf.py engines/test_ranks.py evals/bench/test_reuse.py evals/bench/test_serve_figures.py
-    evals/probe/test_probe_folder.py evals/probe/test_probe_models.py evals/test_elastic.py
-    evals/test_end_to_end.py evals/test_kill.py evals/test_protocols.py evals/test_report.py evals/test_run.py
-    evals/test_tasks.py examples/test_custom_loop.py examples/test_document_agent.py examples/test_two_agents.py
-    examples/test_video_agent.py examples/test_visual_search.py examples/test_web_session.py
-    kv/test_triton_kernel.py policies/test_eviction_policies.py serve/test_routes.py store/test_conformance.py
-    store/test_redis.py tiny/test_model.py tiny/test_train.py view/test_live.py window/test_on_engines.py
-    window/test_state_machine.py window/test_survivor_rule.py
-    """.split()
-)
+LONG = frozenset((ROOT / "long.txt").read_text().split())
 """Files that took more than 2.75 s of one processor when measured; `make test` runs them."""
 
 _SAYS = {
