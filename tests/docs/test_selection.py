@@ -1,0 +1,24 @@
+"""What `make check` leaves out and what `make guard` runs are files that exist."""
+
+from __future__ import annotations
+
+from doc_pages import ROOT
+
+TESTS = ROOT / "tests"
+
+
+def test_listed_files_exist() -> None:
+    listed = (TESTS / "long.txt").read_text().split()
+    assert listed == sorted(set(listed))
+    assert [name for name in listed if not (TESTS / name).is_file()] == []
+
+
+def test_guards_name_tests_that_exist() -> None:
+    source = (TESTS / "conftest.py").read_text()
+    guards = [line.strip().strip('",') for line in source.splitlines() if line.startswith('    "') and "::" in line]
+    assert len(guards) >= 8
+    for guard in guards:
+        name, _, test = guard.partition("::")
+        found = (TESTS / name).read_text()
+        assert test.rstrip(":") in found, guard
+        assert "slow" in found, guard
