@@ -45,7 +45,7 @@ def demo(
     quiet()
     from rich.console import Console
 
-    from ctxwin.demo.live import LiveTable, final_tables
+    from ctxwin.demo.figures import LiveTable, final_tables
     from ctxwin.demo.run import Options, prepare, run
     from ctxwin.fidelity import Fidelity, Mode
 
@@ -74,7 +74,7 @@ def demo(
     try:
         watched = video.name if video else "a rendered clip"
         with LiveTable(console, f"watching {watched} on {opened.spec.name}") as table:
-            result = run(opened, options, footage, table.add)
+            result = run(opened, options, footage, lambda step, seen, frames: table.add(step))
     finally:
         opened.close()
     if as_json:

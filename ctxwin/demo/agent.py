@@ -1,42 +1,41 @@
 """The agent: it watches a growing stream through a window, and asks after every move.
 
-Each frame is appended (the oldest one leaves when the window is full) and asked about. In between it looks back at
-evicted frames, tries two branches and keeps one, tries another order, serves a frame clean of its context and back, and
-tests whether a frame matters. Every ask is also answered by the yardsticks and counted for the opponents.
+Each frame is appended (the oldest one leaves when the window is full) and asked about. In between the agent looks back at
+evicted frames, tries two branches and keeps one, tries another order, serves a frame clean of its context and back, and tests
+whether a frame matters. Every ask is also answered by an exact re-prefill and by blind reuse, and counted for three users of a
+prefix cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ctxwin.baselines.reprefill import Reference
+from ctxwin.baselines import Ledger, PrefixCache, PrefixUser, Prompt, Reference
+from ctxwin.baselines.policies import Policy
 from ctxwin.chunk import Chunk
-from ctxwin.demo.footage import HEADER, Footage, Query
-from ctxwin.demo.opponents import Ask, Opponent
-from ctxwin.demo.record import Step
+from ctxwin.demo.footage import SYSTEM_PROMPT, Footage, Query
 from ctxwin.engines.base import Encoded, Engine, Sampling
 from ctxwin.fidelity import Fidelity
 from ctxwin.window.ask import kl
 from ctxwin.window.window import Window
 
+Step = dict[str, Any]
+"""One ask: the ledger's row of it (`Ledger.rows`) and
+
+``seed``, ``index``, ``op`` (the move), ``time`` (of the newest frame, in seconds), ``kind`` (of the question), ``note``;
+``answer_reprefill``, ``answer_blind``: of an exact forward over the same frames, and of blind reuse;
+``kl``, ``kl_blind``: KL(re-prefill || window) and KL(re-prefill || blind) of the first answer token, in nats;
+``background_tokens``: the part of ``computed_tokens`` that was no prompt: canonicals, patches, tests of what matters;
+``vision_encodes_prefix_cache``: the ``naive`` user's; ``bytes_loaded``; ``ttft_s``, ``ttft_reprefill_s``: seconds to the first
+answer token; ``placed``: the frames in prompt order, each with its lane.
+"""
+
 CYCLE = ("look_back", "fork", "look_back", "reorder", "look_back", "toggle", "look_back", "disposable")
 IDLE_EVERY = 8
 """Frames between two idle moments, in which the window swaps conditioned KV for canonical and patch."""
-
-
-@dataclass
-class _Done:
-    """Work done so far by the window alone, by the engine's own counters."""
-
-    tokens: int = 0
-    encodes: int = 0
-
-    def since(self, earlier: _Done) -> _Done:
-        return _Done(self.tokens - earlier.tokens, self.encodes - earlier.encodes)
 
 
 class Agent:
@@ -47,36 +46,27 @@ class Agent:
         footage: what is watched.
         frames: most frames placed at once.
         fidelity: of the window.
-        opponents: their caches outlive the run as the engine's store does.
+        ledger: counts the window's asks; the users of a prefix cache are counted here, by the script.
+        caches: of these users; they outlive the run as the engine's store does.
         seed: of the choices and questions.
         max_tokens: of an answer.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        footage: Footage,
-        frames: int,
-        fidelity: Fidelity,
-        opponents: Sequence[Opponent],
-        seed: int,
-        max_tokens: int = 4,
-    ) -> None:
-        if frames < 3:
-            raise ValueError(f"the window must hold at least 3 frames, got {frames}")
+        self, engine: Engine, footage: Footage, frames: int, fidelity: Fidelity, ledger: Ledger,
+        caches: Mapping[Policy, PrefixCache], seed: int, max_tokens: int = 4,
+    ) -> None:  # fmt: skip
         self._engine, self._footage, self._frames = engine, footage, frames
-        self._opponents, self._seed, self._max_tokens = opponents, seed, max_tokens
+        self._ledger, self._caches, self._seed, self._max_tokens = ledger, caches, seed, max_tokens
         self._rng = np.random.default_rng([seed, 7])
-        system_prompt = engine.encode_system_prompt(HEADER)
-        self._reference = Reference(engine, system_prompt)
-        for opponent in opponents:
-            opponent.start(system_prompt)
-        self.window = Window(engine, HEADER, fidelity=fidelity)
+        self._system_prompt = engine.encode_system_prompt(SYSTEM_PROMPT)
+        self._reference = Reference(engine, self._system_prompt)
+        self._users: dict[Policy, PrefixUser[int]] = {policy: PrefixUser(policy) for policy in caches}
+        self.window = Window(engine, SYSTEM_PROMPT, fidelity=fidelity)
+        ledger.watch(self.window)
         self._encoded: list[Encoded] = []
         self._ids: list[str] = []
-        self._count = 0
-        self._multi = 0
-        self._done, self._told = _Done(), _Done()
+        self._count = self._multi = 0
         self.bytes_freed = self.idle_tokens = 0
 
     def run(self, limit: int | None = None) -> Iterator[Step]:
@@ -97,24 +87,19 @@ class Agent:
             if frame + 1 >= self._frames:
                 yield from moves[CYCLE[turn % len(CYCLE)]]()
                 turn += 1
-            last = frame + 1 == len(self._footage.pixels)  # idle work behind the last ask would stand in no step
+            last = frame + 1 == len(self._footage.pixels)  # idle work behind the last ask would belong to no step
             if not last and (frame + 1) % IDLE_EVERY == 0 and self.window.fidelity.mode == "patched":
-                before = self._done.tokens
-                with self._working():
-                    self.bytes_freed += self.window.compress()
-                self.idle_tokens += self._done.tokens - before
-
-    # -- moves -------------------------------------------------------------------------------------------------------
+                before = self._engine.counters.prefill_tokens
+                self.bytes_freed += self.window.compress()
+                self.idle_tokens += self._engine.counters.prefill_tokens - before
 
     def _arrive(self, frame: int) -> Step:
         chunk = Chunk.image(self._footage.pixels[frame], text=f"t={self._footage.times[frame]:g} s")
-        with self._working():
-            placement = self.window.append(chunk)
-            slid = self.window.slide(max(0, len(self.window.ids) - self._frames))
-        self._ids.append(placement)
-        self._encoded.append(self._engine.encode(self.window.chunk(placement)))
-        for opponent in self._opponents:
-            opponent.arrive(self._encoded[-1])
+        self._ids.append(self.window.append(chunk))
+        slid = self.window.slide(max(0, len(self.window.ids) - self._frames))
+        self._encoded.append(self._engine.encode(self.window.chunk(self._ids[-1])))
+        for user in self._users.values():
+            user.arrive(frame, self._fits, drop=self._frames // 2)
         return self._ask("slide" if slid else "append", self.window, self._pick(self._placed(self.window)))
 
     def _look_back(self) -> Iterator[Step]:
@@ -124,23 +109,19 @@ class Agent:
         in front as exact, and forget what it had absorbed from frames that are only gone for a moment.
         """
         with self.window.fork() as branch:
-            step = self._recalled(branch)
-            if step is not None:
-                yield step
+            yield from self._recalled(branch, "recall")
 
-    def _recalled(self, window: Window) -> Step | None:
+    def _recalled(self, window: Window, op: str, note: str = "") -> Iterator[Step]:
         found = self._find_back(window)
         if found is None:
-            return None
+            return
         back, query = found
         placed = self._placed(window)
-        room = placed[: max(0, len(placed) + len(back) - self._frames)]
-        with self._working():
-            for frame in room:
-                window.evict(self._ids[frame])
-            for frame in back:
-                window.recall(self._ids[frame])
-        return self._ask("recall", window, query, recalled=back)
+        for frame in placed[: max(0, len(placed) + len(back) - self._frames)]:
+            window.evict(self._ids[frame])
+        for frame in back:
+            window.recall(self._ids[frame])
+        yield self._ask(op, window, query, recalled=back, note=note)
 
     def _find_back(self, window: Window) -> tuple[tuple[int, ...], Query] | None:
         placed = self._placed(window)
@@ -156,27 +137,21 @@ class Agent:
     def _fork(self) -> Iterator[Step]:
         """One branch looks back, the other one drops a frame from the middle; the second is adopted."""
         with self.window.fork() as past, self.window.fork() as lean:
-            step = self._recalled(past)
-            if step is not None:
-                yield replace(step, op="fork", note="branch 1 looks back")
+            yield from self._recalled(past, "fork", note="branch 1 looks back")
             dropped = self._footage.expendable(self._placed(lean))
-            with self._working():
-                lean.evict(self._ids[dropped])
-            placed = self._placed(lean)
-            note = f"branch 2 drops frame {dropped}; adopted"
-            yield self._ask("fork", lean, self._pick(placed), without=(dropped,), note=note)
-            with self._working():
-                self.window.adopt(lean)
-        for opponent in self._opponents:
-            opponent.drop([dropped])
+            lean.evict(self._ids[dropped])
+            query = self._pick(self._placed(lean))
+            yield self._ask("fork", lean, query, without=(dropped,), note=f"branch 2 drops frame {dropped}; adopted")
+            self.window.adopt(lean)
+        for user in self._users.values():
+            user.leave([dropped])
 
     def _reorder(self) -> Iterator[Step]:
         """Another order of the newest two frames, tried in a branch."""
         with self.window.fork() as branch:
             placed = self._placed(branch)
             order = [*placed[:-2], placed[-1], placed[-2]]
-            with self._working():
-                branch.reorder([self._ids[f] for f in order])
+            branch.reorder([self._ids[f] for f in order])
             query = self._pick(order, about=order[-2:])
             yield self._ask("reorder", branch, query, reordered=True, note="the newest two swapped, in a branch")
 
@@ -185,8 +160,7 @@ class Agent:
         placed = self._placed(self.window)
         frame = placed[int(self._rng.integers(1, len(placed)))]
         for conditioned in (False, True):
-            with self._working():
-                self.window.toggle(self._ids[frame], conditioned=conditioned)
+            self.window.toggle(self._ids[frame], conditioned=conditioned)
             query = self._pick(placed, about=(frame,), kinds=None if conditioned else ("single_hop", "open"))
             op = "toggle_on" if conditioned else "toggle_off"
             yield self._ask(op, self.window, query, note=f"frame {frame}")
@@ -196,13 +170,10 @@ class Agent:
         placed = self._placed(self.window)
         oldest = placed[0]
         query = self._pick(placed, about=placed[1:])
-        with self._working():
-            tested = self.window.disposable(self._ids[oldest], query.text, self._max_tokens)
+        tested = self.window.disposable(self._ids[oldest], query.text, self._max_tokens)
         verdict = "disposable" if tested.disposable else "needed"
         note = f"frame {oldest} is {verdict}: {tested.answer_with!r} with, {tested.answer_without!r} without"
-        yield self._ask("disposable", self.window, query, note=note, also_without=oldest)
-
-    # -- asking ------------------------------------------------------------------------------------------------------
+        yield self._ask("disposable", self.window, query, note=note, tested=oldest)
 
     def _kinds(self) -> list[str]:
         """The kinds of this footage, the one that is due first: half of the asks are the first kind."""
@@ -222,91 +193,69 @@ class Agent:
         raise ValueError(f"frames {list(placed)} must have a question of kind {' or '.join(wanted)}, got none")
 
     def _ask(
-        self,
-        op: str,
-        window: Window,
-        query: Query,
-        *,
-        recalled: Sequence[int] = (),
-        without: Sequence[int] = (),
-        reordered: bool = False,
-        also_without: int | None = None,
-        note: str = "",
-    ) -> Step:
+        self, op: str, window: Window, query: Query, *, recalled: Sequence[int] = (), without: Sequence[int] = (),
+        reordered: bool = False, tested: int | None = None, note: str = "",
+    ) -> Step:  # fmt: skip
         placed = self._placed(window)
         entries = window.plan().entries
-        with self._working():
-            answer = window.ask(query.text, self._max_tokens, logprobs=-1)
-        spent = self._done.since(self._told)
-        self._told = replace(self._done)
-        encoded = self._engine.encode_query(query.text)
-        frames = [self._encoded[f] for f in placed]
+        answer = window.ask(query.text, self._max_tokens, logprobs=-1)
+        encoded, frames = self._engine.encode_query(query.text), [self._encoded[f] for f in placed]
         sampling = Sampling(self._max_tokens, logprobs=-1)
-        exact = self._reference.reprefill(frames, encoded, sampling)
-        blind = self._reference.blind(frames, encoded, sampling)
-        asks = [Ask(tuple(placed), encoded, tuple(recalled), tuple(without), reordered)]
-        if also_without is not None:
-            asks.append(Ask(tuple(f for f in placed if f != also_without), encoded, without=(also_without,)))
-        costs = {o.name: np.sum([o.ask(ask) for ask in asks], axis=0).tolist() for o in self._opponents}
-        shown = tuple(
-            {"frame": f, "lane": e.lane, "tokens": e.tokens, "exact": e.exact, "depth": e.depth}
-            for f, e in zip(placed, entries, strict=True)
-        )
+        with self._ledger.aside():
+            exact = self._reference.reprefill(frames, encoded, sampling)
+            blind = self._reference.blind(frames, encoded, sampling)
+        costs = self._serve(placed, encoded, recalled, without, reordered)
+        if tested is not None:  # these users ask twice to know
+            again = self._serve([f for f in placed if f != tested], encoded, without=(tested,))
+            costs = {name: cost + again[name] for name, cost in costs.items()}
+        step: Step = self._ledger.rows[-1]
+        usage = answer.usage
+        self._ledger.note(
+            seed=self._seed, index=self._count, op=op, time=self._footage.times[len(self._ids) - 1], kind=query.kind,
+            truth=query.truth, note=note, answer_reprefill=exact.text.strip(), answer_blind=blind.text.strip(),
+            kl=kl(exact.logprobs, answer.first_token_logprobs), kl_blind=kl(exact.logprobs, blind.logprobs),
+            background_tokens=step["computed_tokens"] - usage.computed_tokens, **costs,
+            vision_encodes_prefix_cache=costs["vision_encodes_naive"], bytes_loaded=usage.bytes_loaded,
+            ttft_s=usage.ttft_s, ttft_reprefill_s=exact.ttft_s,
+            placed=[
+                {"frame": f, "lane": e.lane, "tokens": e.tokens, "exact": e.exact, "depth": e.depth}
+                for f, e in zip(placed, entries, strict=True)
+            ],
+        )  # fmt: skip
         self._multi += query.kind == self._footage.kinds[0]
         self._count += 1
-        usage = answer.usage
-        assert spent.tokens >= usage.computed_tokens, (spent, usage)  # the engine's own counters miss nothing
-        return Step(
-            seed=self._seed,
-            index=self._count - 1,
-            op=op,
-            time=self._footage.times[len(self._ids) - 1],
-            kind=query.kind,
-            query=query.text,
-            answer=answer.text.strip(),
-            truth=query.truth,
-            answer_reprefill=exact.text.strip(),
-            answer_blind=blind.text.strip(),
-            kl=kl(exact.logprobs, answer.first_token_logprobs),
-            kl_blind=kl(exact.logprobs, blind.logprobs),
-            tokens_by_lane=dict(usage.reused_tokens),
-            prompt_tokens=usage.prompt_tokens,
-            computed_tokens=spent.tokens,
-            background_tokens=spent.tokens - usage.computed_tokens,
-            vision_encodes=spent.encodes,
-            **_opponent_costs(costs),
-            bytes_loaded=usage.bytes_loaded,
-            ttft_s=usage.ttft_s,
-            ttft_reprefill_s=exact.ttft_s,
-            placed=shown,
-            note=note,
-        )
+        return step
+
+    def _serve(
+        self, placed: Sequence[int], query: Encoded, recalled: Sequence[int] = (), without: Sequence[int] = (),
+        reordered: bool = False,
+    ) -> dict[str, int]:  # fmt: skip
+        """What the users of a prefix cache compute for an ask. A frame that comes back stays for this ask only."""
+        costs: dict[str, int] = {}
+        for policy, user in self._users.items():
+            asked = PrefixUser(policy, list(placed))
+            if policy != "naive":
+                back = [f for f in recalled if f not in user.held]
+                user.make_room(back, self._fits, drop=self._frames // 2)
+                asked = user.copy()
+                for frame in back:
+                    asked.place(frame, before=range(frame + 1, len(self._ids)) if policy == "trim" else ())
+                if reordered:
+                    asked.reorder(placed)
+                asked.leave(without)
+            parts = [self._system_prompt, *(self._encoded[f] for f in asked.held), query]
+            computed, encodes = self._caches[policy].serve(Prompt.of(parts))
+            costs |= {f"computed_tokens_{policy}": computed, f"vision_encodes_{policy}": encodes}
+        return costs
+
+    def _fits(self, held: Sequence[int]) -> bool:
+        return len(held) <= self._frames
+
+    @property
+    def seen(self) -> int:
+        """Frames watched so far."""
+        return len(self._ids)
 
     def _placed(self, window: Window) -> list[int]:
         """Frames in prompt order."""
         return [self._ids.index(i) for i in window.ids]
-
-    def _working(self) -> _Working:
-        return _Working(self._engine, self._done)
-
-
-class _Working:
-    """Adds what the engine does inside a ``with`` block to the window's account."""
-
-    def __init__(self, engine: Engine, done: _Done) -> None:
-        self._counters, self._done = engine.counters, done
-
-    def __enter__(self) -> None:
-        self._before = (self._counters.prefill_tokens, self._counters.vision_encodes)
-
-    def __exit__(self, *exc: object) -> None:
-        self._done.tokens += self._counters.prefill_tokens - self._before[0]
-        self._done.encodes += self._counters.vision_encodes - self._before[1]
-
-
-def _opponent_costs(costs: dict[str, list[int]]) -> dict[str, Any]:
-    return {
-        **{f"computed_tokens_{name}": costs[name][0] for name in ("naive", "trim", "append")},
-        "vision_encodes_prefix_cache": costs["naive"][1],
-        **{f"vision_encodes_{name}": costs[name][1] for name in ("trim", "append")},
-    }

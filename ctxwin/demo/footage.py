@@ -21,7 +21,7 @@ DEFAULT_QUESTIONS = (
     "What changed between the first and the last picture?",
     "Where was this recorded?",
 )
-HEADER = "You watch a camera."
+SYSTEM_PROMPT = "You watch a camera."
 
 
 @dataclass(frozen=True)

@@ -5,28 +5,32 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctxwin import view
-from ctxwin.demo import report, timeline
-from ctxwin.demo.agent import Agent
+from ctxwin.baselines.ledger import Ledger
+from ctxwin.baselines.ledger import summarise as ledger_sums
+from ctxwin.baselines.policies import POLICIES
+from ctxwin.baselines.prefix_cache import BLOCK, ENCODER_CACHE, PrefixCache
+from ctxwin.demo import figures
+from ctxwin.demo.agent import Agent, Step
+from ctxwin.demo.figures import ENCODES, NAMES
 from ctxwin.demo.footage import Footage, VideoFootage, WorldFootage
-from ctxwin.demo.opponents import BLOCK, ENCODER_CACHE, opponents
-from ctxwin.demo.palette import POLICIES
-from ctxwin.demo.record import Step, summarise
 from ctxwin.errors import UnsupportedModel
 from ctxwin.fidelity import Fidelity
-from ctxwin.view.trace import Trace
+from ctxwin.view import Trace, render
+from ctxwin.view.trace import model_name
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
 
 LEAST_FRAMES = 3
 """The smallest window that has a middle, which a branch can drop."""
+_IDS = ("window", "parent", "version")  # of a ledger's row, not of a result: they differ from run to run
 
 
 @dataclass(frozen=True)
@@ -91,65 +95,97 @@ def run(
     engine: Engine,
     options: Options,
     footage: dict[int, Footage],
-    on_step: Callable[[Step], None] = lambda step: None,
+    on_step: Callable[[Step, int, int], None] = lambda step, seen, frames: None,
 ) -> dict[str, Any]:
     """Runs the demo and writes its files; returns what is in ``result.json``.
 
     Args:
         engine: stays open.
         footage: from `prepare`.
-        on_step: called after every ask.
+        on_step: called after every ask, with the frames seen so far and those there are in all.
 
     Raises:
         UnsupportedModel: a model that does not see.
     """
     if not engine.spec.vision:
         raise UnsupportedModel(f"the demo needs a model that sees images, got {engine.spec.model!r}, a text model")
-    steps: list[Step] = []
-    # Like the engine's store and prefix cache, the opponents' caches last over all seeds.
-    others = opponents(options.window)
-    resolved, freed = options.fidelity, 0
-    recorded = options.out / "run.jsonl"
+    longest = options.max_tokens or (4 if options.video is None else 32)
+    # Like the engine's store and its prefix cache, those that are only counted last over all seeds.
+    ledger, caches = Ledger(engine, policies=()), {policy: PrefixCache() for policy in POLICIES}
+    frames, freed, resolved = sum(len(watched.pixels) for watched in footage.values()), 0, options.fidelity
+    before, recorded = 0, options.out / "run.jsonl"
     with Trace(recorded) as trace:
         for seed in options.seeds:
-            longest = options.max_tokens or (4 if options.video is None else 32)
-            agent = Agent(engine, footage[seed], options.window, options.fidelity, others, seed, longest)
+            agent = Agent(engine, footage[seed], options.window, options.fidelity, ledger, caches, seed, longest)
             trace.watch(agent.window)
-            idle = 0
-            resolved = agent.window.fidelity
+            resolved, idle = agent.window.fidelity, 0
             for step in agent.run(options.steps):
-                trace.note(_costs(step), truth=step.truth, text=step.note, idle_tokens=agent.idle_tokens - idle)
+                costs = {name: step[field] for field, name in NAMES.items() if field != "computed_tokens"}
+                others = {"re-prefill": step["answer_reprefill"], "blind reuse": step["answer_blind"]}
+                text = f"{step['note']}{'; ' if step['note'] else ''}KL to the re-prefill {step['kl']:.4f}"
+                trace.note(costs, truth=step["truth"], answers=others, text=text, idle_tokens=agent.idle_tokens - idle)
                 idle = agent.idle_tokens
-                steps.append(step)
-                on_step(step)
+                on_step(step, before + agent.seen, frames)
+            before += agent.seen
             freed += agent.bytes_freed
             agent.window.close()
     summary = {
-        **summarise(steps),
+        **summarise(ledger.rows),
         "engine": engine.spec.name,
-        "model": Path(engine.spec.model).name,
+        "model": model_name(engine.spec.model),
         "source": "a rendered clip" if options.video is None else options.video.name,
         "seeds": list(options.seeds),
-        "per_seed": {str(seed): summarise([s for s in steps if s.seed == seed]) for seed in options.seeds},
+        "per_seed": {str(seed): summarise([s for s in ledger.rows if s["seed"] == seed]) for seed in options.seeds},
         "bytes_freed": freed,
         "fidelity": resolved.model_dump(),
         "window_frames": options.window,
         "opponents": {"block": BLOCK, "encoder_cache": ENCODER_CACHE},
         "versions": _versions(),
     }
-    result = {"steps": [step.to_json() for step in steps], "summary": summary}
+    steps = [{key: value for key, value in row.items() if key not in _IDS} for row in ledger.rows]
+    result = {"steps": steps, "summary": summary}
     (options.out / "result.json").write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    picture = options.out / "timeline.png"
-    timeline.draw(picture, steps)
-    pictures = {seed: watched.pixels for seed, watched in footage.items()}
-    report.write(options.out / "report.html", steps, summary, pictures, picture)
-    view.render(recorded, options.out / "view.html")
+    for dark in (False, True):
+        figures.timeline(options.out / f"timeline{'-dark' if dark else ''}.png", steps, dark=dark)
+    render(recorded, options.out / "view.html")
     return result
 
 
-def _costs(step: Step) -> dict[str, float]:
-    """Tokens that users of a prefix cache compute for an ask."""
-    return {name: getattr(step, field) for field, (name, _) in POLICIES.items() if field != "computed_tokens"}
+def summarise(steps: Sequence[Step]) -> dict[str, Any]:
+    """Sums and means over steps; accuracies and means are None where there is nothing to average."""
+    sums = ledger_sums(steps)
+    first = {name: [step[name] for step in steps] for name in ("ttft_s", "ttft_reprefill_s")}
+    return {
+        **_group(steps),
+        "agreement": sums["agree"] / len(steps) if steps else None,
+        "kl_blind_mean": _mean(steps, "kl_blind"),
+        **{name: sums[name] for name in ("prompt_tokens", "tokens_by_lane", *(f"share_of_{p}" for p in POLICIES))},
+        **{name: sum(step[name] for step in steps) for name in ("background_tokens", "bytes_loaded")},
+        **{name: sum(values) for name, values in first.items()},
+        "ttft_median_s": statistics.median(first["ttft_s"]) if steps else None,
+        "ttft_reprefill_median_s": statistics.median(first["ttft_reprefill_s"]) if steps else None,
+        **{
+            f"by_{key}": {value: _group([s for s in steps if s[key] == value]) for value in names}
+            for key, names in (
+                ("kind", sorted({s["kind"] for s in steps})),
+                ("op", dict.fromkeys(s["op"] for s in steps)),
+            )
+        },
+    }
+
+
+def _group(steps: Sequence[Step]) -> dict[str, Any]:
+    known = [step for step in steps if step["truth"] is not None]
+    right = {
+        f"accuracy{other}": sum(s[f"answer{other}"] == s["truth"] for s in known) / len(known) if known else None
+        for other in ("", "_reprefill", "_blind")
+    }
+    costs = {name: sum(step[name] for step in steps) for name in (*NAMES, *ENCODES.values())}
+    return {"asks": len(steps), **right, "kl_mean": _mean(steps, "kl"), **costs}
+
+
+def _mean(steps: Sequence[Step], name: str) -> float | None:
+    return statistics.fmean(step[name] for step in steps) if steps else None
 
 
 def _footage(options: Options, seed: int) -> Footage:

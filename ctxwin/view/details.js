@@ -3,13 +3,16 @@
 function totalsOf(model, scene) {
   const t = model.totals();
   const steps = scene.steps.filter((step) => !step.adopted); // an adoption repeats what happened in the branch
-  const marked = (mark) => steps.reduce((n, step) => n + step.tiles.filter((p) => p.mark === mark).length, 0);
+  const marked = (mark) => steps.reduce((n, step) => n + step.tiles.filter((p) => p.mark === mark).length
+    + step.left.filter((p) => p.passed === mark).length, 0);
   const gone = steps.reduce((n, step) => n + step.left.length, 0);
   const moves = `${count(marked("new"))} · ${count(gone)} · ${count(marked("back"))}`;
   const branches = scene.windows.filter((w) => w.parent).length;
-  const known = t.known ? `${count(t.right)} of ${count(t.known)} answered right` : "";
+  const others = Object.entries(t.right_others).map(([name, n]) => `; ${name}: ${count(n)}`).join("");
+  const known = t.known ? `${count(t.right)} of ${count(t.known)} answered right${others}` : "";
+  const tests = t.tests ? `; ${count(t.tests)} more asks tested what matters` : "";
   return [
-    card(count(t.asks), t.asks === 1 ? "question asked" : "questions asked", known),
+    card(count(t.asks), t.asks === 1 ? "question asked" : "questions asked", known + tests),
     card(count(t.vision_encodes), t.vision_encodes === 1 ? "vision encode" : "vision encodes", "while it was recorded"),
     card(moves, "chunks arrived · left · came back", branches ? many(branches, "branch", "branches") : ""),
     costsOf(t),
@@ -20,7 +23,9 @@ function totalsOf(model, scene) {
 function costsOf(t) {
   if (!t.asks) return null;
   const share = (tokens) => `this window: ${percent(t.computed_tokens, tokens)} of it`;
-  const rows = [["this window", t.computed_tokens, "ours", t.idle_tokens ? `${count(t.idle_tokens)} of them in idle time` : ""]];
+  const apart = [[t.idle_tokens, "in idle time"], [t.test_tokens, "to test what matters"]].filter(([n]) => n);
+  const beside = apart.map(([n, what]) => `${count(n)} of them ${what}`).join(", ");
+  const rows = [["this window", t.computed_tokens, "ours", beside]];
   for (const [name, { tokens, asks }] of Object.entries(t.costs)) {
     const few = asks < 0.9 * t.asks; // a share of other questions would say nothing
     rows.push([name, tokens, "others", few ? `known for ${count(asks)} of ${count(t.asks)} questions only` : share(tokens)]);
@@ -46,7 +51,7 @@ function card(figure, name, note) {
 // Bars of every ask over the whole run; a click selects.
 function overviewOf(scene, select) {
   const width = (n) => `${Math.min(100, (100 * n) / scene.most)}%`;
-  return scene.steps.filter((step) => step.ask).map((step) => {
+  return scene.steps.filter((step) => step.ask && !step.test).map((step) => {
     const parts = shares(step.ask).map(([lane, n]) => el("span", { className: `part lane-${lane}`, "--w": width(n) }));
     const other = Object.values(step.ask.costs || {})[0];
     const tick = other === undefined ? null : el("span", { className: "tick", "--w": width(other) });
@@ -95,6 +100,7 @@ function asked(step) {
     el("h3", {}, "Asked"),
     el("p", { className: "question" }, ask.query),
     el("p", { className: "answer" }, ask.answer.trim() || "(nothing)", verdict(ask)),
+    ...Object.entries(ask.answers || {}).map(([name, answer]) => el("p", { className: "soft" }, `${name}: ${answer || "(nothing)"}`)),
     ask.text ? el("p", { className: "soft" }, ask.text) : "",
     ask.idle ? el("p", { className: "soft" }, `${count(ask.idle)} more tokens were computed in idle time before.`) : "",
     el("h3", {}, "Tokens computed"),
@@ -127,7 +133,7 @@ function placedTable(model, step) {
     const chunk = model.chunks.get(p.chunk);
     const { name, kind } = describe(chunk);
     const clean = p.conditioned === false ? "clean of its context" : "";
-    const state = [kind, (MARKS[p.mark] || ["", ""])[1], p.pinned ? "pinned" : "", clean].filter(Boolean).join(", ");
+    const state = [kind, PASSED[p.passed] || (MARKS[p.mark] || ["", ""])[1], p.pinned ? "pinned" : "", clean].filter(Boolean).join(", ");
     const lane = p.mark === "left" ? "left" : p.lane || "not asked";
     const trust = !p.lane ? "" : p.depth ? `approximate, depth ${p.depth}` : EXACT.has(p.lane) ? "exact" : "approximate";
     const tr = el(

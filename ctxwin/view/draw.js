@@ -5,8 +5,9 @@ const SVG = "http://www.w3.org/2000/svg";
 const WORDS = { watch: "start", look_back: "look back", prepare_orbit: "prepare orbit" };
 const MARKS = {
   new: ["+", "new"], back: ["↩", "back"], moved: ["↕", "moved"], toggled: ["○", "toggled"], remembered: ["+", "remembered"],
-  left: ["×", "left"],
+  left: ["×", "left"], again: ["↻", "placed again"],
 };
+const PASSED = { back: "came back, left at once", new: "arrived, left at once" };
 
 function el(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
@@ -36,7 +37,8 @@ function describe(chunk) {
 function tile(model, p, note) {
   const chunk = model.chunks.get(p.chunk);
   const { name, kind } = describe(chunk);
-  const [sign, word] = MARKS[p.mark] || ["", ""];
+  const [sign, plain] = MARKS[p.mark] || ["", ""];
+  const word = PASSED[p.passed] || plain;
   const clean = p.conditioned === false && !p.lane ? "clean" : "";
   const lane = p.mark === "left" ? "" : p.lane || clean;
   const words = [word, p.pinned ? "pinned" : ""].filter(Boolean).join(" · ");
@@ -74,6 +76,7 @@ function shown(tiles) {
 }
 
 function operations(step) {
+  if (step.test) return ["test"];
   const words = [];
   for (const event of step.events) {
     let word = WORDS[event.op] || event.op;
@@ -148,7 +151,7 @@ function stepContents(model, step, scene) {
   if (!tiles.length) strip.append(el("li", { className: "tile more" }, "(empty)"));
   const gone = shown(step.left.map((p) => ({ ...p, mark: "left" }))).slice(0, 3);
   const rest = step.left.length - gone.length;
-  const out = gone.map(({ p }) => tile(model, p, "left the window"));
+  const out = gone.map(({ p }) => tile(model, p, PASSED[p.passed] || "left the window"));
   if (rest > 0) out.push(el("li", { className: "tile more" }, `… ${rest} more left`));
   const leaving = out.length ? el("ol", { className: "strip gone", "aria-label": "left the window" }, ...out) : null;
   return [head, strip, leaving, askBlock(step, scene)];

@@ -10,7 +10,8 @@ class Model {
     this.leftOut = leftOut;
     this.chunks = new Map();
     this.events = [];
-    this.asks = new Map();
+    this.asks = new Map(); // questions
+    this.tests = new Map(); // asks that only tested whether a chunk matters
   }
 
   feed(line) {
@@ -18,10 +19,16 @@ class Model {
     else if (line.kind === "event") {
       this.events.push(line);
       if (line.op === "ask") this.asks.set(line.n, line);
+      for (const n of line.tests || []) {
+        if (!this.asks.has(n)) continue;
+        this.tests.set(n, this.asks.get(n));
+        this.asks.delete(n);
+      }
       while (this.events.length > this.limit) this.forget(this.events.shift());
     } else if (line.kind === "note" && this.asks.has(line.of)) {
       const ask = this.asks.get(line.of);
       ask.costs = { ...ask.costs, ...line.costs };
+      ask.answers = { ...ask.answers, ...line.answers };
       if (line.truth !== undefined) ask.truth = line.truth;
       if (line.text !== undefined) ask.text = line.text;
       ask.idle = (ask.idle || 0) + (line.idle_tokens || 0);
@@ -31,6 +38,7 @@ class Model {
   forget(event) {
     this.leftOut += 1;
     this.asks.delete(event.n);
+    this.tests.delete(event.n);
     if (this.leftOut % this.limit) return;
     const shown = new Set(this.events.flatMap((e) => e.placed.map((p) => p.chunk)));
     for (const n of this.chunks.keys()) if (!shown.has(n)) this.chunks.delete(n);
@@ -52,7 +60,7 @@ class Model {
     const begin = (w, event, before = w.last) => {
       const step = {
         key: event.n, index: steps.length, window: w, events: [], before, placed: event.placed, ask: null, fresh: new Set(),
-        returned: new Set(), branches: [], adopted: null, closed: false,
+        returned: new Set(), met: new Map(), branches: [], adopted: null, closed: false,
       };
       steps.push(step);
       w.steps.push(step);
@@ -66,7 +74,10 @@ class Model {
         w.seen.add(p.id);
         step.fresh.add(p.id);
       }
-      if (BACK.has(event.op)) for (const id of event.ids || []) step.returned.add(id);
+      for (const p of event.placed) step.met.set(p.id, p);
+      if (BACK.has(event.op) || event.op === "adopt") for (const p of event.placed) {
+        if (event.op === "adopt" ? !step.fresh.has(p.id) : (event.ids || []).includes(p.id)) step.returned.add(p.id);
+      }
       step.placed = event.placed;
       w.last = event.placed;
       w.version = event.version;
@@ -114,7 +125,10 @@ class Model {
         w.version = event.version;
       }
     }
-    for (const step of steps) mark(step);
+    for (const step of steps) {
+      step.test = step.ask !== null && this.tests.has(step.ask.n);
+      mark(step);
+    }
     return { steps, windows: [...windows.values()].filter((w) => w.steps.length) };
   }
 
@@ -130,15 +144,22 @@ class Model {
       }
     }
     const known = asks.filter((ask) => ask.truth !== undefined);
+    const others = {};
+    for (const ask of known)
+      for (const [name, answer] of Object.entries(ask.answers || {})) others[name] = (others[name] || 0) + (answer.trim() === ask.truth.trim());
+    const tested = [...this.tests.values()].reduce((total, ask) => total + ask.usage.computed_tokens, 0);
     return {
       events: this.events.length,
       asks: asks.length,
       prompt_tokens: sum((ask) => ask.usage.prompt_tokens),
-      computed_tokens: sum((ask) => ask.usage.computed_tokens + (ask.idle || 0)),
+      tests: this.tests.size,
+      computed_tokens: sum((ask) => ask.usage.computed_tokens + (ask.idle || 0)) + tested,
       idle_tokens: sum((ask) => ask.idle || 0),
+      test_tokens: tested,
       vision_encodes: this.events.reduce((total, event) => total + (event.encodes || 0), 0),
       known: known.length,
       right: known.filter(right).length,
+      right_others: others,
       costs,
     };
   }
@@ -165,12 +186,14 @@ function mark(step) {
   step.tiles = step.placed.map((p) => {
     let mark = "";
     if (!before.has(p.id)) {
-      mark = remembered.has(p.id) ? "remembered" : step.fresh.has(p.id) && !step.returned.has(p.id) ? "new" : "back";
+      // Neither new nor recalled: an earlier version was restored, and the same edits made again.
+      mark = remembered.has(p.id) ? "remembered" : step.returned.has(p.id) ? "back" : step.fresh.has(p.id) ? "new" : "again";
     } else if (!still.has(p.id)) mark = "moved";
     else if ((before.get(p.id).conditioned !== false) !== (p.conditioned !== false)) mark = "toggled";
     return { ...p, lane: lanes.get(p.id), mark };
   });
-  step.left = step.before.filter((p) => !placed.has(p.id));
+  const passed = [...step.met.values()].filter((p) => !before.has(p.id) && !placed.has(p.id));
+  step.left = [...step.before.filter((p) => !placed.has(p.id)), ...passed.map((p) => ({ ...p, passed: step.returned.has(p.id) ? "back" : "new" }))];
 }
 
 // The longest rising subsequence of distinct numbers: what kept its order. O(n^2), n chunks of a window.

@@ -72,7 +72,11 @@ function draw() {
 function legend() {
   for (const item of document.querySelectorAll(".several")) item.hidden = scene.windows.length < 2;
   const lanes = new Set(scene.steps.flatMap((step) => (step.ask ? shares(step.ask).map(([lane]) => lane) : [])));
-  for (const item of $("legend").children) if (item.dataset.lane) item.hidden = !lanes.has(item.dataset.lane);
+  const marks = new Set(scene.steps.flatMap((step) => [...step.tiles.map((p) => p.mark), ...(step.left.length ? ["left"] : [])]));
+  for (const item of $("legend").children) {
+    if (item.dataset.lane) item.hidden = !lanes.has(item.dataset.lane);
+    if (item.dataset.mark) item.hidden = !marks.has(item.dataset.mark);
+  }
 }
 
 function select(key, { focus = false, show = false, follow = chunk } = {}) {
@@ -133,6 +137,12 @@ function move(event) {
 
 $("steps").addEventListener("keydown", (event) => {
   if (!event.target.closest("#details")) move(event);
+});
+// Nothing needs the focus first: the arrows move the selection as long as nothing else has taken them.
+document.addEventListener("keydown", (event) => {
+  const free = event.target === document.body || event.target === document.documentElement;
+  const plain = !(event.altKey || event.ctrlKey || event.metaKey || event.shiftKey);
+  if (free && plain && scene.steps.length && (event.key === "ArrowLeft" || event.key === "ArrowRight")) move(event);
 });
 $("steps").addEventListener("click", (event) => {
   const item = event.target.closest(".step");

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ctxwin.demo.palette import LANES
+from ctxwin.view.palette import LANES
 from ctxwin.view.totals import in_words, totals
 from ctxwin.view.trace import Recording, read_trace
 
@@ -20,7 +20,8 @@ LIMIT = 2000
 _FOLDER = Path(__file__).parent
 _SCRIPTS = ("model.js", "draw.js", "details.js", "page.js")
 _SIGNS = {
-    "new": ("+", "arrived"), "back": ("↩", "came back"), "moved": ("↕", "changed places"), "left": ("×", "left; can come back"),
+    "new": ("+", "arrived"), "back": ("↩", "came back"), "again": ("↻", "placed again (a restored version)"),
+    "moved": ("↕", "changed places"), "left": ("×", "left; can come back"),
 }  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def _legend() -> str:
         for lane, meaning in lanes.items()
     ]
     items += [
-        f'<li><span class="sign {mark}" aria-hidden="true">{sign}</span>{meaning}</li>'
+        f'<li data-mark="{mark}"><span class="sign {mark}" aria-hidden="true">{sign}</span>{meaning}</li>'
         for mark, (sign, meaning) in _SIGNS.items()
     ]
     items.append('<li class="several"><span class="window">A</span>a window</li>')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from ctxwin.view.trace import Recording
@@ -10,13 +11,21 @@ from ctxwin.view.trace import Recording
 def totals(recording: Recording) -> dict[str, Any]:
     """Sums over all asks of all windows.
 
-    Returns a dict with ``events``, ``windows``, ``asks``, ``prompt_tokens``, ``computed_tokens`` (of the asks, and
-    ``idle_tokens`` noted beside them), ``vision_encodes``, ``known`` (asks whose right answer was noted), ``right``, and
-    ``costs``: by name, the ``tokens`` that something else would have computed, and the number of ``asks`` it is known for.
+    Returns:
+        ``events``, ``windows``, ``asks`` (those that only tested a chunk are ``tests``), ``prompt_tokens`` of the asks;
+        ``computed_tokens`` in all, with the ``idle_tokens`` noted beside asks and the ``test_tokens``; ``vision_encodes``;
+        ``known`` (asks whose right answer was noted), ``right``, and ``right_others`` by name; ``costs``: by name, the
+        ``tokens`` that something else would have computed, and the number of ``asks`` it is known for.
     """
     events = recording.events
-    asks = [event for event in events if event["op"] == "ask"]
+    tests = [event for event in events if "test" in event]
+    asks = [event for event in events if event["op"] == "ask" and "test" not in event]
     known = [ask for ask in asks if "truth" in ask]
+    right_others: Counter[str] = Counter()
+    for ask in known:
+        right_others.update(
+            {name: answer.strip() == ask["truth"].strip() for name, answer in ask.get("answers", {}).items()}
+        )
     costs: dict[str, dict[str, float]] = {}
     for ask in asks:
         for name, tokens in ask.get("costs", {}).items():
@@ -24,23 +33,26 @@ def totals(recording: Recording) -> dict[str, Any]:
             cost["tokens"] += tokens
             cost["asks"] += 1
     idle = sum(ask.get("idle_tokens", 0) for ask in asks)
-    sums = {name: sum(a["usage"][name] for a in asks) for name in ("prompt_tokens", "computed_tokens")}
+    tested = sum(test["usage"]["computed_tokens"] for test in tests)
     return {
         "events": len(events),
         "windows": len({event["window"] for event in events}),
         "asks": len(asks),
-        **sums,
-        "computed_tokens": sums["computed_tokens"] + idle,
+        "tests": len(tests),
+        "prompt_tokens": sum(ask["usage"]["prompt_tokens"] for ask in asks),
+        "computed_tokens": sum(ask["usage"]["computed_tokens"] for ask in asks) + idle + tested,
         "idle_tokens": idle,
+        "test_tokens": tested,
         "vision_encodes": sum(event.get("encodes", 0) for event in events),
         "known": len(known),
         "right": sum(ask["answer"].strip() == ask["truth"].strip() for ask in known),
+        "right_others": dict(right_others),
         "costs": costs,
     }
 
 
 def in_words(numbers: dict[str, Any]) -> str:
-    """One or two sentences for people."""
+    """A few sentences for people."""
     computed, prompts = numbers["computed_tokens"], numbers["prompt_tokens"]
     share = f" ({computed / prompts:.1%})" if prompts else ""
     text = f"{numbers['asks']:,} asks; {computed:,} of {prompts:,} prompt tokens computed{share}, "

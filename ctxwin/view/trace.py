@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,6 +63,9 @@ class Trace:
         self._numbers: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._chunks = self._events = 0
         self._asks: OrderedDict[str, int] = OrderedDict()  # window: its latest ask
+        self._in_branches: OrderedDict[str, deque[tuple[int, str]]] = (
+            OrderedDict()
+        )  # parent: latest asks of its branches
         self._encodes: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()  # as counted at the last event
         self._versions: OrderedDict[str, int] = OrderedDict()  # window: as it was recorded last
         if engine is not None:
@@ -87,16 +90,17 @@ class Trace:
 
     def note(
         self, costs: Mapping[str, float] | None = None, *, window: Window | None = None, truth: str | None = None,
-        text: str = "", idle_tokens: int = 0,
+        answers: Mapping[str, str] | None = None, text: str = "", idle_tokens: int = 0,
     ) -> None:  # fmt: skip
         """Adds to the latest ask (of ``window``, where given) what is shown beside it.
 
         Args:
             costs: tokens that something else would have computed for it, by name, e.g. ``{"prefix cache": 310}``.
             truth: the right answer, where known.
+            answers: what something else answered, by name, e.g. ``{"re-prefill": "red"}``.
             text: for people.
-            idle_tokens: computed for the window outside asks since the last note (`Window.compress`, `Window.refresh`); an
-                ask's own usage does not hold them.
+            idle_tokens: computed for the window outside asks since the last note (`Window.compress`, `Window.refresh`), which
+                an ask's own usage does not include.
 
         Raises LookupError where nothing was asked yet, ValueError for a cost that is no finite number.
         """
@@ -109,9 +113,11 @@ class Trace:
                 raise LookupError(
                     "a note must follow an ask of a watched window, got none so far; watch() it, then ask"
                 )
-            line = {"kind": "note", "of": asked, "costs": costs, "truth": _short(truth or ""), "text": _short(text)}
-            line["idle_tokens"] = idle_tokens or None
-            self._write({key: value for key, value in line.items() if value not in (None, "", {})})
+            line = {
+                "kind": "note", "of": asked, "costs": costs, "truth": _short(truth or ""), "text": _short(text),
+                "answers": {name: _short(answer) for name, answer in (answers or {}).items()}, "idle_tokens": idle_tokens,
+            }  # fmt: skip
+            self._write({key: value for key, value in line.items() if value})
 
     def close(self) -> None:
         """Ends the recording. Idempotent; windows go on unwatched."""
@@ -155,6 +161,13 @@ class Trace:
                 if event.answer.audit is not None and math.isfinite(event.answer.audit):
                     line["audit"] = event.answer.audit
                 _remember(self._asks, event.window, self._events)
+                if event.parent is not None:
+                    latest = self._in_branches.get(event.parent, deque(maxlen=2))
+                    latest.append((self._events, event.query or ""))
+                    _remember(self._in_branches, event.parent, latest)
+            elif event.op == "disposable":  # it asked in two branches, which nobody else did
+                latest = self._in_branches.pop(event.window, deque())
+                line["tests"] = [n for n, query in latest if query == event.query]
             self._event(line)
 
     def _begin(self, window: Window) -> None:
@@ -164,9 +177,8 @@ class Trace:
             if self._closed or self._versions.get(state.window) == state.version:
                 return
             line = self._line(window.engine, "watch", state, window.parent, {})
-            self._event(
-                line | {"system_prompt": _short(state.system_prompt), "model": _model(window.engine.spec.model)}
-            )
+            model = model_name(window.engine.spec.model)
+            self._event(line | {"system_prompt": _short(state.system_prompt), "model": model})
 
     def _line(
         self, engine: Engine, op: str, state: State, parent: str | None, lanes: Mapping[str, str]
@@ -236,7 +248,7 @@ class _Recorder:
         self.trace._record(self.engine, event)
 
 
-def _remember(known: OrderedDict[Any, int], key: object, value: int) -> None:
+def _remember(known: OrderedDict[Any, Any], key: object, value: object) -> None:
     """As the newest entry; the oldest ones are dropped, so that an endless run stays bounded."""
     known.pop(key, None)
     known[key] = value
@@ -266,7 +278,8 @@ def _short(text: str, most: int = LONGEST) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def _model(name: str) -> str:
+def model_name(name: str) -> str:
+    """A model's name for people: the last part of its path or Hub name."""
     return "tiny (bundled)" if Path(name) == checkpoint_dir() else Path(name).name
 
 
@@ -295,13 +308,20 @@ class Recording:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Operations in order; what notes add stands in the ask they belong to."""
+        """Operations in order; what notes add is in the ask they belong to.
+
+        An ask that only tested a chunk (`Window.disposable`) has ``test``: True.
+        """
         events = {line["n"]: dict(line) for line in self.lines if line["kind"] == "event"}
         for line in self.lines:
+            for n in line.get("tests", ()):
+                if n in events:
+                    events[n]["test"] = True
             if line["kind"] == "note" and line["of"] in events:
                 event = events[line["of"]]
                 event |= {key: line[key] for key in ("truth", "text") if key in line}
-                event["costs"] = event.get("costs", {}) | line.get("costs", {})
+                for key in ("costs", "answers"):
+                    event[key] = event.get(key, {}) | line.get(key, {})
                 event["idle_tokens"] = event.get("idle_tokens", 0) + line.get("idle_tokens", 0)
         return list(events.values())
 

@@ -34,11 +34,13 @@ def everything_once(engine: FakeEngine, path: Path) -> None:
     with watched(engine, path) as (trace, window):
         ids = [window.append(frame(i)) for i in range(3)]  # t=0 t=1 t=2
         answer = window.ask("first?", max_tokens=3)
-        trace.note({"prefix cache": 40, "trimming": 30}, truth=answer.text)
+        trace.note({"prefix cache": 40, "trimming": 30}, truth=answer.text, answers={"re-prefill": answer.text})
         ids.append(window.append(frame(3)))
         window.slide(1)  # t=0 leaves: t=1 t=2 t=3
         window.ask("second?", max_tokens=3)
-        trace.note({"prefix cache": 50}, truth="something else", idle_tokens=5)
+        trace.note(
+            {"prefix cache": 50}, truth="something else", answers={"re-prefill": "something else"}, idle_tokens=5
+        )
         window.recall(ids[0])  # t=0 t=1 t=2 t=3
         window.ask("third?", max_tokens=3)
         window.reorder([ids[1], ids[2], ids[0], ids[3]])  # t=0 goes behind t=2

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ctxwin import Chunk
+from ctxwin import Chunk, Window
 from ctxwin.view import render, totals
 from ctxwin.view.trace import Trace, read_trace
 from view.recorded import DESK, PHONE, frame, watched
@@ -88,13 +88,17 @@ def test_every_edit_can_stand_apart(page: Page) -> None:
 
 def test_costs_stand_beside_one_another(page: Page, run: Path) -> None:
     numbers = totals(read_trace(run))
-    asks = [event for event in read_trace(run).events if event["op"] == "ask"]
-    assert numbers["computed_tokens"] == sum(a["usage"]["computed_tokens"] for a in asks) + 5
+    every = [event for event in read_trace(run).events if event["op"] == "ask"]
+    asks = [event for event in every if "test" not in event]
+    assert numbers["computed_tokens"] == sum(a["usage"]["computed_tokens"] for a in every) + 5
+    assert numbers["tests"] == len(every) - len(asks) == 2
+    assert numbers["right_others"] == {"re-prefill": 2}
     assert numbers["costs"] == {"prefix cache": {"tokens": 90, "asks": 2}, "trimming": {"tokens": 30, "asks": 1}}
     assert (numbers["known"], numbers["right"], numbers["asks"]) == (2, 1, len(asks))
     shown = page.locator("#totals").inner_text()
     for words in (
-        f"questions asked\n{len(asks)}", "1 of 2 answered right", f"{numbers['computed_tokens']}\n5 of them in idle time",
+        f"questions asked\n{len(asks)}", "1 of 2 answered right; re-prefill: 2; 2 more asks tested what matters",
+        f"{numbers['computed_tokens']}\n5 of them in idle time, {numbers['test_tokens']} of them to test what matters",
         f"prefix cache\n90\nknown for 2 of {len(asks)} questions only", f"vision encodes\n{numbers['vision_encodes']}",
     ):  # fmt: skip
         assert words in shown
@@ -106,6 +110,8 @@ def test_costs_stand_beside_one_another(page: Page, run: Path) -> None:
     second.click()
     details = page.locator("#details").inner_text()
     assert "5 more tokens were computed in idle time" in details
+    assert "re-prefill: something else" in details
+    assert page.locator("#overview .column").count() == len(asks)
     assert re.search(rf"ctxwin computed\s+{used['computed_tokens']}\s+prefix cache\s+50", details)
 
 
@@ -145,6 +151,54 @@ def test_the_keyboard_reaches_everything(page: Page) -> None:
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Space")
     assert page.locator("#apart").is_checked()
+
+
+def test_arrows_need_no_focus_first(page: Page) -> None:
+    assert page.evaluate("document.activeElement === document.body")
+    for key, expected in (("ArrowRight", 2), ("ArrowLeft", 1)):
+        page.keyboard.press(key)
+        assert page.locator("#details-title").inner_text().startswith(f"Step {expected} of ")
+        assert page.locator(":focus").get_attribute("aria-current") == "step"
+        page.evaluate("document.activeElement.blur()")
+    page.get_by_label("every edit as a step of its own").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#details-title").inner_text().startswith("Step 1 of ")
+
+
+def test_a_recall_that_left_at_once_is_told(engine: FakeEngine, tmp_path: Path, open_page: Open) -> None:
+    path = tmp_path / "run.jsonl"
+    with watched(engine, path) as (_, window):
+        ids = [window.append(frame(i)) for i in range(4)]
+        window.slide(2)
+        window.ask("first?", max_tokens=1)
+        window.recall(ids[0])
+        window.slide(1)
+        window.ask("second?", max_tokens=1)
+    page = open_page(render(path, tmp_path / "view.html"))
+    second = step(page, "second?")
+    assert names(second, ".strip:not(.gone)") == ["t=2 s", "t=3 s"]
+    assert names(second, ".gone") == ["× t=0 s"]
+    assert "came back, left at once" in second.locator(".gone .tile").inner_text()
+    assert "\n4 · 3 · 1" in "\n" + page.locator("#totals").inner_text()
+
+
+def test_what_a_replay_places_again_did_not_come_back(engine: FakeEngine, tmp_path: Path, open_page: Open) -> None:
+    path = tmp_path / "run.jsonl"
+    with watched(engine, path) as (trace, window):
+        window.append(frame(0))
+        before = window.snapshot()
+        window.ask("first?", max_tokens=1, remember=True)
+        remembered = window.snapshot()
+    for state in (before, remembered):  # as a node that runs again: from its beginning, with the same placements
+        with Trace(path, append=True) as trace, Window.restore(engine, state) as again:
+            trace.watch(again)
+            again.ask("second?", max_tokens=1)
+    page = open_page(render(path, tmp_path / "view.html"))
+    last = page.locator(".step").last
+    assert "placed again" in last.locator(".tile").last.inner_text()
+    assert page.locator(".tile.back").count() == 0
+    assert not page.locator("#legend li[data-mark=back]").is_visible()
+    assert page.locator("#legend li[data-mark=again]").is_visible()
 
 
 def test_a_click_selects_and_follows(page: Page) -> None:

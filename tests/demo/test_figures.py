@@ -1,45 +1,47 @@
-"""What is drawn: the live table, the bars of lanes, the report."""
+"""What is drawn: the live table, the bars of lanes, the timeline."""
 
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from rich.console import Console
 
-from ctxwin.demo import report, timeline
-from ctxwin.demo.live import LiveTable, final_tables, lane_bar, right
-from ctxwin.demo.palette import ENCODES, LANES, POLICIES
-from ctxwin.demo.record import COSTS, Step, summarise
+from ctxwin.demo.agent import Step
+from ctxwin.demo.figures import ENCODES, NAMES, LiveTable, final_tables, lane_bar, right, timeline
+from ctxwin.demo.run import summarise
 from ctxwin.fidelity import LANES as ALL_LANES
+from ctxwin.view.palette import LANES
 
-STEP = Step(
+STEP: Step = dict(
     seed=0, index=0, op="slide", time=7.0, kind="multi_hop", query="color of <17>?", answer="red", truth="red",
     answer_reprefill="red", answer_blind="grey", kl=0.001, kl_blind=9.0, tokens_by_lane={"resident": 20, "survivor": 72},
     prompt_tokens=100, computed_tokens=80, background_tokens=0, computed_tokens_naive=440, computed_tokens_trim=150,
     computed_tokens_append=150, vision_encodes=1, vision_encodes_prefix_cache=1, vision_encodes_trim=1,
-    vision_encodes_append=1, bytes_loaded=1, ttft_s=0.02, ttft_reprefill_s=0.05,
-    placed=tuple({"frame": i, "lane": lane, "tokens": 72} for i, lane in enumerate(["survivor", "patched", "computed"])),
+    vision_encodes_naive=1, vision_encodes_append=1, bytes_loaded=1, note="", ttft_s=0.02, ttft_reprefill_s=0.05,
+    placed=[{"frame": i, "lane": lane, "tokens": 72} for i, lane in enumerate(["survivor", "patched", "computed"])],
 )  # fmt: skip
-SUMMARY = {
-    **summarise([STEP]), "engine": "hf", "model": "tiny", "source": "a rendered clip", "seeds": [0],
-    "fidelity": {"mode": "patched"},
-}  # fmt: skip
+SUMMARY = {**summarise([STEP]), "engine": "hf"}
+
+
+def replace(step: Step, **changes: Any) -> Step:
+    return {**step, **changes}
 
 
 def test_every_lane_and_policy_has_a_colour_and_a_name() -> None:
     assert set(LANES) == set(ALL_LANES)
     assert len({colour for colour, _ in LANES.values()}) == len(LANES)
-    assert set(POLICIES) | set(ENCODES.values()) == set(COSTS)
+    assert {*NAMES, *ENCODES.values()} <= SUMMARY.keys()
 
 
 def test_a_bar_shows_the_lanes_in_prompt_order() -> None:
     bar = lane_bar(STEP, width=24)
     assert len(bar) == 24
-    assert [str(span.style) for span in bar.spans] == [LANES[p["lane"]][0] for p in STEP.placed]
+    assert [str(span.style) for span in bar.spans] == [LANES[p["lane"]][0] for p in STEP["placed"]]
     assert [span.end - span.start for span in bar.spans] == [8, 8, 8]
 
 
@@ -66,7 +68,7 @@ def test_a_narrow_terminal_still_shows_the_costs() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=40, color_system=None)
     with LiveTable(console, "watching") as table:
         table.add(STEP)
-        console.print(table._table())
+        console.print(table.table())
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     for cost in ("80", "440", "150"):
@@ -75,15 +77,9 @@ def test_a_narrow_terminal_still_shows_the_costs() -> None:
     assert "…" not in text
 
 
-def test_the_report_escapes_and_embeds(tmp_path: Path) -> None:
-    picture = tmp_path / "timeline.png"
-    timeline.draw(picture, [STEP, replace(STEP, index=1)])
-    pixels = {0: [np.full((30, 40, 3), 60 * i, np.uint8) for i in range(3)]}
-    report.write(tmp_path / "report.html", [STEP], SUMMARY, pixels, picture)
-    page = (tmp_path / "report.html").read_text()
-    assert "color of &lt;17&gt;?" in page
-    assert "<17>" not in page
-    assert page.count("data:image/jpeg") == 3
-    assert page.count("data:image/png") == 1
-    for lane in LANES:
-        assert f"<b>{lane}</b>" in page
+def test_the_timeline_is_drawn_for_light_and_dark(tmp_path: Path) -> None:
+    for name, dark in (("light.png", False), ("dark.png", True)):
+        timeline(tmp_path / name, [STEP, replace(STEP, index=1)], dark=dark)
+        pixels = np.asarray(Image.open(tmp_path / name).convert("L"))
+        assert (pixels[0, 0] < 40) == dark
+        assert pixels.min() < 40 and pixels.max() > 215  # letters stand out from what is behind them

@@ -1,0 +1,194 @@
+"""What the demo draws: a table that grows while it runs, the tables of its end, and `timeline.png`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ctxwin.demo.agent import Step
+from ctxwin.view.palette import LANES
+
+NAMES = {
+    "computed_tokens": "ctxwin",
+    "computed_tokens_naive": "prefix cache: slide",
+    "computed_tokens_trim": "prefix cache: trim",
+    "computed_tokens_append": "trim, look back at the end",
+}
+"""Who computes what, by field of a step."""
+ENCODES = {
+    "computed_tokens": "vision_encodes",
+    "computed_tokens_naive": "vision_encodes_prefix_cache",
+    "computed_tokens_trim": "vision_encodes_trim",
+    "computed_tokens_append": "vision_encodes_append",
+}
+"""Field of the tokens: field of the vision encodes."""
+_COLOURS = ("#2e86ab", "#d1495b", "#ee964b", "#a0862f")
+_BAR, _WIDE = 24, 118
+_COLUMNS = ("time", "move", "window by lane", "question", "answer", "re-prefill", "computed", "naive", "trim", "ms")
+_LEFT = ("move", "window by lane", "question", "answer", "re-prefill")
+_ONLY_WIDE = ("question", "re-prefill", "ms")
+
+
+class LiveTable:
+    """A table with one row for each ask, redrawn in place; without a terminal the rows are printed as they come.
+
+    Args:
+        console: where to.
+        title: above the table.
+    """
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._console, self._title = console, Text(title)  # a file name may look like markup
+        self._rows: deque[Step] = deque(maxlen=max(5, console.height - 9))
+        self._sums = [0, 0, 0]
+        self._asks = 0
+        self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> LiveTable:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def add(self, step: Step) -> None:
+        """Shows a step."""
+        self._rows.append(step)
+        self._asks += 1
+        costs = [step[name] for name in NAMES][:3]
+        self._sums = [total + cost for total, cost in zip(self._sums, costs, strict=True)]
+        if self._live is not None:
+            self._live.update(self.table())
+        else:
+            mark = {True: "ok", False: "--", None: "  "}[right(step)]
+            self._console.print(
+                f"{step['time']:6.1f} s  {step['op']:<11} {step['query']:<16.40} {step['answer']:<10.40} {mark}  computed "
+                f"{costs[0]:>5} (naive {costs[1]}, trim {costs[2]})",
+                markup=False, highlight=False, soft_wrap=True,
+            )  # fmt: skip
+
+    def table(self) -> Table:
+        """The newest rows and the sums over all. A narrow terminal gets the columns that tell the story."""
+        legend = Text()
+        for lane in dict.fromkeys(placed["lane"] for step in self._rows for placed in step["placed"]):
+            legend.append("█ ", style=LANES[lane][0]).append(f"{lane}  ")
+        table = Table(title=self._title, caption=legend, caption_justify="left", expand=False, pad_edge=False)
+        columns = [name for name in _COLUMNS if self._console.width >= _WIDE or name not in _ONLY_WIDE]
+        for name in columns:
+            table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True, max_width=28)
+        for step in self._rows:
+            cells: dict[str, str | Text] = {
+                "time": f"{step['time']:g} s",
+                "move": step["op"],
+                "window by lane": lane_bar(step),
+                "question": Text(step["query"]),
+                "answer": Text(step["answer"], style={True: "green", False: "bold red", None: ""}[right(step)]),
+                "re-prefill": Text(step["answer_reprefill"]),
+                "computed": str(step["computed_tokens"]),
+                "naive": str(step["computed_tokens_naive"]),
+                "trim": str(step["computed_tokens_trim"]),
+                "ms": f"{1000 * step['ttft_s']:.0f}",
+            }
+            table.add_row(*(cells[name] for name in columns))
+        table.add_section()
+        ours, naive, trim = self._sums
+        share = f"{100 * ours / naive:.0f} % of naive" if naive else ""
+        totals = {"move": f"{self._asks} asks", "window by lane": share, "computed": ours, "naive": naive, "trim": trim}
+        table.add_row(*(str(totals.get(name, "")) for name in columns), style="bold")
+        return table
+
+
+def right(step: Step) -> bool | None:
+    """Whether the answer is the truth; None where that is not known."""
+    return None if step["truth"] is None else bool(step["answer"] == step["truth"])
+
+
+def lane_bar(step: Step, width: int = _BAR) -> Text:
+    """The window as a bar: one stretch for each frame, coloured by lane."""
+    bar = Text()
+    total = sum(p["tokens"] for p in step["placed"]) or 1
+    drawn = tokens = 0
+    for placed in step["placed"]:
+        tokens += placed["tokens"]
+        end = round(width * tokens / total)
+        bar.append("█" * max(0, end - drawn - 1) + "▊", style=LANES[placed["lane"]][0])
+        drawn = max(end, drawn + 1)
+    return bar
+
+
+def final_tables(summary: Mapping[str, Any]) -> Group:
+    """What the run amounts to: costs beside those of prefix-cache users, answers beside a re-prefill and blind reuse."""
+    costs = _titled(f"{summary['asks']} asks on {summary['engine']}", "", *NAMES.values())
+    tokens = [summary[name] for name in NAMES]
+    costs.add_row("tokens computed", *(f"{count:,}" for count in tokens))
+    costs.add_row("ctxwin's share", *(_percent(tokens[0] / count if count else None) for count in tokens))
+    costs.add_row("vision encodes", *(str(summary[name]) for name in ENCODES.values()))
+    answers = _titled("", "", "n", "ctxwin", "re-prefill", "blind")
+    if summary["accuracy"] is not None:
+        for kind, group in {**summary["by_kind"], "all": summary}.items():
+            shares = (group[name] for name in ("accuracy", "accuracy_reprefill", "accuracy_blind"))
+            answers.add_row(f"right, {kind}", str(group["asks"]), *map(_percent, shares))
+    answers.add_row("same as re-prefill", str(summary["asks"]), _percent(summary["agreement"]))
+    kl = ["" if summary[name] is None else f"{summary[name]:.4f}" for name in ("kl_mean", "kl_blind_mean")]
+    answers.add_row("mean KL to re-prefill", "", kl[0], "", kl[1])
+    first = [summary["ttft_median_s"], summary["ttft_reprefill_median_s"]]
+    answers.add_row("first token, median", "", *("" if t is None else f"{1000 * t:.0f} ms" for t in first))
+    return Group(costs, answers)
+
+
+def _titled(title: str, *names: str) -> Table:
+    table = Table(title=title or None, title_justify="left")
+    for name in names:
+        table.add_column(name, justify="right" if name else "left", max_width=16 if name else None, no_wrap=not name)
+    return table
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def timeline(path: Path, steps: Sequence[Step], *, dark: bool = False) -> None:
+    """Draws tokens by lane at every ask, and the tokens computed so far beside those of prefix-cache users (PNG).
+
+    The letters are large enough to be read where the picture is as wide as a phone.
+    """
+    from matplotlib import rc_context, style
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with (
+        style.context("dark_background" if dark else "default"),
+        rc_context({"font.size": 15, "axes.facecolor": "none"}),
+    ):
+        figure = Figure(figsize=(8, 8.5), layout="constrained", facecolor="#0d1117" if dark else "white")
+        FigureCanvasAgg(figure)
+        upper, lower = figure.subplots(2, 1, sharex=True)
+        at, floor = list(range(len(steps))), [0] * len(steps)
+        for lane, (colour, _) in reversed(LANES.items()):
+            heights = [step["tokens_by_lane"].get(lane, 0) for step in steps]
+            if any(heights):
+                upper.bar(at, heights, bottom=floor, width=0.9, color=colour, label=lane)
+                floor = [low + high for low, high in zip(floor, heights, strict=True)]
+        upper.set_ylabel("tokens in the window, by lane")
+        upper.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+        for (field, name), colour in zip(NAMES.items(), _COLOURS, strict=True):
+            sums = list(accumulate(step[field] for step in steps))
+            lower.plot(at, sums, color=colour, linewidth=4 if field == "computed_tokens" else 2.5, label=name)
+        lower.set_ylabel("tokens computed so far")
+        lower.set_xlabel("ask")
+        lower.set_ylim(bottom=0)
+        lower.margins(x=0.01)
+        lower.legend(loc="upper left", frameon=False)
+        for axes in (upper, lower):
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, dpi=100)

@@ -1,0 +1,14 @@
+"""One colour for each lane, the same in terminals, figures and pages, and what each lane means in a few words."""
+
+from __future__ import annotations
+
+LANES: dict[str, tuple[str, str]] = {
+    "computed": ("#d1495b", "first sight: a forward"),
+    "formed": ("#ee964b", "seen before, computed again: a forward, no vision encode"),
+    "resident": ("#3a7d44", "stored KV with exactly this context: rotated or nothing"),
+    "survivor": ("#2e86ab", "kept as it was conditioned; some of its context left"),
+    "patched": ("#6457a6", "canonical KV plus a low-rank patch"),
+    "orbit": ("#b56576", "canonical KV plus one patch for every order"),
+    "canonical": ("#8d99ae", "clean of its context"),
+}
+"""Lane: (colour, meaning), the most expensive first."""
