@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
 import typer
 
 from ctxwin.cli.commands import quiet
+from ctxwin.evals.console import progress_line
 
 
 def demo(
@@ -39,13 +42,14 @@ def demo(
 ) -> None:
     """Watch a video through a window: slides, look-backs, branches, another order, and what each costs.
 
-    Writes result.json, timeline.png, report.html, the rendered clip, the run as recorded (run.jsonl) and a picture of the
-    window over time (view.html) into --out.
+    Writes a page that shows every step (view.html), result.json, timeline.png (and a dark one), the rendered clip and the
+    recorded run (run.jsonl) into --out.
     """
     quiet()
     from rich.console import Console
 
-    from ctxwin.demo.figures import LiveTable, final_tables
+    from ctxwin.demo.agent import Step
+    from ctxwin.demo.figures import LiveTable, can_draw, final_tables
     from ctxwin.demo.run import Options, prepare, run
     from ctxwin.fidelity import Fidelity, Mode
 
@@ -69,21 +73,44 @@ def demo(
     if video is not None and model == "tiny":
         note = "note: the bundled model knows only its own generated world; name another one with --model to get real answers"
         typer.echo(note, err=True)
+    if not console.is_terminal:
+        typer.echo("opening the engine", err=True)
     with console.status("opening the engine"):
         opened = open_engine(name)
     try:
         watched = video.name if video else "a rendered clip"
         with LiveTable(console, f"watching {watched} on {opened.spec.name}") as table:
-            result = run(opened, options, footage, lambda step, seen, frames: table.add(step))
+            progress = _progress(not console.is_terminal)
+
+            def show(step: Step, seen: int, total: int) -> None:
+                table.add(step)
+                progress(seen, total)
+
+            result = run(opened, options, footage, show)
     finally:
         opened.close()
     if as_json:
         typer.echo(json.dumps(result["summary"], indent=1))
         return
     console.print(final_tables(result["summary"]))
-    console.print(
-        f"wrote {out / 'report.html'}, view.html, result.json and timeline.png", highlight=False, soft_wrap=True
-    )
+    wrote = f"wrote {out / 'view.html'} (open it in a browser), result.json{' and timeline.png' if can_draw() else ''}"
+    console.print(wrote, highlight=False, soft_wrap=True)
+    if not can_draw():
+        typer.echo("no timeline.png: matplotlib is not installed; run pip install 'ctxwin[evals]'", err=True)
+
+
+def _progress(wanted: bool, every: float = 5.0) -> Callable[[int, int], None]:
+    """Tells standard error how many frames were watched, a line every few seconds, where no table is redrawn."""
+    began = last = time.monotonic()
+
+    def tell(seen: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if wanted and now - last >= every:
+            last = now
+            typer.echo(progress_line("watched frames", seen, total, now - began), err=True)
+
+    return tell
 
 
 def _engine_name(model: str, engine: str | None) -> str:

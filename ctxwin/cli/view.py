@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -50,10 +51,8 @@ def _serve(trace: Path, host: str, port: int, last: int, show: bool) -> None:
             typer.echo(f"note: whoever can reach {host} can read this run", err=True)
         if show:
             _open(server.url)
-        try:
+        with suppress(KeyboardInterrupt):
             server.serve_forever(poll_interval=0.2)
-        except KeyboardInterrupt:
-            typer.echo("")
 
 
 def _open(url: str) -> None:

@@ -157,6 +157,15 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f} %"
 
 
+def can_draw() -> bool:
+    """Whether `timeline` finds matplotlib, which the demo does without."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
 def timeline(path: Path, steps: Sequence[Step], *, dark: bool = False) -> None:
     """Draws tokens by lane at every ask, and the tokens computed so far beside those of prefix-cache users (PNG).
 

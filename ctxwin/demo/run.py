@@ -145,7 +145,7 @@ def run(
     steps = [{key: value for key, value in row.items() if key not in _IDS} for row in ledger.rows]
     result = {"steps": steps, "summary": summary}
     (options.out / "result.json").write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    for dark in (False, True):
+    for dark in (False, True) if figures.can_draw() else ():
         figures.timeline(options.out / f"timeline{'-dark' if dark else ''}.png", steps, dark=dark)
     render(recorded, options.out / "view.html")
     return result

@@ -31,17 +31,25 @@ class ViewServer(ThreadingHTTPServer):
         port: 0 takes a free one; see `url`.
         limit: most operations shown.
 
-    Raises ValueError where ``trace`` is no trace, OSError where it cannot be read or the port is taken.
+    Raises:
+        ValueError: ``trace`` is no trace, or the port is out of range.
+        OSError: the trace cannot be read, or the address cannot be listened on; the message names it.
     """
 
     daemon_threads = True
 
     def __init__(self, trace: str | Path, host: str = "127.0.0.1", port: int = 8765, *, limit: int = LIMIT) -> None:
+        if not 0 <= port <= 65535:
+            raise ValueError(f"port must be between 0 and 65535 (0 takes a free one), got {port}")
         read_trace(trace)
         self.trace, self.limit = Path(trace), limit
         self.stopping = Event()
         self.followers = BoundedSemaphore(_MOST)
-        super().__init__((host, port), _Handler)
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            told = f"cannot serve at {host}:{port}: {error.strerror}; take another --port, or --port 0 for a free one"
+            raise OSError(told) from error
 
     @property
     def url(self) -> str:

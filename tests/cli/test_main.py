@@ -155,7 +155,9 @@ def test_demo_refuses_an_output_folder_that_is_a_file(tmp_path: Path) -> None:
 
 def test_demo_refuses_a_model_that_is_not_there(tmp_path: Path) -> None:
     args = ["--model", tmp_path / "no-model", "--engine", "hf", "--out", tmp_path / "out", "--frames", "6"]
-    refused(invoke("demo", *args), "no-model")
+    told, error = invoke("demo", *args).stderr.strip().splitlines()
+    assert told == "opening the engine"
+    assert error.startswith("error: ") and "no-model" in error
 
 
 def test_demo_on_transformers(vision_dir: Path, tmp_path: Path) -> None:
@@ -197,7 +199,7 @@ def test_an_engine_that_fails_is_not_the_inputs_fault(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ctxwin.engines.open, "open_engine", fail)
     result = invoke("demo", "--out", tmp_path, "--frames", "6")
     assert result.exit_code == 1
-    assert result.stderr.strip() == "error: no memory at all"
+    assert result.stderr.strip().splitlines()[-1] == "error: no memory at all"
 
 
 @pytest.fixture

@@ -50,12 +50,17 @@ def test_it_opens_a_browser(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_input_is_one_line(run: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
         cases = [
             ([tmp_path / "absent.jsonl"], "absent.jsonl"),
             ([tmp_path / "notes.txt"], "must be a trace of ctxwin"),
             ([run, "--out", tmp_path], "directory"),
             ([run, "--serve", "--json"], "drop --out and --json"),
-            ([run, "--serve", "--port", taken.getsockname()[1]], "in use"),
+            (
+                [run, "--serve", "--port", port],
+                f"cannot serve at 127.0.0.1:{port}: Address already in use; take another",
+            ),
+            ([run, "--serve", "--port", 80000], "port must be between 0 and 65535"),
         ]
         for args, words in cases:
             result = view(*args)
