@@ -1,6 +1,7 @@
 """``--config FILE.yaml``: the options of a long command in a file, beside its flags.
 
-Keys are the names of options as on the command line, with or without dashes for underscores; flags win over the file.
+Keys are the names of options as on the command line, with dashes or underscores; flags win over the file, and the file over
+what a flag like ``--quick`` chooses.
 """
 
 from __future__ import annotations
@@ -72,3 +73,14 @@ Config = Annotated[
         help="Options of this command in a YAML file; flags win over it.",
     ),
 ]  # fmt: skip
+
+
+def preset(name: str, about: str, **chosen: Any) -> Any:
+    """A flag that chooses other defaults for some options; flags and a configuration file still win over it."""
+
+    def apply(context: typer.Context, value: bool) -> bool:
+        if value and not context.resilient_parsing:
+            context.default_map = {**chosen, **(context.default_map or {})}
+        return value
+
+    return typer.Option(name, is_eager=True, callback=apply, help=about)

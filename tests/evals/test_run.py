@@ -242,12 +242,13 @@ def test_bad_input_is_one_line_and_exit_code_2(args: list[str], message: str, tm
 def test_without_the_extra_a_command_says_how_to_install_it(args: list[str]) -> None:
     """In a process of its own, whose imports find nothing of the extra."""
     hide = (
-        "import sys\nfrom ctxwin.evals.console import EXTRA\nsys.modules |= dict.fromkeys(EXTRA)\n"
+        "import sys\nfrom ctxwin.extras import EXTRA_OF\n"
+        "sys.modules |= dict.fromkeys(m for m, extra in EXTRA_OF.items() if extra == 'evals')\n"
         "from ctxwin.evals.cli import app\napp()"
     )
     made = subprocess.run([sys.executable, "-c", hide, *args], capture_output=True, text=True, timeout=120)
     assert made.returncode == 2
-    assert made.stderr.endswith("which is not installed; run pip install 'ctxwin[evals]'\n")
+    assert made.stderr.endswith("is not installed; run pip install 'ctxwin[evals]'\n")
     assert made.stderr.count("\n") == 1
 
 

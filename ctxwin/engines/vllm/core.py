@@ -112,8 +112,8 @@ class Core:
         self.vision = self.inputs.multimodal and self.checkpoint.media is not None
 
     @classmethod
-    def start(cls, model: str | Path, processes: str | None, options: dict[str, Any]) -> Core:
-        """See `VLLMEngine`."""
+    def start(cls, model: str | Path, processes: str | None, options: dict[str, Any], connector: bool = True) -> Core:
+        """See `VLLMEngine`; ``connector``: as for `startup.start`."""
         options = dict(options)
         served = read_model(model, options.pop("dtype", "auto"))
         if processes is None:
@@ -123,7 +123,7 @@ class Core:
         driver, before = None, cleanup.segments()
         try:
             given = {"dtype": served.dtype, **options}
-            driver = startup.start(str(served.checkpoint.path), transport, given, cast("Any", processes))
+            driver = startup.start(str(served.checkpoint.path), transport, given, cast("Any", processes), connector)
             core = cls(model, served, driver, transport)
             core._segments = set() if driver.local else cleanup.segments() - before
             return core

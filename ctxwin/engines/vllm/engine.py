@@ -180,6 +180,11 @@ class VLLMEngine(EncodingEngine):
             raise
 
     @property
+    def core(self) -> Core:
+        """What all engines on one vLLM share: its driver, its inputs, its checkpoint."""
+        return self._core
+
+    @property
     def plain_salt(self) -> str:
         """The ``cache_salt`` with which a plain request of this tenant shares blocks with its exact windows."""
         return self._salt("")

@@ -126,7 +126,7 @@ def test_any_order_of_the_predecessors_needs_no_forward(hf: Any) -> None:
 
 def test_the_held_prefix_computes_what_a_prefix_cache_would(hf: Any) -> None:
     chunks = [content.make_chunk(hf, n, seed) for seed, n in enumerate((16, 20, 24))]
-    system_prompt, query = hf.encode_system_prompt(moves.header_of(hf)), hf.encode_query(moves.QUERY)
+    system_prompt, query = hf.encode_system_prompt(moves.system_prompt_of(hf)), hf.encode_query(moves.QUERY)
     a, b, c = (hf.encode(chunk) for chunk in chunks)
     before = hf.counters.prefill_tokens
     plain = opponent.HeldPrefix(hf).ask([system_prompt, a, b], [system_prompt, a, c], query, "x")

@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 
 from ctxwin.cli.main import app
 from ctxwin.engines.open import open_engine
-from ctxwin.evals.bench import serve, serve_plain
-from ctxwin.evals.bench.serve_policies import POLICIES, Film, Prompts, Windows, budget_of
-from ctxwin.evals.bench.serve_show import lines, picture, serve_table
-from ctxwin.evals.bench.serve_trace import Mix, Turn, frames_of, trace
+from ctxwin.evals.bench.serve import plain, sweep
+from ctxwin.evals.bench.serve.figures import plain_figures
+from ctxwin.evals.bench.serve.policies import POLICIES, Film, Prompts, Windows, budget_of
+from ctxwin.evals.bench.serve.show import lines, picture, serve_table
+from ctxwin.evals.bench.serve.trace import Mix, Turn, frames_of, trace
 from ctxwin.fidelity import Fidelity
 from ctxwin.window.window import Window
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 MIX = Mix(sessions=2, frames=3, look_backs=0.4)
 TOKENS = 32
-SETTINGS = serve.Settings(
+SETTINGS = sweep.Settings(
     windows=2, frames=3, tokens=TOKENS, answer=3, rates=(2.0, 6.0), duration=1.5, requests=4, threads=1, clock="cpu"
 )
 
@@ -54,8 +55,8 @@ def test_every_policy_answers_the_trace_and_exact_windows_as_a_reprefill_does(en
     turns = trace(MIX, 24, seed=0)
     film.shoot(frames_of(turns, MIX, 0))
     budget = budget_of(engine, MIX, TOKENS, 4)
-    windows = Windows(engine.view("exact"), MIX, film, budget, 4, Fidelity("exact"))
-    naive = Prompts("naive", engine.view("naive"), MIX, film, budget, 4)
+    windows = Windows(engine.view("exact"), film, budget, 4, Fidelity("exact"))
+    naive = Prompts("naive", engine.view("naive"), film, budget, 4)
     try:
         windows.begin()
         naive.begin()
@@ -72,7 +73,7 @@ def test_every_policy_answers_the_trace_and_exact_windows_as_a_reprefill_does(en
 def test_patched_windows_compute_the_new_frame_alone_and_look_back_for_nothing(engine: VLLMEngine, film: Film) -> None:
     turns = trace(MIX, 30, seed=0)
     film.shoot(frames_of(turns, MIX, 0))
-    windows = Windows(engine.view("patched"), MIX, film, budget_of(engine, MIX, TOKENS, 3), 3)
+    windows = Windows(engine.view("patched"), film, budget_of(engine, MIX, TOKENS, 3), 3)
     try:
         windows.begin()
         for turn in turns:
@@ -95,17 +96,17 @@ def turn(kind: Any, frame: int, *placed: int) -> Turn:
 def test_users_of_the_prefix_cache_hold_what_the_ledger_says(engine: VLLMEngine, film: Film) -> None:
     """The same moves in a window that a `Ledger` watches: the same frames in the same order, branches aside."""
     from ctxwin.baselines.ledger import Ledger
-    from ctxwin.evals.bench.serve_policies import HEADER
+    from ctxwin.evals.bench.serve.policies import SYSTEM_PROMPT
 
     mix, answer = MIX, 4
     turns = [t for t in trace(mix, 60, seed=0) if t.session == 0 and t.kind in ("now", "back")]
     film.shoot(frames_of(turns, mix, 0))
     budget = budget_of(engine, mix, TOKENS, answer)
-    users = {name: Prompts(name, engine.view(name), mix, film, budget, answer) for name in ("trim", "append")}
+    users = {name: Prompts(name, engine.view(name), film, budget, answer) for name in ("trim", "append")}
     ledger = Ledger(
-        engine, reserve_tokens=budget - engine.encode_system_prompt(HEADER).tokens - (mix.frames + 1) * TOKENS
+        engine, reserve_tokens=budget - engine.encode_system_prompt(SYSTEM_PROMPT).tokens - (mix.frames + 1) * TOKENS
     )
-    window = Window(engine, HEADER, budget=budget)
+    window = Window(engine, SYSTEM_PROMPT, budget=budget)
     ledger.watch(window)
     ids: list[str] = []
 
@@ -138,9 +139,7 @@ def test_users_of_the_prefix_cache_hold_what_the_ledger_says(engine: VLLMEngine,
 def test_what_a_user_of_the_prefix_cache_sends(engine: VLLMEngine, film: Film) -> None:
     film.shoot({0: 30, 1: 30})
     budget = budget_of(engine, MIX, TOKENS, 4)
-    trim, append, naive = (
-        Prompts(name, engine.view(name), MIX, film, budget, 4) for name in ("trim", "append", "naive")
-    )
+    trim, append, naive = (Prompts(name, engine.view(name), film, budget, 4) for name in ("trim", "append", "naive"))
     try:
         for user in (trim, append, naive):
             user.open(0, ())
@@ -168,7 +167,7 @@ class KilledError(Exception):
 
 
 def test_a_killed_run_continues_and_its_result_is_whole(engine: VLLMEngine, tmp_path: Path) -> None:
-    row = serve.settings_row(SETTINGS, "tiny")
+    row = sweep.settings_row(SETTINGS, "tiny")
     opened = 0
 
     def view() -> VLLMEngine:
@@ -181,14 +180,14 @@ def test_a_killed_run_continues_and_its_result_is_whole(engine: VLLMEngine, tmp_
             raise KilledError
 
     with pytest.raises(KilledError):
-        serve.measure(view, SETTINGS, serve.Progress(tmp_path, row), kills)
-    before = json.loads((tmp_path / serve.STATE).read_text())["cells"]
+        sweep.measure(view, SETTINGS, sweep.Progress(tmp_path, row), kills)
+    before = json.loads((tmp_path / sweep.STATE).read_text())["cells"]
     assert [c["policy"] for c in before] == ["ctxwin", "naive"]
-    progress = serve.Progress(tmp_path, row)
-    result = serve.measure(view, SETTINGS, progress, lambda *_: None)
+    progress = sweep.Progress(tmp_path, row)
+    result = sweep.measure(view, SETTINGS, progress, lambda *_: None)
     assert progress.cells[:2] == before
     assert opened == 2
-    again = serve.measure(view, SETTINGS, serve.Progress(tmp_path, row), lambda *_: None)
+    again = sweep.measure(view, SETTINGS, sweep.Progress(tmp_path, row), lambda *_: None)
     assert opened == 2  # nothing was left to measure
     assert again["rows"] == result["rows"]
     check_schema(result)
@@ -200,7 +199,7 @@ def test_a_killed_run_continues_and_its_result_is_whole(engine: VLLMEngine, tmp_
 
 
 def check_schema(result: dict[str, Any]) -> None:
-    """What `serve.result_of` and `serve_load.row_of` promise."""
+    """What `sweep.result_of` and `load.cell_of` promise."""
     json.dumps(result, allow_nan=False)
     assert set(result) == {"rows", "comparison", "ratio", "plain", "checks", "meta"}
     rows = result["rows"]
@@ -263,19 +262,19 @@ def test_plain_traffic_in_two_processes(tmp_path: Path) -> None:
     """The connector and windows beside; an engine each. No statement about 5 %: these are two slices of a second."""
     from ctxwin.tiny import checkpoint_dir
 
-    settings = serve.Settings(windows=2, frames=3, tokens=TOKENS, answer=3, rates=(1.0,), threads=1, clock="cpu")
-    plain = serve_plain.PlainSettings(pairs=2, seconds=1.0, prompt=16, answer=6, burst=3, bursts=2, windows=2)
-    progress = serve.Progress(tmp_path, serve.settings_row(settings, "tiny"))
-    serve_plain.measure_plain(str(checkpoint_dir()), settings, plain, progress, lambda *_: None)
+    settings = sweep.Settings(windows=2, frames=3, tokens=TOKENS, answer=3, rates=(1.0,), threads=1, clock="cpu")
+    asked = plain.PlainSettings(pairs=2, seconds=1.0, prompt=16, answer=6, burst=3, bursts=2, windows=2)
+    progress = sweep.Progress(tmp_path, sweep.settings_row(settings, "tiny"))
+    plain.measure_plain(str(checkpoint_dir()), settings, asked, progress, lambda *_: None)
     assert [(s["pair"], s["side"]) for s in progress.state["slices"]] == [
         (0, "with"), (0, "without"), (0, "windows"), (1, "without"), (1, "with"), (1, "windows"),
     ]  # fmt: skip
     assert len({s["tokens"] for s in progress.state["slices"]}) == 1
-    found = serve_plain.figures(progress.state["slices"])
+    found = plain_figures(progress.state["slices"])
     for side in ("without", "with", "windows"):
         assert found["sides"][side]["inter_token_s"]["p99"] > 0
         assert found["sides"][side]["burst_tokens_per_s"] > 0
     assert found["sides"]["windows"]["window_asks"] > 0
     assert found["ratios"]["inter_token_p99"]["pairs"] == 2
     # Nothing is left to do, so no engine is started.
-    serve_plain.measure_plain("/nowhere", settings, plain, progress, lambda *_: None)
+    plain.measure_plain("/nowhere", settings, asked, progress, lambda *_: None)

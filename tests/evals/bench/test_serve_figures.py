@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from ctxwin.evals.bench import serve, serve_curves, serve_load, serve_plain
-from ctxwin.evals.bench.serve_load import Record, Run, open_loop, quantile, row_of
-from ctxwin.evals.bench.serve_policies import Served
-from ctxwin.evals.bench.serve_show import lines
-from ctxwin.evals.bench.serve_trace import KINDS, Mix, Turn, arrivals, frames_of, trace
+from ctxwin.evals.bench.measures import median_interval, quantile
+from ctxwin.evals.bench.serve import figures, plain, sweep
+from ctxwin.evals.bench.serve.load import Record, Run, cell_of, open_loop
+from ctxwin.evals.bench.serve.requests import Served
+from ctxwin.evals.bench.serve.show import lines
+from ctxwin.evals.bench.serve.trace import KINDS, Mix, Turn, arrivals, frames_of, trace
 
 
 def turn(session: int = 0, number: int = 0) -> Turn:
@@ -113,7 +114,7 @@ def test_sessions_do_not_wait_for_one_another() -> None:
     run = open_loop(policy, [turn(s) for s in range(4)], [0.0, 0.01, 0.02, 0.03], 0.1)
     assert policy.most == 4
     assert all(0.3 <= r.ttft < 0.6 for r in run.records)
-    assert row_of(run)["completed"] == 4
+    assert cell_of(run, "p", 0, 1.0)["completed"] == 4
 
 
 def test_requests_come_when_they_are_due_however_slow_the_answers_are() -> None:
@@ -125,11 +126,11 @@ def test_requests_come_when_they_are_due_however_slow_the_answers_are() -> None:
 
 def test_failures_and_drops_are_counted_and_are_no_goodput() -> None:
     run = open_loop(Takes(0.3, frozenset({1})), [turn(0, n) for n in range(5)], [0.0] * 5, 0.0, patience=0.35)
-    row = row_of(run)
+    row = cell_of(run, "p", 0, 1.0)
     assert (row["requests"], row["completed"], row["failed"], row["dropped"]) == (5, 2, 1, 2)
     assert row["errors"] == ["RuntimeError: out of memory"]
     assert row["ttft_s"]["p95"] is None  # a first token that never came is later than any
-    assert serve_load.goodput(row, 10.0) == pytest.approx(2 / row["seconds"])
+    assert figures.goodput(row, 10.0) == pytest.approx(2 / row["seconds"])
 
 
 def test_cpu_clock_skips_what_nobody_uses_and_sleeps() -> None:
@@ -174,14 +175,14 @@ def test_row_adds_up() -> None:
         )
         for s in range(4)
     ]
-    row = row_of(Run(records, 8.0, 2.0, (0.1, 0.2)))
+    row = cell_of(Run(records, 8.0, 2.0, (0.1, 0.2)), "p", 0, 1.0)
     assert (row["requests_per_s"], row["cpu_s_per_request"]) == (0.5, 0.5)
     assert (row["prompt_tokens"], row["computed_tokens"], row["cached_tokens"]) == (400, 120, 280)
     assert (row["loads"], row["bytes_loaded"], row["tokens_by_lane"]) == (4, 20, {"survivor": 256})
     assert row["ttft_s"] == {name: pytest.approx(0.5) for name in ("p50", "p95", "p99")}
     assert row["inter_token_s"]["p50"] == pytest.approx(0.15)
-    assert serve_load.goodput(row, 0.6) == 0.5
-    assert serve_load.goodput(row, 0.4) == 0.0
+    assert figures.goodput(row, 0.6) == 0.5
+    assert figures.goodput(row, 0.4) == 0.0
     json.dumps(row, allow_nan=False)
 
 
@@ -198,17 +199,17 @@ def cells(**points: list[tuple[float, float | None]]) -> list[dict[str, object]]
 
 def test_highest_rate_lies_between_the_rates_around_the_bound() -> None:
     points = [(1.0, 0.1), (2.0, 0.4), (3.0, 1.6)]
-    assert serve_curves.highest_rate(points, 0.2).rate == pytest.approx(1.5)
-    assert serve_curves.highest_rate(points, 0.8).rate == pytest.approx(2.5)
-    assert serve_curves.highest_rate(points, 0.4).rate == pytest.approx(2.0)
-    assert serve_curves.highest_rate(points, 0.05).rate is None
-    assert serve_curves.highest_rate(points, 9.0) == serve_curves.Highest(3.0, at_least=True)
+    assert figures.highest_rate(points, 0.2).rate == pytest.approx(1.5)
+    assert figures.highest_rate(points, 0.8).rate == pytest.approx(2.5)
+    assert figures.highest_rate(points, 0.4).rate == pytest.approx(2.0)
+    assert figures.highest_rate(points, 0.05).rate is None
+    assert figures.highest_rate(points, 9.0) == figures.Highest(3.0, at_least=True)
 
 
 def test_noise_is_evened_out_and_a_token_that_never_came_is_beyond_any_bound() -> None:
     # 0.4 at 2 and 0.1 at 3 are one level of 0.2.
-    assert serve_curves.highest_rate([(1.0, 0.1), (2.0, 0.4), (3.0, 0.1), (4.0, 0.8)], 0.4).rate == pytest.approx(3.5)
-    found = serve_curves.highest_rate([(1.0, 0.1), (2.0, None)], 1.0).rate
+    assert figures.highest_rate([(1.0, 0.1), (2.0, 0.4), (3.0, 0.1), (4.0, 0.8)], 0.4).rate == pytest.approx(3.5)
+    found = figures.highest_rate([(1.0, 0.1), (2.0, None)], 1.0).rate
     assert found is not None
     assert 1.0 < found < 1.2
 
@@ -220,45 +221,45 @@ def test_ratio_is_over_the_best_of_the_others() -> None:
         append=[(1.0, 0.1), (2.0, 0.2), (4.0, 3.2)],
         naive=[(1.0, 2.0)],
     )
-    found = serve_curves.compare(made, 0.4)
+    found = figures.compare(made, 0.4)
     assert found["best_prefix_cache"] == "append"
     assert found["rates"]["append"] == pytest.approx(2.5)
     assert found["rates"]["ctxwin"] == pytest.approx(5.0)
     assert (found["ratio"], found["ratio_is"]) == (pytest.approx(2.0), "exact")
     assert found["rates"]["naive"] is None
-    assert serve_curves.base_p95(made) == 0.1
+    assert figures.base_p95(made) == 0.1
 
 
 def test_a_ratio_whose_sides_were_not_driven_to_the_bound_says_so() -> None:
-    ours = serve_curves.compare(cells(ctxwin=[(1.0, 0.1), (4.0, 0.1)], trim=[(1.0, 0.1), (2.0, 1.0)]), 0.5)
+    ours = figures.compare(cells(ctxwin=[(1.0, 0.1), (4.0, 0.1)], trim=[(1.0, 0.1), (2.0, 1.0)]), 0.5)
     assert ours["ratio_is"] == "at least"
     assert ours["at_least"] == ["ctxwin"]
-    theirs = serve_curves.compare(cells(ctxwin=[(1.0, 0.1), (4.0, 0.1)], trim=[(1.0, 0.1), (2.0, 0.1)]), 0.5)
+    theirs = figures.compare(cells(ctxwin=[(1.0, 0.1), (4.0, 0.1)], trim=[(1.0, 0.1), (2.0, 0.1)]), 0.5)
     assert theirs["ratio_is"] == "at most"
-    assert not serve_curves.checks(theirs, None)[0]["holds"]
-    nobody = serve_curves.compare(cells(ctxwin=[(1.0, 0.1)], trim=[(1.0, 9.0)]), 0.5)
+    assert not figures.checks(theirs, None)[0]["holds"]
+    nobody = figures.compare(cells(ctxwin=[(1.0, 0.1)], trim=[(1.0, 9.0)]), 0.5)
     assert nobody["ratio"] is None
-    assert serve_curves.checks(nobody, None) == []
+    assert figures.checks(nobody, None) == []
 
 
 def test_slow_windows_are_no_ratio_of_theirs() -> None:
-    found = serve_curves.compare(cells(ctxwin=[(1.0, 3.0)], trim=[(1.0, 0.1), (2.0, 1.0)]), 0.5)
+    found = figures.compare(cells(ctxwin=[(1.0, 3.0)], trim=[(1.0, 0.1), (2.0, 1.0)]), 0.5)
     assert found["ratio"] == 0.0
-    assert not serve_curves.checks(found, None)[0]["holds"]
+    assert not figures.checks(found, None)[0]["holds"]
 
 
 def test_the_bound_comes_from_the_best_prefix_cache_policy() -> None:
     made = cells(ctxwin=[(1.0, 0.01), (2.0, 1.0)], trim=[(1.0, 0.3), (2.0, 1.0)], append=[(1.0, 0.2), (2.0, 2.0)])
-    found = serve_curves.comparisons(made, None)
+    found = figures.comparisons(made, None)
     assert found["slo_s"] == pytest.approx(0.4)
-    assert [c["bound_s"] for c in found["around"]] == pytest.approx([0.2 * f for f in serve_curves.BOUNDS])
-    assert serve_curves.comparisons(made, 0.7)["slo_is"] == "given"
-    assert serve_curves.comparisons(cells(ctxwin=[(1.0, 0.01)]), None)["at_slo"] is None
+    assert [c["bound_s"] for c in found["around"]] == pytest.approx([0.2 * f for f in figures.BOUNDS])
+    assert figures.comparisons(made, 0.7)["slo_is"] == "given"
+    assert figures.comparisons(cells(ctxwin=[(1.0, 0.01)]), None)["at_slo"] is None
 
 
 def test_rates_must_ascend() -> None:
     with pytest.raises(ValueError, match="rates must ascend"):
-        serve_curves.highest_rate([(2.0, 0.1), (1.0, 0.2)], 1.0)
+        figures.highest_rate([(2.0, 0.1), (1.0, 0.2)], 1.0)
 
 
 # -- plain traffic -------------------------------------------------------------------------------------------------
@@ -277,7 +278,7 @@ def test_plain_ratios_are_of_pairs() -> None:
         piece(0, "without", 0.10, 50), piece(0, "with", 0.11, 49), piece(1, "without", 0.20, 25), piece(1, "with", 0.20, 25),
         piece(2, "without", 0.10, 50), piece(2, "with", 0.102, 50), piece(3, "without", 0.1, 50),
     ]  # fmt: skip
-    found = serve_plain.figures(slices)
+    found = figures.plain_figures(slices)
     assert found["ratios"]["inter_token_p99"]["median"] == pytest.approx(1.02)
     assert found["ratios"]["inter_token_p99"]["pairs"] == 3
     assert found["ratios"]["throughput"]["median"] == 1.0
@@ -285,7 +286,7 @@ def test_plain_ratios_are_of_pairs() -> None:
     assert found["sides"]["without"]["slices"] == 4
     assert "windows" not in found["sides"]
     # Three pairs show nothing, however near to 1 their median is.
-    checked = serve_curves.checks(None, found)
+    checked = figures.checks(None, found)
     assert {c["check"]: (c["verdict"], c["holds"]) for c in checked} == {
         "inter_token_p99": ("not shown", False), "throughput": ("not shown", False),
     }  # fmt: skip
@@ -301,7 +302,7 @@ def paired(*ratios: float) -> dict[str, Any]:
         for pair, ratio in enumerate(ratios)
         for side, slower in (("without", 1.0), ("with", ratio))
     ]
-    return serve_plain.figures(sides)
+    return figures.plain_figures(sides)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +316,7 @@ def paired(*ratios: float) -> dict[str, Any]:
 )
 def test_plain_traffic_holds_where_the_whole_interval_does(ratios: tuple[float, ...], verdict: str, told: str) -> None:
     found = paired(*ratios)
-    checked = serve_curves.checks(None, found)
+    checked = figures.checks(None, found)
     assert {c["check"]: c["verdict"] for c in checked} == {"inter_token_p99": verdict, "throughput": verdict}
     assert all(c["holds"] == (verdict == "holds") for c in checked)
     shown = lines({"rows": [], "comparison": {"at_slo": None}, "plain": found, "checks": checked})
@@ -330,13 +331,13 @@ def test_median_interval_is_the_sign_tests() -> None:
     """Ranks from tables of the sign test; whether it covers is counted, over all ways in which values can lie."""
     for count, low in ((6, 1), (8, 1), (9, 2), (13, 3), (20, 6), (25, 8)):
         values = [float(v) for v in range(1, count + 1)]
-        assert serve_plain.median_interval(values[::-1]) == [low, count + 1 - low], count
-    assert serve_plain.median_interval([1.0] * 5) is None
-    assert serve_plain.median_interval([]) is None
+        assert median_interval(values[::-1]) == [low, count + 1 - low], count
+    assert median_interval([1.0] * 5) is None
+    assert median_interval([]) is None
     covered = 0
     # Each value lies below or above the median, 0, as a coin falls.
     for signs in itertools.product((-1.0, 1.0), repeat=9):
-        found = serve_plain.median_interval([sign * (i + 1) for i, sign in enumerate(signs)])
+        found = median_interval([sign * (i + 1) for i, sign in enumerate(signs)])
         assert found is not None
         covered += found[0] < 0 < found[1]
     assert 0.95 <= covered / 2**9 < 0.97
@@ -359,27 +360,27 @@ def test_a_pair_is_the_same_requests_on_both_sides_in_turn(tmp_path: Path) -> No
                 found |= {"burst_tokens_per_s": 100.0 + number, "cpu_s_per_token": 1.0 / number}
             return found
 
-    workers: Any = {side: Fake(side) for side in serve_plain.SIDES}
-    plain = serve_plain.PlainSettings(windows=0, bursts=3)
-    settings = serve.Settings()
-    progress = serve.Progress(tmp_path, serve.settings_row(settings, "model"))
-    rate = serve_plain._warm(workers, plain, settings, progress)
+    workers: Any = {side: Fake(side) for side in figures.SIDES}
+    asked_for = plain.PlainSettings(windows=0, bursts=3)
+    settings = sweep.Settings()
+    progress = sweep.Progress(tmp_path, sweep.settings_row(settings, "model"))
+    rate = plain._warm(workers, asked_for, settings, progress)
     assert rate == progress.state["plain_rate"] == pytest.approx(0.5 * 103 / 24, rel=0.01)
     first: list[str] = []
     for pair in (0, 1):
         asked.clear()
-        found = serve_plain._pair(workers, pair, rate, plain, settings)
-        assert {(s["pair"], s["side"]) for s in found} == {(pair, side) for side in serve_plain.SIDES}
+        found = plain._pair(workers, pair, rate, asked_for, settings)
+        assert {(s["pair"], s["side"]) for s in found} == {(pair, side) for side in figures.SIDES}
         sides = [side for side, _ in asked]
         assert sides[:2] == [sides[0], sides[1]] and sides[0] != sides[1]
         assert sides[2:] == [sides[1], sides[0], sides[0], sides[1], sides[1], sides[0]]  # what drifts meets both alike
-        orders = {s: [order for side, order in asked if side == s] for s in serve_plain.SIDES}
+        orders = {s: [order for side, order in asked if side == s] for s in figures.SIDES}
         assert orders["with"] == orders["without"]
-        assert len({order["name"] for order in orders["with"]}) == 1 + plain.bursts
+        assert len({order["name"] for order in orders["with"]}) == 1 + asked_for.bursts
         mine = [100.0 + i + 1 for i, (side, order) in enumerate(asked) if side == "with" and order["burst"]]
         assert next(s for s in found if s["side"] == "with")["burst_tokens_per_s"] == sorted(mine)[1]
         first.append(sides[0])
-    assert set(first) == set(serve_plain.SIDES)
+    assert set(first) == set(figures.SIDES)
 
 
 # -- settings and progress -----------------------------------------------------------------------------------------
@@ -404,18 +405,18 @@ def test_a_pair_is_the_same_requests_on_both_sides_in_turn(tmp_path: Path) -> No
 )
 def test_settings_say_what_is_wrong(wrong: dict[str, object], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        serve.Settings(**wrong)  # type: ignore[arg-type]
+        sweep.Settings(**wrong)  # type: ignore[arg-type]
 
 
 def test_progress_of_other_settings_is_not_continued(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    row = serve.settings_row(serve.Settings(), "model")
-    first = serve.Progress(tmp_path, row)
+    row = sweep.settings_row(sweep.Settings(), "model")
+    first = sweep.Progress(tmp_path, row)
     first.cells.append({"policy": "trim", "index": 0})
     first.save()
-    assert serve.Progress(tmp_path, row).cell("trim", 0) is not None
-    assert serve.Progress(tmp_path, row).cell("trim", 1) is None
+    assert sweep.Progress(tmp_path, row).cell("trim", 0) is not None
+    assert sweep.Progress(tmp_path, row).cell("trim", 1) is None
     with pytest.raises(ValueError, match=r"other settings \(seed\)"):
-        serve.Progress(tmp_path, serve.settings_row(serve.Settings(seed=1), "model"))
-    (tmp_path / serve.STATE).write_text("{")
+        sweep.Progress(tmp_path, sweep.settings_row(sweep.Settings(seed=1), "model"))
+    (tmp_path / sweep.STATE).write_text("{")
     with pytest.raises(ValueError, match="must be the state of a run"):
-        serve.Progress(tmp_path, row)
+        sweep.Progress(tmp_path, row)

@@ -46,7 +46,13 @@ _lock = threading.Lock()
 _open = 0
 
 
-def start(model: str, transport: Transport, options: dict[str, Any], processes: Processes = "single") -> Driver:
+def start(
+    model: str,
+    transport: Transport,
+    options: dict[str, Any],
+    processes: Processes = "single",
+    connector: bool = True,
+) -> Driver:
     """A running vLLM with the ctxwin connector.
 
     Args:
@@ -54,6 +60,7 @@ def start(model: str, transport: Transport, options: dict[str, Any], processes: 
         transport: where the connector finds its transfers; a `SharedMemoryTransport` unless ``processes`` is "single".
         options: engine arguments of vLLM (those of ``vllm.LLM``); what ctxwin depends on is refused where it differs.
         processes: see `Processes`.
+        connector: False starts the same vLLM without it, to compare with.
 
     Raises:
         ValueError: an option that cannot be changed. UnsupportedModel: a kind of parallelism that spans cannot follow.
@@ -75,6 +82,9 @@ def start(model: str, transport: Transport, options: dict[str, Any], processes: 
             "skip_mm_profiling": True,  # the tower never runs inside a window's request
             **with_connector(model, options, transport),
         }
+        if not connector:
+            for name in ("kv_transfer_config", "ec_transfer_config", "worker_extension_cls"):
+                arguments.pop(name, None)
         internals.import_model_classes(AutoConfig.from_pretrained(model).architectures)
         envs.disable_envs_cache()  # vLLM keeps the settings of the first engine of a process, which may be of another kind
         try:

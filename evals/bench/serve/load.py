@@ -18,12 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from ctxwin.evals.bench.serve_policies import Served
-from ctxwin.evals.bench.serve_trace import Turn
-
-Row = dict[str, Any]
+from ctxwin.evals.bench.measures import quantiles
+from ctxwin.evals.bench.serve.figures import Cell
+from ctxwin.evals.bench.serve.requests import Served
+from ctxwin.evals.bench.serve.trace import Turn
 
 
 class Clock:
@@ -191,45 +191,30 @@ def cpu_seconds() -> float:
     return total
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value that ``share`` of the values do not exceed, between neighbours; infinite where one of those is."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
-    if math.isinf(low) or math.isinf(high):
-        return high if at > math.floor(at) else low
-    return low + (high - low) * (at - math.floor(at))
-
-
-def quantiles(values: Sequence[float]) -> Row:
-    """p50, p95 and p99; None where there is none or it is infinite."""
-    found = {f"p{round(100 * share)}": quantile(values, share) for share in (0.5, 0.95, 0.99)}
-    return {name: value if math.isfinite(value) else None for name, value in found.items()}
-
-
-def row_of(run: Run) -> Row:
-    """The figures of one run, as JSON; goodput is added when the bound is known (`goodput`)."""
-    done = [r for r in run.records if r.served is not None]
-    served = [r.served for r in done if r.served is not None]
+def cell_of(run: Run, policy: str, index: int, rate: float) -> Cell:
+    """The figures of one run: of a policy at a rate, the ``index``-th."""
+    records = run.records
+    served = [r.served for r in records if r.served is not None]
     lanes: dict[str, int] = {}
     for one in served:
         for lane, tokens in one.lanes.items():
             lanes[lane] = lanes.get(lane, 0) + tokens
-    kinds = sorted({r.turn.kind for r in run.records})
+    kinds = sorted({r.turn.kind for r in records})
     return {
-        "requests": len(run.records),
-        "completed": len(done),
-        "dropped": sum(r.served is None and not r.error for r in run.records),
-        "failed": sum(bool(r.error) for r in run.records),
-        "errors": sorted({r.error for r in run.records if r.error})[:3],
+        "policy": policy,
+        "index": index,
+        "rate": rate,
+        "requests": len(records),
+        "completed": len(served),
+        "dropped": sum(r.served is None and not r.error for r in records),
+        "failed": sum(bool(r.error) for r in records),
+        "errors": sorted({r.error for r in records if r.error})[:3],
         "seconds": run.seconds,
-        "requests_per_s": len(done) / run.seconds,
-        "ttft_s": quantiles([r.ttft for r in run.records]),
-        "ttft_by_turn_s": {k: quantiles([r.ttft for r in run.records if r.turn.kind == k]) for k in kinds},
-        "inter_token_s": quantiles([gap for r in done for gap in r.gaps]),
-        "wait_s": quantiles([r.begun - r.due for r in run.records]),
+        "requests_per_s": len(served) / run.seconds,
+        "ttft_s": quantiles([r.ttft for r in records]),
+        "ttft_by_turn_s": {k: quantiles([r.ttft for r in records if r.turn.kind == k]) for k in kinds},
+        "inter_token_s": quantiles([gap for r in records if r.served is not None for gap in r.gaps]),
+        "wait_s": quantiles([r.begun - r.due for r in records]),
         "prompt_tokens": sum(s.prompt for s in served),
         "computed_tokens": sum(s.computed for s in served),
         "cached_tokens": sum(s.cached for s in served),
@@ -239,13 +224,7 @@ def row_of(run: Run) -> Row:
         "misses": sum(s.misses for s in served),
         "fallbacks": sum(s.fallbacks for s in served),
         "tokens_by_lane": lanes,
-        "cpu_s_per_request": run.cpu_s / len(done) if done else None,
+        "cpu_s_per_request": run.cpu_s / len(served) if served else None,
         "load": [round(x, 2) for x in run.load],
-        "ttfts_s": [round(r.ttft, 5) if math.isfinite(r.ttft) else None for r in run.records],
+        "ttfts_s": [round(r.ttft, 5) if math.isfinite(r.ttft) else None for r in records],
     }
-
-
-def goodput(row: Row, slo_s: float) -> float:
-    """Requests a second whose first token came within ``slo_s`` of when they were due."""
-    within: int = sum(t is not None and t <= slo_s for t in row["ttfts_s"])
-    return within / float(row["seconds"])

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ctxwin.evals.bench.serve_plain import LEVEL
-from ctxwin.evals.bench.serve_policies import POLICIES
+from ctxwin.evals.bench.measures import LEVEL
+from ctxwin.evals.bench.serve.policies import POLICIES
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ctxwin.evals.bench.serve.sweep import Result
+
 COLORS = {"ctxwin": "#0b6e4f", "naive": "#b23a48", "trim": "#c98a1b", "append": "#3a5a98"}
 
 
-def serve_table(result: dict[str, Any]) -> Table:
+def serve_table(result: Result) -> Table:
     """One line a policy and rate; times in milliseconds."""
     from rich.table import Table
 
@@ -49,7 +51,7 @@ def serve_table(result: dict[str, Any]) -> Table:
     return table
 
 
-def lines(result: dict[str, Any]) -> list[str]:
+def lines(result: Result) -> list[str]:
     """What follows from the table, a line each."""
     told = []
     at = result["comparison"]["at_slo"]
@@ -114,7 +116,7 @@ _CHECKS = {
 }
 
 
-def picture(result: dict[str, Any], path: Path) -> None:
+def picture(result: Result, path: Path) -> None:
     """p95 of the time to the first token over the request rate, a line a policy. The suffix says PNG or SVG."""
     import matplotlib as mpl
 

@@ -8,20 +8,18 @@ can be kept of a picture kept.
 
 from __future__ import annotations
 
-import itertools
-import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from ctxwin.baselines.policies import POLICIES as PREFIX_POLICIES
 from ctxwin.baselines.policies import Policy as PrefixPolicy
 from ctxwin.baselines.policies import PrefixUser
-from ctxwin.engines.base import Encoded, Engine
+from ctxwin.engines.base import Engine
 from ctxwin.evals.bench.content import make_chunk
-from ctxwin.evals.bench.serve_trace import QUESTIONS, REACH, Mix, Turn
+from ctxwin.evals.bench.serve.requests import Plain, Served
+from ctxwin.evals.bench.serve.trace import QUESTIONS, REACH, Mix, Turn
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.window.window import Window
@@ -33,31 +31,9 @@ if TYPE_CHECKING:
 from ctxwin.window.ask import Question
 
 POLICIES = ("ctxwin", *PREFIX_POLICIES)
-HEADER = "You watch a camera."
+SYSTEM_PROMPT = "You watch a camera."
 WARMING = 8
 """Sessions that are made ready at a time."""
-
-
-@dataclass
-class Served:
-    """What serving one turn took, beside its time.
-
-    Attributes:
-        token_ids: of the answer.
-        prompt: tokens of the prompt; computed: of them, by a forward; cached: found in vLLM's prefix cache; loaded: bytes
-            of KV that were written into the paged cache.
-        lanes: tokens of placed chunks by lane; empty for users of the prefix cache.
-        misses, fallbacks: KV that was gone from the store, and loads that failed.
-    """
-
-    token_ids: tuple[int, ...]
-    prompt: int
-    computed: int
-    cached: int
-    loaded: int = 0
-    lanes: dict[str, int] = field(default_factory=dict)
-    misses: int = 0
-    fallbacks: int = 0
 
 
 class Film:
@@ -65,17 +41,19 @@ class Film:
 
     Args:
         engine: counts tokens; what it sees is not seen by the engines that are measured.
+        mix: what the sessions do.
         tokens: of every frame.
         seed: of the trace and of the pixels.
     """
 
     def __init__(self, engine: Engine, mix: Mix, tokens: int, seed: int) -> None:
-        self._engine, self._mix, self._tokens, self._seed = engine, mix, tokens, seed
+        self.mix = mix
+        self._engine, self._tokens, self._seed = engine, tokens, seed
         self._made: list[list[Chunk]] = [[] for _ in range(mix.sessions)]
 
     def past(self, session: int) -> int:
         """Frames before the session's first turn."""
-        return self._mix.past(session, self._seed)
+        return self.mix.past(session, self._seed)
 
     def shoot(self, seen: dict[int, int]) -> None:
         """Makes what is missing of the first ``seen[session]`` frames of every session."""
@@ -84,6 +62,7 @@ class Film:
             made += [self._frame(session, number) for number in range(len(made), count)]
 
     def frame(self, session: int, number: int) -> Chunk:
+        """One frame of one session."""
         return self._made[session][number]
 
     def _frame(self, session: int, number: int) -> Chunk:
@@ -95,19 +74,21 @@ class Policy(ABC):
 
     Args:
         engine: a view of its own of the vLLM that all policies share.
+        film: what the sessions see.
         budget: most tokens of a prompt and its answer.
         answer: tokens to generate.
     """
 
     name: str
 
-    def __init__(self, engine: VLLMEngine, mix: Mix, film: Film, budget: int, answer: int) -> None:
-        self.engine, self.mix, self.film, self.budget, self.answer = engine, mix, film, budget, answer
+    def __init__(self, engine: VLLMEngine, film: Film, budget: int, answer: int) -> None:
+        self.engine, self.film, self.budget, self.answer = engine, film, budget, answer
+        self.mix = film.mix
 
     def begin(self, before: Sequence[Turn] = (), told: Callable[[int], None] = lambda _: None) -> None:
-        """Every session as it is behind the turns ``before``, its prompt in the prefix cache. ``told``: of each session.
+        """Makes every session what it is behind the turns ``before``, its prompt in the prefix cache.
 
-        Those turns are not asked; what the policy holds behind them is what counts.
+        Those turns are not asked; what the policy holds behind them is what counts. ``told`` is called with each session.
         """
         self.end()
         own: dict[int, list[Turn]] = {session: [] for session in range(self.mix.sessions)}
@@ -135,6 +116,7 @@ class Policy(ABC):
         """Forgets all sessions."""
 
     def close(self) -> None:
+        """Forgets all sessions and gives the engine's view back."""
         self.end()
         self.engine.close()
 
@@ -145,14 +127,14 @@ class Windows(Policy):
     name = "ctxwin"
 
     def __init__(
-        self, engine: VLLMEngine, mix: Mix, film: Film, budget: int, answer: int, fidelity: Fidelity | None = None
+        self, engine: VLLMEngine, film: Film, budget: int, answer: int, fidelity: Fidelity | None = None
     ) -> None:
-        super().__init__(engine, mix, film, budget, answer)
+        super().__init__(engine, film, budget, answer)
         self.fidelity = fidelity or Fidelity("patched")
         self._open: dict[int, tuple[Window, dict[int, str]]] = {}
 
     def open(self, session: int, before: Sequence[Turn]) -> None:
-        window = Window(self.engine, system_prompt=HEADER, budget=self.budget, fidelity=self.fidelity)
+        window = Window(self.engine, system_prompt=SYSTEM_PROMPT, budget=self.budget, fidelity=self.fidelity)
         ids: dict[int, str] = {}
         seen = self.film.past(session) + sum(turn.kind == "now" for turn in before)
         # What left longer ago is not looked back at.
@@ -202,16 +184,12 @@ class Windows(Policy):
 class Prompts(Policy):
     """A user of vLLM's prefix cache. Holds frame numbers, in prompt order, for each session."""
 
-    def __init__(
-        self, policy: PrefixPolicy, engine: VLLMEngine, mix: Mix, film: Film, budget: int, answer: int
-    ) -> None:
-        if policy not in PREFIX_POLICIES:
-            raise ValueError(f"a user of the prefix cache must be one of {', '.join(PREFIX_POLICIES)}, got {policy!r}")
-        super().__init__(engine, mix, film, budget, answer)
+    def __init__(self, policy: PrefixPolicy, engine: VLLMEngine, film: Film, budget: int, answer: int) -> None:
+        super().__init__(engine, film, budget, answer)
         self.name = self.policy = policy
         self.plain = Plain(engine)
         self._users: dict[int, PrefixUser[int]] = {}
-        system_prompt = engine.encode_system_prompt(HEADER)
+        system_prompt = engine.encode_system_prompt(SYSTEM_PROMPT)
         self._system_prompt = system_prompt
         self._reserved = system_prompt.tokens + answer + max(engine.encode_query(q).tokens for q in QUESTIONS)
 
@@ -268,102 +246,12 @@ class Prompts(Policy):
         self._users.clear()
 
 
-class Plain:
-    """Plain requests to an engine's vLLM: no transfer, nothing that the connector would act on.
-
-    What vLLM's own processor cache would keep of a picture is kept, so that a request costs its caller no more than there.
-    """
-
-    def __init__(self, engine: VLLMEngine) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        from ctxwin.engines.vllm.inputs import Inputs
-
-        self._engine, self._core = engine, engine._core
-        config, model = self._core.driver.config.model_config, self._core.inputs.model
-        # Embeddings travel inside the requests, as those of other users of vLLM do, in whatever process it runs.
-        self._inputs = Inputs(config, self._core.driver.renderer, model, self._core.inputs.see)
-        eos = sorted(self._core.checkpoint.eos)
-
-        def parameters(answer: int) -> Any:
-            return SamplingParams(
-                max_tokens=answer, temperature=0.0, ignore_eos=True, stop_token_ids=eos, detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
-            )  # fmt: skip
-
-        self._parameters = parameters
-        self._rendered: dict[str, dict[str, Any]] = {}
-
-    def ask(self, parts: Sequence[Encoded], answer: int, heard: Callable[[], None]) -> Served:
-        """One request over encoded parts. Raises what vLLM raises."""
-        ids = list(itertools.chain.from_iterable(part.token_ids for part in parts))
-        ticket = self._core.driver.submit(self._prompt(parts, ids), self._parameters(answer), 0)
-        tokens: list[int] = []
-        cached = 0
-        while True:
-            output = _next(ticket.outputs, self._core.driver)
-            if isinstance(output, BaseException):
-                raise output
-            (part,) = output.outputs
-            cached = max(cached, output.num_cached_tokens or 0)
-            for token in part.token_ids:
-                tokens.append(token)
-                heard()
-            if output.finished:
-                if part.finish_reason == "stop":
-                    tokens.pop()
-                return Served(tuple(tokens), len(ids), len(ids) - cached, cached)
-
-    def _prompt(self, parts: Sequence[Encoded], ids: list[int]) -> dict[str, Any]:
-        from vllm.inputs.engine import mm_input, tokens_input
-        from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
-
-        salt = self._engine.plain_salt or None
-        items: dict[str, list[Any]] = {}
-        hashes: dict[str, list[str]] = {}
-        places: dict[str, list[Any]] = {}
-        at = 0
-        for part in parts:
-            if part.media:
-                made = self._render(part)
-                for kind, found in made["mm_kwargs"].items():
-                    items.setdefault(kind, []).extend(found)
-                    hashes.setdefault(kind, []).extend(made["mm_hashes"][kind])
-                    places.setdefault(kind, []).extend(
-                        PlaceholderRange(offset=p.offset + at, length=p.length, is_embed=p.is_embed)
-                        for p in made["mm_placeholders"][kind]
-                    )
-            at += part.tokens
-        if not items:
-            return dict(tokens_input(ids, cache_salt=salt))
-        return dict(mm_input(ids, MultiModalKwargsItems(items), hashes, places, cache_salt=salt))
-
-    def _render(self, part: Encoded) -> dict[str, Any]:
-        found = self._rendered.get(part.chunk_id)
-        if found is None:
-            found = self._inputs.prompt(part.token_ids, part.media, self._engine.embed, "").prompt
-            self._rendered[part.chunk_id] = found
-        return found
-
-
-def _next(outputs: queue.SimpleQueue[Any], driver: Any) -> Any:
-    while True:
-        try:
-            return outputs.get(timeout=5.0)
-        except queue.Empty:
-            if driver.dead is not None and outputs.empty():
-                raise driver.dead from None
-
-
-def make_policy(
-    name: str, engine: VLLMEngine, mix: Mix, film: Film, budget: int, answer: int, fidelity: Fidelity
-) -> Policy:
+def make_policy(name: str, engine: VLLMEngine, film: Film, budget: int, answer: int, fidelity: Fidelity) -> Policy:
     """The policy of a name in `POLICIES`, on a view of ``engine`` that is its own."""
     view = engine.view(f"bench-{name}")
     if name == Windows.name:
-        return Windows(view, mix, film, budget, answer, fidelity)
-    return Prompts(cast("PrefixPolicy", name), view, mix, film, budget, answer)
+        return Windows(view, film, budget, answer, fidelity)
+    return Prompts(cast("PrefixPolicy", name), view, film, budget, answer)
 
 
 def budget_of(engine: Engine, mix: Mix, tokens: int, answer: int) -> int:
@@ -372,7 +260,7 @@ def budget_of(engine: Engine, mix: Mix, tokens: int, answer: int) -> int:
     Raises ValueError where that is more than the model takes.
     """
     query = max(engine.encode_query(q).tokens for q in QUESTIONS)
-    budget = engine.encode_system_prompt(HEADER).tokens + (mix.frames + 1) * tokens + query + answer
+    budget = engine.encode_system_prompt(SYSTEM_PROMPT).tokens + (mix.frames + 1) * tokens + query + answer
     if budget > engine.spec.max_tokens:
         raise ValueError(
             f"{mix.frames} frames and a looked-back one of {tokens} tokens must fit the {engine.spec.max_tokens} that the "
