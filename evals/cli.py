@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ctxwin.evals.config import Config
 from ctxwin.evals.console import Json, Model, Threads, errors, numbers, open_model, print_json, progress, terminal
 from ctxwin.evals.probe.cli import probe
 from ctxwin.evals.shared_basis_cli import basis
@@ -54,6 +55,7 @@ def run(
     dtype: Annotated[str, typer.Option(help="The model's arithmetic: float32 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
     output: Annotated[Path | None, typer.Option(help="Folder of the run; one that exists is continued.")] = None,
+    config: Config = None,
     threads: Threads = 0,
     as_json: Json = False,
 ) -> None:  # fmt: skip

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ctxwin.evals.config import Config
 from ctxwin.evals.console import Json, errors, open_model, print_json, say, stages
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def probe(
     dtype: Annotated[str, typer.Option(help="The model's arithmetic; '' takes the checkpoint's own.")] = "float32",
     device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads; 0: one for a small model, else torch's default.", min=0)] = 0,
+    config: Config = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Measure whether blind KV reuse changes this model's answers, and the cheapest patch that is safe.
