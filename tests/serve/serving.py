@@ -34,13 +34,14 @@ class Server:
 
     Attributes:
         engines: by tenant.
-        passed: bodies that reached the stand-in's routes.
+        passed, heads: bodies and headers that reached the stand-in's routes.
     """
 
     url: str
     service: Service
     engines: dict[str, Engine]
     passed: list[Any]
+    heads: list[dict[str, str]]
 
     def client(self, key: str = "none", **options: Any) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
@@ -69,7 +70,8 @@ def serving(
     **options: Any,
 ) -> Iterator[Server]:
     """A server that answers on a free port until the block ends."""
-    registry, engines, passed = CollectorRegistry(), dict[str, Engine](), list[Any]()
+    registry, engines = CollectorRegistry(), dict[str, Engine]()
+    passed, heads = list[Any](), list[dict[str, str]]()
     service = Service(
         open_tiny(engines, store),
         models=["tiny"],
@@ -92,12 +94,16 @@ def serving(
     @app.post("/v1/chat/completions")
     @app.post("/v1/responses")
     @app.post("/v1/messages")
+    @app.post("/v1/completions")
     @app.post("/tokenize")
     async def plain(request: Request) -> dict[str, Any]:
         passed.append(await request.json())
+        heads.append(dict(request.headers))
         return {"plain": True}
 
     @app.post("/invocations")
+    @app.post("/v1/chat/completions/batch")
+    @app.post("/inference/v1/generate")
     async def invocations(request: Request) -> dict[str, Any]:
         return {"plain": True}
 
@@ -117,7 +123,7 @@ def serving(
             assert thread.is_alive(), "the server did not start"
             time.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield Server(f"http://127.0.0.1:{port}", service, engines, passed)
+        yield Server(f"http://127.0.0.1:{port}", service, engines, passed, heads)
     finally:
         server.should_exit = True
         thread.join()

@@ -6,11 +6,15 @@ import base64
 import io
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from ctxwin.errors import BadMedia
+from ctxwin.media import as_rgb
+from ctxwin.serve.decoding import Decoders
 from ctxwin.serve.limits import Limits
 from serve.serving import Server, serving
 from serve.test_routes import call, png
@@ -59,3 +63,78 @@ def test_pictures_of_the_usual_formats_are_taken(server: Server, kind: str) -> N
     Image.new("RGB", (32, 32), (200, 10, 10)).save(buffer, kind)
     image = base64.b64encode(buffer.getvalue()).decode()
     assert call(server, "/v1/chunks", {"type": "image", "image": image})[0] in (200, 201)
+
+
+def encoded(kind: str, image: Image.Image, **options: Any) -> bytes:
+    image.save(buffer := io.BytesIO(), kind, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["BMP", "TIFF", "PPM"])
+def test_pictures_of_other_formats_are_not_opened(server: Server, kind: str) -> None:
+    """A tile of a TIFF may have any size, whatever the picture's is."""
+    image = base64.b64encode(encoded(kind, Image.new("RGB", (8, 8)))).decode()
+    status, answer = call(server, "/v1/chunks", {"type": "image", "image": image})
+    assert (status, answer["error"]["code"]) == (400, "bad_media")
+
+
+def test_frames_are_bounded_whatever_their_size() -> None:
+    """512 frames of one pixel are 46 KB of JSON, and 2 GB in front of the vision tower."""
+    with serving(Limits(max_frames=16)) as server:
+        video = {"type": "video", "frames": [picture(1)] * 17}
+        status, answer = call(server, "/v1/chunks", video)
+        assert (status, answer["error"]["code"]) == (413, "too_large")
+        assert "--max-frames" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("fps", [1e-6, 0, -1, 1e6, 1e-300, "nan", "inf"])
+def test_a_video_has_a_sane_rate(server: Server, fps: float | str) -> None:
+    """Six frames at 1e-6 a second reach positions beyond every cache, and ended the engine for everybody."""
+    status, answer = call(server, "/v1/chunks", {"type": "video", "frames": [picture(8)] * 6, "fps": fps})
+    assert (status, answer["error"]["code"]) == (400, "invalid_value") and "fps" in answer["error"]["message"]
+
+
+def test_a_picture_that_takes_too_long_ends_its_decoder_and_nothing_else() -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (2000, 2000, 3), dtype=np.uint8))
+    slow = encoded("JPEG", noise, progressive=True, quality=95)
+    decoders = Decoders(seconds=0.05, most_bytes=3 << 29, count=1)
+    try:
+        small = encoded("PNG", Image.new("RGB", (3, 2), (9, 8, 7)))
+        assert (decoders.decode(small, 3, 2) == [9, 8, 7]).all()
+        with pytest.raises(BadMedia, match="too long"):
+            decoders.decode(slow, 2000, 2000)
+        assert decoders.decode(small, 3, 2).shape == (2, 3, 3)
+    finally:
+        decoders.close()
+
+
+def test_a_picture_that_takes_too_much_memory_is_refused() -> None:
+    decoders = Decoders(seconds=30, most_bytes=200 << 20, count=1)
+    try:
+        with pytest.raises(BadMedia, match=r"MemoryError|decoder ended"):
+            decoders.decode(encoded("PNG", Image.new("RGB", (9000, 9000))), 9000, 9000)
+        assert decoders.decode(encoded("GIF", Image.new("RGB", (3, 2))), 3, 2).shape == (2, 3, 3)
+    finally:
+        decoders.close()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "1"])
+def test_a_decoder_gives_what_pillow_gives_here(kind: str, mode: str) -> None:
+    noise = Image.fromarray(np.random.default_rng(3).integers(0, 255, (17, 31, 3), dtype=np.uint8)).convert(mode)
+    raw = encoded(kind, noise.convert("RGB") if kind == "JPEG" and mode in ("RGBA", "P") else noise)
+    decoders = Decoders(seconds=30, most_bytes=3 << 29, count=1)
+    try:
+        assert np.array_equal(decoders.decode(raw, 31, 17), as_rgb(raw))
+        with pytest.raises(BadMedia, match="instead of"):
+            decoders.decode(raw, 17, 31)
+    finally:
+        decoders.close()
+
+
+def test_decoders_end_with_the_server() -> None:
+    with serving() as server:
+        assert call(server, "/v1/chunks", {"type": "image", "image": picture(8)})[0] == 201
+        (process,) = [p for p in server.service._decoders._idle.queue if p is not None]
+        assert process._popen.poll() is None
+    assert process._popen.poll() is not None

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -222,6 +223,26 @@ def test_the_oldest_idle_window_makes_room(client: OpenAI, server: Server) -> No
     for window in made:
         window.close()
     assert len(windows) == 0 and not list(server.engines[""].store.list("window/"))
+
+
+@pytest.mark.parametrize("failure", [lambda *_, **__: False, OSError("no space left")])
+def test_windows_stay_where_the_store_takes_no_snapshot(
+    client: OpenAI, server: Server, monkeypatch: pytest.MonkeyPatch, failure: Any
+) -> None:
+    """A full disk lost the windows that it should have kept."""
+    windows = server.service.space("").windows
+    made = [RemoteWindow(client, f"system prompt {i}") for i in range(3)]
+    broken = Mock(side_effect=failure)
+    monkeypatch.setattr(server.engines[""].repo, "put_json", broken)
+    monkeypatch.setattr(windows, "_ttl_s", 0.0)
+    assert windows.sweep() == 0 and broken.call_count == 3
+    with pytest.raises(TooManyWindows, match="no more snapshots"):
+        RemoteWindow(server.client(max_retries=0), "one more")
+    assert [RemoteWindow.attach(client, w.id).system_prompt for w in made] == [w.system_prompt for w in made]
+    monkeypatch.undo()
+    for window in made:
+        window.close()
+    assert len(windows) == 0
 
 
 def test_closing_gives_every_lease_back() -> None:

@@ -117,6 +117,22 @@ def test_plain_requests_are_bound_to_their_tenants_cached_blocks(server: Server)
         ("/v1/chat/completions", {"messages": [], "vllm_xargs": {"kv_transfer_params": "x"}}),
         ("/v1/chat/completions", {"messages": [], "priority": -1}),
         ("/v1/chat/completions", {"messages": [], "priority": "-1"}),
+        ("/v1/chat/completions", {"messages": [], "chat_template": "{{ messages }}"}),
+        ("/v1/chat/completions", {"messages": [], "mm_processor_kwargs": {"min_pixels": 10**9}}),
+        ("/v1/chat/completions", {"messages": [], "something_new": 1}),
+        ("/v1/chat/completions", {"messages": [], "n": 129}),
+        ("/v1/completions", {"prompt_embeds": "AAAA"}),
+        ("/v1/completions", {"prompt": ["x"] * 129}),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "mcp", "server_url": "http://127.0.0.1"}]}),
+        ("/v1/responses", {"input": "x", "background": True}),
+        ("/v1/chat/completions/batch", {"messages": [[]]}),
+        ("/inference/v1/generate", {"token_ids": [1]}),
+        ("/v1/chat/completions/render", {"messages": []}),
+        ("/v1/unload_lora_adapter", {}),
+        ("/sleep", {}),
+        ("/start_profile", {}),
+        ("/metrics", {}),
+        ("/v1/windowsill", {}),
         ("/v1/responses", {"previous_response_id": "resp_1"}),
         ("/v1/load_lora_adapter", {}),
         ("/invocations", {}),
@@ -129,6 +145,38 @@ def test_what_cannot_be_kept_apart_is_not_served_to_tenants(server: Server, path
     assert not server.passed
 
 
+def test_headers_that_steer_the_engine_do_not_reach_it_from_tenants(server: Server) -> None:
+    """A priority in a header let one tenant in front of everybody."""
+    steering = {
+        "x_vllm_priority": "-1000", "x_data_parallel_rank": "3", "x_request_id": "another's", "x_session_id": "s",
+        "content_encoding": "identity", "x_anything_new": "1",
+    }  # fmt: skip
+    for key, reached in (("key-a", False), ("key-own", True)):
+        body = {"messages": []}
+        assert call(server, "/v1/chat/completions", body, authorization=f"Bearer {key}", **steering)[0] == 200
+        seen = server.heads.pop()
+        assert all((name.replace("_", "-") in seen) is reached for name in steering)
+        assert {"authorization", "content-type", "content-length", "host", "user-agent"} <= set(seen)
+        server.passed.pop()
+
+
+@pytest.mark.parametrize("coding", ["utf-8", "utf-16", "utf-16-le", "utf-32", "utf-8-sig"])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/invocations", "/v1/chat/completions/batch"]
+)
+def test_log_probabilities_are_bounded_in_any_spelling(path: str, coding: str) -> None:
+    with serving(Limits(max_upload_bytes=10_000)) as server:
+        for name in ("top_logprobs", r"top\u005flogprobs", r"prompt_logprobs"):
+            raw = f'{{"messages": [], "logprobs": true, "{name}": 1000}}'.encode(coding)
+            status, answer = call(server, path, raw)
+            assert (status, answer["error"]["code"]) == (400, "invalid_value")
+        nested = json.dumps({"token_ids": [1], "sampling_params": {"logprobs": 1000}}).encode(coding)
+        assert call(server, "/inference/v1/generate", nested)[0] == 400
+        large = json.dumps({"messages": [], "top_logprobs": 1000, "x": " " * 10_000}).encode(coding)
+        assert call(server, path, large)[0] == 413
+        assert not server.passed
+
+
 def test_metrics_are_by_tenant(server: Server) -> None:
     with RemoteWindow(server.client("key-b"), "h") as window:
         window.append(Chunk.text("x"))
@@ -137,16 +185,6 @@ def test_metrics_are_by_tenant(server: Server) -> None:
     assert found['ctxwin_asks_total{tenant="bolt"}'] == 1
     assert found['ctxwin_windows_open{tenant="bolt"}'] == 1
     assert found.get('ctxwin_asks_total{tenant="acme"}', 0) == 0
-
-
-def test_one_key_without_tenants_guards_our_routes() -> None:
-    with serving(api_keys=["only"]) as server:
-        assert call(server, "/v1/windows", {})[0] == 401
-        with RemoteWindow(server.client("only"), "h") as window:
-            assert window.tokens > 0
-        body = {"messages": [], "kv_transfer_params": {"own": 1}}
-        assert call(server, "/v1/chat/completions", body, authorization="Bearer only")[0] == 200
-        assert server.passed == [body]
 
 
 def test_the_tenants_file(tmp_path: Path) -> None:

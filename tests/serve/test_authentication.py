@@ -1,0 +1,55 @@
+"""Who is let in: with a key to everything, without one, once there is any, to next to nothing."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+
+import pytest
+
+from ctxwin.adapters.openai import RemoteWindow
+from ctxwin.serve.tenants import Tenant
+from serve.serving import Server, serving
+from serve.test_routes import call
+
+
+def test_one_key_without_tenants_serves_its_owner() -> None:
+    with serving(api_keys=["only"]) as server:
+        assert call(server, "/v1/windows", {})[0] == 401
+        with RemoteWindow(server.client("only"), "h") as window:
+            assert window.tokens > 0
+        body = {"messages": [], "kv_transfer_params": {"own": 1}}
+        assert call(server, "/v1/chat/completions", body, authorization="Bearer only")[0] == 200
+        assert server.passed == [body]
+
+
+def status(server: Server, method: str, path: str, **headers: str) -> int:
+    request = urllib.request.Request(server.url + path, b"{}" if method == "POST" else None, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.mark.parametrize("tenants", [[], [Tenant(name="acme", keys=["key-a"])]])
+def test_once_there_is_a_key_a_key_is_needed_everywhere(tenants: list[Tenant]) -> None:
+    """vLLM guards ``/v1`` alone: ``/invocations`` and ``/tokenize`` took anybody's requests."""
+    with serving(api_keys=["only"], tenants=tenants) as server:
+        for path in ("/invocations", "/tokenize", "/v1/chat/completions", "/v1/chunks", "/v1/windows", "/health", "/x"):
+            assert status(server, "POST", path) == 401, path
+        for path in ("/v1/windows/x", "/docs", "/openapi.json", "/load", "/v1/models", "/metricsx", "/health/x", "/"):
+            assert status(server, "GET", path) == 401, path
+        assert status(server, "GET", "/metrics") == 200
+        assert status(server, "GET", "/health") == 404  # the stand-in has none
+        assert not server.passed
+        assert call(server, "/tokenize", {"messages": []}, authorization="Bearer only")[0] == 200
+
+
+def test_metrics_need_a_key_by_option() -> None:
+    with serving(api_keys=["only"], private_metrics=True) as server:
+        assert status(server, "GET", "/metrics") == 401
+        assert status(server, "GET", "/metrics/x") == 401
+        assert status(server, "GET", "/metrics", authorization="Bearer only") == 200
+    with serving(private_metrics=True) as server:
+        assert status(server, "GET", "/metrics") == 200
