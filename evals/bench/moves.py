@@ -75,8 +75,10 @@ def _open(
     engine: Engine, sizes: Sequence[int], names: Sequence[str], fidelity: Fidelity, seed: int
 ) -> tuple[Window, list[str]]:
     """A window over chunks of these sizes whose KV is computed, stored and read."""
-    chunks: list[Chunk] = [make_chunk(engine, n, seed * 100 + i).model_copy(update={"label": name})
-                           for i, (n, name) in enumerate(zip(sizes, names, strict=True))]  # fmt: skip
+    chunks: list[Chunk] = [
+        make_chunk(engine, n, seed * 100 + i).model_copy(update={"label": name})
+        for i, (n, name) in enumerate(zip(sizes, names, strict=True))
+    ]
     window = Window(engine, system_prompt=system_prompt_of(engine), fidelity=fidelity)
     ids = window.extend(chunks)
     ask(window)
@@ -141,9 +143,12 @@ def _toggle(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene
         branch.toggle(ids[1], conditioned=False)
         ask(branch)  # forms the canonical
     return Scene(
-        window, lambda w: w.toggle(ids[1], conditioned=False), (ids[0],), dict(zip(ids, names, strict=True)),
+        window,
+        lambda w: w.toggle(ids[1], conditioned=False),
+        (ids[0],),
+        dict(zip(ids, names, strict=True)),
         back=lambda w: w.toggle(ids[1], conditioned=True),
-    )  # fmt: skip
+    )
 
 
 def _behind_a_short_one(tokens: int) -> list[int]:

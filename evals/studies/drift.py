@@ -30,7 +30,7 @@ from ctxwin.evals.console import (
     progress,
     show,
     write_result,
-)  # fmt: skip
+)
 from ctxwin.evals.decoder import Decoder, Memory, concatenated
 from ctxwin.evals.metrics import kl_divergence
 from ctxwin.evals.stats import bootstrap_mean, share_interval
@@ -269,9 +269,12 @@ def _summary(asked: Sequence[Asked]) -> dict[str, Any]:
 
     def figures(kls: list[float], reference_right: int) -> dict[str, Any]:
         return {
-            "kl": float(np.mean(kls)), "kl_ci95": _listed(bootstrap_mean(kls, streams)), "kl_p99": float(np.quantile(kls, 0.99)),
-            "kl_median": float(np.median(kls)), "reference_accuracy": reference_right / n,
-        }  # fmt: skip
+            "kl": float(np.mean(kls)),
+            "kl_ci95": _listed(bootstrap_mean(kls, streams)),
+            "kl_p99": float(np.quantile(kls, 0.99)),
+            "kl_median": float(np.median(kls)),
+            "reference_accuracy": reference_right / n,
+        }
 
     right = sum(a.right for a in asked)
     return {
@@ -306,8 +309,13 @@ def drift_table(result: dict[str, Any]) -> Table:
     for name, points in result["drift"].items():
         for slides, p in points.items():
             shown = (
-                p["accuracy"], p["window"]["kl"], p["stream"]["kl"], p["nearer"], p["agreed"], p["references_agree"],
-            )  # fmt: skip
+                p["accuracy"],
+                p["window"]["kl"],
+                p["stream"]["kl"],
+                p["nearer"],
+                p["agreed"],
+                p["references_agree"],
+            )
             made.add_row(name, slides, str(p["n"]), *("-" if x is None else f"{x:.4f}" for x in shown))
     return made
 

@@ -106,10 +106,13 @@ def measure(
         told(1)
     return {
         "config": {
-            **asdict(settings), "dtype": serving.spec.kv.dtype, "serving": serving.spec.name, "other": other.spec.name,
+            **asdict(settings),
+            "dtype": serving.spec.kv.dtype,
+            "serving": serving.spec.name,
+            "other": other.spec.name,
         },
         "kl": {**{f"rank {rank}": gap.summary() for rank, gap in gaps.items()}, ENGINES: engines.summary()},
-    }  # fmt: skip
+    }
 
 
 @dataclass
@@ -141,9 +144,13 @@ def quantiles(values: list[float]) -> dict[str, Any]:
     draws = np.random.default_rng(0).choice(array, size=(_DRAWS, len(array)))
     low, high = np.quantile(np.quantile(draws, 0.95, axis=1), [0.025, 0.975])
     return {
-        "median": float(np.median(array)), "p95": float(np.quantile(array, 0.95)),
-        "p95_interval": [float(low), float(high)], "mean": float(array.mean()), "max": float(array.max()), "n": len(array),
-    }  # fmt: skip
+        "median": float(np.median(array)),
+        "p95": float(np.quantile(array, 0.95)),
+        "p95_interval": [float(low), float(high)],
+        "mean": float(array.mean()),
+        "max": float(array.max()),
+        "n": len(array),
+    }
 
 
 def _chunks(item: Item) -> list[Chunk]:
@@ -233,9 +240,14 @@ def engines_table(result: dict[str, Any]) -> Table:
         low, high = row["p95_interval"]
         table.add_row(
             f"{config['other']}'s re-prefill" if name == ENGINES else f"patches, {name}",
-            f"{row['share']:.1%}" if "share" in row else "", str(row["n"]), f"{row['median']:.2e}", f"{row['p95']:.2e}",
-            f"{low:.1e} to {high:.1e}", f"{row['max']:.2e}", str(row["changed"]),
-        )  # fmt: skip
+            f"{row['share']:.1%}" if "share" in row else "",
+            str(row["n"]),
+            f"{row['median']:.2e}",
+            f"{row['p95']:.2e}",
+            f"{low:.1e} to {high:.1e}",
+            f"{row['max']:.2e}",
+            str(row["changed"]),
+        )
     return table
 
 

@@ -29,7 +29,7 @@ from ctxwin.evals.console import (
     progress,
     show,
     write_result,
-)  # fmt: skip
+)
 from ctxwin.evals.stats import wilson
 from ctxwin.evals.tasks.tiny import SPACE
 from ctxwin.fidelity import Fidelity
@@ -321,7 +321,7 @@ def toggles_tables(result: dict[str, Any]) -> list[Table]:
             shares = (_shown(c[name]) for name in ("right", "wrongly_dropped", "wrongly_kept"))
             tests.add_row(
                 test, truth, str(c["n"]), *shares, *(f"{cost[n]:.1f}" for n in ("asks", "forwards", "tokens"))
-            )  # fmt: skip
+            )
     exact = result["cost"]["reprefill"]
     tests.caption = f"re-prefill with and without: {exact['forwards']:.1f} forwards, {exact['tokens']:.0f} tokens"
     return [trips, tests]

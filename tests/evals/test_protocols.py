@@ -51,9 +51,6 @@ def worst_kl(group: Group, arm: str, reference: str = "reprefill") -> float:
     return max(kl_divergence(p.numpy(), q.numpy()) for p, q in pairs)
 
 
-# -- changed antecedents ---------------------------------------------------------------------------------------------
-
-
 def test_without_a_change_stale_equals_update_and_both_are_exact_at_full_rank(decoder: Decoder) -> None:
     for name in ("changed", "excess", "superset"):
         group = group_of(decoder, name)
@@ -94,9 +91,6 @@ def test_divergence_is_of_matched_positions(decoder: Decoder) -> None:
     assert 0.5 < divergence(moved, 0, 4) < 2
 
 
-# -- orders ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_stored_order_is_the_item_s_and_its_own_order_is_exact(decoder: Decoder) -> None:
     group = group_of(decoder, "reorder", count=3, amount=3)
     assert worst_kl(group, "patched:full") < 1e-6
@@ -116,9 +110,6 @@ def test_an_orbit_of_one_order_is_its_transfer_and_all_orders_leave_the_served_o
     for served in parse_arm("orbit:4").serve(group):
         assert served and served.extra["orders"] == 5
     assert worst_kl(group, "orbit:4@24") != worst_kl(group, "orbit:4@2")
-
-
-# -- streams ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_stream_no_longer_than_its_window_is_the_prefill_of_it(decoder: Decoder) -> None:
@@ -148,8 +139,6 @@ def test_a_toggled_chunk_is_its_canonical_behind_exact_ones(decoder: Decoder) ->
             want = group.blind[b][i] if i == place else group.exact[b][i]
             assert torch.equal(span.k, want.k) and torch.equal(span.v, want.v)
 
-
-# -- on any task -----------------------------------------------------------------------------------------------------
 
 SPELLED = [f"{name}@{0.5 if name == 'recall' else 2}" if p.amounts else name for name, p in PROTOCOLS.items()]
 
@@ -244,9 +233,6 @@ def test_a_block_that_lends_too_little_is_an_error() -> None:
         ProtocolTask("slide", Alone("tiny/multi_hop")).items()
 
 
-# -- other families, other chunks ------------------------------------------------------------------------------------
-
-
 class Mixed(Task):
     """Texts and pictures of different sizes, different in every item."""
 
@@ -305,9 +291,6 @@ def test_protocols_and_arms_hold_on_every_family_and_chunks_of_different_sizes(f
     assert worst_kl(grouped(family, [stream]), "survivor") < 1e-5
     slid = replace(item, before=(0, 1, 2, 3), placed=(1, 2, 3), asked=1, meta={"stream_window": 3})
     assert worst_kl(grouped(family, [slid]), "removal:full") < 1e-5 < worst_kl(grouped(family, [slid]), "survivor")
-
-
-# -- divergence as a gate --------------------------------------------------------------------------------------------
 
 
 def samples(*apart: tuple[float, bool]) -> list[dict[str, object]]:

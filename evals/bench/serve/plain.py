@@ -89,8 +89,10 @@ class Worker:
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "ctxwin.evals.bench.serve.plain", json.dumps(start)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
 
     def __enter__(self) -> Worker:
         return self
@@ -188,9 +190,13 @@ def _pair(workers: dict[str, Worker], pair: int, rate: float, plain: PlainSettin
             found[side][name] = statistics.median(b[name] for b in bursts[side])
     if plain.windows:
         beside = {
-            "windows": plain.windows, "frames": settings.frames, "tokens": settings.tokens, "answer": settings.answer,
-            "mode": settings.mode, "rank": settings.rank,
-        }  # fmt: skip
+            "windows": plain.windows,
+            "frames": settings.frames,
+            "tokens": settings.tokens,
+            "answer": settings.answer,
+            "mode": settings.mode,
+            "rank": settings.rank,
+        }
         both = _order(plain, settings.clock, str(pair), rate=rate, burst=plain.burst)
         found[BESIDE] = workers["with"].do(both | {"beside": beside})
     made: list[Any] = [{"pair": pair, "side": side, "rate": rate} | row for side, row in found.items()]
@@ -199,9 +205,14 @@ def _pair(workers: dict[str, Worker], pair: int, rate: float, plain: PlainSettin
 
 def _order(plain: PlainSettings, clock: str, name: str, *, rate: float = 0.0, burst: int = 0) -> Order:
     return {
-        "name": name, "rate": rate, "seconds": plain.seconds, "prompt": plain.prompt, "answer": plain.answer,
-        "burst": burst, "clock": clock,
-    }  # fmt: skip
+        "name": name,
+        "rate": rate,
+        "seconds": plain.seconds,
+        "prompt": plain.prompt,
+        "answer": plain.answer,
+        "burst": burst,
+        "clock": clock,
+    }
 
 
 def main() -> None:

@@ -47,8 +47,8 @@ class Film:
     """
 
     def __init__(self, engine: Engine, mix: Mix, tokens: int, seed: int) -> None:
-        self.mix = mix
-        self._engine, self._tokens, self._seed = engine, tokens, seed
+        self.engine, self.mix = engine, mix
+        self._tokens, self._seed = tokens, seed
         self._made: list[list[Chunk]] = [[] for _ in range(mix.sessions)]
 
     def past(self, session: int) -> int:
@@ -66,7 +66,7 @@ class Film:
         return self._made[session][number]
 
     def _frame(self, session: int, number: int) -> Chunk:
-        return make_chunk(self._engine, self._tokens, int(digest("film", self._seed, session, number)[:12], 16))
+        return make_chunk(self.engine, self._tokens, int(digest("film", self._seed, session, number)[:12], 16))
 
 
 class Policy(ABC):
@@ -171,9 +171,15 @@ class Windows(Policy):
         answer: Answer = window.answer(Question.of(turn.query, self.answer), on_token=on_token)
         usage = answer.usage
         return Served(
-            answer.token_ids, usage.prompt_tokens, usage.computed_tokens, usage.cached_tokens, usage.bytes_loaded,
-            dict(usage.reused_tokens), usage.misses, usage.fallbacks,
-        )  # fmt: skip
+            token_ids=answer.token_ids,
+            prompt=usage.prompt_tokens,
+            computed=usage.computed_tokens,
+            cached=usage.cached_tokens,
+            loaded=usage.bytes_loaded,
+            lanes=dict(usage.reused_tokens),
+            misses=usage.misses,
+            fallbacks=usage.fallbacks,
+        )
 
     def end(self) -> None:
         for window, _ in self._open.values():

@@ -18,7 +18,7 @@ from ctxwin.evals.bench.measures import provenance
 from ctxwin.evals.bench.model import Sizes
 from ctxwin.evals.bench.serve import figures
 from ctxwin.evals.bench.serve.figures import Cell, Check, Comparison, Slice, goodput
-from ctxwin.evals.bench.serve.load import CLOCKS, cell_of, open_loop
+from ctxwin.evals.bench.serve.load import CLOCKS, Run, cell_of, open_loop
 from ctxwin.evals.bench.serve.policies import POLICIES, Film, Policy, budget_of, make_policy
 from ctxwin.evals.bench.serve.trace import Mix, arrivals, frames_of, trace
 from ctxwin.fidelity import Fidelity, Mode
@@ -167,8 +167,14 @@ class Progress:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / STATE
         self.state: State = {
-            "format": FORMAT, "settings": settings, "capacity": None, "plain_rate": None, "cells": [], "slices": [], "meta": {},
-        }  # fmt: skip
+            "format": FORMAT,
+            "settings": settings,
+            "capacity": None,
+            "plain_rate": None,
+            "cells": [],
+            "slices": [],
+            "meta": {},
+        }
         if not self._path.is_file():
             return
         try:
@@ -199,117 +205,97 @@ class Progress:
         partial.replace(self._path)
 
 
-class Bench:
-    """The policies on one engine, made ready when they are first wanted."""
-
-    def __init__(self, engine: VLLMEngine, settings: Settings) -> None:
-        self._engine, self._settings = engine, settings
-        self._mix = settings.mix()
-        self._seen = engine.view("bench-film")
-        self._film = Film(self._seen, self._mix, settings.tokens, settings.seed)
-        self._budget = budget_of(engine, self._mix, settings.tokens, settings.answer)
-        self._policies: dict[str, Policy] = {}
-        self._at: dict[str, int] = {}
-
-    def run(
-        self,
-        name: str,
-        index: int,
-        rate: float,
-        first: int,
-        due: Sequence[float],
-        seconds: float,
-        told: Callable[[str], None],
-    ) -> Cell:
-        """Serves the turns from number ``first`` on, as many as there are times, in an open loop.
-
-        A policy that has not just served the turns in front is first made ready as it would be behind them.
-        """
-        s = self._settings
-        turns = trace(self._mix, first + len(due), s.seed)
-        told(f"{name}: making frames")
-        self._film.shoot(frames_of(turns, self._mix, s.seed))
-        if name not in self._policies:
-            self._policies[name] = make_policy(name, self._engine, self._film, self._budget, s.answer, s.fidelity)
-        policy = self._policies[name]
-        if self._at.pop(name, None) != first:
-            policy.begin(turns[:first], lambda session: told(f"{name}: session {session} made ready"))
-        told(f"{name}: {len(due)} requests in {seconds:.0f} s")
-        cell = cell_of(open_loop(policy, turns[first:], due, seconds, clock=s.clock), name, index, rate)
-        self._at[name] = first + len(due)
-        return cell
-
-    def close(self) -> None:
-        """Gives back what the policies hold; the engine stays open."""
-        for policy in self._policies.values():
-            policy.close()
-        self._policies.clear()
-        self._seen.close()
-
-
-class _Sweep:
-    """One run over all rates; the engine is opened when something is to be measured."""
+class Sweep:
+    """One run over all rates. The engine is opened, and a policy made ready, when something is to be measured with it."""
 
     def __init__(
         self, open_engine: Callable[[], VLLMEngine], settings: Settings, progress: Progress, told: Told
     ) -> None:
-        self._open, self.settings, self.progress, self._told = open_engine, settings, progress, told
-        self._opened: tuple[VLLMEngine, Bench] | None = None
-        self.done, self.total = 0, 0
-
-    def tell(self, what: str) -> None:
-        self._told(what, self.done, self.total)
-
-    def bench(self) -> Bench:
-        if self._opened is None:
-            self.tell("starting vLLM")
-            engine = self._open()
-            self._opened = engine, Bench(engine, self.settings)
-            fidelity = resolve(self.settings.fidelity, engine.spec.model).model_dump(mode="json")
-            date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            self.progress.state["meta"] = self.progress.state["meta"] or {
-                "date": date, **provenance(engine), "fidelity": fidelity,
-            }  # fmt: skip
-        return self._opened[1]
-
-    def rates(self) -> tuple[float, ...]:
-        """The rates given, or those by what `append` serves when all turns are asked at once; measured once a run.
-
-        Twice, of which the second counts: the first one also pays for first calls of kernels.
-        """
-        state = self.progress.state
-        if self.settings.rates:
-            return self.settings.rates
-        capacity = state["capacity"]
-        if capacity is None:
-            turns = BURST * self.settings.windows
-            for again in range(_BURSTS):
-                cell = self.bench().run("append", -1, 0.0, again * turns, [0.0] * turns, 0.0, self.tell)
-            capacity = state["capacity"] = cell["requests_per_s"]
-            self.progress.save()
-        return tuple(float(f"{capacity * share:.3g}") for share in self.settings.ladder)
+        self._open, self._settings, self._progress, self._told = open_engine, settings, progress, told
+        self._mix = settings.mix()
+        self._engine: VLLMEngine | None = None
+        self._film: Film | None = None
+        self._policies: dict[str, Policy] = {}
+        self._at: dict[str, int] = {}
+        self._done = self._total = 0
 
     def run(self) -> None:
-        s = self.settings
-        rates = self.rates()
-        self.total = len(rates) * len(s.policies)
+        """Measures whatever the run's folder does not hold yet."""
+        s = self._settings
+        rates = self._rates()
+        self._total = len(rates) * len(s.policies)
         first = 0 if s.rates else _BURSTS * BURST * s.windows
         for index, rate in enumerate(rates):
             seconds = max(s.duration, s.requests / rate)
             due = arrivals(rate, seconds, s.seed + index)
             for name in s.policies:
-                if self.progress.cell(name, index) is None and not _saturated(self.progress.cells, name, s.slo_s):
-                    cell = self.bench().run(name, index, rate, first, due, seconds, self.tell)
-                    self.progress.cells.append(cell)
-                    self.progress.save()
-                self.done += 1
+                if self._progress.cell(name, index) is None and not _saturated(self._progress.cells, name, s.slo_s):
+                    made = self._serve(name, first, due, seconds)
+                    self._progress.cells.append(cell_of(made, name, index, rate))
+                    self._progress.save()
+                self._done += 1
             first += len(due)
 
     def close(self) -> None:
-        if self._opened is not None:
-            engine, bench = self._opened
-            bench.close()
-            engine.close()
+        """Closes what was opened."""
+        for policy in self._policies.values():
+            policy.close()
+        if self._film is not None:
+            self._film.engine.close()
+        if self._engine is not None:
+            self._engine.close()
+
+    def _rates(self) -> tuple[float, ...]:
+        """The rates given, or those by what `append` serves when all turns are asked at once; measured once a run.
+
+        Twice, of which the second counts: the first one also pays for first calls of kernels.
+        """
+        state = self._progress.state
+        if self._settings.rates:
+            return self._settings.rates
+        capacity = state["capacity"]
+        if capacity is None:
+            turns = BURST * self._settings.windows
+            for again in range(_BURSTS):
+                run = self._serve("append", again * turns, [0.0] * turns, 0.0)
+            capacity = state["capacity"] = cell_of(run, "append", -1, 0.0)["requests_per_s"]
+            self._progress.save()
+        return tuple(float(f"{capacity * share:.3g}") for share in self._settings.ladder)
+
+    def _serve(self, name: str, first: int, due: Sequence[float], seconds: float) -> Run:
+        """Serves the turns from number ``first`` on, as many as there are times, in an open loop.
+
+        A policy that has not just served the turns in front is first made ready as it would be behind them.
+        """
+        s = self._settings
+        engine, film = self._opened()
+        turns = trace(self._mix, first + len(due), s.seed)
+        self._tell(f"{name}: making frames")
+        film.shoot(frames_of(turns, self._mix, s.seed))
+        if name not in self._policies:
+            budget = budget_of(engine, self._mix, s.tokens, s.answer)
+            self._policies[name] = make_policy(name, engine, film, budget, s.answer, s.fidelity)
+        policy = self._policies[name]
+        if self._at.pop(name, None) != first:
+            policy.begin(turns[:first], lambda session: self._tell(f"{name}: session {session} made ready"))
+        self._tell(f"{name}: {len(due)} requests in {seconds:.0f} s")
+        run = open_loop(policy, turns[first:], due, seconds, clock=s.clock)
+        self._at[name] = first + len(due)
+        return run
+
+    def _opened(self) -> tuple[VLLMEngine, Film]:
+        if self._engine is None or self._film is None:
+            self._tell("starting vLLM")
+            self._engine = engine = self._open()
+            self._film = Film(engine.view("bench-film"), self._mix, self._settings.tokens, self._settings.seed)
+            if not self._progress.state["meta"]:
+                fidelity = resolve(self._settings.fidelity, engine.spec.model).model_dump(mode="json")
+                date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+                self._progress.state["meta"] = {"date": date, **provenance(engine), "fidelity": fidelity}
+        return self._engine, self._film
+
+    def _tell(self, what: str) -> None:
+        self._told(what, self._done, self._total)
 
 
 def measure(open_engine: Callable[[], VLLMEngine], settings: Settings, progress: Progress, told: Told) -> Result:
@@ -324,7 +310,7 @@ def measure(open_engine: Callable[[], VLLMEngine], settings: Settings, progress:
     Raises:
         ValueError: sizes that do not fit the model.
     """
-    sweep = _Sweep(open_engine, settings, progress, told)
+    sweep = Sweep(open_engine, settings, progress, told)
     try:
         sweep.run()
         return result_of(progress)

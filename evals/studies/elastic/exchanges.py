@@ -52,10 +52,17 @@ class Exchange:
         """The first question as an item."""
         first = self.turns[0]
         return Item(
-            task="elastic", index=index, load=self.load, count=self.count, placed=tuple(range(self.count)),
-            query=first.prompt, target=first.answer, doc_id=self.name, cluster=self.name,
+            task="elastic",
+            index=index,
+            load=self.load,
+            count=self.count,
+            placed=tuple(range(self.count)),
+            query=first.prompt,
+            target=first.answer,
+            doc_id=self.name,
+            cluster=self.name,
             digest=digest("exchange", self.name, [[t.prompt, t.answer] for t in self.turns]),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

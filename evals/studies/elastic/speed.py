@@ -100,11 +100,15 @@ def random_engine(layers: int = 8, dtype: str = "float32", device: str = "cpu", 
             shutil.copy(checkpoint_dir() / name, folder)
         torch.manual_seed(0)
         config = Qwen2Config(
-            vocab_size=len(AutoTokenizer.from_pretrained(folder)), hidden_size=hidden,
-            intermediate_size=hidden * 11 // 4, num_hidden_layers=layers, num_attention_heads=16,
-            num_key_value_heads=16, max_position_embeddings=1 << 16,
+            vocab_size=len(AutoTokenizer.from_pretrained(folder)),
+            hidden_size=hidden,
+            intermediate_size=hidden * 11 // 4,
+            num_hidden_layers=layers,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            max_position_embeddings=1 << 16,
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        )  # fmt: skip
+        )
         Qwen2ForCausalLM(config).save_pretrained(folder)
         return HFEngine(folder, device=device, dtype=dtype)
 

@@ -138,3 +138,50 @@ def test_settings_are_plain() -> None:
     """They go into the result as they are."""
     assert json.loads(json.dumps(Settings().ops)) == ["slide", "recall", "reorder", "toggle"]
     assert Settings().tokens == (256, 512, 1024, 2048) and Settings().runs >= 5
+
+
+def test_quick_measures_less_and_flags_still_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ctxwin.cli import bench
+    from ctxwin.evals.bench import reuse
+
+    measured: list[Settings] = []
+
+    class StopError(ValueError):
+        pass
+
+    def measure(engine: Any, settings: Settings, told: Any) -> Any:
+        measured.append(settings)
+        raise StopError("enough")
+
+    class Engine:
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(reuse, "measure", measure)
+    monkeypatch.setattr(bench, "_open", lambda *_: Engine())
+    for more in ([], ["--quick"], ["--quick", "--runs", "3"]):
+        CliRunner().invoke(app, ["bench", "reuse", "--engine", "hf", "--model", str(tmp_path), *more])
+    assert measured == [Settings(), *(Settings(tokens=(256, 512), rank=16, runs=runs) for runs in (2, 3))]
+
+
+def test_quick_of_serve_measures_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from ctxwin.evals.bench.serve import plain
+    from ctxwin.evals.bench.serve.sweep import Settings as ServeSettings
+
+    seen: list[ServeSettings] = []
+    monkeypatch.setattr(plain, "measure_plain", lambda folder, settings, *_: seen.append(settings))
+    options = [
+        "--quick",
+        "--json",
+        "--plain-only",
+        "--plain-pairs",
+        "1",
+        "--model",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    CliRunner().invoke(app, ["bench", "serve", *options])
+    (settings,) = seen
+    assert (settings.windows, settings.frames, settings.requests) == (6, 4, 12)
+    assert settings.ladder == (0.5, 1.0, 2.0)

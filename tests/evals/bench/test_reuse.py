@@ -33,9 +33,6 @@ def hf(folder: Path) -> Iterator[Any]:
     engine.close()
 
 
-# -- the model -----------------------------------------------------------------------------------------------------
-
-
 def test_a_model_is_written_once_and_as_a_whole(folder: Path) -> None:
     before = (folder / "model.safetensors").stat().st_mtime_ns
     assert model.ensure_model(SMALL, 0, folder.parent) == (folder, False)
@@ -74,9 +71,6 @@ def test_the_default_has_the_decoder_of_qwen2_half_a_billion() -> None:
     attention = s.hidden * s.head_dim * (2 * s.heads + 2 * s.kv_heads) + s.head_dim * (s.heads + 2 * s.kv_heads)
     layer = attention + 3 * s.hidden * s.intermediate + 2 * s.hidden
     assert s.vocabulary * s.hidden + s.layers * layer + s.hidden == 494_032_768
-
-
-# -- content and windows -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 16, 40, 64, 171])
@@ -133,9 +127,6 @@ def test_the_held_prefix_computes_what_a_prefix_cache_would(hf: Any) -> None:
     assert plain.prefix_hit == system_prompt.tokens + 16 and plain.local_hit == system_prompt.tokens + 16 + 24
     assert plain.prefix_cache_s > 0 and plain.local_hit_s > 0
     assert hf.counters.prefill_tokens >= before
-
-
-# -- whole runs ----------------------------------------------------------------------------------------------------
 
 
 def test_a_move_that_is_about_patches_must_be_served_by_one() -> None:

@@ -49,9 +49,6 @@ class Takes:
                 self.now -= 1
 
 
-# -- trace ---------------------------------------------------------------------------------------------------------
-
-
 def test_trace_is_what_a_window_does() -> None:
     mix = Mix(sessions=3, frames=4, look_backs=0.4)
     turns = trace(mix, 300, seed=1)
@@ -92,9 +89,6 @@ def test_arrivals_are_poisson() -> None:
     mean = sum(gaps) / len(gaps)
     deviation = math.sqrt(sum((g - mean) ** 2 for g in gaps) / len(gaps))
     assert abs(deviation / mean - 1) < 0.1  # an exponential's deviation is its mean
-
-
-# -- the open loop -------------------------------------------------------------------------------------------------
 
 
 def test_latency_counts_from_when_a_turn_was_due() -> None:
@@ -186,9 +180,6 @@ def test_row_adds_up() -> None:
     json.dumps(row, allow_nan=False)
 
 
-# -- curves --------------------------------------------------------------------------------------------------------
-
-
 def cells(**points: list[tuple[float, float | None]]) -> list[dict[str, object]]:
     return [
         {"policy": policy, "rate": rate, "ttft_s": {"p95": p95}}
@@ -260,9 +251,6 @@ def test_the_bound_comes_from_the_best_prefix_cache_policy() -> None:
 def test_rates_must_ascend() -> None:
     with pytest.raises(ValueError, match="rates must ascend"):
         figures.highest_rate([(2.0, 0.1), (1.0, 0.2)], 1.0)
-
-
-# -- plain traffic -------------------------------------------------------------------------------------------------
 
 
 def piece(pair: int, side: str, gap: float, burst: float) -> dict[str, object]:
@@ -381,9 +369,6 @@ def test_a_pair_is_the_same_requests_on_both_sides_in_turn(tmp_path: Path) -> No
         assert next(s for s in found if s["side"] == "with")["burst_tokens_per_s"] == sorted(mine)[1]
         first.append(sides[0])
     assert set(first) == set(figures.SIDES)
-
-
-# -- settings and progress -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
