@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parent
 
 LONG = frozenset((ROOT / "long.txt").read_text().split())
-"""Files that took more than 2.75 s of one processor when measured; `make test` runs them."""
+"""Files that took more than 1.5 s of one processor when measured; `make test` runs them."""
 
 GUARDS = (
     "engines/test_vllm_compiled.py::",
@@ -37,19 +38,32 @@ _SAYS = {
 
 
 @functools.cache
-def _module_level(path: str) -> str:
-    """The unindented lines of a file: what they need, all of its tests need."""
-    return "\n".join(line for line in Path(path).read_text().splitlines() if line and not line[0].isspace())
+def _said(path: str) -> frozenset[str]:
+    """What all tests of a file need, by its unindented lines."""
+    return _named("\n".join(line for line in Path(path).read_text().splitlines() if line and not line[0].isspace()))
 
 
-def _needs(item: pytest.Function) -> set[str]:
-    fixtures = item._fixtureinfo.name2fixturedefs
-    sources = [inspect.getsource(d.func) for defs in fixtures.values() for d in defs if d.func.__module__ != "builtins"]
-    sources += [inspect.getsource(item.function), _module_level(str(item.path))]
-    sources += [str(mark.kwargs.get("reason", "")) for mark in item.iter_markers("skipif")]
-    found = {name for name, words in _SAYS.items() if any(word in text for word in words for text in sources)}
+@functools.cache
+def _needed(function: Callable[..., object]) -> frozenset[str]:
+    """What a test or a fixture needs, by its source; nothing for those of plugins."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or not code.co_filename.startswith(str(ROOT)):
+        return frozenset()
+    return _named(inspect.getsource(code))
+
+
+def _named(source: str) -> frozenset[str]:
+    return frozenset(name for name, words in _SAYS.items() if any(word in source for word in words))
+
+
+def _needs(item: pytest.Function) -> frozenset[str]:
+    found = _said(str(item.path)) | _needed(item.function)
+    for definitions in item._fixtureinfo.name2fixturedefs.values():
+        found = found.union(*(_needed(definition.func) for definition in definitions))
+    for mark in item.iter_markers("skipif"):
+        found |= _named(str(mark.kwargs.get("reason", "")))
     if item.path.name.startswith("test_vllm") or "vllm" in item.name.partition("[")[2]:
-        found.add("vllm")
+        found |= {"vllm"}
     return found
 
 
