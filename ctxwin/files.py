@@ -30,3 +30,12 @@ def atomic_write(path: Path, data: bytes, *, durable: bool = False) -> Path:
         temporary.unlink(missing_ok=True)
         raise
     return path
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames within ``folder`` survive a power cut; raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +28,12 @@ def check_value(value: Any) -> None:
         raise TypeError(f"a value must be bytes, got {type(value).__name__}; use bytes(value)")
 
 
-def drop_lease(leases: dict[str, int], key: str) -> None:
-    """Takes one lease off ``key``, which is forgotten with its last; one that was never taken changes nothing."""
-    left = leases.get(key, 0) - 1
-    if left > 0:
-        leases[key] = left
-    else:
-        leases.pop(key, None)
+def check_limits(max_bytes: int, ttl: float | None) -> None:
+    """ValueError unless ``max_bytes`` is positive and ``ttl`` is None or positive."""
+    if max_bytes <= 0:
+        raise ValueError(f"max_bytes must be positive, got {max_bytes}")
+    if ttl is not None and ttl <= 0:
+        raise ValueError(f"ttl must be positive seconds or None, got {ttl}")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,53 @@ class StoreStats:
     evictions: int = 0
     corrupt: int = 0
     leased: int = 0
+
+
+class Tally:
+    """Leases and counters of one store; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._leases: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Adds to one of the counters of `StoreStats`."""
+        with self._lock:
+            self._counts[name] += by
+
+    def __getitem__(self, name: str) -> int:
+        with self._lock:
+            return self._counts[name]
+
+    def lease(self, key: str) -> None:
+        """Takes one more lease on ``key``."""
+        with self._lock:
+            self._leases[key] = self._leases.get(key, 0) + 1
+
+    def release(self, key: str) -> None:
+        """Gives one lease back, and forgets ``key`` with its last; one that was never taken changes nothing."""
+        with self._lock:
+            left = self._leases.get(key, 0) - 1
+            if left > 0:
+                self._leases[key] = left
+            else:
+                self._leases.pop(key, None)
+
+    def drop(self, key: str) -> None:
+        """Forgets all leases on ``key``."""
+        with self._lock:
+            self._leases.pop(key, None)
+
+    def leased(self) -> set[str]:
+        """The leased keys now."""
+        with self._lock:
+            return set(self._leases)
+
+    def stats(self, items: int, size: int) -> StoreStats:
+        """The counters beside what the store holds: ``items`` of ``size`` bytes together."""
+        with self._lock:
+            return StoreStats(items=items, bytes=size, leased=len(self._leases), **self._counts)
 
 
 class Store(ABC):

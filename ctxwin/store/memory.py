@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ctxwin.store.base import Store, StoreStats, check_key, check_value, drop_lease
+from ctxwin.store.base import Store, StoreStats, Tally, check_key, check_limits, check_value
 
 
 @dataclass
@@ -29,18 +29,14 @@ class MemoryStore(Store):
     def __init__(
         self, max_bytes: int = 2 << 30, ttl: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if max_bytes <= 0:
-            raise ValueError(f"max_bytes must be positive, got {max_bytes}")
-        if ttl is not None and ttl <= 0:
-            raise ValueError(f"ttl must be positive seconds or None, got {ttl}")
+        check_limits(max_bytes, ttl)
         self.max_bytes = max_bytes
         self.ttl = ttl
         self._clock = clock
         self._lock = threading.Lock()
         self._items: OrderedDict[str, _Item] = OrderedDict()
-        self._leases: dict[str, int] = {}
+        self._tally = Tally()
         self._bytes = 0
-        self._hits = self._misses = self._puts = self._evictions = 0
         self._closed = False
 
     def _find(self, key: str) -> _Item | None:
@@ -64,18 +60,15 @@ class MemoryStore(Store):
         if item is None:
             return False
         self._bytes -= len(item.value)
-        self._leases.pop(key, None)
+        self._tally.drop(key)
         return True
 
     def get(self, key: str) -> bytes | None:
         """The value, or None. O(1)."""
         with self._lock:
             item = self._find(check_key(key))
-            if item is None:
-                self._misses += 1
-                return None
-            self._hits += 1
-            return item.value
+            self._tally.count("misses" if item is None else "hits")
+            return None if item is None else item.value
 
     def put(self, key: str, value: bytes) -> bool:
         """Stores ``value``; False where it cannot fit beside what is leased. O(evicted)."""
@@ -84,20 +77,21 @@ class MemoryStore(Store):
         with self._lock:
             old = self._find(key)
             need = len(value) - (len(old.value) if old else 0)
-            kept = sum(len(self._items[k].value) for k in self._leases if k != key)
+            leased = self._tally.leased() - {key}
+            kept = sum(len(self._items[k].value) for k in leased)
             if len(value) + kept > self.max_bytes:
                 return False
             if self._bytes + need > self.max_bytes:
-                for victim in [k for k in self._items if k not in self._leases and k != key]:
+                for victim in [k for k in self._items if k not in leased and k != key]:
                     self._drop(victim)
-                    self._evictions += 1
+                    self._tally.count("evictions")
                     if self._bytes + need <= self.max_bytes:
                         break
             expires = None if self.ttl is None else self._clock() + self.ttl
             self._items[key] = _Item(value, expires)
             self._items.move_to_end(key)
             self._bytes += need
-            self._puts += 1
+            self._tally.count("puts")
             return True
 
     def delete(self, key: str) -> bool:
@@ -122,19 +116,15 @@ class MemoryStore(Store):
         with self._lock:
             if self._find(check_key(key)) is None:
                 return False
-            self._leases[key] = self._leases.get(key, 0) + 1
+            self._tally.lease(key)
             return True
 
     def release(self, key: str) -> None:
-        with self._lock:
-            drop_lease(self._leases, key)
+        self._tally.release(key)
 
     def stats(self) -> StoreStats:
         with self._lock:
-            return StoreStats(
-                items=len(self._items), bytes=self._bytes, hits=self._hits, misses=self._misses, puts=self._puts,
-                evictions=self._evictions, leased=len(self._leases),
-            )  # fmt: skip
+            return self._tally.stats(len(self._items), self._bytes)
 
     def verify(self) -> tuple[int, int]:
         """Every live item counts as good: this process's memory is not checked, decoding a blob checks it."""
@@ -143,7 +133,6 @@ class MemoryStore(Store):
     def close(self) -> None:
         """Drops everything; idempotent. Later calls raise ValueError."""
         with self._lock:
-            self._items.clear()
-            self._leases.clear()
-            self._bytes = 0
+            for key in list(self._items):
+                self._drop(key)
             self._closed = True

@@ -1,32 +1,41 @@
-"""What `DiskStore` is made of: index rows without pickle, and checked blob files."""
+"""The files of `DiskStore`: rows of its index without pickle, and records read without trust."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import errno
 import os
 import re
+import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import diskcache
 
 from ctxwin.errors import StoreCorrupt
+from ctxwin.files import sync_folder
 from ctxwin.store import codec
 from ctxwin.store.base import check_key
 
 BLOBS: Final = "blobs"
 _FILE: Final = re.compile(rf"{BLOBS}/[0-9a-f]{{2}}/[0-9a-f]{{32}}\.blob")
-_SUM: Final = re.compile(r"[0-9a-f]{64}")
-MODE_BINARY: Final = 2  # diskcache's code for "the value is a file"
+_CODE: Final = re.compile(r"[0-9a-f]{64}")
 
 
 class Row(NamedTuple):
-    """What the index knows of a blob: its file, relative to the store's folder, and its checksum."""
+    """What the index knows of a record: its file, relative to the store's folder, and the code it ends with, in hex."""
 
     filename: str
-    sum: str
+    code: str
+
+
+class Written(NamedTuple):
+    """A record that is on disk and waits for its row; ``size`` in bytes."""
+
+    row: Row
+    size: int
 
 
 class RefusedRowError(ValueError):
@@ -39,24 +48,25 @@ class RawDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types
     def __init__(self, directory: str, **_: Any) -> None:
         # Settings come from the database file, which may be foreign: none of them is used.
         super().__init__(directory)
+        self._folder = Path(directory)
 
     def put(self, key: Any) -> tuple[str, bool]:
         return check_key(key), True
 
-    def get(self, key: Any, raw: Any) -> str:
-        if raw != 1 or not isinstance(key, str):
-            raise RefusedRowError("the index has a key that is not a str")
-        return key
+    def get(self, key: Any, raw: Any) -> str | None:
+        """The key of a row; None for a row that this store did not write."""
+        return key if raw == 1 and isinstance(key, str) else None
 
     def store(self, value: Any, read: bool, key: Any = None) -> tuple[int, int, str, str]:
         if not isinstance(value, Written):
-            raise TypeError(f"only written blobs can be indexed, got {type(value).__name__}")
-        return value.size, MODE_BINARY, value.row.filename, value.row.sum
+            raise TypeError(f"only written records can be indexed, got {type(value).__name__}")
+        return value.size, diskcache.core.MODE_BINARY, value.row.filename, value.row.code
 
     def fetch(self, mode: Any, filename: Any, value: Any, read: bool) -> Row:
-        if mode != MODE_BINARY or not isinstance(filename, str) or _FILE.fullmatch(filename) is None:
+        ours = isinstance(filename, str) and _FILE.fullmatch(filename)
+        if not ours or mode != diskcache.core.MODE_BINARY:
             raise RefusedRowError(f"the index has a row of mode {mode!r} and file {filename!r}"[:200])
-        if not isinstance(value, str) or _SUM.fullmatch(value) is None:
+        if not isinstance(value, str) or _CODE.fullmatch(value) is None:
             raise RefusedRowError("the index has a row without a checksum")
         return Row(filename, value)
 
@@ -64,56 +74,103 @@ class RawDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types
         # A planted row must not make us delete a file elsewhere.
         if isinstance(file_path, str) and _FILE.fullmatch(file_path):
             with contextlib.suppress(OSError):
-                Path(self._directory, file_path).unlink()
+                (self._folder / file_path).unlink()
 
 
-class Written(NamedTuple):
-    """A blob file that is on disk and waits for its row; ``size`` in bytes."""
+class BlobFile(NamedTuple):
+    """A record as a walk over the folder finds it; ``used`` in nanoseconds since the epoch."""
 
-    row: Row
+    used: int
+    filename: str
     size: int
 
 
-def read_blob(path: Path, key: str, summed: str) -> bytes:
-    """The value in a blob file; StoreCorrupt where it is not exactly what was put under ``key``, else OSError."""
-    with path.open("rb") as file:
+def walk(folder: Path) -> Iterator[BlobFile]:
+    """Every file in ``folder``'s records, whatever it is, without opening it."""
+    with contextlib.suppress(OSError):
+        for shard in os.scandir(folder / BLOBS):
+            with contextlib.suppress(OSError):
+                for entry in os.scandir(shard.path):
+                    with contextlib.suppress(OSError):
+                        info = entry.stat(follow_symlinks=False)
+                        yield BlobFile(info.st_mtime_ns, f"{BLOBS}/{shard.name}/{entry.name}", info.st_size)
+
+
+def write_record(folder: Path, temporary: Path, name: str, parts: tuple[bytes, ...]) -> str:
+    """Writes a record under a new ``name``, synced, and returns its filename; leaves nothing where it raises OSError."""
+    filename = f"{BLOBS}/{name[-2:]}/{name}.blob"
+    target, temp = folder / filename, temporary / f"{name}.tmp"
+    try:
+        with os.fdopen(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            target.parent.mkdir(mode=0o700)
+        temp.replace(target)
+        sync_folder(target.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temp.unlink()
+        raise
+    return filename
+
+
+def read_record(path: Path) -> tuple[bytes, bytes, bytes]:
+    """``(head, value, code)`` of a record, unchecked but for its lengths; StoreCorrupt or OSError."""
+    with _regular(path) as file:
         first = file.read(codec.PREFIX.size)
         prefix = codec.read_prefix(first, os.fstat(file.fileno()).st_size)
         head = first + file.read(prefix.body_offset - len(first))
         value = file.read(prefix.body_bytes)
-        tail = file.read()
-    check = hashlib.sha256(head)
-    check.update(value)
-    if check.digest() != tail or check.hexdigest() != summed or len(value) != prefix.body_bytes:
-        raise StoreCorrupt("its checksum does not match its content")
-    header = codec.parse_header(head[codec.PREFIX.size : codec.PREFIX.size + prefix.header_bytes])
-    if prefix.kind != codec.RECORD or header != {"key": key}:
-        raise StoreCorrupt(f"it was stored under another key, {header.get('key')!r}"[:200])
-    return value
+        return head, value, file.read(prefix.sum_bytes)
 
 
-def size_of(path: Path) -> int | None:
+def describe_record(path: Path) -> tuple[str, str]:
+    """The key that a record names and its code, both unchecked; StoreCorrupt or OSError. Cost: the value is not read."""
+    with _regular(path) as file:
+        first = file.read(codec.PREFIX.size)
+        prefix = codec.read_prefix(first, os.fstat(file.fileno()).st_size)
+        header = codec.parse_header(first + file.read(prefix.header_bytes), prefix)
+        file.seek(prefix.body_end)
+        code = file.read(prefix.sum_bytes).hex()
     try:
-        return path.stat().st_size
+        return check_key(header.get("key")), code
+    except (TypeError, ValueError) as error:
+        raise StoreCorrupt(str(error)) from None
+
+
+def _regular(path: Path) -> Any:
+    """An open file; a pipe, a device or a link in its place must neither be waited for nor followed."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise StoreCorrupt("it is not a regular file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise StoreCorrupt("it is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def is_record(path: Path, size: int | None = None) -> bool:
+    """Whether ``path`` is a regular file, of ``size`` bytes where given."""
+    try:
+        info = path.lstat()
     except OSError:
-        return None
+        return False
+    return stat.S_ISREG(info.st_mode) and (size is None or info.st_size == size)
 
 
 def remove_old(path: Path, min_age: float) -> int | None:
     """Bytes freed, None where the file is too young or gone."""
     try:
-        info = path.stat()
+        info = path.lstat()
         if time.time() - info.st_mtime < min_age:
             return None
         path.unlink()
     except OSError:
         return None
     return info.st_size
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,12 +1,11 @@
 """A store in a Redis server, shared by processes and machines.
 
-A value is one string: a frame with its key and a SHA-256 over all of it, so that whatever else stands there is a miss. The
-index (`ctxwin.store.redis_scripts`) changes in the same transaction as the value. redis-py is imported when a store is opened.
+A value is one string: a sealed record (`ctxwin.store.codec.Seal`), so that whatever else stands there is a miss. The index
+(`ctxwin.store.redis_scripts`) changes in the same transaction as the value. redis-py is imported when a store is opened.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
 import threading
@@ -18,9 +17,9 @@ from urllib.parse import urlsplit
 from ctxwin.errors import StoreCorrupt
 from ctxwin.extras import optional_imports
 from ctxwin.hashing import digest
-from ctxwin.store import codec
 from ctxwin.store import redis_scripts as scripts
-from ctxwin.store.base import Store, StoreStats, check_key, check_value, drop_lease
+from ctxwin.store.base import Store, StoreStats, Tally, check_key, check_limits, check_value
+from ctxwin.store.codec import Seal
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +38,7 @@ class RedisStore(Store):
             server's ``maxmemory-policy`` at ``noeviction``: whatever it evicts by itself is a miss here.
         ttl: seconds after its last `put` at which a value becomes a miss; None keeps it.
         tenant: has its own key space; "" is a tenant like any other.
+        secret: seals the records with a keyed code (`codec.Seal`); None with a checksum.
         timeout: seconds to wait for a connection, and for each answer.
         clock: seconds that never go back; tests replace it.
 
@@ -57,21 +57,24 @@ class RedisStore(Store):
     """
 
     def __init__(
-        self, url: str, max_bytes: int = 2 << 30, ttl: float | None = None, tenant: str = "", timeout: float = 5.0,
+        self,
+        url: str,
+        max_bytes: int = 2 << 30,
+        ttl: float | None = None,
+        tenant: str = "",
+        timeout: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        if max_bytes <= 0:
-            raise ValueError(f"max_bytes must be positive, got {max_bytes}")
-        if ttl is not None and ttl <= 0:
-            raise ValueError(f"ttl must be positive seconds or None, got {ttl}")
+        secret: bytes | None = None,
+    ) -> None:
+        check_limits(max_bytes, ttl)
         self.name = _checked(url)
         self.max_bytes = max_bytes
         self.ttl = ttl
         self.failures = 0
         self._clock = clock
         self._lock = threading.Lock()
-        self._leases: dict[str, int] = {}
-        self._hits = self._misses = self._puts = self._evictions = self._corrupt = 0
+        self._seal = Seal(secret)
+        self._tally = Tally()
         self._closed = False
         self._pause = self._wake = 0.0
         space = f"ctxwin:{{{digest('tenant', tenant)}}}:"
@@ -97,16 +100,10 @@ class RedisStore(Store):
                 f"the store {self.name} cannot be reached ({error}); start the server, or check its address and login"
             ) from None
 
-    # -- reading -----------------------------------------------------------------------------------------------------
-
     def get(self, key: str) -> bytes | None:
         """The value, or None. Cost: one round trip, one SHA-256 (about 1 GB/s), one copy."""
         value = self._read(check_key(key))
-        with self._lock:
-            if value is None:
-                self._misses += 1
-            else:
-                self._hits += 1
+        self._tally.count("misses" if value is None else "hits")
         return value
 
     def _read(self, key: str) -> bytes | None:
@@ -125,10 +122,9 @@ class RedisStore(Store):
                 raise StoreCorrupt("it is not a string")
             if isinstance(blob, Exception) or isinstance(touched, Exception):
                 self._failed("read", key, blob if isinstance(blob, Exception) else touched)
-            return None if blob is None or isinstance(blob, Exception) else _unframed(blob, key)
+            return None if blob is None or isinstance(blob, Exception) else self._seal.open(key, blob)
         except StoreCorrupt as error:
-            with self._lock:
-                self._corrupt += 1
+            self._tally.count("corrupt")
             log.warning("stored blob %s in %s is corrupt and was deleted: %s", key, self.name, error)
             tail = blob[-32:] if isinstance(blob, bytes) else b""
             self._try("delete", key, lambda client: self._eval(client, scripts.REJECT, key, tail))
@@ -144,8 +140,6 @@ class RedisStore(Store):
         found = self._try("list", "its keys", lambda client: self._eval(client, scripts.LIST)) or []
         return iter(sorted(key for key in (raw.decode("ascii", "replace") for raw in found) if key.startswith(prefix)))
 
-    # -- writing -----------------------------------------------------------------------------------------------------
-
     def put(self, key: str, value: bytes) -> bool:
         """Stores ``value``; False where it cannot fit beside what is leased here, or the server does not take it.
 
@@ -153,29 +147,28 @@ class RedisStore(Store):
         """
         check_key(key)
         check_value(value)
-        head = codec.frame_head(codec.RECORD, {"key": key}, len(value))
-        size = len(head) + len(value) + codec.SUM_BYTES
+        self._check_open()
+        if len(value) > min(self.max_bytes, _LARGEST):
+            return False
+        head, code = self._seal.close(key, value)
+        size = len(head) + len(value) + len(code)
         if size > min(self.max_bytes, _LARGEST):
-            self._check_open()
             return False
         fits = self._try("write", key, lambda client: self._eval(client, scripts.FITS, key, size, self.max_bytes))
         if fits is None:
             return False
-        summed = hashlib.sha256(head)
-        summed.update(value)
-        blob = b"".join((head, value, summed.digest()))
+        blob = b"".join((head, value, code))
         done = self._send(key, blob, told=not fits)
         if done is not None and done[0] < 0:  # somebody else was faster
             done = self._send(key, blob, told=True)
-        with self._lock:
-            self._evictions += done[1] if done else 0
-            self._puts += 1 if done and done[0] == 1 else 0
-        return bool(done) and done[0] == 1
+        stored, evicted = (0, 0) if done is None else done
+        self._tally.count("evictions", evicted)
+        self._tally.count("puts", stored == 1)
+        return bool(stored == 1)
 
     def _send(self, key: str, blob: bytes, *, told: bool) -> Any:
         """Value and index in one transaction; the value arrives under a passing name, so that a refusal changes nothing."""
-        with self._lock:
-            leased = sorted(self._leases) if told else []
+        leased = sorted(self._tally.leased()) if told else []
         ttl = 0 if self.ttl is None else max(1, round(self.ttl * 1000))
         passing = self._passing + secrets.token_hex(16)
 
@@ -194,17 +187,13 @@ class RedisStore(Store):
         check_key(key)
         held = bool(self._try("delete", key, lambda client: self._eval(client, scripts.DELETE, key)))
         if held:
-            with self._lock:
-                self._leases.pop(key, None)
+            self._tally.drop(key)
         return held
-
-    # -- leases ------------------------------------------------------------------------------------------------------
 
     def lease(self, key: str) -> bool:
         """Protects ``key`` from this process's evictions; another process only sees it as recently used."""
         check_key(key)
-        with self._lock:  # first, so that no thread evicts it while the server is asked
-            self._leases[key] = self._leases.get(key, 0) + 1
+        self._tally.lease(key)  # first, so that no thread evicts it while the server is asked
         held = False
         try:
             held = self.contains(key)
@@ -214,19 +203,12 @@ class RedisStore(Store):
         return held
 
     def release(self, key: str) -> None:
-        with self._lock:
-            drop_lease(self._leases, key)
-
-    # -- upkeep ------------------------------------------------------------------------------------------------------
+        self._tally.release(key)
 
     def stats(self) -> StoreStats:
         """Counters of this process; items and bytes of the tenant, 0 where the server cannot be reached."""
         items, size = self._try("read", "its index", lambda client: self._eval(client, scripts.STATS)) or (0, 0)
-        with self._lock:
-            return StoreStats(
-                items=items, bytes=size, hits=self._hits, misses=self._misses, puts=self._puts,
-                evictions=self._evictions, corrupt=self._corrupt, leased=len(self._leases),
-            )  # fmt: skip
+        return self._tally.stats(items, size)
 
     def verify(self) -> tuple[int, int]:
         """Reads every blob; (good, corrupt), values that are gone included. Corrupt ones are deleted.
@@ -247,8 +229,6 @@ class RedisStore(Store):
         if not self._closed:
             self._closed = True
             self._client.close()
-
-    # -- inside ------------------------------------------------------------------------------------------------------
 
     def _eval(self, client: Any, script: str, *arguments: Any) -> Any:
         return client.eval(script, 3, *self._index, self._values, *arguments)
@@ -297,15 +277,3 @@ def _checked(url: str) -> str:
     if database and not (database.isascii() and database.isdigit()):
         raise ValueError(f"{wanted} with a number as db, got {name!r}")
     return name
-
-
-def _unframed(blob: bytes, key: str) -> bytes:
-    """The value in a blob; StoreCorrupt where it is not exactly what was put under ``key``."""
-    prefix = codec.read_prefix(blob[: codec.PREFIX.size], len(blob))
-    view = memoryview(blob)
-    if hashlib.sha256(view[: -codec.SUM_BYTES]).digest() != blob[-codec.SUM_BYTES :]:
-        raise StoreCorrupt("its checksum does not match its content")
-    header = codec.parse_header(view[codec.PREFIX.size : codec.PREFIX.size + prefix.header_bytes])
-    if prefix.kind != codec.RECORD or header != {"key": key}:
-        raise StoreCorrupt(f"it was stored under another key, {header.get('key')!r}"[:200])
-    return blob[prefix.body_offset : prefix.body_offset + prefix.body_bytes]

@@ -18,6 +18,7 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ctxwin.errors import StoreCorrupt
@@ -92,8 +93,6 @@ class SpanRepository:
         self._abandoned: deque[str] = deque()
         self._lock = threading.Lock()
 
-    # -- records -----------------------------------------------------------------------------------------------------
-
     def get_span(self, key: str, token_ids: Sequence[int] | None = None) -> tuple[SpanKV, dict[str, Any]] | None:
         """The span and its meta, or None.
 
@@ -105,7 +104,7 @@ class SpanRepository:
         """
 
         def decode(blob: bytes) -> tuple[SpanKV, dict[str, Any]]:
-            tensors, header = codec.decode_tensors(blob)
+            tensors, header = codec.decode_tensors(blob, checked=False)
             span = SpanKV(tensors["k"], tensors["v"], tensors["positions"], int(header["start"]))
             if span.k.ndim != 4 or span.v.ndim != 4 or tuple(span.positions.shape) != (3, span.tokens):
                 raise StoreCorrupt(f"a span's shapes must fit each other, got {span.k.shape}, {span.v.shape}")
@@ -142,7 +141,7 @@ class SpanRepository:
         def decode(blob: bytes) -> tuple[Patch, dict[str, Any]]:
             from ctxwin.kv.patch import Patch
 
-            tensors, header = codec.decode_tensors(blob)
+            tensors, header = codec.decode_tensors(blob, checked=False)
             named = header["patch"]["basis"]
             basis = None if named is None else self._known.get(named) or self.get_basis(named)
             if named is not None and basis is None:
@@ -176,7 +175,7 @@ class SpanRepository:
         def decode(blob: bytes) -> tuple[SharedBasis, dict[str, Any]]:
             from ctxwin.kv.basis import SharedBasis
 
-            tensors, header = codec.decode_tensors(blob)
+            tensors, header = codec.decode_tensors(blob, checked=False)
             return SharedBasis.from_tensors(tensors, header["basis"]), header
 
         found = self._get(_key(key, "basis"), "basis", decode)
@@ -187,7 +186,7 @@ class SpanRepository:
         """Vision embeddings ``[tokens, hidden]`` under ``embed/``, or None."""
 
         def decode(blob: bytes) -> tuple[torch.Tensor, dict[str, Any]]:
-            tensors, header = codec.decode_tensors(blob)
+            tensors, header = codec.decode_tensors(blob, checked=False)
             return tensors["embedding"], header
 
         found = self._get(_key(key, "embed"), "embed", decode)
@@ -200,7 +199,7 @@ class SpanRepository:
 
     def get_source(self, key: str) -> bytes | None:
         """Encoded media under ``source/``, or None. The same for every model, so no identity is compared."""
-        found = self._get(_key(key, "source"), "source", codec.decode_bytes, bound=False)
+        found = self._get(_key(key, "source"), "source", partial(codec.decode_bytes, checked=False), bound=False)
         source: bytes | None = None if found is None else found.record
         return source
 
@@ -215,7 +214,7 @@ class SpanRepository:
         """
 
         def decode(blob: bytes) -> tuple[bytes, dict[str, Any]]:
-            payload, header = codec.decode_bytes(blob)
+            payload, header = codec.decode_bytes(blob, checked=False)
             json.loads(payload)
             return payload, header
 
@@ -226,8 +225,6 @@ class SpanRepository:
         """Stores plain JSON; False where the store refused it; TypeError where ``value`` is not JSON."""
         payload = json.dumps(value, sort_keys=True, allow_nan=False).encode()
         return self._put(_key(key, "chunk", any_namespace=True), "json", {}, payload, bound=bound)
-
-    # -- keys --------------------------------------------------------------------------------------------------------
 
     def contains(self, key: str) -> bool:
         """Whether the store holds ``key`` (in full, with its namespace). A get may still find a mismatch."""
@@ -265,8 +262,6 @@ class SpanRepository:
         with self._lock:
             return self._leases[key] > 0 if key in self._leases else False
 
-    # -- inside ------------------------------------------------------------------------------------------------------
-
     def _release(self, key: str) -> None:
         self.store.release(key)
         with self._lock:
@@ -292,7 +287,11 @@ class SpanRepository:
     ) -> bool:
         self._release_abandoned()
         meta = {**header, "kind": kind, "key": key, "identity": self.identity if bound else ""}
-        blob = codec.encode_bytes(body, meta) if isinstance(body, bytes) else codec.encode_tensors(body, meta)
+        blob = (
+            codec.encode_bytes(body, meta, checked=False)
+            if isinstance(body, bytes)
+            else codec.encode_tensors(body, meta, checked=False)
+        )
         self._unlive(key)
         taken = self.store.put(key, blob)
         with self._lock:

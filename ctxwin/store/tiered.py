@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from ctxwin.store.base import Store, StoreStats, check_key
+from ctxwin.store.base import Store, StoreStats, Tally, check_key
 
 
 class TieredStore(Store):
@@ -21,7 +22,7 @@ class TieredStore(Store):
         self.tiers = tuple(tiers)
         self._lock = threading.Lock()
         self._leases: dict[str, list[tuple[Store, ...]]] = {}
-        self._hits = self._misses = self._puts = 0
+        self._tally = Tally()
 
     def get(self, key: str) -> bytes | None:
         """The value from the first tier that holds it, copied to the tiers above. Cost: of the tiers asked."""
@@ -34,11 +35,9 @@ class TieredStore(Store):
                 # What is hot above must not look cold below: `contains` counts as a use.
                 for below in self.tiers[depth + 1 :]:
                     below.contains(key)
-                with self._lock:
-                    self._hits += 1
+                self._tally.count("hits")
                 return value
-        with self._lock:
-            self._misses += 1
+        self._tally.count("misses")
         return None
 
     def put(self, key: str, value: bytes) -> bool:
@@ -51,8 +50,7 @@ class TieredStore(Store):
             return False
         for tier in refused:
             tier.delete(key)
-        with self._lock:
-            self._puts += 1
+        self._tally.count("puts")
         return True
 
     def delete(self, key: str) -> bool:
@@ -86,11 +84,10 @@ class TieredStore(Store):
         """Items are distinct keys, bytes are summed over the tiers. Cost: a listing of every tier."""
         parts = [tier.stats() for tier in self.tiers]
         with self._lock:
-            return StoreStats(
-                items=sum(1 for _ in self.list()), bytes=sum(p.bytes for p in parts), hits=self._hits,
-                misses=self._misses, puts=self._puts, evictions=sum(p.evictions for p in parts),
-                corrupt=sum(p.corrupt for p in parts), leased=len(self._leases),
-            )  # fmt: skip
+            leased = len(self._leases)
+        mine = self._tally.stats(sum(1 for _ in self.list()), sum(part.bytes for part in parts))
+        lost = {name: sum(getattr(part, name) for part in parts) for name in ("evictions", "corrupt")}
+        return replace(mine, leased=leased, **lost)
 
     def verify(self) -> tuple[int, int]:
         """Sums over the tiers; a key held twice counts twice."""

@@ -8,8 +8,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+from ctxwin.errors import StoreCorrupt
 from ctxwin.store.base import Store, StoreStats
+from ctxwin.store.codec import Seal
 
 
 class WrapperStore(Store):
@@ -54,7 +57,7 @@ class FaultStore(WrapperStore):
 
     Args:
         miss: probability that a `get` finds nothing although the value is there.
-        corrupt: probability that a `get` returns the value with one bit turned or its tail cut off.
+        corrupt: probability that a `get` finds the value's record with one bit turned or its tail cut off, which deletes it.
         refuse: probability that a `put` is refused.
         latency_s: seconds that every `get` and `put` takes on top.
         sleep: how to wait; tests replace it.
@@ -85,6 +88,7 @@ class FaultStore(WrapperStore):
         self._latency_s = latency_s
         self._sleep = sleep
         self._random = random.Random(seed)
+        self._seal = Seal()
         self._lock = threading.Lock()
 
     def _strikes(self, fault: str) -> bool:
@@ -102,11 +106,25 @@ class FaultStore(WrapperStore):
         if self._strikes("miss"):
             return None
         value = self.inner.get(key)
-        if value and self._strikes("corrupt"):
-            with self._lock:
-                at, turn = self._random.randrange(len(value)), self._random.random() < 0.5
-            return value[:at] + bytes([value[at] ^ 1]) + value[at + 1 :] if turn else value[:at]
-        return value
+        return self._damaged(key, value) if value is not None and self._strikes("corrupt") else value
+
+    def _damaged(self, key: str, value: bytes) -> bytes | None:
+        """What a store makes of its damaged record: a miss, unless the seal lets it pass."""
+        head, code = self._seal.close(key, value)
+        record = head + value + code
+        with self._lock:
+            at, turn = self._random.randrange(len(record)), self._random.random() < 0.5
+        try:
+            return self._seal.open(
+                key, record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :] if turn else record[:at]
+            )
+        except StoreCorrupt:
+            self.inner.delete(key)
+            return None
+
+    def stats(self) -> StoreStats:
+        inner = self.inner.stats()
+        return replace(inner, corrupt=inner.corrupt + self.faults["corrupt"])
 
     def put(self, key: str, value: bytes) -> bool:
         self._wait()

@@ -102,7 +102,7 @@ def test_garbage_is_corrupt(garbage: bytes) -> None:
 def sealed(kind: int, header: object, body: bytes = b"", version: int = codec.VERSION) -> bytes:
     """A blob with a right checksum around anything, made without the codec's own writer."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    head = codec.PREFIX.pack(codec.MAGIC, version, kind, len(text), len(body), 0) + text
+    head = codec.PREFIX.pack(codec.MAGIC, version, kind, len(text), len(body), codec.SUM_BYTES) + text
     raw = head + bytes(-len(head) % 64) + body
     return raw + hashlib.sha256(raw).digest()
 
@@ -136,7 +136,7 @@ def test_the_sealed_helper_is_readable() -> None:
 
 def test_absurd_lengths_are_refused_before_anything_is_allocated() -> None:
     for header_bytes, body_bytes in ((2**32 - 1, 0), (0, 2**64 - 1), (2**32 - 1, 2**64 - 1)):
-        head = codec.PREFIX.pack(codec.MAGIC, codec.VERSION, codec.TENSORS, header_bytes, body_bytes, 0)
+        head = codec.PREFIX.pack(codec.MAGIC, codec.VERSION, codec.TENSORS, header_bytes, body_bytes, 32)
         with pytest.raises(StoreCorrupt):
             decode_tensors(head + bytes(200))
 
@@ -147,7 +147,7 @@ def test_kinds_and_versions_are_not_mixed() -> None:
     with pytest.raises(StoreCorrupt, match="kind"):
         decode_bytes(BLOB)
     with pytest.raises(StoreCorrupt, match="version"):
-        decode_tensors(sealed(codec.TENSORS, {"meta": {}, "tensors": []}, version=2))
+        decode_tensors(sealed(codec.TENSORS, {"meta": {}, "tensors": []}, version=1))
 
 
 def test_tensors_are_aligned_views_of_the_blob() -> None:
@@ -202,3 +202,53 @@ def test_meta_must_be_plain_json() -> None:
         encode_bytes(b"", {"a": object()})
     with pytest.raises(ValueError, match="JSON"):
         encode_bytes(b"", {"a": float("nan")})
+
+
+def test_a_blob_without_a_checksum_is_no_blob_with_one() -> None:
+    bare = encode_tensors({"a": torch.ones(2)}, checked=False)
+    assert len(bare) + 32 == len(encode_tensors({"a": torch.ones(2)}))
+    assert decode_tensors(bare, checked=False)[0]["a"].tolist() == [1, 1]
+    with pytest.raises(StoreCorrupt, match="with a checksum"):
+        decode_tensors(bare)
+    with pytest.raises(StoreCorrupt, match="without a checksum"):
+        decode_tensors(encode_tensors({}), checked=False)
+
+
+SECRET = b"sixteen bytes or more"
+SEALS = {"plain": codec.Seal(), "keyed": codec.Seal(SECRET)}
+
+
+def record(seal: codec.Seal, key: str, value: bytes) -> bytes:
+    head, code = seal.close(key, value)
+    return head + value + code
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(sorted(SEALS)), st.binary(max_size=90))
+def test_a_record_comes_back(name: str, value: bytes) -> None:
+    assert SEALS[name].open("span/a", record(SEALS[name], "span/a", value)) == value
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(SEALS)), st.data())
+def test_every_bit_of_a_record_is_checked(name: str, data: st.DataObject) -> None:
+    whole = record(SEALS[name], "span/a", b"value" * 20)
+    touched = bytearray(whole)
+    bit = data.draw(st.integers(0, len(whole) * 8 - 1))
+    touched[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(StoreCorrupt):
+        SEALS[name].open("span/a", bytes(touched))
+
+
+def test_a_record_opens_under_its_own_key_and_secret_only() -> None:
+    others = [*SEALS.values(), codec.Seal(b"another secret of a store")]
+    for seal in SEALS.values():
+        whole = record(seal, "span/a", b"value")
+        with pytest.raises(StoreCorrupt, match="another key"):
+            seal.open("span/b", whole)
+        for other in others:
+            if other is not seal:
+                with pytest.raises(StoreCorrupt):
+                    other.open("span/a", whole)
+    with pytest.raises(ValueError, match="at least 16 bytes"):
+        codec.Seal(b"short")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pickle
@@ -9,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,7 @@ class TestProcesses:
         assert run(code).returncode == 0
 
 
+SECRET = b"a secret of the store"
 STEPS = ["open", "fsync", "replace", "sync_folder", "set"]
 
 
@@ -125,11 +128,11 @@ class TestCrash:
         store.close()
         code = (
             "import sys, os\n"
-            "from ctxwin.store import disk\n"
+            "from ctxwin.store import disk, rawdisk\n"
             "path, step, after = sys.argv[1], sys.argv[2], sys.argv[3] == 'True'\n"
             "s = disk.DiskStore(path)\n"
-            "where = {'open': (disk.Path, 'open'), 'fsync': (os, 'fsync'), 'replace': (os, 'replace'),\n"
-            "         'sync_folder': (disk, 'sync_folder'), 'set': (s._cache, 'set')}[step]\n"
+            "where = {'open': (os, 'fdopen'), 'fsync': (os, 'fsync'), 'replace': (os, 'replace'),\n"
+            "         'sync_folder': (rawdisk, 'sync_folder'), 'set': (s._cache, 'set')}[step]\n"
             "real = getattr(*where)\n"
             "def die(*a, **k):\n"
             "    if after: real(*a, **k)\n"
@@ -211,20 +214,137 @@ class TestCorruption:
         blobs(tmp_path)[0].write_bytes(older)
         assert store.get("span/a") is None
 
-    def test_a_damaged_index_starts_empty(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    @pytest.mark.parametrize("how", ["garbage", "empty", "gone", "no tables", "torn"])
+    def test_a_damaged_index_is_made_again(self, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
         store = DiskStore(tmp_path)
-        store.put("span/a", b"value")
+        for i in range(50):
+            store.put(f"span/{i}", b"value %d" % i)
+        store.put("span/1", b"another value")
+        store.delete("span/2")
         store.close()
         for tail in ("-wal", "-shm"):
             (tmp_path / f"cache.db{tail}").unlink(missing_ok=True)
-        (tmp_path / "cache.db").write_bytes(b"this is no database" * 100)
+        index = tmp_path / "cache.db"
+        if how == "gone":
+            index.unlink()
+        elif how == "no tables":
+            sql(tmp_path, "DROP TABLE Cache")
+        else:
+            whole = index.read_bytes()
+            torn = whole[:8192] + bytes(len(whole) - 8192)
+            index.write_bytes({"garbage": b"this is no database" * 100, "empty": b"", "torn": torn}[how])
         again = DiskStore(tmp_path)
-        assert again.get("span/a") is None
-        assert "damaged" in caplog.text
-        assert again.put("span/a", b"value")
-        assert again.get("span/a") == b"value"
-        assert again.gc(0)[0] == 2
-        assert again.get("span/a") == b"value"
+        assert again.get("span/0") == b"value 0"
+        assert again.get("span/1") == b"another value"
+        assert again.get("span/2") is None
+        assert again.verify() == (49, 0)
+        assert (how == "gone") or "is damaged" in caplog.text
+        assert again.put("span/2", b"value")
+        again.gc(0)
+        assert len(blobs(tmp_path)) == 50
+        assert not list(tmp_path.glob("*.damaged-*"))
+
+    def test_an_index_that_breaks_while_it_is_open_is_made_again(self, tmp_path: Path) -> None:
+        store = DiskStore(tmp_path)
+        for i in range(200):
+            store.put(f"span/{i}", b"value %d" % i)
+        other = DiskStore(tmp_path)
+        other.close()
+        index = tmp_path / "cache.db"
+        with index.open("r+b") as file:
+            file.seek(4096)
+            file.write(os.urandom(index.stat().st_size - 4096))
+        (tmp_path / "cache.db-wal").write_bytes(b"")
+        found = [store.get(f"span/{i}") for i in range(200)]
+        assert all(value in (None, b"value %d" % i) for i, value in enumerate(found))
+        assert [store.get(f"span/{i}") for i in range(200)] == [b"value %d" % i for i in range(200)]
+
+    @pytest.mark.parametrize("what", ["pipe", "folder", "link", "device"])
+    def test_what_is_no_file_is_a_miss_and_nobody_waits_for_it(self, tmp_path: Path, what: str) -> None:
+        store = DiskStore(tmp_path)
+        store.put("span/a", b"value")
+        (blob,) = blobs(tmp_path)
+        kept = blob.rename(tmp_path / "kept")
+        make = {
+            "pipe": lambda: os.mkfifo(blob),
+            "folder": blob.mkdir,
+            "link": lambda: blob.symlink_to(kept),
+            "device": lambda: blob.symlink_to("/dev/zero"),
+        }[what]
+        make()
+        began = time.monotonic()
+        assert not store.contains("span/a")
+        assert store.get("span/a") is None
+        assert store.put("span/a", b"value")
+        assert store.get("span/a") == b"value"
+        assert time.monotonic() - began < 5
+        assert DiskStore(tmp_path).verify() == (1, 0)
+        assert kept.exists()
+
+    def test_orphans_go_when_the_store_is_opened_or_verified(self, tmp_path: Path) -> None:
+        store = DiskStore(tmp_path)
+        store.put("span/a", b"value")
+        (blob,) = blobs(tmp_path)
+
+        def orphan() -> Path:
+            made = blob.with_name("0" * 32 + ".blob")
+            made.write_bytes(b"left by a crash")
+            os.utime(made, (time.time() - 3600,) * 2)
+            return made
+
+        left = orphan()
+        again = DiskStore(tmp_path)
+        assert not left.exists()
+        left = orphan()
+        assert again.verify() == (1, 0)
+        assert not left.exists()
+        young = blob.with_name("1" * 32 + ".blob")
+        young.write_bytes(b"a put under way")
+        assert DiskStore(tmp_path).get("span/a") == b"value"
+        assert young.exists()
+
+
+class TestSeal:
+    def test_a_writer_without_the_key_causes_misses_only(self, tmp_path: Path) -> None:
+        ours = DiskStore(tmp_path, secret=SECRET)
+        ours.put("span/a", b"right")
+        for secret in (None, b"somebody else's secret"):
+            theirs = DiskStore(tmp_path, secret=secret)
+            assert theirs.put("span/b", b"forged")
+            assert ours.get("span/b") is None
+            assert theirs.put("span/a", b"forged")
+            assert ours.get("span/a") is None
+            assert ours.put("span/a", b"right")
+            assert ours.get("span/a") == b"right"
+            assert theirs.get("span/a") is None
+            assert ours.put("span/a", b"right")
+
+    def test_a_forged_file_under_a_forged_row_is_a_miss(self, tmp_path: Path) -> None:
+        """Whoever writes to the folder may write rows, too, but not the code over them."""
+        ours = DiskStore(tmp_path / "ours", secret=SECRET)
+        theirs = DiskStore(tmp_path / "theirs", secret=b"somebody else's secret")
+        for store, value in ((ours, b"right"), (theirs, b"forged")):
+            store.put("span/a", value)
+        (blob,), (forged,) = blobs(tmp_path / "ours"), blobs(tmp_path / "theirs")
+        blob.write_bytes(forged.read_bytes())
+        ((code,),) = sql(tmp_path / "theirs", "SELECT value FROM Cache")
+        sql(tmp_path / "ours", "UPDATE Cache SET value = ?", code)
+        assert ours.get("span/a") is None
+
+
+def test_nobody_else_may_read_it(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        store = DiskStore(tmp_path / "store")
+        store.put("span/a", b"value")
+    finally:
+        os.umask(before)
+    paths = [tmp_path / "store", *(tmp_path / "store").rglob("*")]
+    for path in paths:
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+    (tmp_path / "store").chmod(0o755)
+    DiskStore(tmp_path / "store")
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
 
 
 class Bomb:
@@ -284,12 +404,13 @@ class TestPickle:
             cache.set(("a", Bomb(tmp_path / "pwned")), b"x")
         store = DiskStore(tmp_path, max_bytes=1000)
         assert list(store.list()) == ["span/a"]
-        assert store.stats().items == 1
         assert store.verify() == (1, 1)
+        assert store.stats().items == 1
         self.plant(tmp_path, ("a", Bomb(tmp_path / "pwned")), b"x")
         for i in range(9):
-            assert store.put(f"span/{i}", bytes(200)), "foreign rows are evicted like any other"
+            assert store.put(f"span/{i}", bytes(200)), "a foreign row takes nobody's place"
         store.gc(0)
+        assert store.verify()[1] == 1
         assert store.verify() == (store.stats().items, 0)
         assert not (tmp_path / "pwned").exists()
 
@@ -385,7 +506,7 @@ class TestFailures:
         assert store.failures == 1
         assert store.put("span/a", b"value")
         with monkeypatch.context() as patch:
-            patch.setattr("pathlib.Path.open", denied)
+            patch.setattr("os.open", denied)
             assert store.get("span/a") is None
         assert store.failures == 2
         assert store.get("span/a") == b"value", "what could not be read is not deleted"
@@ -411,6 +532,59 @@ class TestFailures:
             DiskStore(tmp_path, **bad)
 
 
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], check=False).returncode:
+        pytest.skip("a file system can only be mounted with privileges")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=False)
+
+
+class TestFullDisk:
+    def fill(self, disk: Path, store: DiskStore) -> list[str]:
+        for i in range(2000):
+            if not store.put(f"span/{i}", os.urandom(20_000)):
+                break
+        with contextlib.suppress(OSError), (disk / "somebody").open("wb") as file:
+            while True:
+                file.write(bytes(512))
+                file.flush()
+        keys = list(store.list())
+        assert len(keys) > 50
+        return keys
+
+    @pytest.mark.parametrize("reopen", [False, True])
+    def test_it_can_be_emptied_again(self, tiny_disk: Path, reopen: bool) -> None:
+        store = DiskStore(tiny_disk / "store")
+        keys = self.fill(tiny_disk, store)
+        assert store.get(keys[0]) is not None
+        if reopen:
+            store.close()
+            store = DiskStore(tiny_disk / "store")
+        for key in keys:
+            assert store.delete(key), key
+            assert not store.contains(key)
+        assert blobs(tiny_disk / "store") == []
+        assert store.put("span/new", bytes(20_000))
+        assert list(store.list()) == ["span/new"]
+        assert store.stats().items == 1
+
+    def test_gc_frees_it(self, tiny_disk: Path) -> None:
+        store = DiskStore(tiny_disk / "store", ttl=0.5)
+        self.fill(tiny_disk, store)
+        store.close()
+        time.sleep(0.6)
+        again = DiskStore(tiny_disk / "store", ttl=0.5)
+        again.gc(0)
+        assert blobs(tiny_disk / "store") == []
+        assert again.put("span/new", bytes(20_000))
+
+
 class TestUpkeep:
     def test_gc_removes_orphans_and_nothing_else(self, tmp_path: Path) -> None:
         store = DiskStore(tmp_path)
@@ -425,12 +599,13 @@ class TestUpkeep:
         assert store.get("span/a") == b"value"
         assert (tmp_path / "README").exists()
 
-    def test_gc_without_a_readable_index_removes_nothing(self, tmp_path: Path) -> None:
+    def test_gc_without_a_readable_index_removes_no_record(self, tmp_path: Path) -> None:
         store = DiskStore(tmp_path)
         store.put("span/a", b"value")
         sql(tmp_path, "ALTER TABLE Cache RENAME TO Gone")
-        assert store.gc(0)[0] == 0
+        store.gc(0)
         assert len(blobs(tmp_path)) == 1
+        assert store.get("span/a") == b"value"
 
     def test_opening_clears_old_temporary_files(self, tmp_path: Path) -> None:
         DiskStore(tmp_path).close()

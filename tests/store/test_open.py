@@ -173,9 +173,8 @@ class TestFaults:
     def test_every_kind_happens_and_is_counted(self) -> None:
         got, faults = self.run(3)
         whole = sum(value == b"value %d" % i for i, value in enumerate(got))
-        broken = sum(value is not None and value != b"value %d" % i for i, value in enumerate(got))
-        assert broken == faults["corrupt"] > 5
-        assert got.count(None) <= faults["miss"] + faults["refuse"]
+        assert whole + got.count(None) == 100, "what is damaged is a miss"
+        assert got.count(None) <= sum(faults.values())
         assert min(faults.values()) > 5
         assert whole > 30
 
