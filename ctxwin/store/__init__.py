@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+import os
 import re
 from pathlib import Path
 
@@ -10,10 +12,10 @@ from ctxwin.store.base import Store, StoreStats
 
 __all__ = ["Store", "StoreStats", "open_store", "parse_bytes"]
 
-_UNITS = {
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
-}  # fmt: skip
+STORE_KEY = "CTXWIN_STORE_KEY"
+"""Environment variable that holds the key of shared stores where none is passed."""
+_DECIMAL = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = _DECIMAL | {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SUPPORTED = "'memory:', 'disk:PATH', 'redis://HOST:PORT/DB' or 'tiered:memory:,disk:PATH'"
 
 
@@ -32,7 +34,14 @@ def parse_bytes(size: int | str) -> int:
     return size
 
 
-def open_store(url: str, *, max_bytes: int | str | None = None, ttl: float | None = None, tenant: str = "") -> Store:
+def open_store(
+    url: str,
+    *,
+    max_bytes: int | str | None = None,
+    ttl: float | None = None,
+    tenant: str = "",
+    key: str | bytes | None = None,
+) -> Store:
     """Opens a store.
 
     Args:
@@ -44,15 +53,20 @@ def open_store(url: str, *, max_bytes: int | str | None = None, ttl: float | Non
         ttl: seconds after its last put at which a value becomes a miss; None keeps it.
         tenant: each tenant has its own key space, its own limit and, on disk, its own folder below ``PATH``, so no
             tenant sees, evicts or times another one's keys. "" is a tenant like any other.
+        key: at least 16 bytes that all who share the store hold; None takes the environment's `STORE_KEY`, where that is
+            set. Records on disk and in Redis are then bound to it, to the tenant and to their own key by a keyed code that
+            every read checks: whoever writes without it can only cause misses. Without a key a checksum finds damage, but
+            whoever can write to the store is believed.
 
     Raises:
-        ValueError: an unknown kind of store or a bad limit.
+        ValueError: an unknown kind of store, a bad limit or a short key.
         MissingExtra: ``redis:`` without redis-py.
         OSError: a folder that cannot be made or written to, a server that cannot be reached.
     """
     if not isinstance(url, str):
         raise ValueError(f"a store must be {_SUPPORTED}, got {url!r}")
     limit = None if max_bytes is None else parse_bytes(max_bytes)
+    secret = _secret(key if key is not None else os.environ.get(STORE_KEY) or None, tenant)
     kind, _, rest = url.partition(":")
     if kind == "tiered":
         from ctxwin.store.tiered import TieredStore
@@ -62,15 +76,27 @@ def open_store(url: str, *, max_bytes: int | str | None = None, ttl: float | Non
         if len(names) < 2 or any(name.startswith("tiered:") for name in names):
             raise ValueError(f"a tiered store must be like 'tiered:memory:,disk:PATH', got {url!r}")
         limits = [min(limit, _default(name)) if limit else None for name in names[:-1]] + [limit]
-        return TieredStore([_open(name, size, ttl, tenant) for name, size in zip(names, limits, strict=True)])
-    return _open(url, limit, ttl, tenant)
+        return TieredStore([_open(name, size, ttl, tenant, secret) for name, size in zip(names, limits, strict=True)])
+    return _open(url, limit, ttl, tenant, secret)
+
+
+def _secret(key: str | bytes | None, tenant: str) -> bytes | None:
+    """What a tenant's records are sealed with, so that another tenant's are foreign to it."""
+    if key is None:
+        return None
+    raw = key.encode() if isinstance(key, str) else key
+    if len(raw) < 16:
+        raise ValueError(
+            f"a store's key must have at least 16 bytes, got {len(raw)}; make one with openssl rand -hex 32"
+        )
+    return hmac.digest(raw, digest("store", tenant).encode(), "sha256")
 
 
 def _default(url: str) -> int:
     return 50 * 10**9 if url.startswith("disk:") else 2 << 30
 
 
-def _open(url: str, limit: int | None, ttl: float | None, tenant: str) -> Store:
+def _open(url: str, limit: int | None, ttl: float | None, tenant: str, secret: bytes | None) -> Store:
     kind, colon, rest = url.partition(":")
     size = limit or _default(url)
     if kind == "memory" and colon and not rest:
@@ -80,9 +106,9 @@ def _open(url: str, limit: int | None, ttl: float | None, tenant: str) -> Store:
     if kind == "disk" and colon and rest:
         from ctxwin.store.disk import DiskStore
 
-        return DiskStore(Path(rest).expanduser() / digest("tenant", tenant), size, ttl)
+        return DiskStore(Path(rest).expanduser() / digest("tenant", tenant), size, ttl, secret=secret)
     if kind in ("redis", "rediss") and rest.startswith("//"):
         from ctxwin.store.redis import RedisStore
 
-        return RedisStore(url, size, ttl, tenant)
+        return RedisStore(url, size, ttl, tenant, secret=secret)
     raise ValueError(f"a store must be {_SUPPORTED}, got {url!r}")

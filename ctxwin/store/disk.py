@@ -113,7 +113,8 @@ class DiskStore(Store):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for folder in (self.path, self.path / BLOBS, self.path / _TEMP):
             folder.mkdir(mode=0o700, exist_ok=True)
-        self.path.chmod(0o700)
+        with contextlib.suppress(OSError):  # somebody else's folder, shared on purpose
+            self.path.chmod(0o700)
         self._cache = self._open_index()
         self._clean_temp(3600.0)
         if self._or(0, lambda: sum(1 for _ in walk(self.path)) - len(self._cache)) > 0:
@@ -177,15 +178,14 @@ class DiskStore(Store):
         """A sorted snapshot of the keys. Cost: a pass over the index."""
         return iter([key for key in self._keys() if key is not None and key.startswith(prefix)])
 
-    def _keys(self) -> list[str | None]:
+    def _keys(self) -> tuple[str | None, ...]:
         """The keys that have not expired, in order; None for each row that this store did not write."""
-        self._check_open()
 
-        def keys() -> list[str | None]:
+        def keys() -> tuple[str | None, ...]:
             self._cache.expire()
-            return [*self._cache.iterkeys()]
+            return tuple(self._cache.iterkeys())
 
-        return self._or([], keys, "list", "its keys")
+        return self._or((), keys, "list", "its keys")
 
     def put(self, key: str, value: bytes) -> bool:
         """Stores ``value``; False where it cannot fit beside what is leased here, or the disk refuses.
@@ -310,7 +310,7 @@ class DiskStore(Store):
         # Files first, rows second: a file whose row appears in between is seen as used.
         found = [self.path / file.filename for file in walk(self.path)] + [*self.path.glob("*.damaged-*")]
 
-        def rows() -> set[str]:
+        def rows() -> set[str] | None:
             kept = [self._row(key) for key in self._cache.iterkeys() if key is not None]
             return {row.filename for row in kept if row is not None}
 

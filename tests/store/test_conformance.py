@@ -9,7 +9,7 @@ from ctxwin.store.disk import DiskStore
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.testing import StoreConformance
 from ctxwin.store.tiered import TieredStore
-from ctxwin.store.wrappers import FaultStore, LoggingStore
+from store.wrapped import FaultStore, LoggingStore
 
 LARGE = 1 << 30
 

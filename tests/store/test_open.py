@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from ctxwin.store import Store, open_store, parse_bytes
 from ctxwin.store.disk import DiskStore
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.tiered import TieredStore
-from ctxwin.store.wrappers import FaultStore, LoggingStore
+from store.wrapped import FaultStore, LoggingStore
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ class TestFaults:
 
 def test_logging_counts_and_logs(caplog: pytest.LogCaptureFixture) -> None:
     store = LoggingStore(MemoryStore())
-    with caplog.at_level(logging.DEBUG, logger="ctxwin.store.wrappers"):
+    with caplog.at_level(logging.DEBUG, logger="store.wrapped"):
         store.put("span/a", b"value")
         store.get("span/a")
         store.get("span/b")
@@ -222,3 +224,37 @@ def test_memory_makes_no_copy() -> None:
     store, value = MemoryStore(), bytes(1000)
     store.put("span/a", value)
     assert store.get("span/a") is value
+
+
+KEY = "a key that all machines share"
+
+
+def test_a_key_seals_what_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"tiered:memory:,disk:{tmp_path}"
+    with closing(open_store(url, key=KEY)) as store:
+        assert store.put("span/a", b"right")
+    for foreign in ({}, {"key": "somebody else's key"}):
+        with closing(open_store(url, **foreign)) as store:  # type: ignore[arg-type]
+            assert store.get("span/a") is None
+            assert store.put("span/a", b"forged")
+        with closing(open_store(url, key=KEY)) as store:
+            assert store.get("span/a") is None
+            assert store.put("span/a", b"right")
+    monkeypatch.setenv("CTXWIN_STORE_KEY", KEY)
+    with closing(open_store(url)) as store:
+        assert store.get("span/a") == b"right"
+    with pytest.raises(ValueError, match="at least 16 bytes, got 5"):
+        open_store(url, key=b"short")
+
+
+def test_another_tenants_records_are_foreign(tmp_path: Path) -> None:
+    """Copied over by somebody who can write to both folders."""
+    stores = {name: open_store(f"disk:{tmp_path}", tenant=name, key=KEY) for name in ("alice", "bob")}
+    folders = {name: store.path for name, store in stores.items() if isinstance(store, DiskStore)}
+    stores["bob"].put("span/a", b"forged")
+    for store in stores.values():
+        store.close()
+    shutil.rmtree(folders["alice"])
+    shutil.copytree(folders["bob"], folders["alice"])
+    assert open_store(f"disk:{tmp_path}", tenant="alice", key=KEY).get("span/a") is None
+    assert open_store(f"disk:{tmp_path}", tenant="bob", key=KEY).get("span/a") == b"forged"

@@ -488,3 +488,14 @@ def test_redis_py_is_loaded_only_when_opened_and_missed_by_name(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "redis", None)  # Python's own mark for "not installed"
     with pytest.raises(MissingExtra, match=r"redis is not installed; run pip install 'ctxwin\[redis\]'"):
         open_store("redis://localhost")
+
+
+def test_a_writer_without_the_key_causes_misses_only(server: Server, store: RedisStore) -> None:
+    ours = twin(store, server, secret=b"a secret of the store")
+    assert ours.put("span/a", b"right")
+    for secret in (None, b"somebody else's secret"):
+        theirs = twin(store, server, secret=secret)
+        assert theirs.put("span/a", b"forged")
+        assert ours.get("span/a") is None
+        assert ours.put("span/a", b"right")
+        assert ours.get("span/a") == b"right"

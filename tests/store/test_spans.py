@@ -17,7 +17,7 @@ from ctxwin.kv.patch import Patch, form_patch
 from ctxwin.store import codec, open_store
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.spans import SpanRepository
-from ctxwin.store.wrappers import FaultStore, LoggingStore
+from store.wrapped import FaultStore, LoggingStore
 
 encode_bytes = partial(codec.encode_bytes, checked=False)
 encode_tensors = partial(codec.encode_tensors, checked=False)
