@@ -455,8 +455,8 @@ def _cut(model: str, spec: KVSpec, name: str | None, rank: int | None, share: fl
 
 def compressed(lost: Deficit, model: str, spec: KVSpec, fidelity: Fidelity) -> Patch:
     """The patch of a deficit as ``fidelity`` (resolved) wants it: its own directions, or coefficients over the shared ones."""
-    from ctxwin.kv.basis import project
     from ctxwin.kv.patch import compress
+    from ctxwin.kv.pooling import project
 
     if fidelity.layout == "shared":
         over = served_basis(model, spec, fidelity)

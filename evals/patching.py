@@ -12,11 +12,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ctxwin.kv.basis import SharedBasis, fit_basis, project
+from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.deficit import Deficit
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.lowrank import Weight
 from ctxwin.kv.patch import Layers, Layout, Patch, compress
+from ctxwin.kv.pooling import fit_basis, project
 
 Weighting = Literal["none", "balanced", "output"]
 BASIS_RANK = 96

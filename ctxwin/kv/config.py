@@ -131,9 +131,13 @@ def rope_spec_from_config(config: Any, engine: Engine = "hf") -> RopeSpec:
         raise _refusal(kind, f"rope type {scaling!r}", f"known are default, {', '.join(_COMPOSING)}")
     sections, cycling = _sections(given, kind)
     return RopeSpec(
-        inv_freq=tuple(inv_freq.to(torch.float32).tolist()), rotary_dim=2 * inv_freq.numel(),
-        pairing=_pairing(text, kind, engine), sections=sections, mrope_interleaved=cycling, magnitude=float(magnitude),
-    )  # fmt: skip
+        inv_freq=tuple(inv_freq.to(torch.float32).tolist()),
+        rotary_dim=2 * inv_freq.numel(),
+        pairing=_pairing(text, kind, engine),
+        sections=sections,
+        mrope_interleaved=cycling,
+        magnitude=float(magnitude),
+    )
 
 
 def kv_spec_from_config(config: Any, identity: str, dtype: str, engine: Engine = "hf") -> KVSpec:
@@ -157,15 +161,27 @@ def kv_spec_from_config(config: Any, identity: str, dtype: str, engine: Engine =
     layers, queries = int(text.num_hidden_layers), int(text.num_attention_heads)
     if getattr(text, "kv_lora_rank", None):
         return KVSpec(
-            identity=identity, family="mla", layers=layers, heads=1, k_dim=int(text.qk_rope_head_dim),
-            v_dim=int(text.kv_lora_rank), rope=rope, dtype=dtype,
-        )  # fmt: skip
+            identity=identity,
+            family="mla",
+            layers=layers,
+            heads=1,
+            k_dim=int(text.qk_rope_head_dim),
+            v_dim=int(text.kv_lora_rank),
+            rope=rope,
+            dtype=dtype,
+        )
     heads = int(getattr(text, "num_key_value_heads", None) or queries)
     dim = int(getattr(text, "head_dim", None) or text.hidden_size // queries)
     return KVSpec(
-        identity=identity, family="mha" if heads == queries else "gqa", layers=layers, heads=heads, k_dim=dim,
-        v_dim=int(getattr(text, "v_head_dim", None) or dim), rope=rope, dtype=dtype,
-    )  # fmt: skip
+        identity=identity,
+        family="mha" if heads == queries else "gqa",
+        layers=layers,
+        heads=heads,
+        k_dim=dim,
+        v_dim=int(getattr(text, "v_head_dim", None) or dim),
+        rope=rope,
+        dtype=dtype,
+    )
 
 
 def _rope_view(text: Any, kind: str) -> Any:
@@ -192,10 +208,13 @@ def _rope_view(text: Any, kind: str) -> Any:
     mla = getattr(text, "kv_lora_rank", None)
     dim = text.qk_rope_head_dim if mla else getattr(text, "head_dim", None)
     return SimpleNamespace(
-        rope_parameters=given, hidden_size=text.hidden_size, num_attention_heads=text.num_attention_heads,
-        head_dim=dim or text.hidden_size // text.num_attention_heads, max_position_embeddings=longest,
+        rope_parameters=given,
+        hidden_size=text.hidden_size,
+        num_attention_heads=text.num_attention_heads,
+        head_dim=dim or text.hidden_size // text.num_attention_heads,
+        max_position_embeddings=longest,
         standardize_rope_params=lambda: None,
-    )  # fmt: skip
+    )
 
 
 def _sections(given: dict[str, Any], kind: str) -> tuple[tuple[int, ...] | None, bool]:

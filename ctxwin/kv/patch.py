@@ -9,21 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
+from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.deficit import Deficit, deficit
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.lowrank import Method, Weight, truncated_svd
 from ctxwin.kv.rope import shift_angles, turn
 
-if TYPE_CHECKING:
-    from ctxwin.kv.basis import SharedBasis
-
 Layout = Literal["joint", "per_layer", "shared"]
 Layers = Literal["all", "deep"] | Sequence[int]
 
+_PLAIN = ("identity", "layout", "heads", "k_dim", "v_dim", "rank", "dense")
 # Budgets are shares of a chunk's KV in bf16, whatever dtype the patch has.
 _KV_ITEMSIZE = 2
 
@@ -65,6 +64,11 @@ class Patch:
     dense: bool = False
     basis: SharedBasis | None = None
     meta: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, spec: KVSpec, **rest: Any) -> Self:
+        """A patch whose model and layer shape are those of ``spec``."""
+        return cls(identity=spec.identity, heads=spec.heads, k_dim=spec.k_dim, v_dim=spec.v_dim, **rest)
 
     @property
     def tokens(self) -> int:
@@ -123,11 +127,9 @@ class Patch:
 
     def describe(self) -> dict[str, Any]:
         """Everything but the tensors, JSON-able; `from_tensors` takes it back."""
-        return {
-            "identity": self.identity, "layout": self.layout, "layers": list(self.layers), "heads": self.heads,
-            "k_dim": self.k_dim, "v_dim": self.v_dim, "rank": self.rank, "dense": self.dense,
-            "basis": None if self.basis is None else self.basis.id, "meta": dict(self.meta),
-        }  # fmt: skip
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        named = None if self.basis is None else self.basis.id
+        return {**plain, "layers": list(self.layers), "basis": named, "meta": dict(self.meta)}
 
     @classmethod
     def from_tensors(
@@ -149,10 +151,13 @@ class Patch:
         if "left" not in tensors:
             raise ValueError(f"tensors must hold 'left', got {sorted(tensors)}")
         patch = cls(
-            identity=meta["identity"], layout=meta["layout"], layers=tuple(meta["layers"]), heads=meta["heads"],
-            k_dim=meta["k_dim"], v_dim=meta["v_dim"], rank=meta["rank"], left=tensors["left"],
-            right=tensors.get("right"), dense=meta["dense"], basis=basis, meta=dict(meta["meta"]),
-        )  # fmt: skip
+            **{name: meta[name] for name in _PLAIN},
+            layers=tuple(meta["layers"]),
+            left=tensors["left"],
+            right=tensors.get("right"),
+            basis=basis,
+            meta=dict(meta["meta"]),
+        )
         patch.validate()
         return patch
 
@@ -216,9 +221,17 @@ def form_patch(
         Cost: two rotations and the SVD of ``[T, n W]`` (joint) or of n matrices ``[T, W]``.
     """
     return compress(
-        deficit(conditioned, base, spec), spec, rank=rank, bytes_share=bytes_share, layers=layers, layout=layout,
-        method=method, seed=seed, dtype=dtype, weight=weight,
-    )  # fmt: skip
+        deficit(conditioned, base, spec),
+        spec,
+        rank=rank,
+        bytes_share=bytes_share,
+        layers=layers,
+        layout=layout,
+        method=method,
+        seed=seed,
+        dtype=dtype,
+        weight=weight,
+    )
 
 
 def compress(
@@ -236,7 +249,7 @@ def compress(
 ) -> Patch:
     """The patch of a deficit; arguments as in `form_patch`."""
     if layout not in ("joint", "per_layer"):
-        raise ValueError(f"layout must be joint or per_layer, got {layout!r}; shared patches come from basis.project")
+        raise ValueError(f"layout must be joint or per_layer, got {layout!r}; shared patches come from pooling.project")
     if bytes_share is not None and not bytes_share > 0:
         raise ValueError(f"bytes_share must be > 0, got {bytes_share}")
     if rank is not None and rank < 0:
@@ -252,15 +265,22 @@ def compress(
     budget = None if bytes_share is None else bytes_share * spec.span_bytes(t, _KV_ITEMSIZE) / dtype.itemsize
     kept = _rank(rank, budget, cap, per_rank, whole) if n else 0
     dense = n > 0 and kept * per_rank >= whole
-    left, right = (_dense(lost, covered, dtype), None) if dense else _factor(
-        lost, covered, spec, kept, layout, method, seed, dtype, weight
-    )  # fmt: skip
-    patch = Patch(
-        identity=spec.identity, layout=layout, layers=covered, heads=spec.heads, k_dim=spec.k_dim, v_dim=spec.v_dim,
-        rank=cap if dense else kept, left=left, right=right, dense=dense,
-        meta={"method": method, "weighted": weight is not None,
-              "dropped": [layer for layer in wanted if layer not in covered]},
-    )  # fmt: skip
+    right: torch.Tensor | None = None
+    if dense:
+        left = _dense(lost, covered, dtype)
+    else:
+        left, right = _factor(lost, covered, spec, kept, layout, method, seed, dtype, weight)
+    dropped = [layer for layer in wanted if layer not in covered]
+    patch = Patch.of(
+        spec,
+        layout=layout,
+        layers=covered,
+        rank=cap if dense else kept,
+        left=left,
+        right=right,
+        dense=dense,
+        meta={"method": method, "weighted": weight is not None, "dropped": dropped},
+    )
     patch.meta.update(captured_energy(lost, patch))
     return patch
 

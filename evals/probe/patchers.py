@@ -8,9 +8,9 @@ from ctxwin.evals.group import Group
 from ctxwin.evals.patching import BASIS_RANK, Patcher, make_weight, parse_variant
 from ctxwin.evals.probe.contexts import Context
 from ctxwin.evals.probe.listen import Listener, bare
-from ctxwin.kv.basis import fit_basis
 from ctxwin.kv.deficit import Deficit
 from ctxwin.kv.layout import KVSpec
+from ctxwin.kv.pooling import fit_basis
 
 VARIANTS = ("", "deep", "per_layer", "per_layer+deep", "balanced", "output", "shared", "shared+deep")
 """As `parse_variant` reads them; "" is one joint factorisation of all layers."""

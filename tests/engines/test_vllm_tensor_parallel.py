@@ -18,10 +18,10 @@ import torch
 
 from ctxwin import Chunk
 from ctxwin.engines.base import Encoded, Engine, Sampling, Segment
-from ctxwin.kv.basis import fit_basis, project
 from ctxwin.kv.deficit import deficit
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import form_patch
+from ctxwin.kv.pooling import fit_basis, project
 from engines import models
 
 pytestmark = [

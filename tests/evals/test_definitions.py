@@ -16,8 +16,8 @@ from ctxwin.evals.group import Group
 from ctxwin.evals.metrics import kl_divergence
 from ctxwin.evals.patching import Patcher, make_weight
 from ctxwin.evals.tasks.tiny import TASKS, as_item
-from ctxwin.kv.basis import fit_basis
 from ctxwin.kv.patch import compress
+from ctxwin.kv.pooling import fit_basis
 from ctxwin.kv.relocate import relocate
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ctxwin import Chunk, Fidelity, Window
 from ctxwin.evals.shared_basis import Contexts, FitSettings, contexts_for, deficits, fit
 from ctxwin.evals.shared_basis_cli import basis
 from ctxwin.evals.studies.serving_gap import GapSettings
-from ctxwin.kv.basis import project
+from ctxwin.kv.pooling import project
 from ctxwin.profiles import PROFILES_VARIABLE, decode_basis, encode_basis, model_digest
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from operator_oracle import placed, random_positions, random_span
 
-from ctxwin.kv.basis import fit_basis, project
 from ctxwin.kv.deficit import deficit
 from ctxwin.kv.kernels import Placing
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Layers, Patch, form_patch
+from ctxwin.kv.pooling import fit_basis, project
 
 LAYOUTS = ["joint", "per_layer", "shared joint", "shared per_layer", "dense", "rank 0"]
 

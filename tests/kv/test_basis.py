@@ -6,9 +6,10 @@ import pytest
 import torch
 from operator_oracle import make_spec, placed, random_span, worst
 
-from ctxwin.kv.basis import SharedBasis, fit_basis, project
+from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.deficit import Deficit, deficit
 from ctxwin.kv.patch import Patch, apply_patch, compress
+from ctxwin.kv.pooling import fit_basis, project
 
 F64 = torch.float64
 

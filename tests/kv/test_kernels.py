@@ -24,9 +24,9 @@ from operator_oracle import (
 
 from ctxwin.kv.kernels import Part, Placing
 from ctxwin.kv.kernels.factors import rounds_once
-from ctxwin.kv.kernels.measure import main
 from ctxwin.kv.layout import KVSpec
 from ctxwin.kv.relocate import relocate
+from measure_kernels import main
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

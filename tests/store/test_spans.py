@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ctxwin.kv.basis import fit_basis, project
 from ctxwin.kv.deficit import deficit
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin.kv.patch import Patch, form_patch
+from ctxwin.kv.pooling import fit_basis, project
 from ctxwin.store import codec, open_store
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.spans import SpanRepository

@@ -25,8 +25,10 @@ IMAGE = {"type": "image"}
 _SYSTEM, _USER, _LATER, _LAST = "CTXWINSYS", "CTXWINUSER", "CTXWINLATER", "CTXWINLAST"
 _ONE, _TWO = "CTXWINONE", "CTXWINTWO"
 PROBE_CALL: dict[str, Any] = {
-    "id": "CTXWINABC", "type": "function", "function": {"name": "CTXWINNAME", "arguments": {"CTXWINKEY": "CTXWINVALUE"}},
-}  # fmt: skip
+    "id": "CTXWINABC",
+    "type": "function",
+    "function": {"name": "CTXWINNAME", "arguments": {"CTXWINKEY": "CTXWINVALUE"}},
+}
 """A tool call whose rendering shows how the template writes one."""
 
 
@@ -204,9 +206,7 @@ class Template:
         asked = self._cut([*base, _result(_ONE)], _USER, _ONE)
         reopened = self._cut([*base, _result(_ONE), _user(_LAST)], _USER, _ONE, _LAST)
         twice = self._cut([*base, _result(_ONE), _result(_TWO), _user(_LAST)], _USER, _ONE, _TWO, _LAST)
-        answered = self._cut(
-            [*base, _result(_ONE), _answer(_TWO, ()), _user(_LAST)], _USER, _ONE, _TWO, _LAST
-        )  # fmt: skip
+        answered = self._cut([*base, _result(_ONE), _answer(_TWO, ()), _user(_LAST)], _USER, _ONE, _TWO, _LAST)
         if asked is None or reopened is None or twice is None or answered is None:
             raise UnsupportedModel("the chat template has no turn for tool results")
         tail = asked[2].removesuffix(self._closing)
@@ -276,8 +276,12 @@ class Template:
             raise UnsupportedModel(f"the chat template rewrites what comes before when a {role} turn follows")
         twice = self._cut(
             [*base, {"role": role, "content": _ONE}, _user(_LATER), {"role": role, "content": _TWO}, _user(_LAST)],
-            _USER, _ONE, _LATER, _TWO, _LAST,
-        )  # fmt: skip
+            _USER,
+            _ONE,
+            _LATER,
+            _TWO,
+            _LAST,
+        )
         if twice is None or twice[:3] != once[:3] or twice[1:3] != twice[3:5] or twice[5] != once[3]:
             raise UnsupportedModel(f"the chat template writes a {role} turn differently depending on its place")
         if once[3] != self._closing:

@@ -125,10 +125,7 @@ def samples(spec: KVSpec, dtype: torch.dtype, tokens: Sequence[int]) -> list[Par
         rank, dense = 21, i == 2
         left = torch.randn(*((1, count, width) if dense else (count, rank)), generator=noise)
         right = None if dense else torch.randn(1, rank, width, generator=noise).to(dtype)
-        patch = Patch(
-            identity=spec.identity, layout="joint", layers=(0,), heads=spec.heads, k_dim=spec.k_dim, v_dim=spec.v_dim,
-            rank=rank, left=left.to(dtype), right=right, dense=dense,
-        )  # fmt: skip
+        patch = Patch.of(spec, layout="joint", layers=(0,), rank=rank, left=left.to(dtype), right=right, dense=dense)
         start = (3000, 77, 0)[i % 3]
         parts.append(Part(SpanKV(k, v, positions, 0), start, None if i == 1 else patch, min(i, 1)))
     return parts

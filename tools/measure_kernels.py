@@ -1,4 +1,4 @@
-"""What a load costs: ``python -m ctxwin.kv.kernels.measure``.
+"""What a load costs: ``python tools/measure_kernels.py``.
 
 Copy, rotate, and rotate with a joint patch, each by the reference and by the fast kernels, construction included, on
 random KV. All are run once per round, one behind the other, so that a busy machine is busy for all of them; the median
@@ -110,10 +110,7 @@ def _patch(setting: Setting, spec: KVSpec, tokens: int, noise: torch.Generator, 
     width = spec.heads * (spec.k_dim + spec.v_dim)
     left = torch.randn(tokens, setting.rank, generator=noise).to(dtype)
     right = torch.randn(spec.layers, setting.rank, width, generator=noise).to(dtype)
-    return Patch(
-        identity=spec.identity, layout="joint", layers=tuple(range(spec.layers)), heads=spec.heads, k_dim=spec.k_dim,
-        v_dim=spec.v_dim, rank=setting.rank, left=left, right=right,
-    )  # fmt: skip
+    return Patch.of(spec, layout="joint", layers=tuple(range(spec.layers)), rank=setting.rank, left=left, right=right)
 
 
 def _load(
@@ -141,7 +138,7 @@ def _copy(parts: Sequence[Part], device: torch.device) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the rows as a table or, with ``--json``, as ``{"setting": ..., "threads": ..., "rows": [...]}``."""
-    parser = argparse.ArgumentParser(prog="python -m ctxwin.kv.kernels.measure", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     for name, default in vars(Setting()).items():
         choices = {"dtype": ["bfloat16", "float16", "float32"], "pairing": ["half", "interleaved"]}.get(name)
         parser.add_argument(
