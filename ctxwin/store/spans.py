@@ -2,7 +2,7 @@
 
 | namespace | record                                       | model-bound |
 |-----------|----------------------------------------------|-------------|
-| ``span``  | `SpanKV` with the token ids it was made from | yes         |
+| ``span``  | `SpanKV` with token ids, chunk, provenance and exactness | yes |
 | ``patch``, ``orbit`` | `Patch`                           | yes         |
 | ``basis`` | `SharedBasis`, stored along with its patches unless it is known (`SpanRepository.know_basis`) | yes |
 | ``embed`` | vision embeddings ``[tokens, hidden]``       | yes         |
@@ -22,11 +22,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ctxwin.errors import StoreCorrupt
-from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.store import codec
 from ctxwin.store.base import Store
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from ctxwin.kv.basis import SharedBasis
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PATCHES: Final = ("patch", "orbit")
+_FARTHEST: Final = 1 << 31
 
 
 @dataclass
@@ -43,7 +45,7 @@ class RepositoryCounters:
 
     Attributes:
         live_hits: the hits that needed neither a read nor a check, because the decoded record was at hand.
-        mismatched: records of another model or of other tokens under the key asked for; each is a miss.
+        mismatched: records of another model, tokens or provenance under the key asked for; each is a miss.
         corrupt: records that did not decode; deleted, each is a miss.
         refused: puts that the store did not take.
         bytes_read, bytes_written: bytes of blobs through the store.
@@ -75,15 +77,19 @@ class SpanRepository:
     Args:
         store: where the blobs are; stays open when the repository goes.
         identity: `EngineSpec.identity`; stands in every record and is compared on a hit.
+        spec: layout of the model's KV, which every span is held against; None checks only that a span fits itself.
         max_live_bytes: bound on decoded records kept at hand (they share their blobs' bytes). One is only served while
             the store still holds its key. 0 keeps none.
     """
 
-    def __init__(self, store: Store, identity: str, max_live_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self, store: Store, identity: str, max_live_bytes: int = 256 << 20, spec: KVSpec | None = None
+    ) -> None:
         if max_live_bytes < 0:
             raise ValueError(f"max_live_bytes must be at least 0, got {max_live_bytes}")
         self.store = store
         self.identity = identity
+        self.spec = spec
         self.max_live_bytes = max_live_bytes
         self.counters = RepositoryCounters()
         self._live: OrderedDict[str, _Live] = OrderedDict()
@@ -93,28 +99,41 @@ class SpanRepository:
         self._abandoned: deque[str] = deque()
         self._lock = threading.Lock()
 
-    def get_span(self, key: str, token_ids: Sequence[int] | None = None) -> tuple[SpanKV, dict[str, Any]] | None:
+    def get_span(
+        self,
+        key: str,
+        token_ids: Sequence[int] | None = None,
+        *,
+        positions: np.ndarray | None = None,
+        **wanted: object,
+    ) -> tuple[SpanKV, dict[str, Any]] | None:
         """The span and its meta, or None.
 
         Args:
             key: of ``span/``.
             token_ids: the ids the span must have been made from; others are a miss. None leaves them to the caller.
+            positions: int64 ``[3, T]``, where its tokens must stand, relative to its origin; others are a miss.
+            wanted: what else its meta must hold: ``chunk``, ``provenance``, ``exact``.
 
-        Cost: a read and a SHA-256 of the blob; nothing while it is at hand.
+        Cost: a read, a SHA-256 of the blob and a pass over its numbers; nothing while it is at hand.
         """
 
         def decode(blob: bytes) -> tuple[SpanKV, dict[str, Any]]:
             tensors, header = codec.decode_tensors(blob, checked=False)
             span = SpanKV(tensors["k"], tensors["v"], tensors["positions"], int(header["start"]))
-            if span.k.ndim != 4 or span.v.ndim != 4 or tuple(span.positions.shape) != (3, span.tokens):
-                raise StoreCorrupt(f"a span's shapes must fit each other, got {span.k.shape}, {span.v.shape}")
+            _check_span(span, self.spec)
             if len(header["user"]["token_ids"]) != span.tokens:
                 raise StoreCorrupt(f"a span must have one token id per token, got {len(header['user']['token_ids'])}")
             object.__setattr__(span, "blob", blob)
             return span, header
 
-        def same(header: Mapping[str, Any]) -> bool:
-            return token_ids is None or list(header["user"]["token_ids"]) == list(token_ids)
+        def same(span: SpanKV, header: Mapping[str, Any]) -> bool:
+            held = header["user"]
+            here = positions is None or (
+                span.positions.shape == positions.shape and bool((span.positions.numpy() == positions).all())
+            )
+            theirs = token_ids is None or list(held["token_ids"]) == list(token_ids)
+            return here and theirs and all(held.get(name) == value for name, value in wanted.items())
 
         found = self._get(_key(key, "span"), "span", decode, same)
         return None if found is None else (found.record, dict(found.meta["user"]))
@@ -142,6 +161,7 @@ class SpanRepository:
             from ctxwin.kv.patch import Patch
 
             tensors, header = codec.decode_tensors(blob, checked=False)
+            _check_finite(*tensors.values())
             named = header["patch"]["basis"]
             basis = None if named is None else self._known.get(named) or self.get_basis(named)
             if named is not None and basis is None:
@@ -187,6 +207,7 @@ class SpanRepository:
 
         def decode(blob: bytes) -> tuple[torch.Tensor, dict[str, Any]]:
             tensors, header = codec.decode_tensors(blob, checked=False)
+            _check_finite(tensors["embedding"])
             return tensors["embedding"], header
 
         found = self._get(_key(key, "embed"), "embed", decode)
@@ -308,7 +329,7 @@ class SpanRepository:
         key: str,
         kind: str,
         decode: Callable[[bytes], tuple[Any, dict[str, Any]]],
-        same: Callable[[Mapping[str, Any]], bool] = lambda header: True,
+        same: Callable[[Any, Mapping[str, Any]], bool] = lambda record, header: True,
         bound: bool = True,
     ) -> _Live | None:
         namespace = key.partition("/")[0]
@@ -321,7 +342,7 @@ class SpanRepository:
         if found is not None:
             identity = self.identity if bound else ""
             another = found.meta.get("identity") != identity
-            what = "another model" if another else "" if same(found.meta) else "other tokens"
+            what = "another model" if another else "" if same(found.record, found.meta) else "other content"
             if what:
                 log.warning("stored %s is of %s than asked for; taken as a miss", key, what)
                 with self._lock:
@@ -391,6 +412,33 @@ class SpanRepository:
 
 class _BasisGoneError(LookupError):
     """The shared basis of a patch is not stored any more."""
+
+
+def _check_span(span: SpanKV, spec: KVSpec | None) -> None:
+    """Raises StoreCorrupt or ValueError where a span cannot be KV of the model, whoever wrote it."""
+    import torch
+
+    if spec is not None:
+        span.validate(spec)
+    if span.k.ndim != 4 or span.v.shape[:3] != span.k.shape[:3] or tuple(span.positions.shape) != (3, span.tokens):
+        raise StoreCorrupt(f"a span's shapes must fit each other, got {span.k.shape}, {span.v.shape}")
+    if span.positions.dtype != torch.int64 or not 0 <= span.start < _FARTHEST:
+        raise StoreCorrupt(
+            f"a span's positions must be int64 and its start >= 0, got {span.positions.dtype}, {span.start}"
+        )
+    if span.tokens and not 0 <= int(span.positions.min()) <= int(span.positions.max()) < _FARTHEST:
+        raise StoreCorrupt(f"a span's positions must be in [0, {_FARTHEST}), got {span.positions.aminmax()}")
+    _check_finite(span.k, span.v)
+
+
+def _check_finite(*tensors: torch.Tensor) -> None:
+    """Raises StoreCorrupt where numbers are NaN or infinite, or no floating-point numbers. Cost: a pass over them."""
+    for tensor in tensors:
+        if not tensor.dtype.is_floating_point:
+            raise StoreCorrupt(f"it must hold floating-point numbers, got {tensor.dtype}")
+        wide = tensor.float() if tensor.element_size() == 1 else tensor
+        if wide.numel() and not all(bool(bound.isfinite()) for bound in wide.aminmax()):
+            raise StoreCorrupt("it holds numbers that are not finite")
 
 
 def _key(key: str, *namespaces: str, any_namespace: bool = False) -> str:

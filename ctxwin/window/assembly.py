@@ -171,7 +171,9 @@ class Assembly:
         return replace(system_prompt, span=span, capture=False)
 
     def _span(self, key: str, encoded: Encoded, work: Work) -> SpanKV | None:
-        found = self.repo.get_span(key, token_ids=encoded.token_ids)
+        found = self.repo.get_span(
+            key, token_ids=encoded.token_ids, positions=encoded.positions, chunk=encoded.chunk_id
+        )
         if found is None:
             self._miss(key, work)
             return None

@@ -68,7 +68,7 @@ def test_other_tokens_are_a_miss(repo: SpanRepository, caplog: pytest.LogCapture
         assert repo.counters.mismatched == 2 * attempt + 2
         assert repo.get_span("a", token_ids=IDS) is not None
     assert repo.counters.misses["span"] == 4
-    assert "span/a is of other tokens" in caplog.text
+    assert "span/a is of other content" in caplog.text
 
 
 def test_another_model_is_a_miss_and_keeps_its_record(repo: SpanRepository) -> None:
@@ -177,6 +177,56 @@ BROKEN: dict[str, Callable[[bytes], bytes]] = {
     "meta types": lambda blob: encode_tensors(decode_tensors(blob)[0], decode_tensors(blob)[1] | {"user": 5}),
     "another key": lambda blob: encode_tensors(decode_tensors(blob)[0], decode_tensors(blob)[1] | {"key": "span/b"}),
 }
+
+
+WRONG: dict[str, Callable[[SpanKV], SpanKV]] = {
+    "NaN": lambda span: replace(span, k=span.k * torch.nan),
+    "infinite": lambda span: replace(span, v=span.v / 0),
+    "layers": lambda span: replace(span, k=span.k[:1], v=span.v[:1]),
+    "heads": lambda span: replace(span, k=span.k[:, :, :1], v=span.v[:, :, :1]),
+    "dimensions": lambda span: replace(span, k=span.k[..., :4]),
+    "values of other tokens": lambda span: replace(span, v=span.v[:, :3]),
+    "no numbers": lambda span: replace(span, k=span.k.int(), v=span.v.int()),
+    "far away": lambda span: replace(span, positions=span.positions + (1 << 40)),
+    "before the origin": lambda span: replace(span, positions=span.positions - 3),
+    "floating positions": lambda span: replace(span, positions=span.positions.double()),
+    "start": lambda span: replace(span, start=-5),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_a_malformed_span_is_a_miss(how: str) -> None:
+    """Whoever can write to the store can write a whole record with a right checksum."""
+    repo = SpanRepository(MemoryStore(), "engine", spec=SPEC)
+    assert repo.put_span("a", WRONG[how](span()), {"token_ids": IDS})
+    assert repo.get_span("a", token_ids=IDS) is None
+    assert repo.counters.corrupt == 1
+    assert repo.put_span("a", span(), {"token_ids": IDS})
+    assert repo.get_span("a", token_ids=IDS) is not None
+
+
+def test_a_span_is_held_against_what_is_asked_for() -> None:
+    repo = SpanRepository(MemoryStore(), "engine", spec=SPEC)
+    meta = {"chunk": "c", "provenance": "p", "exact": True}
+    repo.put_span("a", span(), {"token_ids": IDS, **meta})
+    places = span().positions.numpy()
+    assert repo.get_span("a", token_ids=IDS, positions=places, **meta) is not None
+    assert repo.get_span("a", positions=places + 1) is None
+    assert repo.get_span("a", positions=places[:, :3]) is None
+    for name, other in (("chunk", "d"), ("provenance", "q"), ("exact", False), ("unheard", 1)):
+        assert repo.get_span("a", **{name: other}) is None
+    assert repo.counters.mismatched == 6
+    assert repo.get_span("a") is not None
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_patches_and_embeddings_with_no_numbers_are_misses(repo: SpanRepository, bad: float) -> None:
+    patch = make_patch()
+    repo.put_patch("a", replace(patch, left=patch.left * bad))
+    repo.put_embedding("a", torch.full((2, 2), bad))
+    assert repo.get_patch("a") is None
+    assert repo.get_embedding("a") is None
+    assert repo.counters.corrupt == 2
 
 
 @pytest.mark.parametrize("how", BROKEN)

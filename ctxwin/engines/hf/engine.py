@@ -87,7 +87,7 @@ class HFEngine(EncodingEngine):
             vision=checkpoint.media is not None,
         )
         self.store = store if store is not None else open_store("memory:")
-        self.repo = SpanRepository(self.store, identity)
+        self.repo = SpanRepository(self.store, identity, spec=kv)
         self.counters = EngineCounters()
         self._checkpoint = checkpoint
         self._dtype = getattr(torch, name)
