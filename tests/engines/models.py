@@ -75,6 +75,20 @@ def write_text_model(folder: Path, chat_template: str | None = CHATML) -> Path:
     return folder
 
 
+def write_decoder(folder: Path, kind: str, **fields: Any) -> Path:
+    """A random text model of another family of transformers: ``kind`` as in its classes' names, ``Llama`` for one."""
+    import torch
+    import transformers
+
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    config = getattr(transformers, f"{kind}Config")(**(_text_fields(len(tokenizer)) | rope | fields))
+    _save(getattr(transformers, f"{kind}ForCausalLM")(config), folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def write_vision_model(folder: Path, kind: str = "qwen2_5_vl") -> Path:
     """A random Qwen2-VL, Qwen2.5-VL or Qwen3-VL (dense or MoE): 28 px a token, 84x84 pictures become 9 tokens."""
     import torch

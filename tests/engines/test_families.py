@@ -18,15 +18,21 @@ from ctxwin.engines.open import open_engine
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.store import Store, open_store
 from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture
-from engines.models import edit_config, write_internvl, write_kimi, write_mla_model, write_vision_model
+from engines.models import edit_config, write_decoder, write_internvl, write_kimi, write_mla_model, write_vision_model
 from engines.oracle import assert_answers, real_answer
 
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)  # fmt: skip
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "qwen3_vl": lambda folder: write_vision_model(folder, "qwen3_vl"),
     "qwen3_vl_moe": lambda folder: write_vision_model(folder, "qwen3_vl_moe"),
     "internvl": write_internvl,
     "kimi": write_kimi,
     "kimi_over_v2": lambda folder: write_kimi(folder, "deepseek_v2"),
+    "llama_gqa": lambda folder: write_decoder(folder, "Llama", rope_parameters=LLAMA3),
+    "llama_mha": lambda folder: write_decoder(folder, "Llama", num_key_value_heads=4),
     "deepseek_v2": write_mla_model,
     "deepseek_v3": lambda folder: write_mla_model(folder, "DeepseekV3"),
 }
@@ -69,6 +75,28 @@ class TestInternVL(OnTransformers):
     @classmethod
     def model_dir(cls, folders: Callable[[str], Path]) -> Path:
         return folders("internvl")
+
+
+class TestLlamaGQA(OnTransformers):
+    """Two query heads for each KV head, Llama 3's scaled frequencies."""
+
+    vision = False
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("llama_gqa")
+
+
+class TestLlamaMHA(OnTransformers):
+    """As many KV heads as query heads, as in Llama 2."""
+
+    vision = False
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("llama_mha")
 
 
 class TestDeepseekV2(OnTransformers):
@@ -255,3 +283,43 @@ def test_other_vision_models_are_refused_by_name(tmp_path: Path) -> None:
     LlavaOnevisionConfig().save_pretrained(tmp_path / "known")
     with pytest.raises(UnsupportedModel, match="only where the prompt has no other"):
         open_engine(f"hf:{tmp_path / 'known'}")
+
+
+HUNYUAN = dict(head_dim=16, pad_token_id=0)
+REFUSED: dict[str, tuple[str, dict[str, object], str]] = {
+    "nanochat": ("NanoChat", {}, "do not turn as its config says"),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", HUNYUAN, "do not turn as its config says"),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", HUNYUAN | {"num_experts": 2, "moe_topk": 1}, "do not turn as its config says"),
+    "falcon": ("Falcon", {"alibi": False, "new_decoder_architecture": False}, "not laid out as its config says"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_is_refused_by_measurement(kind: str, tmp_path: Path) -> None:
+    """Their configs show nothing that stands in the way: keys are normalised behind the turn, or laid out differently."""
+    name, fields, why = REFUSED[kind]
+    write_decoder(tmp_path, name, **fields)
+    weights = list(tmp_path.glob("*.safetensors"))
+    if kind.startswith("hunyuan"):  # a trained norm is no constant
+        rescale(weights[0], "key_layernorm.weight")
+    with pytest.raises(UnsupportedModel, match=why):
+        opened(tmp_path)
+
+
+def rescale(file: Path, ending: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(file)
+    noise = torch.Generator().manual_seed(3)
+    for name, weight in weights.items():
+        if name.endswith(ending):
+            weights[name] = weight * (0.5 + torch.rand(weight.shape, generator=noise))
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["Mistral", "Phi", "Olmo2", "Cohere", "StableLm", "Granite", "Qwen3"])
+def test_models_that_turn_are_accepted(kind: str, dtype: str, tmp_path: Path) -> None:
+    write_decoder(tmp_path, kind, sliding_window=None) if kind == "Mistral" else write_decoder(tmp_path, kind)
+    with HFEngine(tmp_path, dtype=dtype) as engine:
+        assert engine.counters == type(engine.counters)(), "the measurement is nobody's work"

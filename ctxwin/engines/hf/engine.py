@@ -19,6 +19,7 @@ from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.hf import model as hf_model
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.relocate import check_relocation
 from ctxwin.store.spans import SpanRepository
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
     from ctxwin.store.base import Store
 
+_PROBED = 16
+"""Tokens that are computed at two places when a model is opened."""
+_FAR = 997
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -56,7 +60,8 @@ class HFEngine(EncodingEngine):
         store: where spans, embeddings and sources are kept; None opens a store in memory.
 
     Raises:
-        UnsupportedModel: a model whose KV cannot be moved, or a vision model other than those in `families`.
+        UnsupportedModel: a model whose KV cannot be moved, by its config or as measured on the model at hand (two forwards
+            over 16 tokens), or a vision model other than those in `families`.
         ValueError: no such model, device or dtype.
     """
 
@@ -93,6 +98,8 @@ class HFEngine(EncodingEngine):
         self._dtype = getattr(torch, name)
         self._deep = hf_model.deep_layers(checkpoint.config)
         self._lock = threading.RLock()
+        check_relocation(kv, self._probe, max(1, min(_FAR, self.spec.max_tokens - _PROBED)))
+        self.counters = EngineCounters()  # the measurement is nobody's work
         vision = self._see if checkpoint.media is not None else None
         self.encoder = Encoder(checkpoint, identity, self.repo, vision, self._positions, self.counters)
         _log.info("transformers engine: %s (%s) on %s, %s", model, checkpoint.config.model_type, self._device, name)
@@ -308,6 +315,18 @@ class HFEngine(EncodingEngine):
             return hf_model.inputs(words, seen, self._deep)
         except ValueError as error:
             raise EngineFailed(str(error)) from error
+
+    def _probe(self, start: int) -> SpanKV:
+        """KV of some tokens, from all over the vocabulary, at ``start``; see `check_relocation`."""
+        import numpy as np
+
+        rows = int(self._opened().get_input_embeddings().weight.shape[0])
+        ids = tuple(rows * (2 * i + 1) // (2 * _PROBED) for i in range(_PROBED))
+        steps = np.arange(_PROBED, dtype=np.int64)
+        places = [steps, steps // 2, steps % 5] if self.spec.kv.rope.sections else [steps] * 3
+        made = Encoded("", ids, np.stack(places), _PROBED)
+        done = self._run([Segment(made, start)])
+        return self._span(done, done.slices[-1], made.positions, start)
 
     def _words(self, ids: Sequence[int]) -> torch.Tensor:
         """Word embeddings ``[T, hidden]``."""
