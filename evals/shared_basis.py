@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Segment
 from ctxwin.evals.patching import make_weight
-from ctxwin.kv.pooling import fit_basis
 from ctxwin.kv.deficit import Deficit, deficit
 from ctxwin.kv.lowrank import Weight
+from ctxwin.kv.pooling import fit_basis
 from ctxwin.profiles import ModelBasis, model_digest
 
 if TYPE_CHECKING:

@@ -23,10 +23,11 @@ from ctxwin.engines.vllm.transport.base import new_handle
 from ctxwin.engines.vllm.transport.shared_memory import SharedMemoryEndpoint
 from ctxwin.engines.vllm.vision import WorkerExtension
 from ctxwin.errors import StoreCorrupt
-from ctxwin.kv.basis import SharedBasis, fit_basis, project
+from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.deficit import deficit
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin.kv.patch import form_patch
+from ctxwin.kv.pooling import fit_basis, project
 from ctxwin.store import codec, open_store
 from ctxwin.store.spans import SpanRepository
 
