@@ -1,7 +1,7 @@
 """Between processes: files in shared memory, named in a job file under an unguessable handle.
 
 A `SharedMemoryTransport` belongs to the process of the engine, a `SharedMemoryEndpoint` to each process of vLLM that runs the
-connector. Nothing is pickled: KV travels as the store's checked blobs (`ctxwin.store.codec`), and one that was read from a
+connector. Nothing is pickled: KV travels as the store's blobs (`ctxwin.store.codec`), and one that was read from a
 store as the very bytes that were read; instructions are JSON.
 
 | file                    | written by | content                                                       |
@@ -432,16 +432,18 @@ def encode_span(span: SpanKV) -> bytes:
     """A span as the store frames it; the bytes that it was read from where it is unchanged."""
     if span.blob is not None:
         return span.blob
-    return codec.encode_tensors({"k": span.k, "v": span.v, "positions": span.positions}, {"start": span.start})
+    return codec.encode_tensors(
+        {"k": span.k, "v": span.v, "positions": span.positions}, {"start": span.start}, checked=False
+    )
 
 
 def encode_patch(patch: Patch) -> bytes:
     """A patch without its shared basis, which `encode_basis` makes a file of for all its patches."""
-    return codec.encode_tensors(patch.tensors(), {"patch": patch.describe()})
+    return codec.encode_tensors(patch.tensors(), {"patch": patch.describe()}, checked=False)
 
 
 def encode_basis(basis: SharedBasis) -> bytes:
-    return codec.encode_tensors(basis.tensors(), {"basis": basis.describe()})
+    return codec.encode_tensors(basis.tensors(), {"basis": basis.describe()}, checked=False)
 
 
 def decode_span(blob: bytes) -> SpanKV:
@@ -464,7 +466,8 @@ def decode_basis(blob: bytes) -> SharedBasis:
 
 
 def _decode(blob: bytes, make: Callable[[dict[str, torch.Tensor], dict[str, Any]], T]) -> T:
-    tensors, meta = codec.decode_tensors(blob)
+    # Without checksums, as the store's: a store checked its record when it was read, and memory needs no check.
+    tensors, meta = codec.decode_tensors(blob, checked=False)
     try:
         return make(tensors, meta)
     except (KeyError, TypeError, ValueError) as error:
