@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctxwin import Chunk, Window, open_engine
-from ctxwin.baselines.ledger import NAMES, Ledger
+from ctxwin.baselines import NAMES, Ledger
 from ctxwin.engines.base import Engine
 from ctxwin.media import decode_video
-from ctxwin.view.trace import Trace
+from ctxwin.view import Trace
 
 if TYPE_CHECKING:
     import numpy as np

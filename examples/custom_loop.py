@@ -6,7 +6,7 @@ import numpy as np
 from ctxwin import Chunk, Window
 from ctxwin.tiny import world
 
-ROOM = 32  # tokens kept free for a question and its answer
+RESERVED = 32  # tokens kept free for a question and its answer
 options = agent_options.parser(__doc__).parse_args()
 rng = np.random.default_rng(options.seed)
 frames = world.make_stream(options.seed, n_frames=30)  # stands in for your camera
@@ -25,13 +25,13 @@ def ask(window: Window, about: str) -> None:
 
 seen: dict[str, int] = {}  # placement id -> second
 with agent_options.running(options) as run:
-    budget = run.budget("You watch a camera.", shots[-1], count=6, reserve_tokens=ROOM)
-    window = run.watch(Window(run.engine, "You watch a camera.", budget), ROOM)
+    budget = run.budget("You watch a camera.", shots[-1], count=6, reserve_tokens=RESERVED)
+    window = run.watch(Window(run.engine, "You watch a camera.", budget), RESERVED)
     for second, shot in enumerate(shots):
         seen[window.append(shot)] = second
-        window.slide(reserve_tokens=ROOM)  # the oldest leave; the others move up without being computed again
+        window.slide(reserve_tokens=RESERVED)  # the oldest leave; the others move up without being computed again
         ask(window, about=str(rng.choice(window.ids)))
         if second % 3 == 2 and window.evicted:
             with window.fork() as branch:  # no copy: the window itself stays as it is
-                [back] = branch.look_back(str(rng.choice(window.evicted)), reserve_tokens=ROOM)
+                [back] = branch.look_back(str(rng.choice(window.evicted)), reserve_tokens=RESERVED)
                 ask(branch, about=back)

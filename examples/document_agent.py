@@ -25,9 +25,9 @@ from ctxwin import Chunk, Window
 from ctxwin.policies import LeastRecentlyRead
 from ctxwin.tiny import world
 
-HEADER = "You read a document."
+SYSTEM_PROMPT = "You read a document."
 OPEN = 6  # pages in the window
-ROOM = 128  # tokens kept free for a question and its answer
+RESERVED = 128  # tokens kept free for a question and its answer
 NOTE = 40  # most tokens of a note with its page number
 Asking = Callable[[str], str]
 
@@ -205,10 +205,10 @@ def main() -> None:
     pages = [Chunk.image(picture, text=f"page {number}") for number, picture in enumerate(pictures, start=1)]
 
     with agent_options.running(options, scripted=not options.pdf) as run:
-        reserve_tokens = ROOM if run.scripted else ROOM + NOTE * len(pages)  # the notes are part of a question
+        reserve_tokens = RESERVED if run.scripted else RESERVED + NOTE * len(pages)  # the notes are part of a question
         largest = max(pages, key=lambda page: run.engine.encode(page).tokens)
-        budget = run.budget(HEADER, largest, OPEN, reserve_tokens)
-        window = run.watch(Window(run.engine, HEADER, budget, eviction=LeastRecentlyRead()), reserve_tokens)
+        budget = run.budget(SYSTEM_PROMPT, largest, OPEN, reserve_tokens)
+        window = run.watch(Window(run.engine, SYSTEM_PROMPT, budget, eviction=LeastRecentlyRead()), reserve_tokens)
         reader = Reader(run, policy, window, reserve_tokens)
         for page in pages:
             reader.skim(page)

@@ -19,7 +19,7 @@ from ctxwin.tiny import world
 
 PLANNER = "You are the planner. Say what is worth a look."
 GROUNDER = "You are the grounder. Answer with one word."
-ROOM = 96  # tokens kept free for a question and its answer
+RESERVED = 96  # tokens kept free for a question and its answer
 Asking = Callable[[list[int], int, str], tuple[str, str | None]]  # (seconds in view, about, heard) -> question, truth
 
 
@@ -32,7 +32,7 @@ class Agent:
 
     def see(self, shot: Chunk) -> None:
         self.shown.append(self.window.append(shot))
-        self.window.slide(reserve_tokens=ROOM)
+        self.window.slide(reserve_tokens=RESERVED)
 
     @contextmanager
     def looking_at(self, second: int) -> Iterator[Window]:
@@ -41,7 +41,7 @@ class Agent:
             yield self.window
             return
         with self.window.fork() as branch:
-            branch.look_back(self.shown[second], reserve_tokens=ROOM)
+            branch.look_back(self.shown[second], reserve_tokens=RESERVED)
             yield branch
 
 
@@ -90,8 +90,8 @@ def main() -> None:
     rng = np.random.default_rng(options.seed)
 
     with agent_options.running(options, scripted=not options.video) as run:
-        budget = run.budget(PLANNER, shots[-1], count=6, reserve_tokens=ROOM)
-        planner = Agent("planner", run.watch(Window(run.engine, PLANNER, budget), ROOM))
+        budget = run.budget(PLANNER, shots[-1], count=6, reserve_tokens=RESERVED)
+        planner = Agent("planner", run.watch(Window(run.engine, PLANNER, budget), RESERVED))
         grounder = Agent("grounder", planner.window.fork(system_prompt=GROUNDER))  # counted, too, as all forks are
         team = (planner, grounder)
         for second, shot in enumerate(shots):

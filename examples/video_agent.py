@@ -26,7 +26,7 @@ from ctxwin.media import decode_video
 from ctxwin.tiny import world
 from ctxwin.tiny.clip import write_clip
 
-HEADER = "You watch a camera."
+SYSTEM_PROMPT = "You watch a camera."
 FRAMES = 6  # in the window
 QUESTIONS = ("What is happening?", "What changed since the beginning?", "Which objects can be seen?")
 
@@ -71,7 +71,7 @@ class Context(WindowContext):
 def watch(state: State, runtime: Runtime[Context]) -> State:
     """The next frame comes in; the oldest leave, and the others move up without being computed again."""
     context, second = runtime.context, state.get("second", -1) + 1
-    with open_window(state.get("window"), runtime, system_prompt=HEADER, budget=context.budget) as window:
+    with open_window(state.get("window"), runtime, system_prompt=SYSTEM_PROMPT, budget=context.budget) as window:
         window.append(Chunk.image(context.frames[second], text=f"t={second} s"))
         window.slide(reserve_tokens=context.reserve_tokens)
         return {"window": window.ref(), "second": second, "asked": 0}
@@ -214,7 +214,7 @@ def main() -> None:
             ledger=run,  # sees every window that a node opens
             frames=frames,
             policy=policy,
-            budget=run.budget(HEADER, widest, FRAMES),
+            budget=run.budget(SYSTEM_PROMPT, widest, FRAMES),
             reserve_tokens=run.reserve_tokens,
             max_tokens=max_tokens,
         )

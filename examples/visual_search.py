@@ -24,9 +24,9 @@ from ctxwin import Chunk, Window
 from ctxwin.policies import LeastRecentlyRead
 from ctxwin.tiny import world
 
-HEADER = "You look at a large picture, part by part."
+SYSTEM_PROMPT = "You look at a large picture, part by part."
 IN_VIEW = 6  # pictures in the window
-ROOM = 128  # tokens kept free for a question and its answer
+RESERVED = 128  # tokens kept free for a question and its answer
 DEPTH = 2  # the whole picture, its quarters, their quarters
 SURE = 0.5  # a view whose answer is surer than this ends the search
 LOOKS = 16  # most crops to try for a question
@@ -147,8 +147,8 @@ class Searcher:
     def __post_init__(self) -> None:
         self.crops: dict[str, Crop] = {}  # by chunk id
         longest_name = Chunk.image(self.view(Crop()), text=str(Crop((3,) * DEPTH)))
-        budget = self.run.budget(HEADER, longest_name, IN_VIEW, ROOM)
-        self.window = self.run.watch(Window(self.run.engine, HEADER, budget, eviction=LeastRecentlyRead()), ROOM)
+        budget = self.run.budget(SYSTEM_PROMPT, longest_name, IN_VIEW, RESERVED)
+        self.window = self.run.watch(Window(self.run.engine, SYSTEM_PROMPT, budget, eviction=LeastRecentlyRead()), RESERVED)
         self.window.extend([self.chunk(crop, pin=True) for crop in self.policy.always])
 
     def view(self, crop: Crop) -> Image.Image:
@@ -195,7 +195,7 @@ class Searcher:
             window.touch(placements[chunk.id])
         else:
             window.recall(placements[chunk.id])
-        window.slide(reserve_tokens=ROOM)
+        window.slide(reserve_tokens=RESERVED)
 
     def ask(self, window: Window, task: Task, crop: Crop) -> tuple[str, float]:
         """What the model says, and the probability of the first token."""

@@ -26,7 +26,7 @@ from ctxwin import Chunk, Window
 from ctxwin.adapters.langgraph import WindowContext, merge_windows, open_window
 from ctxwin.engines.base import Engine
 
-HEADER = "You are a web agent. Look at the page and answer."
+SYSTEM_PROMPT = "You are a web agent. Look at the page and answer."
 SCREENSHOTS = 4  # in the window
 EXCHANGES = 4  # of the transcript
 BOUND = (
@@ -75,7 +75,7 @@ def browse(state: State, runtime: Runtime[Context]) -> State:
     context, pages = runtime.context, state.get("pages", [])
     browser, policy = context.browser, context.policy
     with open_window(
-        state.get("window"), runtime, system_prompt=HEADER, budget=context.budget, eviction=EVICTION
+        state.get("window"), runtime, system_prompt=SYSTEM_PROMPT, budget=context.budget, eviction=EVICTION
     ) as window:
         if browser.url != state["url"]:  # the start, or this node runs again
             browser.open(state["url"])
@@ -137,7 +137,7 @@ def budget_for(engine: Engine, screenshot: Chunk, policy: Shopper | Tourist) -> 
     """Tokens of a window with so many screenshots and exchanges, and a question."""
     screenshots = SCREENSHOTS * engine.encode(screenshot).tokens
     return (
-        engine.encode_system_prompt(HEADER).tokens
+        engine.encode_system_prompt(SYSTEM_PROMPT).tokens
         + screenshots
         + EXCHANGES * (12 + policy.max_tokens)
         + policy.reserve_tokens

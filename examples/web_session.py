@@ -27,7 +27,7 @@ from ctxwin import Chunk, Window, open_engine, open_store
 from ctxwin.engines.base import Engine
 from ctxwin.store import parse_bytes
 from ctxwin.tiny import world
-from ctxwin.view.trace import Trace
+from ctxwin.view import Trace
 from ctxwin.window.events import Event
 
 
