@@ -17,11 +17,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from ctxwin import Window
 from ctxwin.chunk import Chunk
 from ctxwin.engines.open import open_engine
 from ctxwin.engines.torchvision_repair import repair
 from ctxwin.store import open_store
-from ctxwin.window import Window
 
 CHUNK = "red blue circle square color number " * 40
 
@@ -63,12 +63,8 @@ def main(tokens: int = 2048, runs: int = 9) -> None:
                 found.append({"ms": ms, "ttft": 1000 * usage.ttft_s, "mb": usage.bytes_loaded / 1e6})
         engine.close()
     cold = found[2:]  # the first computes, the second warms up
-    print(
-        json.dumps(
-            {"runs": runs, "tokens": size * len(chunks)}
-            | {k: round(statistics.median(f[k] for f in cold), 1) for k in cold[0]}
-        )
-    )
+    medians = {name: round(statistics.median(run[name] for run in cold), 1) for name in cold[0]}
+    print(json.dumps({"runs": runs, "tokens": size * len(chunks)} | medians))
 
 
 if __name__ == "__main__":

@@ -157,14 +157,27 @@ class TestAgainstTransformers:
         """A native video: its tokens move like any other's; the tower runs once."""
         rng = np.random.default_rng(7)
         frames = [rng.integers(0, 255, (56, 56, 3), dtype=np.uint8) for _ in range(4)]
+        front = encoded(engine, [1])
         before = engine.counters.vision_encodes
         clip = engine.encode(Chunk.video(frames, fps=2.0))
         assert engine.counters.vision_encodes == before + 1
-        parts = [*encoded(engine, [1]), clip]
+        parts = [*front, clip]
         whole = engine.generate(laid(parts), engine.encode_query("what color"), ALL, salt="video-1")
         spans = [whole.captured[i] for i in range(3)]
         again = engine.generate(laid(parts, spans), engine.encode_query("what color"), ALL, salt="video-2")
         assert gap(whole, again) < 1e-5 and engine.counters.vision_encodes == before + 1
+
+    @pytest.mark.parametrize("fps", [1e-6, 1e-3])
+    def test_a_video_beyond_the_models_positions_is_refused(self, engine: Any, fps: float) -> None:
+        """vLLM would look up angles that its table does not have, and end."""
+        frames = [np.full((56, 56, 3), i, dtype=np.uint8) for i in range(6)]
+        parts = [engine.encode_system_prompt("watch"), engine.encode(Chunk.video(frames, fps=fps))]
+        query = engine.encode_query("what color")
+        with pytest.raises(EngineFailed, match="positions must be in"):
+            engine.generate(laid(parts), query, ALL)
+        with pytest.raises(EngineFailed, match="positions must be in"):
+            engine.prefill([Segment(parts[0], 0)], parts[1], parts[0].advance)
+        assert engine.generate(laid(parts[:1]), query, ALL).token_ids
 
 
 PLAIN = """

@@ -140,8 +140,8 @@ def plain_request(engine: Any, window: Window, query: str = QUERY, **more: Any) 
                 "image_grid_thw": torch.tensor([span.grid_thw for span in media]),
             }
         },
-        # The name under which windows know a picture: without it vLLM would hash the embeddings.
-        "multi_modal_uuids": {"image": [span.key.rpartition("/")[2] for span in media]},
+        # The name under which windows know a picture, which nobody outside can know: vLLM would hash the embeddings.
+        "multi_modal_uuids": {"image": [engine._core.inputs.name(span.key) for span in media]},
         **more,
     }
 
@@ -328,6 +328,19 @@ class TestWithPlainRequests:
             out = plain(view, plain_request(view, window))
             assert out.num_cached_tokens == whole_blocks(loaded.usage.prompt_tokens - 1)
             assert gap(ours.first_token_logprobs, logprobs_of(out)[0]) < CLOSE
+
+    def test_nobody_outside_can_name_a_windows_picture(self, view: Any) -> None:
+        """Another picture under the name that follows from the content, in the very place of the window's."""
+        with window_on(view, [frame(i) for i in range(4)]) as window:
+            prompt = plain_request(view, window)
+            _, media = prompt_of(view, window)
+            embeds = prompt["multi_modal_data"]["image"]["image_embeds"]
+            prompt["multi_modal_data"]["image"]["image_embeds"] = embeds.flip(0)
+            prompt["multi_modal_uuids"] = {"image": [span.key.rpartition("/")[2] for span in media]}
+            plain(view, prompt)
+            served = ask(window)
+            with view.view("another") as other, window_on(other, [frame(i) for i in range(4)]) as alone:
+                assert gap(served.first_token_logprobs, ask(alone).first_token_logprobs) < CLOSE
 
     def test_what_is_exact_in_front_of_an_approximation_is_shared_and_the_rest_is_not(self, view: Any) -> None:
         with window_on(view, [frame(i) for i in range(9)], "patched") as window:

@@ -86,6 +86,7 @@ class Core:
         inputs: renders prompts, counts positions, runs the tower.
         vision: whether it sees images.
         block: tokens of a block of its paged cache.
+        positions: how many positions the model can rotate to; a video's may run ahead of its tokens.
     """
 
     def __init__(self, model: str | Path, served: Served, driver: Driver, transport: Transport) -> None:
@@ -94,6 +95,9 @@ class Core:
         self.driver = driver
         self.transport = transport
         self.block = int(driver.config.cache_config.block_size)
+        text = self.checkpoint.config.get_text_config()
+        longest = int(driver.config.model_config.max_model_len)
+        self.positions = max(longest, int(getattr(text, "max_position_embeddings", 0) or 0))
         self._users = 0
         self._segments: set[str] = set()  # shared memory of processes that it started
         self._lock = threading.Lock()

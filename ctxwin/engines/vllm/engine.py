@@ -451,7 +451,14 @@ class VLLMEngine(EncodingEngine):
         for part in encoded:
             parts.append(part.positions + start)
             start += part.advance
-        if not np.array_equal(np.concatenate(parts, axis=1), self._core.inputs.positions(ids, media)[0]):
+        positions = np.concatenate(parts, axis=1)
+        last, limit = max(start - 1, int(positions.max())) + sampling.max_tokens, self._core.positions
+        if int(positions.min()) < 0 or last >= limit:  # beyond its table of angles vLLM would end for everybody
+            raise EngineFailed(
+                f"positions must be in [0, {limit}), the answer's included, got up to {last}; drop chunks, or give videos "
+                "a rate and a length that the model was made for"
+            )
+        if not np.array_equal(positions, self._core.inputs.positions(ids, media)[0]):
             raise UnsupportedModel(
                 f"{self.spec.model} places a chunk by what stands before it; its KV cannot be put together from chunks"
             )
@@ -466,7 +473,7 @@ class VLLMEngine(EncodingEngine):
 
     def _salt(self, salt: str) -> str:
         """Exact windows of no tenant share their blocks with plain requests, which carry no salt."""
-        return digest("salt", self._tenant, salt) if salt or self._tenant else ""
+        return digest("salt", self._core.inputs.secret, self._tenant, salt) if salt or self._tenant else ""
 
     def _count(self, work: _Work, fallbacks: int) -> None:
         with self._counting:

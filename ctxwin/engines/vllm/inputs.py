@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -43,17 +44,28 @@ class Inputs:
         model: the model, or `internals.bare_model` of its class: only its rule of positions is asked.
         vision: ``(pixels, grids) -> embeddings``, one run of the vision tower where the model is; see `see`.
         files: whether embeddings reach vLLM as files, through its encoder-cache connector, and not inside requests.
+
+    Attributes:
+        secret: of this vLLM alone; part of every name in its caches that no client may guess.
     """
 
     def __init__(self, config: Any, renderer: Any, model: Any, vision: Vision, *, files: bool = False) -> None:
         self._config = config
         self._files = files
+        self.secret = secrets.token_hex(32)
         self.model = model
         self._vision = vision
         self.multimodal = bool(config.is_multimodal_model)
         self._tiled = is_tiled(config.hf_config)
         self._blank: dict[Any, Any] = {}
         self._processor: Any = renderer.get_mm_processor() if self.multimodal else None
+
+    def name(self, key: str, tenant: str = "") -> str:
+        """What a medium is called inside vLLM: by its content, its tenant and the secret, so that no client can name it.
+
+        Whoever knew the name could send other content under it in a plain request, and windows would be served that.
+        """
+        return digest("media", self.secret, tenant, key)
 
     def close(self) -> None:
         """Lets go of the model, whose weights would live as long as any of its callers."""
@@ -110,8 +122,7 @@ class Inputs:
         """A rendered engine input, the form that vLLM's own renderer hands to the engine.
 
         vLLM's processor and tower never run: media carry their embeddings, or (``files``) only the shape that positions
-        follow from, and their embeddings are named beside the prompt. The digest in their key is their hash, so
-        nothing is hashed again.
+        follow from, and their embeddings are named beside the prompt.
 
         Args:
             token_ids: placeholders expanded.
@@ -203,9 +214,8 @@ class Inputs:
             embedded = torch.ones(span.tokens + 1, dtype=torch.bool)
             embedded[0] = False
             place = PlaceholderRange(offset=span.offset - 1, length=span.tokens + 1, is_embed=embedded)
-        name = span.key.rpartition("/")[2]
-        identifier = digest("tenant", tenant, name) if tenant else name
-        return MultiModalFeatureSpec(data=item, modality=span.modality, identifier=identifier, mm_position=place)
+        name = self.name(span.key, tenant)
+        return MultiModalFeatureSpec(data=item, modality=span.modality, identifier=name, mm_position=place)
 
     def _zeros(self, tokens: int) -> torch.Tensor:
         import torch
