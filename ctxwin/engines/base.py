@@ -195,7 +195,7 @@ class Generation:
         cached_tokens: prompt tokens the engine's own prefix cache served.
         forwards: number of prefill forwards.
         bytes_loaded: bytes of KV written into the engine's cache from spans.
-        fallbacks: loads that failed and were recomputed.
+        fallbacks: loads that failed, so that everything was computed in place, exactly, ``captured`` included.
         ttft_s: seconds from the call to the first token.
         finished: False where ``on_token`` stopped the answer.
     """
@@ -216,10 +216,26 @@ class Generation:
 
 
 @dataclass
+class Tally:
+    """What calls of `Engine.prefill` cost, added up by the engine.
+
+    Attributes:
+        forwards: prefill forwards.
+        tokens: prompt tokens that went through one.
+        fallbacks: calls whose spans could not be loaded: everything was computed in place, exactly.
+    """
+
+    forwards: int = 0
+    tokens: int = 0
+    fallbacks: int = 0
+
+
+@dataclass
 class EngineCounters:
     """Work done since the engine was opened; every forward of ours counts, background ones too.
 
     Attributes:
+        vision_encodes: runs of the vision tower.
         fallbacks: requests whose spans could not be loaded and were computed instead.
         retries: loads that failed and were tried again, or given up.
         bytes_loaded: bytes of KV written into the engine's cache from spans.
@@ -281,12 +297,20 @@ class Engine(ABC):
 
     @abstractmethod
     def prefill(
-        self, context: Sequence[Segment], target: Encoded, start: int, *, salt: str = "", background: bool = False
+        self,
+        context: Sequence[Segment],
+        target: Encoded,
+        start: int,
+        *,
+        salt: str = "",
+        background: bool = False,
+        tally: Tally | None = None,
     ) -> SpanKV:
         """KV of ``target`` computed behind ``context`` (segments in order, all with spans or computed in place).
 
         Exact to the engine's arithmetic. Returned in the frame ``start``. Counted in `counters`. ``salt`` as in
-        `generate`. ``background`` is work that nobody waits for; an engine that batches serves others first.
+        `generate`. ``background`` is work that nobody waits for; an engine that batches serves others first. What the call
+        cost is added to ``tally``.
         """
 
     @abstractmethod

@@ -125,6 +125,8 @@ def ask(
             ids = tuple(generation.token_ids)
             while ended and len(core.engine.decode(ids)) > len(text):
                 ids = ids[:-1]
+            if generation.fallbacks:
+                laid = laid.computed(state)
             settled = core.assembly.settle(state, laid, generation.captured, core.fidelity)
             remembered = None
             if remember is True or (remember and remember(text)):
@@ -264,9 +266,9 @@ def _finished(
         positions=exchange.positions[:, n:] - shift,
         advance=exchange.advance - shift,
     )
-    tail = core.engine.prefill([*segments, Segment(first, start, span=head)], rest, start + shift, salt=laid.salt)
-    work.forwards += 1
-    work.tokens += rest.tokens
+    tail = core.engine.prefill(
+        [*segments, Segment(first, start, span=head)], rest, start + shift, salt=laid.salt, tally=work
+    )
     positions = torch.from_numpy(exchange.positions.copy())
     return replace(head, k=torch.cat([head.k, tail.k], 1), v=torch.cat([head.v, tail.v], 1), positions=positions)
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
+from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment, Tally
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.profiles import compressed, served_basis
 from ctxwin.window.answer import Plan
 from ctxwin.window.lanes import Choice, canonical_key, choose, plan_of
-from ctxwin.window.state import Placed, State, orbit_key, patch_key, provenance_of, span_key
+from ctxwin.window.state import Conditioning, Placed, State, orbit_key, patch_key, provenance_of, span_key
 
 if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV
@@ -31,11 +31,9 @@ log = logging.getLogger("ctxwin")
 
 
 @dataclass
-class Work:
+class Work(Tally):
     """What one operation cost beyond `Engine.generate`: forwards run to form canonicals and patches, and misses."""
 
-    forwards: int = 0
-    tokens: int = 0
     misses: int = 0
     system_prompt: bool = False  # whether the system prompt was among them
     background: bool = False  # nobody waits for it
@@ -48,6 +46,20 @@ class Laid:
     choices: tuple[Choice, ...]
     segments: tuple[Segment, ...]
     salt: str
+
+    def computed(self, state: State) -> Laid:
+        """What was served where the engine could load nothing: everything was computed in place, and is exact."""
+        choices: list[Choice] = []
+        for choice in self.choices:
+            front = [c.served.provenance for c in choices]
+            provenance = provenance_of(state.system_prompt_key, choice.placed.chunk_id, front)
+            served = Conditioning(
+                provenance=provenance, antecedents=tuple(c.placed.id for c in choices), exact=True, depth=0,
+                lane="computed", span=span_key(provenance),
+            )  # fmt: skip
+            choices.append(Choice(choice.placed, "computed", served, compute=True))
+        bare = (replace(segment, span=None, patch=None, patch_key="", approximate=False) for segment in self.segments)
+        return Laid(tuple(choices), tuple(bare), "")
 
 
 def salt_of(segments: Sequence[Segment]) -> str:
@@ -163,9 +175,7 @@ class Assembly:
         """``system_prompt`` with its KV: computed once for all canonicals that are formed behind it."""
         if system_prompt.span is not None:
             return system_prompt
-        span = self.engine.prefill([], system_prompt.encoded, 0, background=work.background)
-        work.forwards += 1
-        work.tokens += system_prompt.encoded.tokens
+        span = self.engine.prefill([], system_prompt.encoded, 0, background=work.background, tally=work)
         work.system_prompt = True
         self.put(system_prompt.span_key, span, system_prompt.encoded, provenance="system_prompt", exact=True)
         return replace(system_prompt, span=span, capture=False)
@@ -213,11 +223,9 @@ class Assembly:
         system_prompt = self._computed_system_prompt(state, system_prompt or self._system_prompt(state, work), work)
         encoded = self.encode(placed)
         with_system_prompt = partial(
-            self.engine.prefill, [system_prompt], encoded, state.system_prompt_advance, background=work.background
+            self.engine.prefill, [system_prompt], encoded, state.system_prompt_advance, background=work.background, tally=work
         )  # fmt: skip
         span = self._seen([placed], with_system_prompt)
-        work.forwards += 1
-        work.tokens += encoded.tokens
         self.put(key, span, encoded, provenance=provenance, exact=True)
         return key, span
 
@@ -309,19 +317,19 @@ class Assembly:
 
     def reform(self, state: State, index: int, laid: Laid, fidelity: Fidelity, work: Work) -> State:
         """Re-forms one placed chunk behind what is in front of it now: one forward, no vision encode."""
+        segment = laid.segments[index + 1]
+        behind = partial(
+            self.engine.prefill, laid.segments[: index + 1], segment.encoded, segment.start,
+            salt=salt_of(laid.segments[: index + 1]), background=work.background, tally=work,
+        )  # fmt: skip
+        fallbacks = work.fallbacks
+        span = self._seen([c.placed for c in laid.choices[: index + 1]], behind)
+        if work.fallbacks > fallbacks:
+            laid = laid.computed(state)
         choice = laid.choices[index]
         front = [c.served for c in laid.choices[:index]]
         now = provenance_of(state.system_prompt_key, choice.placed.chunk_id, [f.provenance for f in front])
         exact = all(f.exact for f in front)
-        segment = laid.segments[index + 1]
-        front_segments = laid.segments[: index + 1]
-        salt = salt_of(front_segments)
-        behind = partial(
-            self.engine.prefill, front_segments, segment.encoded, segment.start, salt=salt, background=work.background
-        )  # fmt: skip
-        span = self._seen([c.placed for c in laid.choices[: index + 1]], behind)
-        work.forwards += 1
-        work.tokens += segment.encoded.tokens
         depth = 0 if exact else 1 + max(f.depth for f in front)
         served = choice.served.model_copy(
             update={
@@ -359,16 +367,14 @@ class Assembly:
             segments, at = [system_prompt], state.system_prompt_advance
             for i in order:
                 front = self.encode(state.placed[i])
-                before = partial(self.engine.prefill, tuple(segments), front, at, background=work.background)
+                before = partial(
+                    self.engine.prefill, tuple(segments), front, at, background=work.background, tally=work
+                )
                 span = self._seen(state.placed[: index + 1], before)
                 segments.append(Segment(front, at, span=span))
-                work.forwards += 1
-                work.tokens += front.tokens
                 at += front.advance
-            behind = partial(self.engine.prefill, tuple(segments), encoded, at, background=work.background)
+            behind = partial(self.engine.prefill, tuple(segments), encoded, at, background=work.background, tally=work)
             met.append(self._seen(state.placed[: index + 1], behind))
-            work.forwards += 1
-            work.tokens += encoded.tokens
         mean = OrbitMean(spec.kv)
         for span in met:
             mean.add(span, base[0])

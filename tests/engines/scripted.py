@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
+from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment, Tally
 from ctxwin.engines.encoding.templates import Template
 from ctxwin.kv.layout import SpanKV
 
@@ -76,9 +76,16 @@ class ScriptedEngine(Engine):
         return made
 
     def prefill(
-        self, context: Sequence[Segment], target: Encoded, start: int, *, salt: str = "", background: bool = False
+        self,
+        context: Sequence[Segment],
+        target: Encoded,
+        start: int,
+        *,
+        salt: str = "",
+        background: bool = False,
+        tally: Tally | None = None,
     ) -> SpanKV:
-        made: SpanKV = self.inner.prefill(context, target, start, salt=salt, background=background)
+        made: SpanKV = self.inner.prefill(context, target, start, salt=salt, background=background, tally=tally)
         return made
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -15,7 +15,17 @@ import numpy as np
 import torch
 
 from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
-from ctxwin.engines.base import Encoded, Engine, EngineCounters, EngineSpec, Generation, MediaSpan, Sampling, Segment
+from ctxwin.engines.base import (
+    Encoded,
+    Engine,
+    EngineCounters,
+    EngineSpec,
+    Generation,
+    MediaSpan,
+    Sampling,
+    Segment,
+    Tally,
+)
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.hashing import digest
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
@@ -136,13 +146,23 @@ class FakeEngine(Engine):
         return spans, captured, tokens, loaded
 
     def prefill(
-        self, context: Sequence[Segment], target: Encoded, start: int, *, salt: str = "", background: bool = False
+        self,
+        context: Sequence[Segment],
+        target: Encoded,
+        start: int,
+        *,
+        salt: str = "",
+        background: bool = False,
+        tally: Tally | None = None,
     ) -> SpanKV:
         if self.fail:
             raise self.fail
         spans, _, tokens, _ = self._run(context)
         self.counters.prefill_forwards += 1
         self.counters.prefill_tokens += tokens + target.tokens
+        if tally is not None:
+            tally.forwards += 1
+            tally.tokens += tokens + target.tokens
         return self._forward(spans, target, start)
 
     def generate(

@@ -304,3 +304,57 @@ def test_another_process_goes_on_where_this_one_stopped(tmp_path: Path) -> None:
     text, encodes, computed, misses = elsewhere(tmp_path, state)
     assert (text, encodes, misses) == (expected.text, "0", "1")
     assert int(computed) > query
+
+
+def test_usage_counts_what_went_through_a_forward(engine: Engine) -> None:
+    """Canonicals, remembered exchanges and what an engine's own prefix cache served, to the token."""
+    system_prompt = HEADER + " The camera sees one shape at a time." * 4
+
+    def counted(window: Window, **options: Any) -> None:
+        tokens, forwards = engine.counters.prefill_tokens, engine.counters.prefill_forwards
+        usage = window.ask(QUESTIONS[0], max_tokens=3, **options).usage
+        assert usage.computed_tokens == engine.counters.prefill_tokens - tokens
+        assert usage.forwards == engine.counters.prefill_forwards - forwards
+
+    for mode in ("blind", "patched", "exact"):
+        with Window(engine, system_prompt, fidelity=Fidelity(mode)) as window:
+            window.extend([chunk(i) for i in range(3)])
+            counted(window)
+            counted(window, remember=True)
+            window.reorder([window.ids[2], *window.ids[:2], *window.ids[3:]])
+            counted(window, remember=True)
+            window.append(chunk(4))
+            counted(window)
+
+
+def test_frames_count_each_run_of_the_tower(engine: Engine) -> None:
+    before = engine.counters.vision_encodes
+    frames = [world.render(FRAMES[i % 6]) for i in range(40)]
+    clip = engine.encode(Chunk.video(frames, fps=2.0, as_frames=True))
+    assert engine.counters.vision_encodes - before == 3  # 16, 16 and 8 of them at once
+    assert len(clip.media) == 40
+
+
+def test_what_is_computed_because_a_load_failed_is_exact(engine: Engine) -> None:
+    if engine.spec.name != "vllm":
+        pytest.skip("transformers has no loads that fail")
+    from unittest import mock
+
+    from ctxwin.engines.vllm.transport import base
+
+    with window_on(engine, n=3) as window:
+        ask(window, QUESTIONS[0])
+        assert window.compress() > 0
+        window.append(chunk(4))
+        assert not window.plan().entries[-1].exact
+        with mock.patch.object(base, "write", side_effect=OSError("a lost page")):
+            answer = window.ask(QUESTIONS[0], max_tokens=2, logprobs=-1, remember=True)
+        assert answer.usage.fallbacks == 1 and answer.usage.exact and set(answer.usage.reused_tokens) == {"computed"}
+        assert [entry.exact for entry in window.plan().entries] == [True, False, False, True, True]
+        chunks = [window.chunk(placement) for placement in window.ids]
+        engine._core.driver.reset_prefix_cache()  # type: ignore[attr-defined]
+        with Window(engine, HEADER, fidelity=Fidelity("exact")) as exact:  # served what the window has stored
+            exact.extend(chunks)
+            served = ask(exact, QUESTIONS[1])
+            assert served.usage.bytes_loaded > 0
+            assert close(served.first_token_logprobs, reprefill(engine, exact, QUESTIONS[1]), 1e-4)

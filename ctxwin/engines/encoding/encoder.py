@@ -52,7 +52,7 @@ class Encoder:
         repository: where embeddings are kept and media sources are looked up.
         vision: runs the vision tower; None for a text model.
         positions: the serving engine's position rule.
-        counters: ``vision_encodes`` counts media that went through the tower.
+        counters: ``vision_encodes`` counts runs of the tower.
         cache: how many encoded chunks are remembered.
     """
 
@@ -230,7 +230,7 @@ class Encoder:
         return family
 
     def _images(self, chunk: Chunk, part: MediaPart, family: Family) -> list[_Item]:
-        """An image, or the frames of a video as images. One count a media."""
+        """An image, or the frames of a video as images."""
         frames = part.media == "video"
         keys = [self._key(part, "image", index if frames else None) for index in range(part.shape[0])]
         missing = [i for i, key in enumerate(keys) if self.embeddings.get(key) is None]
@@ -246,7 +246,6 @@ class Encoder:
                     part, process_images, family, checkpoint.config, checkpoint.image_processor, pictures, frames
                 )
                 fresh |= self._run(pixels, grids, [keys[i] for i in batch])
-            self._counters.vision_encodes += 1
         return [(key, *(fresh.get(key) or self._known(key)), None, "") for key in keys]
 
     def _video(self, chunk: Chunk, part: MediaPart, family: Family) -> list[_Item]:
@@ -261,7 +260,6 @@ class Encoder:
             frames = self._pixels(chunk, part)
             pixels, grids = self._processed(part, process_video, processor, frames)
             fresh = self._run(pixels, grids, keys)
-            self._counters.vision_encodes += 1
         seconds = None if family.stamps else patch / fps
         return [
             (key, *(fresh.get(key) or self._known(key)), seconds, mark) for key, mark in zip(keys, marks, strict=True)
@@ -281,6 +279,7 @@ class Encoder:
         assert self._vision is not None
         merge = self.checkpoint.patches_per_token
         embeddings = self._vision(pixels, grids)
+        self._counters.vision_encodes += 1
         sizes = [(int(t), int(h), int(w)) for t, h, w in grids.tolist()]
         if len(sizes) != len(keys):
             ((steps, high, wide),) = sizes

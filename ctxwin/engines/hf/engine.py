@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ctxwin.engines.base import Encoded, EngineCounters, EngineSpec, Generation, MediaSpan, Sampling, Segment
+from ctxwin.engines.base import Encoded, EngineCounters, EngineSpec, Generation, MediaSpan, Sampling, Segment, Tally
 from ctxwin.engines.encoding.checkpoint import open_checkpoint
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.hf import model as hf_model
@@ -105,11 +105,21 @@ class HFEngine(EncodingEngine):
         _log.info("transformers engine: %s (%s) on %s, %s", model, checkpoint.config.model_type, self._device, name)
 
     def prefill(
-        self, context: Sequence[Segment], target: Encoded, start: int, *, salt: str = "", background: bool = False
+        self,
+        context: Sequence[Segment],
+        target: Encoded,
+        start: int,
+        *,
+        salt: str = "",
+        background: bool = False,
+        tally: Tally | None = None,
     ) -> SpanKV:
         """See `Engine.prefill`. This engine has no prefix cache and no queue: the rest has no effect."""
         with self._lock:
             done = self._run([*context, Segment(target, start)])
+            if tally is not None:
+                tally.forwards += done.forwards
+                tally.tokens += done.computed
             return self._span(done, done.slices[-1], target.positions, start)
 
     def generate(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ctxwin.engines.base import Encoded, EngineCounters, EngineSpec, Generation, MediaSpan, Sampling, Segment
+from ctxwin.engines.base import Encoded, EngineCounters, EngineSpec, Generation, MediaSpan, Sampling, Segment, Tally
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.errors import CtxwinError, EngineFailed, UnsupportedModel
 from ctxwin.hashing import digest
@@ -190,7 +190,14 @@ class VLLMEngine(EncodingEngine):
         return self._salt("")
 
     def prefill(
-        self, context: Sequence[Segment], target: Encoded, start: int, *, salt: str = "", background: bool = False
+        self,
+        context: Sequence[Segment],
+        target: Encoded,
+        start: int,
+        *,
+        salt: str = "",
+        background: bool = False,
+        tally: Tally | None = None,
     ) -> SpanKV:
         """See `Engine.prefill`.
 
@@ -202,6 +209,10 @@ class VLLMEngine(EncodingEngine):
         segments = [*context, Segment(target, start, capture=True)]
         work, _, fallbacks = self._serve(segments, _Ask(None, Sampling(max_tokens=1), salt, background=background))
         self._count(work, fallbacks)
+        if tally is not None:
+            tally.forwards += work.forwards
+            tally.tokens += work.computed
+            tally.fallbacks += fallbacks
         span = work.captured[str(len(context))]
         return relocate(span, self.spec.kv, start)
 
