@@ -247,6 +247,9 @@ def fix(findings: list[Finding]) -> Iterator[str]:
 
 def _companion(name: str) -> Finding:
     version = _version(name)
+    if version is None and name == "torchvision":
+        what = "not installed: transformers' processors of vision models need it"
+        return Finding(name, "broken", what, "pip install torchvision")
     if version is None:
         return Finding(name, "ok", "not installed, and not needed")
     healthy = _run(f"import {name}", hooked=False)

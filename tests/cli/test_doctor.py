@@ -77,7 +77,8 @@ def test_builds_of_vllm(versions: dict[str, str], installed: dict[str, str], sta
 
 
 def test_a_companion_that_does_not_fit_torch(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checks.torchvision().what == "not installed, and not needed"
+    assert checks.torchaudio().what == "not installed, and not needed"
+    assert (checks.torchvision().status, checks.torchvision().remedy) == ("broken", "pip install torchvision")
     versions["torchvision"] = "0.28.0"
     answers: list[tuple[bool, str]] = [(False, "operator torchvision::nms does not exist"), (True, "True")]
     monkeypatch.setattr(checks, "_run", lambda code, hooked=True: answers.pop(0))
