@@ -66,6 +66,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/bandit -q -ll -c pyproject.toml -r ctxwin adapters evals
 
 install: $(VENV)/.wheel
 
@@ -74,6 +75,7 @@ $(VENV)/.deps: constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import sys; v = sys.version; sys.exit(None if sys.version_info >= (3, 11) else f"ctxwin needs Python 3.11 or newer, got {v}")'
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt "$(CURDIR)[$(EXTRAS)]"
+	$(BIN)/python -I -m ctxwin.engines.repair_install
 	touch $@
 
 # The wheel, built from this tree and installed: what the tests and the demo run is what a user would install.
