@@ -52,11 +52,17 @@ class DataTask(Task):
         """Items in file order; (doc_id, error) for one whose media are missing. Reads no media."""
 
     @abstractmethod
+    def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """Answers of one arm as the data set's own scripts read them: the content of that file."""
+
     def export(self, rows: Iterable[Mapping[str, Any]], path: Path) -> None:
         """Writes answers as the data set's own scripts read them, whole or not at all.
 
-        ``rows`` are of one arm and hold ``doc_id, answer, target, meta``, as a run's samples do; ValueError otherwise.
+        Args:
+            rows: of one arm, with ``doc_id, answer, target, meta``, as a run's samples have; ValueError otherwise.
+            path: the file to write.
         """
+        write_whole(path, self.exported(_of_one_arm(rows)))
 
     @cached_property
     def root(self) -> Path:
@@ -105,11 +111,12 @@ class DataTask(Task):
         return {**super().config(), **made, "max_tokens": self.max_tokens, "skip_missing": self.options.skip_missing}
 
 
-def need_files(paths: Iterable[Path], where: str) -> None:
-    """Raises `Missing` for the first path that is no file."""
+def missing(paths: Iterable[Path], where: str) -> Missing | None:
+    """The error for the first path that is no file; None where all are there."""
     for path in paths:
         if not path.is_file():
-            raise Missing(f"{where} must find its media, got no file {str(path)!r}; unpack the data set's media there")
+            return Missing(f"{where} must find its media, got no file {str(path)!r}; unpack the data set's media there")
+    return None
 
 
 def inside(folder: Path, name: Any, where: str) -> Path:
@@ -176,7 +183,7 @@ def write_whole(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def of_one_arm(rows: Iterable[Any]) -> list[Any]:
+def _of_one_arm(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Rows in order; ValueError where there are none or one question has two answers, as rows of several arms have."""
     listed = list(rows)
     seen: set[str] = set()

@@ -9,21 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ctxwin.chunk import Chunk
-from ctxwin.evals.benchmarks.base import (
-    DataTask,
-    Missing,
-    inside,
-    need_files,
-    of_one_arm,
-    read_json,
-    want,
-    write_whole,
-)
+from ctxwin.evals.benchmarks.base import DataTask, Missing, inside, missing, read_json, want
 from ctxwin.evals.benchmarks.milebench_score import aggregate, process, quantity, score_answer
 from ctxwin.evals.benchmarks.options import DataOptions
 from ctxwin.evals.benchmarks.prompt import Picture, Prompt, interleave
@@ -114,14 +105,12 @@ class MileBench(DataTask):
             if process(response) not in [process(c) for c in choices]:
                 raise ValueError(f"{where}: response must be one of the choices, got {response!r} and {choices!r}")
             paths = [p.path for p in prompt.pieces if isinstance(p, Picture)]
-            try:
-                if not paths:
-                    raise ValueError(f"{where}: images_path must name pictures, got none")
-                need_files(paths, where)
-            except Missing as error:
+            if not paths:
+                raise ValueError(f"{where}: images_path must name pictures, got none")
+            if (error := missing(paths, where)) is not None:
                 yield name, error
-                continue
-            yield self._item(index, name, sample, prompt, response, paths)
+            else:
+                yield self._item(index, name, sample, prompt, response, paths)
 
     def _item(
         self, index: int, name: str, sample: Mapping[str, Any], prompt: Prompt, response: str, paths: Sequence[Path]
@@ -130,13 +119,10 @@ class MileBench(DataTask):
         shown = [p if isinstance(p, str) else None for p in prompt.pieces]
         media = [[n, p.stat().st_size] for n, p in zip(task["images_path"], paths, strict=True)]
 
-        def load() -> list[Chunk]:
-            return prompt.chunks(max_pixels)
-
         return Item(
             task=self.name,
             index=index,
-            load=load,
+            load=partial(prompt.chunks, max_pixels),
             count=len(prompt.pieces),
             placed=tuple(range(len(prompt.pieces))),
             query=prompt.query,
@@ -161,23 +147,15 @@ class MileBench(DataTask):
         """See `ctxwin.evals.benchmarks.milebench_score.aggregate`."""
         return aggregate(rows)
 
-    def export(self, rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-        """Writes the official predictions; see `export`."""
-        export(rows, path)
-
-
-def export(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Writes the official ``pred.json`` (it belongs into ``<results>/<model>/<set>/``).
-
-    ``rows`` are of one arm and hold ``answer`` (the model's words), ``target`` and ``meta``.
-    """
-    made = [
-        {
-            "sample_id": int(row["meta"]["sample_id"]),
-            "image": row["meta"]["images"],
-            "gt_response": row["target"]["response"],
-            "pred_response": row["answer"],
-        }
-        for row in of_one_arm(rows)
-    ]
-    write_whole(path, json.dumps(made, ensure_ascii=False, indent=4) + "\n")
+    def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """The official ``pred.json``; it belongs into ``<results>/<model>/<set>/``."""
+        made = [
+            {
+                "sample_id": int(row["meta"]["sample_id"]),
+                "image": row["meta"]["images"],
+                "gt_response": row["target"]["response"],
+                "pred_response": row["answer"],
+            }
+            for row in rows
+        ]
+        return json.dumps(made, ensure_ascii=False, indent=4) + "\n"

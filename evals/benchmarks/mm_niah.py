@@ -8,23 +8,13 @@ and table 3).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ctxwin.chunk import Chunk
-from ctxwin.evals.benchmarks.base import (
-    DataTask,
-    Missing,
-    inside,
-    need_files,
-    of_one_arm,
-    read_line_at,
-    read_lines,
-    want,
-    write_whole,
-)
+from ctxwin.evals.benchmarks.base import DataTask, Missing, inside, missing, read_line_at, read_lines, want
 from ctxwin.evals.benchmarks.mm_niah_score import aggregate, score_answer
 from ctxwin.evals.benchmarks.options import DataOptions
 from ctxwin.evals.benchmarks.prompt import Picture, Piece, Prompt, interleave
@@ -145,12 +135,10 @@ class MMNiah(DataTask):
             seen.add(row.id)
             prompt = compose(row, folder, where, self.options.text_words)
             paths = [p.path for p in prompt.pieces if isinstance(p, Picture)]
-            try:
-                need_files(paths, where)
-            except Missing as error:
+            if (error := missing(paths, where)) is not None:
                 yield str(row.id), error
-                continue
-            yield self._item(index, row, prompt, path, offset, folder, [p.stat().st_size for p in paths])
+            else:
+                yield self._item(index, row, prompt, path, offset, folder, [p.stat().st_size for p in paths])
 
     def _item(
         self, index: int, row: Row, prompt: Prompt, path: Path, offset: int, folder: Path, sizes: list[int]
@@ -196,9 +184,20 @@ class MMNiah(DataTask):
         """See `ctxwin.evals.benchmarks.mm_niah_score.aggregate`."""
         return aggregate(rows)
 
-    def export(self, rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-        """Writes the official result lines; see `export` and `result_name`."""
-        export(rows, path)
+    def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """The official result lines; `result_name` is the file's name."""
+        lines = [
+            {
+                "question_id": int(row["doc_id"]),
+                "question": row["meta"]["question"],
+                "answer": row["target"],
+                "response": row["answer"].strip(),
+                "context_length": row["meta"]["context_length"],
+                "placed_depth": row["meta"]["placed_depth"],
+            }
+            for row in rows
+        ]
+        return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
 _KEPT = ("context_length", "context_length_text", "context_length_image", "num_images", "placed_depth")
@@ -244,22 +243,3 @@ def document_of(row: Row) -> str:
 def result_name(model: str, task: str, split: str) -> str:
     """The file name under which the official script finds a task's results."""
     return f"{model}_{task.removeprefix('mm-niah/')}-{split}.jsonl"
-
-
-def export(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Writes the official result lines (see `result_name` for the file's name).
-
-    ``rows`` are of one arm and hold ``doc_id, answer`` (the model's words), ``target`` and ``meta``.
-    """
-    lines = [
-        {
-            "question_id": int(row["doc_id"]),
-            "question": row["meta"]["question"],
-            "answer": row["target"],
-            "response": row["answer"].strip(),
-            "context_length": row["meta"]["context_length"],
-            "placed_depth": row["meta"]["placed_depth"],
-        }
-        for row in of_one_arm(rows)
-    ]
-    write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

@@ -8,12 +8,13 @@ first, then the subtitles, then instruction, question and options.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ctxwin.chunk import Chunk
-from ctxwin.evals.benchmarks.base import DataTask, Missing, of_one_arm, want, write_whole
+from ctxwin.evals.benchmarks.base import DataTask, Missing, want
 from ctxwin.evals.benchmarks.frames import frames_taken, sample_frames
 from ctxwin.evals.benchmarks.options import DataOptions
 from ctxwin.evals.benchmarks.subtitles import cues_at
@@ -100,13 +101,10 @@ class VideoMME(DataTask):
         }
         media = [video.stat().st_size, subtitles.stat().st_size if used else None]
 
-        def load() -> list[Chunk]:
-            return self._chunks(video, subtitles if used else None, meta)
-
         return Item(
             task=self.name,
             index=index,
-            load=load,
+            load=partial(self._chunks, video, subtitles if used else None, meta),
             count=count,
             placed=tuple(range(count)),
             query=query_of(row),
@@ -148,9 +146,16 @@ class VideoMME(DataTask):
         """See `ctxwin.evals.benchmarks.video_mme_score.aggregate`."""
         return aggregate(rows)
 
-    def export(self, rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-        """Writes the official result file; see `export`."""
-        export(rows, path)
+    def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """The official result file: videos with their questions and ``response``, in order of the rows."""
+        videos: dict[str, dict[str, Any]] = {}
+        for row in rows:
+            meta = row["meta"]
+            about = {k: meta[k] for k in ("video_id", "duration", "domain", "sub_category")}
+            video = videos.setdefault(meta["video_id"], {**about, "missing": False, "questions": []})
+            asked = {k: meta[k] for k in ("question_id", "task_type", "question", "options")}
+            video["questions"].append({**asked, "answer": row["target"], "response": row["answer"]})
+        return json.dumps(list(videos.values()), ensure_ascii=False, indent=1) + "\n"
 
 
 def query_of(row: Mapping[str, Any]) -> str:
@@ -193,24 +198,3 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     number += 1
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} must be a whole parquet file, got {error}") from error
-
-
-def export(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Writes the official result file: videos with their questions and ``response``, in order of the rows.
-
-    ``rows`` are of one arm and hold ``answer`` (the model's words), ``target`` and ``meta``.
-    """
-    videos: dict[str, dict[str, Any]] = {}
-    for row in of_one_arm(rows):
-        meta = row["meta"]
-        video = videos.setdefault(
-            meta["video_id"],
-            {
-                **{k: meta[k] for k in ("video_id", "duration", "domain", "sub_category")},
-                "missing": False,
-                "questions": [],
-            },
-        )
-        asked = {k: meta[k] for k in ("question_id", "task_type", "question", "options")}
-        video["questions"].append({**asked, "answer": row["target"], "response": row["answer"]})
-    write_whole(path, json.dumps(list(videos.values()), ensure_ascii=False, indent=1) + "\n")

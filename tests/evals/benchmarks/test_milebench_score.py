@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from ctxwin.evals.benchmarks import benchmark
-from ctxwin.evals.benchmarks.milebench import export
 from ctxwin.evals.benchmarks.milebench_score import aggregate, extract, letter_of, process, quantity
 
 ACTIONS = ("Opened the door.", "Put down the cup/glass.", "Took the bag.", "Sat at 1.5 m")
@@ -73,7 +72,7 @@ def test_export(tmp_path: Path) -> None:
         "target": {"response": "a cat", "choice_list": ["a cat", "a dog"]},
         "meta": {"sample_id": 3, "images": ["x.png"]},
     }
-    export([row], tmp_path / "pred.json")
+    benchmark("milebench/StateChange").export([row], tmp_path / "pred.json")
     assert json.loads((tmp_path / "pred.json").read_text()) == [
         {"sample_id": 3, "image": ["x.png"], "gt_response": "a cat", "pred_response": "A"}
     ]

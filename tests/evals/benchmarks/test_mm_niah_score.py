@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ctxwin.evals.benchmarks import benchmark
-from ctxwin.evals.benchmarks.mm_niah import export, result_name
+from ctxwin.evals.benchmarks.mm_niah import result_name
 from ctxwin.evals.benchmarks.mm_niah_score import aggregate, cell_of, score_answer
 from ctxwin.evals.benchmarks.vqa import normalise, strip_punctuation
 
@@ -163,13 +163,13 @@ def test_export_writes_official_lines(tmp_path: Path) -> None:
     }
     rows = [{"doc_id": str(i), "answer": " öak \n", "target": "oak", "meta": meta, "score": 1.0} for i in (7, 3)]
     path = tmp_path / result_name("tiny", "mm-niah/retrieval-text", "val")
-    export(rows, path)
+    benchmark("mm-niah/retrieval-text").export(rows, path)
     assert path.name == "tiny_retrieval-text-val.jsonl"
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     assert list(first) == ["question_id", "question", "answer", "response", "context_length", "placed_depth"]
     assert first["question_id"] == 7 and second["question_id"] == 3
     assert first["response"] == "öak" and first["placed_depth"] == [0.5]
     with pytest.raises(ValueError, match="one arm"):
-        export([*rows, rows[0]], path)
+        benchmark("mm-niah/retrieval-text").export([*rows, rows[0]], path)
     with pytest.raises(ValueError, match="at least one"):
-        export([], path)
+        benchmark("mm-niah/retrieval-text").export([], path)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from ctxwin.evals.benchmarks import benchmark
-from ctxwin.evals.benchmarks.video_mme import export
 from ctxwin.evals.benchmarks.video_mme_score import aggregate, extract_lmms_eval, extract_official
 
 
@@ -106,7 +105,7 @@ def test_rows_without_answers_have_no_lmms_eval_figure() -> None:
 
 def test_export_groups_questions_by_video(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    export(
+    benchmark("video-mme").export(
         [made("001-1", "A.", "A", "001"), made("002-1", "B", "A", "002", "long"), made("001-2", "x", "C", "001")], path
     )
     first, second = json.loads(path.read_text())
