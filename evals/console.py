@@ -81,7 +81,7 @@ def say(text: str, *, bold: bool = False) -> None:
     terminal().print(text, style="bold" if bold else None, highlight=False, soft_wrap=True)
 
 
-Told = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 """Called with the stage that is under way, what is done of it and how much there is; a total of 0 means unknown."""
 
 
@@ -104,8 +104,8 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
-def stages() -> Iterator[Told]:
-    """As `progress`, for work in named stages; yields a `Told`."""
+def stages() -> Iterator[OnProgress]:
+    """As `progress`, for work in named stages; yields an `OnProgress`."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -80,11 +80,11 @@ def reuse(
         raise ValueError(f"--out must lie in a folder that exists, got {str(out)!r}")
     if engine == "vllm":
         _need_vllm()
-    with stages() as told:
-        told("model", 0, 0)
+    with stages() as on_progress:
+        on_progress("model", 0, 0)
         opened = _open(engine, _model(model, SIZES if quick else Sizes(), seed, model_dir), threads)
         try:
-            result = measure(opened, settings, told)
+            result = measure(opened, settings, on_progress)
         finally:
             opened.close()
     if out is not None:
@@ -166,13 +166,13 @@ def serve(
     if plain_only and not plain_pairs:
         raise ValueError("--plain-only needs at least one pair of slices, got --plain-pairs 0")
     _need_vllm()
-    with stages() as told:
-        told("model", 0, 0)
+    with stages() as on_progress:
+        on_progress("model", 0, 0)
         folder = _model(model, sweep.SIZES, seed, model_dir)
         progress = sweep.Progress(out, sweep.settings_row(settings, folder, plain=traffic))
         if not plain_only:
-            sweep.measure(lambda: _open_vllm(folder, processes), settings, progress, told)
-        measure_plain(folder, settings, plain, progress, told)
+            sweep.measure(lambda: _open_vllm(folder, processes), settings, progress, on_progress)
+        measure_plain(folder, settings, plain, progress, on_progress)
         result = sweep.result_of(progress)
     (out / sweep.RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if not plain_only:

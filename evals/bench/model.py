@@ -1,7 +1,7 @@
 """A random vision-language model of half a billion parameters, so that a benchmark needs no download.
 
-Architecture and sizes are Qwen2-VL's around Qwen2-0.5B's decoder, with a small vision tower. What it says is noise; what it
-costs is what a trained model of its size costs, the vocabulary's share of the last step included.
+Architecture and sizes are Qwen2-VL's around Qwen2-0.5B's decoder, with a small vision tower. Its answers are noise; its
+cost is that of a trained model of the same size, including the vocabulary's share of the last step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Sizes:
 
 
 def cache_folder() -> Path:
-    """Where generated models lie unless told otherwise: ``ctxwin/bench`` in the user's cache folder."""
+    """The default folder of generated models: ``ctxwin/bench`` in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "ctxwin" / "bench"
 
@@ -56,7 +56,9 @@ def model_folder(sizes: Sizes, seed: int, where: Path | None = None) -> Path:
 
 
 def ensure_model(sizes: Sizes, seed: int, where: Path | None = None) -> tuple[Path, bool]:
-    """The folder of a generated model, written first where it is missing; and whether it was.
+    """Returns the folder of a generated model and whether it had to be written.
+
+
 
     It appears as a whole or not at all; what a killed run left behind is cleared away by the next one.
     Cost: 10-20 s and 1 GB of disk for the default sizes, once. Raises OSError where the folder cannot be written.

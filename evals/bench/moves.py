@@ -7,8 +7,8 @@
 | reorder | three predecessors and a chunk      | the last predecessor moves to the front | orbit, resident in front       |
 | toggle  | as for recall                       | the second is switched to its clean view | canonical, survivors behind it |
 
-Everything an edit of that kind could need is formed beforehand: canonicals, patches behind the antecedents that the chunk was met
-with, and for a reorder an orbit patch for every chunk behind every set of the others, so that no order needs a forward.
+Everything an edit of that kind could need is formed beforehand: canonicals, patches behind the antecedents that a chunk was first
+conditioned on, and for a reorder an orbit patch for every chunk behind every set of the others, so that no order needs a forward.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def system_prompt_of(engine: Engine) -> str:
 
 
 def ask(window: Window) -> None:
-    """An ask whose answer is of no interest."""
+    """Asks a question whose answer does not matter."""
     window.ask(QUERY, max_tokens=1)
 
 

@@ -1,6 +1,6 @@
 """The same prompts without ctxwin: an engine's own prefix cache, and a prompt that it holds as a whole.
 
-Everything is handed over as token ids and ready embeddings, so no time of tokenising, fetching pictures or seeing is in it.
+Prompts are passed as token ids and ready embeddings, so the times include no tokenising, decoding or vision encoding.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Plain:
 
 
 class Opponent(Protocol):
-    """An engine's prefix cache, as one user of it sees it."""
+    """An engine's prefix cache from the point of view of one user."""
 
     def ask(self, before: Sequence[Encoded], after: Sequence[Encoded], query: Encoded, run: str) -> Plain:
         """Asks ``query`` behind ``before`` (not timed), then twice behind ``after``.
 
-        ``run`` names the repetition: nothing that another one left behind is found.
+        ``run`` names the repetition; nothing that another repetition left in the cache is found.
         """
 
 

@@ -21,7 +21,7 @@ from ctxwin.fidelity import Fidelity
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine, Generation
-    from ctxwin.evals.console import Told
+    from ctxwin.evals.console import OnProgress
     from ctxwin.window.events import Event
     from ctxwin.window.window import Window
 
@@ -205,13 +205,13 @@ class _Served:
             self.bytes_loaded = usage.bytes_loaded
 
 
-def measure(engine: Engine, settings: Settings, told: Told = lambda *_: None) -> Result:
+def measure(engine: Engine, settings: Settings, on_progress: OnProgress = lambda *_: None) -> Result:
     """All moves at all sizes.
 
     Args:
         engine: an open engine; its store takes the windows' KV.
         settings: what to measure.
-        told: called with what is being done, how much of it is done, and how much there is, in reused tokens.
+        on_progress: called with what is being done, how much of it is done, and how much there is, in reused tokens.
 
     Returns:
         All rows and checks. Cost: two or three prefills of every prompt a run, and what `moves` prepares.
@@ -226,7 +226,7 @@ def measure(engine: Engine, settings: Settings, told: Told = lambda *_: None) ->
     done, total = 0, sum(tokens for _, tokens in cells) * (_PREPARING + settings.runs)
     rows: list[Row] = []
     for i, (op, tokens) in enumerate(cells):
-        told(f"{op} {tokens}: preparing", done, total)
+        on_progress(f"{op} {tokens}: preparing", done, total)
         move = MOVES[op]
         fidelity = Fidelity("patched", rank=settings.rank, orbit=True)
         before, began = (engine.counters.prefill_forwards, engine.counters.prefill_tokens), time.perf_counter()
@@ -244,7 +244,7 @@ def measure(engine: Engine, settings: Settings, told: Told = lambda *_: None) ->
             _timed(clocked, scene)  # reads what is stored
             runs = []
             for run in range(settings.runs):
-                told(f"{op} {tokens}: run {run + 1}", done, total)
+                on_progress(f"{op} {tokens}: run {run + 1}", done, total)
                 made, served = _repeat(clocked, opponent, scene, f"{settings.seed}/{op}/{tokens}/{run}", run)
                 runs.append(made)
                 done += tokens

@@ -96,7 +96,7 @@ class Asked:
 
 
 def measure(
-    engine: HFEngine, settings: DriftSettings, told: Callable[[int], None] = lambda done: None
+    engine: HFEngine, settings: DriftSettings, on_progress: Callable[[int], None] = lambda done: None
 ) -> dict[str, Any]:
     """Runs all streams with and without refresh. ``rested`` has the points that a refresh falls on.
 
@@ -109,11 +109,11 @@ def measure(
     for number in range(settings.streams):
         stream = _Stream(engine, settings, number)
         found["kept"] += stream.kept()
-        told(1)
+        on_progress(1)
         before, after = stream.refreshed()
         found["refreshed"] += before
         found["rested"] += after
-        told(1)
+        on_progress(1)
     note = (
         f"{settings.window} frames are placed. The stream reference reads the last {TRAINED_FRAMES} frames seen, the "
         f"range the model was trained on, not the whole stream. Refreshed: everything placed is re-formed every "

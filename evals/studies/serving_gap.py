@@ -71,7 +71,7 @@ class GapSettings:
 
 
 def measure(
-    serving: Engine, other: Engine, settings: GapSettings, told: Callable[[int], None] = lambda done: None
+    serving: Engine, other: Engine, settings: GapSettings, on_progress: Callable[[int], None] = lambda done: None
 ) -> dict[str, Any]:
     """The KL (nats, over the whole vocabulary of the next token) of each gap, and answers that it changes.
 
@@ -103,7 +103,7 @@ def measure(
             gap.served(patched, share)
             if rank == settings.ranks[0]:
                 engines.add(first, exact)
-        told(1)
+        on_progress(1)
     return {
         "config": {
             **asdict(settings),

@@ -113,7 +113,7 @@ class Judged:
 
 
 def measure(
-    engine: HFEngine, settings: ToggleSettings, told: Callable[[int], None] = lambda done: None
+    engine: HFEngine, settings: ToggleSettings, on_progress: Callable[[int], None] = lambda done: None
 ) -> dict[str, Any]:
     """Toggles the asked chunk of every context and judges one chunk in front of it.
 
@@ -129,7 +129,7 @@ def measure(
             made, one = _one_context(engine, settings, item, asked, judge)
         trips += made
         judged.append(one)
-        told(1)
+        on_progress(1)
     return {
         "config": {**asdict(settings), "frames": list(settings.frames)},
         "tests": TESTS,

@@ -1,7 +1,7 @@
 """Open loop: turns are due at times of their own, whether earlier ones are done or not, and wait where they must.
 
-A session asks one thing at a time, so a turn also waits for the ones before it in its session. Latency counts from when a
-turn was due: a queue anywhere shows.
+A session asks one thing at a time, so a turn also waits for earlier turns of its session. Latency counts from the time a turn
+was due, so any queue shows.
 
 Two clocks. ``wall`` is what a user feels. ``cpu`` is the processor time of this process, and while nothing is asked it jumps to
 the next arrival: what an otherwise idle machine with a single core would take, however busy the machine is with other things.
@@ -66,7 +66,7 @@ _POLL = 0.004  # seconds by the wall; a look costs about 20 microseconds
 class Serves(Protocol):
     """What the turns are sent to."""
 
-    def serve(self, turn: Turn, heard: Callable[[], None]) -> Served: ...
+    def serve(self, turn: Turn, on_token: Callable[[], None]) -> Served: ...
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Record:
 
     Attributes:
         due: when it was meant to be asked; begun: when its session came to it.
-        heard: when each token of the answer came.
+        token_times: when each token of the answer came.
         served: None where the run was over first, or it failed.
         error: what it failed with.
     """
@@ -83,19 +83,19 @@ class Record:
     turn: Turn
     due: float
     begun: float = math.inf
-    heard: list[float] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
     served: Served | None = None
     error: str = ""
 
     @property
     def ttft(self) -> float:
         """Seconds from when it was due to its first token; infinite without one."""
-        return self.heard[0] - self.due if self.served is not None and self.heard else math.inf
+        return self.token_times[0] - self.due if self.served is not None and self.token_times else math.inf
 
     @property
     def gaps(self) -> list[float]:
         """Seconds between tokens."""
-        return [b - a for a, b in itertools.pairwise(self.heard)]
+        return [b - a for a, b in itertools.pairwise(self.token_times)]
 
 
 @dataclass(frozen=True)
@@ -166,13 +166,13 @@ def open_loop(
         one.put(None)
     for thread in threads:
         thread.join()
-    last = max((r.heard[-1] for r in records if r.heard), default=0.0)
+    last = max((r.token_times[-1] for r in records if r.token_times), default=0.0)
     return Run(records, max(seconds, last), cpu_seconds() - cpu, (load, os.getloadavg()[0]))
 
 
 def _serve(policy: Serves, record: Record, timer: Clock) -> None:
     try:
-        record.served = policy.serve(record.turn, lambda: record.heard.append(timer.now()))
+        record.served = policy.serve(record.turn, lambda: record.token_times.append(timer.now()))
     except Exception as error:
         record.error = f"{type(error).__name__}: {error}"
 

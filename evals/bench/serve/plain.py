@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ctxwin.engines.vllm.drivers import Driver
     from ctxwin.engines.vllm.engine import VLLMEngine
     from ctxwin.evals.bench.serve.sweep import Progress, Settings
-    from ctxwin.evals.console import Told
+    from ctxwin.evals.console import OnProgress
 
 _WARM_S = 3.0
 SHARE = 0.5
@@ -134,14 +134,16 @@ class Worker:
         return found
 
 
-def measure_plain(model: str, settings: Settings, plain: PlainSettings, progress: Progress, told: Told) -> None:
+def measure_plain(
+    model: str, settings: Settings, plain: PlainSettings, progress: Progress, on_progress: OnProgress
+) -> None:
     """Adds the pairs that are missing to ``progress``. Cost: for each, starting two engines (half a minute) and the slices."""
     slices: list[Slice] = progress.state["slices"]
     sides = [*SIDES, *([BESIDE] if plain.windows else [])]
     known = {(s["pair"], s["side"]) for s in slices}
     missing = [p for p in range(plain.pairs) if any((p, side) not in known for side in sides)]
     for done, pair in enumerate(missing):
-        told(f"plain traffic: pair {pair + 1}", done, len(missing))
+        on_progress(f"plain traffic: pair {pair + 1}", done, len(missing))
         with _engines(model, settings, progress.folder) as workers:
             rate = _warm(workers, plain, settings, progress)
             found = _pair(workers, pair, rate, plain, settings)
@@ -269,13 +271,13 @@ class Traffic:
         self._driver, self._seed = driver, seed
         self.name, self.prompt, self.answer = "", 0, 0
 
-    def serve(self, turn: Turn, heard: Callable[[], None]) -> Served:
+    def serve(self, turn: Turn, on_token: Callable[[], None]) -> Served:
         """One request, named by the turn's session."""
         from vllm.inputs.engine import tokens_input
 
         rng = np.random.default_rng(int(digest("plain", self._seed, self.name, turn.session)[:12], 16))
         ids = rng.integers(32, 256, self.prompt).tolist()
-        return request(self._driver, dict(tokens_input(ids)), self.answer, heard)
+        return request(self._driver, dict(tokens_input(ids)), self.answer, on_token)
 
 
 def _slice(traffic: Traffic, driver: Driver, engine: VLLMEngine | None, order: Order) -> Order:
@@ -306,7 +308,7 @@ def _arriving(traffic: Traffic, order: Order) -> Order:
     return {
         "gaps": [round(gap, 6) for r in run.records for gap in r.gaps],
         "ttfts": [round(r.ttft, 6) for r in run.records],
-        "tokens": sum(len(r.heard) for r in run.records),
+        "tokens": sum(len(r.token_times) for r in run.records),
         "seconds": run.seconds,
     }
 
@@ -316,7 +318,7 @@ def _burst(traffic: Traffic, order: Order) -> Order:
     traffic.name = f"{order['name']}/burst"
     run = open_loop(traffic, _turns(order["burst"]), [0.0] * order["burst"], 0.0, clock=order["clock"])
     _raise(run.records)
-    tokens = sum(len(r.heard) for r in run.records)
+    tokens = sum(len(r.token_times) for r in run.records)
     return {"burst_tokens_per_s": tokens / run.seconds, "cpu_s_per_token": run.cpu_s / tokens}
 
 

@@ -2,8 +2,8 @@
 
 Users who trim keep a looked-back frame until they trim it, and swap two frames where they hold them. All four have one
 budget, one vLLM, a prefix-cache space of their own, and stored vision embeddings: a picture is seen once, when it
-arrives, by whom ever it is looked at again. Users of the prefix cache send plain requests, straight to vLLM, with whatever
-can be kept of a picture kept.
+arrives, whoever looks at it again. Users of the prefix cache send plain requests, straight to vLLM, with whatever
+can be cached of a picture cached.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ WARMING = 8
 
 
 class Film:
-    """The frames of all sessions, made before anybody is timed.
+    """The frames of all sessions, made before anything is timed.
 
     Args:
-        engine: counts tokens; what it sees is not seen by the engines that are measured.
+        engine: counts tokens; its vision embeddings are not shared with the engines that are measured.
         mix: what the sessions do.
         tokens: of every frame.
         seed: of the trace and of the pixels.
@@ -85,10 +85,10 @@ class Policy(ABC):
         self.engine, self.film, self.budget, self.answer = engine, film, budget, answer
         self.mix = film.mix
 
-    def begin(self, before: Sequence[Turn] = (), told: Callable[[int], None] = lambda _: None) -> None:
+    def begin(self, before: Sequence[Turn] = (), on_progress: Callable[[int], None] = lambda _: None) -> None:
         """Makes every session what it is behind the turns ``before``, its prompt in the prefix cache.
 
-        Those turns are not asked; what the policy holds behind them is what counts. ``told`` is called with each session.
+        Those turns are not asked; what the policy holds behind them is what counts. ``on_progress`` is called with each session.
         """
         self.end()
         own: dict[int, list[Turn]] = {session: [] for session in range(self.mix.sessions)}
@@ -97,7 +97,7 @@ class Policy(ABC):
 
         def ready(session: int) -> None:
             self.open(session, own[session])
-            told(session)
+            on_progress(session)
 
         with ThreadPoolExecutor(WARMING) as pool:
             for _ in pool.map(ready, range(self.mix.sessions)):
@@ -108,8 +108,8 @@ class Policy(ABC):
         """Makes one session ready, see `begin`."""
 
     @abstractmethod
-    def serve(self, turn: Turn, heard: Callable[[], None]) -> Served:
-        """Serves one turn; ``heard`` is called at each token of the answer."""
+    def serve(self, turn: Turn, on_token: Callable[[], None]) -> Served:
+        """Serves one turn; ``on_token`` is called at each token of the answer."""
 
     @abstractmethod
     def end(self) -> None:
@@ -147,28 +147,28 @@ class Windows(Policy):
         ids[number] = window.append(self.film.frame(session, number))
         window.slide(max(0, len(window.ids) - self.mix.frames))
 
-    def serve(self, turn: Turn, heard: Callable[[], None]) -> Served:
+    def serve(self, turn: Turn, on_token: Callable[[], None]) -> Served:
         window, ids = self._open[turn.session]
         if turn.kind == "now":
             self._arrive(window, ids, turn.session, turn.frame)
-            return self._ask(window, turn, heard)
+            return self._ask(window, turn, on_token)
         if turn.kind == "back":
             window.recall(ids[turn.frame])
             try:
-                return self._ask(window, turn, heard)
+                return self._ask(window, turn, on_token)
             finally:
                 window.evict(ids[turn.frame])
         with window.fork() as branch:
             if turn.kind == "reorder":
                 branch.reorder([ids[n] for n in turn.placed])
-            return self._ask(branch, turn, heard)
+            return self._ask(branch, turn, on_token)
 
-    def _ask(self, window: Window, turn: Turn, heard: Callable[[], None]) -> Served:
-        def on_token(*_: object) -> bool:
-            heard()
+    def _ask(self, window: Window, turn: Turn, on_token: Callable[[], None]) -> Served:
+        def each(*_: object) -> bool:
+            on_token()
             return True
 
-        answer: Answer = window.answer(Question.of(turn.query, self.answer), on_token=on_token)
+        answer: Answer = window.answer(Question.of(turn.query, self.answer), on_token=each)
         usage = answer.usage
         return Served(
             token_ids=answer.token_ids,
@@ -214,8 +214,8 @@ class Prompts(Policy):
         held = self._users[session].held if self.policy != "naive" else range(seen - self.mix.frames, seen)
         self._ask(session, held, QUESTIONS[0], 1, lambda: None)
 
-    def serve(self, turn: Turn, heard: Callable[[], None]) -> Served:
-        return self._ask(turn.session, self.prompt(turn), turn.query, self.answer, heard)
+    def serve(self, turn: Turn, on_token: Callable[[], None]) -> Served:
+        return self._ask(turn.session, self.prompt(turn), turn.query, self.answer, on_token)
 
     def prompt(self, turn: Turn) -> list[int]:
         """The frames that this user sends for a turn; what it holds then is remembered."""
@@ -244,9 +244,11 @@ class Prompts(Policy):
     def _tokens(self, session: int, numbers: Iterable[int]) -> int:
         return sum(self.engine.encode(self.film.frame(session, n)).tokens for n in numbers)
 
-    def _ask(self, session: int, numbers: Sequence[int], query: str, answer: int, heard: Callable[[], None]) -> Served:
+    def _ask(
+        self, session: int, numbers: Sequence[int], query: str, answer: int, on_token: Callable[[], None]
+    ) -> Served:
         frames = [self.engine.encode(self.film.frame(session, n)) for n in numbers]
-        return self.plain.ask([self._system_prompt, *frames, self.engine.encode_query(query)], answer, heard)
+        return self.plain.ask([self._system_prompt, *frames, self.engine.encode_query(query)], answer, on_token)
 
     def end(self) -> None:
         self._users.clear()

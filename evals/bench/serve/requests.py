@@ -37,7 +37,7 @@ class Served:
 
 
 def request(
-    driver: Driver, prompt: dict[str, Any], answer: int, heard: Callable[[], None], stop: Iterable[int] = ()
+    driver: Driver, prompt: dict[str, Any], answer: int, on_token: Callable[[], None], stop: Iterable[int] = ()
 ) -> Served:
     """Sends a rendered prompt and waits for its greedy answer.
 
@@ -45,7 +45,7 @@ def request(
         driver: of the vLLM.
         prompt: as vLLM's renderer makes it.
         answer: tokens to generate.
-        heard: called at each token.
+        on_token: called at each token.
         stop: token ids that end the answer and are no part of it.
 
     Raises what vLLM raises, and EngineFailed where it has ended.
@@ -73,7 +73,7 @@ def request(
         cached = max(cached, output.num_cached_tokens or 0)
         for token in part.token_ids:
             tokens.append(token)
-            heard()
+            on_token()
         if output.finished:
             if part.finish_reason == "stop":
                 tokens.pop()
@@ -104,9 +104,9 @@ class Plain:
         self._inputs = Inputs(core.driver.config.model_config, core.driver.renderer, core.inputs.model, core.inputs.see)
         self._rendered: dict[str, dict[str, Any]] = {}
 
-    def ask(self, parts: Sequence[Encoded], answer: int, heard: Callable[[], None]) -> Served:
+    def ask(self, parts: Sequence[Encoded], answer: int, on_token: Callable[[], None]) -> Served:
         """One request over encoded parts; see `request`."""
-        return request(self._driver, self._prompt(parts), answer, heard, self._stop)
+        return request(self._driver, self._prompt(parts), answer, on_token, self._stop)
 
     def _prompt(self, parts: Sequence[Encoded]) -> dict[str, Any]:
         from vllm.inputs.engine import mm_input, tokens_input

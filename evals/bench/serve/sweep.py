@@ -1,7 +1,7 @@
 """Windows and users of a prefix cache under load: one trace, one vLLM, rising request rates.
 
 Rates are served one after the other, all policies at one rate before the next: what else the machine does meets all of
-them. The trace goes on from one rate to the next, as the sessions of a server do, so no cache holds anything of it beforehand.
+them. The trace continues from one rate to the next, like the sessions of a server, so no cache holds any of it beforehand.
 A policy whose p95 is far beyond the bound is not driven further.
 """
 
@@ -26,7 +26,7 @@ from ctxwin.profiles import resolve
 
 if TYPE_CHECKING:
     from ctxwin.engines.vllm.engine import VLLMEngine
-    from ctxwin.evals.console import Told
+    from ctxwin.evals.console import OnProgress
 
 FORMAT = 2
 SIZES = Sizes(
@@ -45,7 +45,7 @@ BEYOND = 2.0
 
 
 class State(TypedDict):
-    """A run so far, as it lies in its folder: what is measured is not measured again."""
+    """A run so far, as stored in its folder. What it holds is not measured again."""
 
     format: int
     settings: dict[str, Any]
@@ -209,9 +209,9 @@ class Sweep:
     """One run over all rates. The engine is opened, and a policy made ready, when something is to be measured with it."""
 
     def __init__(
-        self, open_engine: Callable[[], VLLMEngine], settings: Settings, progress: Progress, told: Told
+        self, open_engine: Callable[[], VLLMEngine], settings: Settings, progress: Progress, on_progress: OnProgress
     ) -> None:
-        self._open, self._settings, self._progress, self._told = open_engine, settings, progress, told
+        self._open, self._settings, self._progress, self._on_progress = open_engine, settings, progress, on_progress
         self._mix = settings.mix()
         self._engine: VLLMEngine | None = None
         self._film: Film | None = None
@@ -295,22 +295,24 @@ class Sweep:
         return self._engine, self._film
 
     def _tell(self, what: str) -> None:
-        self._told(what, self._done, self._total)
+        self._on_progress(what, self._done, self._total)
 
 
-def measure(open_engine: Callable[[], VLLMEngine], settings: Settings, progress: Progress, told: Told) -> Result:
+def measure(
+    open_engine: Callable[[], VLLMEngine], settings: Settings, progress: Progress, on_progress: OnProgress
+) -> Result:
     """All policies at all rates; what ``progress`` holds is not measured again.
 
     Args:
         open_engine: called when something is to be measured; the engine is closed at the end.
         settings: what to measure.
         progress: where every cell goes.
-        told: called with what is being done, how many cells are done, and how many there are.
+        on_progress: called with what is being done, how many cells are done, and how many there are.
 
     Raises:
         ValueError: sizes that do not fit the model.
     """
-    sweep = Sweep(open_engine, settings, progress, told)
+    sweep = Sweep(open_engine, settings, progress, on_progress)
     try:
         sweep.run()
         return result_of(progress)
