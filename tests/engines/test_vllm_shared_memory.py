@@ -89,23 +89,30 @@ def test_another_basis_or_none_fails_the_load(transport: SharedMemoryTransport) 
     handles = [transport.add(Transfer(loads=(segment(i, b),))) for i, b in enumerate((basis, other))]
     job = transport.path / f"job-{handles[0]}.json"
     written = job.read_text()
-    names = {
-        entry["basis"] for h in handles for entry in json.loads((transport.path / f"job-{h}.json").read_text())["loads"]
-    }
-    mine = json.loads(written)["loads"][0]["basis"]
-    (wrong,) = names - {mine}
-    for given in ("null", f'"{wrong}"'):
-        job.write_text(written.replace(f'"{mine}"', given))
+    mine, wrong = (json.loads((transport.path / f"job-{h}.json").read_text())["loads"][0]["basis"] for h in handles)
+    for given in (None, wrong):
+        job.write_text(written.replace(json.dumps(mine), json.dumps(given)))
         with pytest.raises(StoreCorrupt, match="basis must be"):
             SharedMemoryEndpoint(transport.source).parts(handles[0], 0, 5)
     job.write_text(written)
-    path = transport.path / mine
+    path = transport.path / mine[0]
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(StoreCorrupt):
         SharedMemoryEndpoint(transport.source).parts(handles[0], 0, 5)
     path.unlink()
     with pytest.raises(FileNotFoundError):
         SharedMemoryEndpoint(transport.source).parts(handles[0], 0, 5)
+
+
+@pytest.mark.parametrize("at", [0, 7, 200, -1])
+def test_a_file_with_one_bit_turned_fails_the_load(transport: SharedMemoryTransport, at: int) -> None:
+    handle = transport.add(Transfer(loads=(segment(0, None),)))
+    (path,) = transport.path.glob("span-*")
+    blob = bytearray(path.read_bytes())
+    blob[at] ^= 4
+    path.write_bytes(blob)
+    with pytest.raises(StoreCorrupt, match="not what the engine wrote"):
+        SharedMemoryEndpoint(transport.source).parts(handle, 0, 5)
 
 
 def test_a_span_from_a_store_crosses_as_the_bytes_that_were_read(

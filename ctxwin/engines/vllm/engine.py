@@ -165,7 +165,7 @@ class VLLMEngine(EncodingEngine):
         self._embedded_bytes = 0
         try:
             self.store: Store = open_store("memory:", tenant=tenant) if store is None else store
-            self.repo = SpanRepository(self.store, core.identity)
+            self.repo = SpanRepository(self.store, core.identity, spec=core.kv)
             self.counters = EngineCounters()
             vision = core.inputs.see if core.vision else None
             self.encoder = Encoder(

@@ -2,7 +2,7 @@
 
 A `SharedMemoryTransport` belongs to the process of the engine, a `SharedMemoryEndpoint` to each process of vLLM that runs the
 connector. Nothing is pickled: KV travels as the store's blobs (`ctxwin.store.codec`), and one that was read from a
-store as the very bytes that were read; instructions are JSON.
+store as the very bytes that were read; instructions are JSON, and hold a sum of each file that they name.
 
 | file                    | written by | content                                                       |
 |-------------------------|------------|---------------------------------------------------------------|
@@ -39,6 +39,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from ctxwin.engines.base import Segment
 from ctxwin.engines.vllm.lifecycle import watchdog
@@ -100,7 +102,9 @@ class SharedMemoryTransport(Transport):
         self.max_bytes = min(MAX_BYTES, free // 2) if max_bytes is None else max_bytes
         self.alive: Callable[[], bool] = lambda: True  # set by the engine: whether vLLM's processes still run
         self.ranks = 1
-        self._held: OrderedDict[str, int] = OrderedDict()  # bytes by file name, least recently used first
+        self._held: OrderedDict[str, tuple[int, int]] = (
+            OrderedDict()
+        )  # bytes and sum by file name, the latest used last
         self._used: Counter[str] = Counter()  # running jobs by file name
         self._jobs: dict[str, tuple[list[str], tuple[str, ...]]] = {}  # files and captures of running transfers
         self._named: dict[str, tuple[str, weakref.ref[torch.Tensor] | None]] = {}  # file and tensor by kind and key
@@ -133,7 +137,8 @@ class SharedMemoryTransport(Transport):
                 entry: dict[str, Any] = {"tokens": segment.tokens, "start": segment.start, "patch": None, "basis": None}
                 for kind, key, tensor, encode in _contents(segment):
                     known_as = digest("transport", transfer.tenant, key) if key else f"{handle}-{i}"
-                    entry[kind] = self._file(f"{kind}-{known_as}", tensor, encode, names)
+                    name = self._file(f"{kind}-{known_as}", tensor, encode, names)
+                    entry[kind] = name, self._held[name][1]
                 entries.append(entry)
             for identifier, tensor in transfer.embeddings.items():
                 self._embedding(identifier, tensor, names)
@@ -217,11 +222,11 @@ class SharedMemoryTransport(Transport):
                 self._drop(old)
         write_file(self.path / name, blob)
         with self._lock:
-            self._bytes += len(blob) - self._held.pop(name, 0)
-            self._held[name] = len(blob)
+            self._bytes += len(blob) - self._held.pop(name, (0, 0))[0]
+            self._held[name] = len(blob), _sum(blob)
 
     def _drop(self, name: str) -> None:
-        self._bytes -= self._held.pop(name, 0)
+        self._bytes -= self._held.pop(name, (0, 0))[0]
         key = name.rpartition("-")[0]
         if self._named.get(key, ("",))[0] == name:
             del self._named[key]
@@ -342,7 +347,7 @@ class SharedMemoryEndpoint(Endpoint):
                 patch = self._get(entry["patch"], partial(decode_patch, basis=basis))
             span: SpanKV = self._get(entry["span"], decode_span)
             if span.tokens != entry["tokens"]:
-                raise ValueError(f"{entry['span']} must hold {entry['tokens']} tokens, got {span.tokens}")
+                raise ValueError(f"{entry['span'][0]} must hold {entry['tokens']} tokens, got {span.tokens}")
             found.append(Part(span, entry["start"], patch, first, last))
         return found
 
@@ -384,8 +389,9 @@ class SharedMemoryEndpoint(Endpoint):
         if not self._wanted(handle):
             (self.path / name).unlink(missing_ok=True)
 
-    def _get(self, name: str, decode: Callable[[bytes], Any]) -> Any:
-        """A decoded file. Raises OSError or StoreCorrupt. Cost: a read and a SHA-256, nothing while it is at hand."""
+    def _get(self, file: tuple[str, int], decode: Callable[[bytes], Any]) -> Any:
+        """A decoded file, by name and `_sum`. Raises OSError or StoreCorrupt. Cost: a read; nothing while it is at hand."""
+        name, total = file
         path = self.path / name
         key = name, path.stat().st_mtime_ns  # a file that was written anew is read anew
         found = self._live.get(key)
@@ -393,6 +399,8 @@ class SharedMemoryEndpoint(Endpoint):
             self._live.move_to_end(key)
             return found[0]
         blob = path.read_bytes()
+        if _sum(blob) != total:
+            raise StoreCorrupt(f"{name} is not what the engine wrote")
         record = decode(blob)
         self._live[key] = record, len(blob)
         self._live_bytes += len(blob)
@@ -466,12 +474,20 @@ def decode_basis(blob: bytes) -> SharedBasis:
 
 
 def _decode(blob: bytes, make: Callable[[dict[str, torch.Tensor], dict[str, Any]], T]) -> T:
-    # Without checksums, as the store's: a store checked its record when it was read, and memory needs no check.
     tensors, meta = codec.decode_tensors(blob, checked=False)
     try:
         return make(tensors, meta)
     except (KeyError, TypeError, ValueError) as error:
         raise StoreCorrupt(f"a file of the transport is not what it is called: {error!r}") from error
+
+
+def _sum(blob: bytes) -> int:
+    """Tells a damaged file from a sound one, at the speed of memory: digests are for what leaves the machine or its power."""
+    rest = len(blob) % 8
+    words = np.frombuffer(blob, dtype="<u8", count=len(blob) // 8)
+    return (int(words.sum(dtype=np.uint64)) + int.from_bytes(blob[len(blob) - rest :], "little") + len(blob)) % (
+        1 << 63
+    )
 
 
 def _remove(folder: Path, held: int, pid: int) -> None:
