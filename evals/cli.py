@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ctxwin.evals.config import Config
-from ctxwin.evals.console import Json, Model, Threads, errors, numbers, open_model, print_json, progress, terminal
+from ctxwin.evals.console import (
+    Json,
+    Model,
+    Threads,
+    errors,
+    numbers,
+    open_model,
+    print_json,
+    progress,
+    terminal,
+)
 from ctxwin.evals.probe.cli import probe
 from ctxwin.evals.shared_basis_cli import basis
+
+if TYPE_CHECKING:
+    from ctxwin.evals.score import Result
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -119,7 +133,8 @@ def score(
         samples = read_samples(folder)
         result = scores(samples, names, n or None, against=against or None)
         write_lm_eval(samples, folder / "lm-eval", names, n or None)
-        _show(result | {"output": str(folder)}, as_json)
+        result["output"] = str(folder)
+        _show(result, as_json)
 
 
 @app.command()
@@ -180,7 +195,7 @@ def list_(as_json: Json = False) -> None:
     terminal().print(ARM_FORMS)
 
 
-def plainly(result: dict[str, Any]) -> dict[str, Any]:
+def plainly(result: Result) -> dict[str, Any]:
     """A result as it is printed: generated tasks without their suite's name, ``multi_hop`` for ``tiny/multi_hop``.
 
     An arm that names its turnover (``stale:8@0.5``) runs on one recall alone, which is then just ``recall``.
@@ -191,7 +206,12 @@ def plainly(result: dict[str, Any]) -> dict[str, Any]:
         return "recall" if name.startswith("recall@") and re.fullmatch(r"(stale|update|recall):.+@.+", arm) else name
 
     arms = {arm: {short(task, arm): made for task, made in cells.items()} for arm, cells in result["arms"].items()}
-    others = {key: {short(task): made for task, made in result[key].items()} for key in ("tasks", "paired", "matched")}
+    by_task: dict[str, Mapping[str, Any]] = {
+        "tasks": result["tasks"],
+        "paired": result["paired"],
+        "matched": result["matched"],
+    }
+    others = {key: {short(task): made for task, made in found.items()} for key, found in by_task.items()}
     return {**result, **others, "arms": arms}
 
 
@@ -209,7 +229,7 @@ def _frames(text: str) -> tuple[int, ...]:
     return tuple(numbers(text))
 
 
-def _show(result: dict[str, Any], as_json: bool) -> None:
+def _show(result: Result, as_json: bool) -> None:
     if as_json:
         print_json(plainly(result))
         return

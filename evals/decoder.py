@@ -99,6 +99,10 @@ class Memory:
     def nbytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
 
+    def of(self, items: Sequence[int]) -> Memory:
+        """The same slots of some items of the batch."""
+        return self if len(items) == self.items else Memory(self.k[:, list(items)], self.v[:, list(items)])
+
     def grown(self, slots: int) -> Memory:
         """A copy with ``slots`` empty slots (zeros) behind."""
         return Memory(*(torch.cat([x, x.new_zeros(*x.shape[:3], slots, x.shape[4])], 3) for x in (self.k, self.v)))

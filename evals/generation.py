@@ -149,71 +149,101 @@ class Continuation:
     Attributes:
         token_ids: the tokens, without the ending one.
         logits: float32 ``[n, vocab]``, what each token (and the end) was chosen from.
-        peak_bytes: most bytes of KV held at once.
+        end: the token that ended it; None where it was cut at its longest, or forced.
+        peak_bytes: most bytes of KV held at once, of the whole batch.
     """
 
     token_ids: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
+    end: int | None = None
     peak_bytes: int = 0
 
+    @property
+    def whole(self) -> list[int]:
+        """The tokens, the ending one included."""
+        return self.token_ids if self.end is None else [*self.token_ids, self.end]
 
-def continue_(
+
+def generate(
     decoder: Decoder,
     memory: Memory,
-    query: Encoded,
+    queries: Sequence[Encoded],
     begin: int,
     *,
     max_tokens: int = 1,
-    forced: Sequence[int] | None = None,
+    forced: Sequence[Sequence[int]] | None = None,
     policy: Policy | None = None,
-) -> Continuation:
-    """Asks ``query`` behind a memory of one item.
+) -> list[Continuation]:
+    """Asks a question an item behind a memory, all questions of one length.
 
     Args:
         decoder: the model.
         memory: system prompt and placed chunks.
-        query: the question.
-        begin: its position.
+        queries: the questions.
+        begin: their position.
         max_tokens: most tokens to generate, greedily.
-        forced: tokens to follow instead of the model's own choice; ``logits`` then has one row each.
+        forced: tokens to follow instead of the model's own choice, as many for each item; ``logits`` then has one row each.
         policy: drops KV on the way.
 
-    Cost: one pass over the question and one a token.
+    Cost: one pass over the questions and one a token, until every item has ended.
     """
-    ends = decoder.engine._checkpoint.eos
-    made = Continuation()
+    ends = decoder.engine.ends
+    made = [Continuation() for _ in queries]
     reading = Reading(decoder, memory, policy)
-    reading.ask([query], begin)
-    count = max_tokens if forced is None else len(forced)
+    reading.ask(queries, begin)
+    count = max_tokens if forced is None else len(forced[0])
     for step in range(count):
-        made.logits.append(reading.logits()[0])
-        token = int(made.logits[-1].argmax()) if forced is None else int(forced[step])
-        if forced is None and token in ends:
+        logits = reading.logits()
+        chosen = logits.argmax(-1).tolist() if forced is None else [int(row[step]) for row in forced]
+        for one, row, token in zip(made, logits, chosen, strict=True):
+            if one.end is not None:
+                continue
+            one.logits.append(row)
+            if forced is None and token in ends:
+                one.end = token
+            else:
+                one.token_ids.append(token)
+        if all(one.end is not None for one in made):
             break
-        made.token_ids.append(token)
         if step + 1 < count:
-            reading.feed([token])
-    made.peak_bytes = reading.held.peak_bytes
+            reading.feed(chosen)
+    for one in made:
+        one.peak_bytes = reading.held.peak_bytes
     return made
 
 
 def forced_logits(
-    decoder: Decoder, memory: Memory, query: Encoded, begin: int, answer: Sequence[int], policy: Policy | None = None
-) -> Tensor:
-    """Logits before each token of ``answer`` given the earlier ones, float32 ``[len(answer), vocab]``.
+    decoder: Decoder,
+    memory: Memory,
+    queries: Sequence[Encoded],
+    begin: int,
+    answers: Sequence[Sequence[int]],
+    policy: Policy | None = None,
+) -> list[Tensor]:
+    """Logits before each token of an item's answer given the earlier ones, float32 ``[len(answer), vocab]`` each.
 
-    One pass over question and answer where nothing is dropped on the way, else one a token.
+    One pass over questions (all of one length) and answers where nothing is dropped on the way, else one a token and item.
     Raises ValueError for an empty answer.
     """
-    if not answer:
+    if not all(answers):
         raise ValueError("the answer must hold at least one token, got none")
     if policy is not None:
-        return torch.stack(continue_(decoder, memory, query, begin, forced=answer, policy=policy).logits)
-    asked = decoder.tokens([query], begin)
-    words = [decoder.tokens([_word(token)], begin + query.advance + i) for i, token in enumerate(answer[:-1])]
-    row = concatenated([asked, *words])
-    _, hidden = decoder.append(row, memory)
-    return decoder.logits(hidden[:, -len(answer) :])[0]
+        made = generate(decoder, memory, queries, begin, forced=answers, policy=policy)
+        return [torch.stack(one.logits) for one in made]
+    longest = max(map(len, answers))
+    parts = [decoder.tokens(queries, begin)]
+    for i in range(longest - 1):
+        # What stands behind an item's own answer is not seen by what is read, so that any token fills up.
+        words = [_word(answer[i] if i < len(answer) else 0) for answer in answers]
+        parts.append(decoder.tokens(words, begin + queries[0].advance + i))
+    _, hidden = decoder.append(concatenated(parts), memory)
+    logits = decoder.logits(hidden[:, -longest:])
+    return [row[: len(answer)] for row, answer in zip(logits, answers, strict=True)]
+
+
+def by_length(queries: Sequence[Encoded]) -> list[list[int]]:
+    """Which questions have as many tokens and can share passes."""
+    return [[b for b, q in enumerate(queries) if q.tokens == n] for n in sorted({q.tokens for q in queries})]
 
 
 def _word(token: int) -> Encoded:

@@ -5,7 +5,7 @@ Every forward is run once for the whole group, when the first arm asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -222,6 +222,11 @@ class Group:
             base = self.canonical if against == "canonical" else self.kept
             self._deficits[key] = deficit(self.exact[b][place], base[b][place], self.spec)
         return self._deficits[key]
+
+    def deficits(self) -> Iterator[Deficit]:
+        """Of every placed chunk but the first, which has none."""
+        for b in range(len(self)):
+            yield from (self.deficit(b, place) for place in range(1, len(self.places)))
 
     def patch(self, b: int, place: int, rank: int | None, variant: str = "") -> Patch:
         """The patch on the canonical, formed behind exactly what is in front of it; ``variant`` as in `Patcher`."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ctxwin.evals.benchmarks import mm_niah_score
-from ctxwin.evals.samples import Row
+from ctxwin.evals.samples import Sample
 
 LENGTHS = (0, *mm_niah_score.LENGTHS)
 """Lower edges in tokens of MM-NIAH's bins of context length, and the bin under 1,000 that its own figure leaves out."""
@@ -19,20 +19,20 @@ DEPTH = 1 / mm_niah_score.DEPTHS
 """Width of a bin of the needle's depth, 0 (front) to 1 (end)."""
 
 
-def by_frames(rows: Sequence[Row], scores: Sequence[float | None]) -> dict[str, dict[str, Any]]:
+def by_frames(rows: Sequence[Sample], scores: Sequence[float | None]) -> dict[str, dict[str, Any]]:
     """Accuracy by number of placed chunks; None where no answer could be scored."""
     found: dict[int, list[float | None]] = defaultdict(list)
     for row, score in zip(rows, scores, strict=True):
-        found[row["frames"]].append(score)
+        found[row.frames].append(score)
     return {str(frames): {"n": len(some), "accuracy": _mean(some)} for frames, some in sorted(found.items())}
 
 
-def by_layer(rows: Sequence[Row]) -> list[float] | None:
+def by_layer(rows: Sequence[Sample]) -> list[float] | None:
     """Mean of what an arm left for each layer of the model, first to last; None where it left nothing.
 
     Raises ValueError where samples disagree about the number of layers.
     """
-    held = [row["by_layer"] for row in rows if row.get("by_layer")]
+    held = [row.by_layer for row in rows if row.by_layer]
     if not held:
         return None
     if len({len(x) for x in held}) != 1:
@@ -40,7 +40,7 @@ def by_layer(rows: Sequence[Row]) -> list[float] | None:
     return [float(x) for x in np.mean(np.asarray(held, dtype=np.float64), axis=0)]
 
 
-def grid(rows: Sequence[Row], scores: Sequence[float | None]) -> list[dict[str, Any]] | None:
+def grid(rows: Sequence[Sample], scores: Sequence[float | None]) -> list[dict[str, Any]] | None:
     """Accuracy by context length and depth of the needle (MM-NIAH's grid); None where items have neither.
 
     Each cell says its ``length`` (lower edge), ``depth`` (number of the bin) and ``n``; cells without items are left out.
@@ -48,7 +48,7 @@ def grid(rows: Sequence[Row], scores: Sequence[float | None]) -> list[dict[str, 
     """
     found: dict[tuple[int, int], list[float | None]] = defaultdict(list)
     for row, score in zip(rows, scores, strict=True):
-        length, depth = row["meta"].get("context_length"), row["meta"].get("placed_depth")
+        length, depth = row.meta.get("context_length"), row.meta.get("placed_depth")
         if length is None or depth is None or depth == []:
             continue
         # Divided, not multiplied, so that edges fall as they do in the official figure.

@@ -36,6 +36,7 @@ class Item:
         max_tokens: longest answer; 1 where the next token is the answer.
         system_prompt: system prompt; None takes the run's.
         shape: items of one shape have chunks of the same sizes and share forwards; None: this item is read alone.
+        context: items of one context, where it is not empty, place the same chunks: what an arm serves is served once.
         doc_id: the data set's own name of the item.
         cluster: items of one cluster are not independent (one video, one document); never empty.
         meta: what the report groups by, and how the item was made (lengths, depths, frame indices); JSON-able.
@@ -57,6 +58,7 @@ class Item:
     max_tokens: int = 1
     system_prompt: str | None = None
     shape: tuple[Any, ...] | None = None
+    context: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -8,18 +8,85 @@ compared as the task's rule reads them (`ctxwin.evals.items.Scored`), and as the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ctxwin.evals.items import Scored
-from ctxwin.evals.stats import bootstrap_mean, bootstrap_ratio, difference_interval, share_interval
+from ctxwin.evals.stats import Interval, bootstrap_mean, bootstrap_ratio, difference_interval, share_interval
 
 ETA_FLOOR = 0.01
 """Mean KL of the base in nats below which eta would divide noise by noise, and is None."""
+
+
+class Figures(TypedDict):
+    """Figures of one arm on one task, as JSON has them. An interval is of 95 %; a figure that no item has is None.
+
+    Attributes:
+        n, clusters, unparsed: items, groups of items that depend on each other, and answers that the rule could not score.
+        accuracy, ci95: mean score over the answers that could be scored.
+        delta, delta_ci95: accuracy minus re-prefill's on the same items.
+        kl, kl_ci95, kl_p99, base_kl: KL(re-prefill || arm) of the next token in nats; ``base_kl`` under the base.
+        forced_kl, forced_eta: the same along re-prefill's answer, where any answer has more than one token.
+        eta, eta_ci95: share of the base's KL that the arm removes.
+        agreement, agreement_ci95: share of items with re-prefill's prediction.
+        flips, flip_recover, flip_ci95: items whose prediction the base changes, and the share of them that the arm restores.
+        harm_rate, harm_ci95: share of items in which the arm scores lower than re-prefill.
+        bytes_share: bytes stored for patched chunks over their KV; None where nothing was patched.
+        recomputed_share: share of the chunks' tokens that were computed when asked.
+        spent_share: bytes stored or replaced when asked, over the KV that patches of this task are applied to.
+        unscored, unscored_why: items that the arm could not serve, and how many for which reason.
+        by_frames, by_layer, grid: accuracy by number of chunks; relative error of the KV by layer; accuracy by length and depth.
+        tokens, computed, forwards, encodes: means.
+        ttft_s: median seconds to the first token, and of how many items.
+        own: the arm's own figures, means.
+        official: the data set's own aggregates.
+    """
+
+    n: int
+    clusters: int
+    unparsed: int
+    accuracy: float | None
+    ci95: Interval | None
+    delta: float | None
+    delta_ci95: Interval | None
+    kl: float
+    kl_ci95: Interval | None
+    kl_p99: float
+    base_kl: float
+    eta: float | None
+    eta_ci95: Interval | None
+    agreement: float | None
+    agreement_ci95: Interval | None
+    flips: int
+    flip_recover: float | None
+    flip_ci95: Interval | None
+    harm_rate: float | None
+    harm_ci95: Interval | None
+    reference_accuracy: float | None
+    base_accuracy: float | None
+    bytes_share: float | None
+    recomputed_share: float
+    forced_kl: NotRequired[float]
+    forced_kl_ci95: NotRequired[Interval | None]
+    forced_eta: NotRequired[float | None]
+    forced_eta_ci95: NotRequired[Interval | None]
+    spent_share: NotRequired[float | None]
+    unscored: NotRequired[int]
+    unscored_why: NotRequired[dict[str, int]]
+    by_frames: NotRequired[dict[str, dict[str, Any]]]
+    by_layer: NotRequired[list[float]]
+    grid: NotRequired[list[dict[str, Any]]]
+    tokens: NotRequired[float]
+    computed: NotRequired[float]
+    forwards: NotRequired[float]
+    encodes: NotRequired[float]
+    ttft_s: NotRequired[dict[str, float]]
+    own: NotRequired[dict[str, float]]
+    official: NotRequired[dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -107,49 +174,31 @@ def harmed(outcome: Outcome) -> bool | None:
     return None if ours is None or theirs is None else ours < theirs
 
 
-def agreement(outcomes: Sequence[Outcome]) -> float:
-    """Share of items with the same prediction as re-prefill."""
-    return sum(map(agreed, outcomes)) / _count(outcomes)
+def cell(outcomes: Sequence[Outcome]) -> Figures:
+    """All figures of one arm on one task that follow from its outcomes; raises ValueError where there are none.
 
-
-def flip_recover(outcomes: Sequence[Outcome]) -> tuple[float | None, int]:
-    """(share of the base's flips that the arm restores, number of flips); None where the base flips nothing."""
-    flips = [o for o in outcomes if flipped(o)]
-    return (sum(map(agreed, flips)) / len(flips) if flips else None), len(flips)
-
-
-def harm_rate(outcomes: Sequence[Outcome]) -> float | None:
-    """Share of the items, scored both ways, in which the arm scores lower than re-prefill; None without any."""
-    _count(outcomes)
-    known = [h for h in map(harmed, outcomes) if h is not None]
-    return sum(known) / len(known) if known else None
-
-
-def cell(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """All figures of one arm on one task; raises ValueError where there are no outcomes.
-
-    Accuracy is over the answers that the rule could score, ``unparsed`` counts the others; a figure that no item has
-    is None. ``bytes_share`` is None where the arm patched nothing (there was no chunk to patch). Intervals are of 95 %:
-    of shares as in `ctxwin.evals.stats.share_interval`, of KL and eta by the cluster bootstrap, of ``delta`` (accuracy
-    minus re-prefill's on the same items) by Student's t.
+    Intervals of shares are as in `ctxwin.evals.stats.share_interval`, of KL and eta by the cluster bootstrap, of ``delta``
+    by Student's t.
     """
-    n = _count(outcomes)
+    n = len(outcomes)
+    if not n:
+        raise ValueError("outcomes must hold at least one sample, got none")
     clusters = [o.cluster for o in outcomes]
     kls, base_kls = [o.kl for o in outcomes], [o.base_kl for o in outcomes]
-    recovered, flips = flip_recover(outcomes)
     over = sum(o.over for o in outcomes)
-    accuracy, accuracy_ci = _share([(o.answer.score, o.cluster) for o in outcomes])
-    harm, harm_ci = _share([(harmed(o), o.cluster) for o in outcomes])
-    agree, agree_ci = _share([(agreed(o), o.cluster) for o in outcomes])
-    _, flip_ci = _share([(agreed(o) if flipped(o) else None, o.cluster) for o in outcomes])
-    figures = {
+    accuracy, accuracy_ci = _share(outcomes, lambda o: o.answer.score)
+    harm, harm_ci = _share(outcomes, harmed)
+    agree, agree_ci = _share(outcomes, agreed)
+    recovered, flip_ci = _share([o for o in outcomes if flipped(o)], agreed)
+    delta, delta_ci = _delta(outcomes)
+    figures: Figures = {
         "n": n,
         "clusters": len(set(clusters)),
         "unparsed": sum(o.answer.score is None for o in outcomes),
         "accuracy": accuracy,
         "ci95": accuracy_ci,
         "kl": math.fsum(kls) / n,
-        "kl_ci95": _listed(bootstrap_mean(kls, clusters)),
+        "kl_ci95": bootstrap_mean(kls, clusters),
         "kl_p99": float(np.quantile(kls, 0.99)),
         "eta": eta(kls, base_kls),
         "eta_ci95": eta_interval(kls, base_kls, clusters),
@@ -161,67 +210,48 @@ def cell(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "harm_ci95": harm_ci,
         "bytes_share": sum(o.stored for o in outcomes) / over if over else None,
         "recomputed_share": math.fsum(o.recomputed for o in outcomes) / n,
-        "flips": flips,
-        "reference_accuracy": _share([(o.reference.score, o.cluster) for o in outcomes])[0],
-        "base_accuracy": _share([(o.base.score, o.cluster) for o in outcomes])[0],
+        "flips": sum(map(flipped, outcomes)),
+        "reference_accuracy": _share(outcomes, lambda o: o.reference.score)[0],
+        "base_accuracy": _share(outcomes, lambda o: o.base.score)[0],
         "base_kl": math.fsum(base_kls) / n,
+        "delta": delta,
+        "delta_ci95": delta_ci,
     }
-    return figures | _delta(outcomes) | _forced(outcomes)
+    if any(o.forced_kl is not None for o in outcomes):
+        # An answer of one token counts its next token's KL.
+        kls = [o.kl if o.forced_kl is None else o.forced_kl for o in outcomes]
+        base_kls = [o.base_kl if o.base_forced_kl is None else o.base_forced_kl for o in outcomes]
+        figures["forced_kl"] = math.fsum(kls) / n
+        figures["forced_kl_ci95"] = bootstrap_mean(kls, clusters)
+        figures["forced_eta"] = eta(kls, base_kls)
+        figures["forced_eta_ci95"] = eta_interval(kls, base_kls, clusters)
+    return figures
 
 
-def eta_interval(kls: Sequence[float], base_kls: Sequence[float], clusters: Sequence[str]) -> list[float] | None:
+def eta_interval(kls: Sequence[float], base_kls: Sequence[float], clusters: Sequence[str]) -> Interval | None:
     """Bootstrap interval of `eta`; None where eta is."""
-    if eta(kls, base_kls) is None:
-        return None
-    found = bootstrap_ratio(kls, base_kls, clusters)
-    return None if found is None else [1 - found[1], 1 - found[0]]
+    found = None if eta(kls, base_kls) is None else bootstrap_ratio(kls, base_kls, clusters)
+    return None if found is None else (1 - found[1], 1 - found[0])
 
 
-def _delta(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _delta(outcomes: Sequence[Outcome]) -> tuple[float | None, Interval | None]:
     """Accuracy minus re-prefill's on the items that are scored both ways, with its interval."""
-    both = [
-        (o.answer.score - o.reference.score, o.cluster)
-        for o in outcomes
-        if o.answer.score is not None and o.reference.score is not None
-    ]
-    if not both:
-        return {"delta": None, "delta_ci95": None}
-    differences, clusters = [d for d, _ in both], [c for _, c in both]
-    return {
-        "delta": math.fsum(differences) / len(differences),
-        "delta_ci95": _listed(difference_interval(differences, clusters)),
-    }
+    differences, clusters = [], []
+    for o in outcomes:
+        if o.answer.score is not None and o.reference.score is not None:
+            differences.append(o.answer.score - o.reference.score)
+            clusters.append(o.cluster)
+    if not differences:
+        return None, None
+    return math.fsum(differences) / len(differences), difference_interval(differences, clusters)
 
 
-def _forced(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """KL over whole answers, where any answer has more than one token; a one-token answer counts its ``kl``."""
-    if all(o.forced_kl is None for o in outcomes):
-        return {}
-    kls = [o.kl if o.forced_kl is None else o.forced_kl for o in outcomes]
-    base_kls = [o.base_kl if o.base_forced_kl is None else o.base_forced_kl for o in outcomes]
-    clusters = [o.cluster for o in outcomes]
-    return {
-        "forced_kl": math.fsum(kls) / len(kls),
-        "forced_kl_ci95": _listed(bootstrap_mean(kls, clusters)),
-        "forced_eta": eta(kls, base_kls),
-        "forced_eta_ci95": eta_interval(kls, base_kls, clusters),
-    }
-
-
-def _share(pairs: Sequence[tuple[float | bool | None, str]]) -> tuple[float | None, list[float] | None]:
-    """Mean and interval of the values that are not None."""
-    known = [(float(value), cluster) for value, cluster in pairs if value is not None]
+def _share(
+    outcomes: Sequence[Outcome], read: Callable[[Outcome], float | bool | None]
+) -> tuple[float | None, Interval | None]:
+    """Mean and interval of what is read of the outcomes, where that is not None."""
+    known = [(float(value), o.cluster) for o in outcomes if (value := read(o)) is not None]
     if not known:
         return None, None
-    values, clusters = [v for v, _ in known], [c for _, c in known]
-    return math.fsum(values) / len(values), list(share_interval(values, clusters))
-
-
-def _listed(interval: tuple[float, float] | None) -> list[float] | None:
-    return None if interval is None else list(interval)
-
-
-def _count(outcomes: Sequence[Outcome]) -> int:
-    if not outcomes:
-        raise ValueError("outcomes must hold at least one sample, got none")
-    return len(outcomes)
+    values = [value for value, _ in known]
+    return math.fsum(values) / len(values), share_interval(values, [cluster for _, cluster in known])

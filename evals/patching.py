@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from safetensors import safe_open
@@ -18,6 +18,10 @@ from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.lowrank import Weight
 from ctxwin.kv.patch import Layers, Layout, Patch, compress
 from ctxwin.kv.pooling import fit_basis, project
+
+if TYPE_CHECKING:
+    from ctxwin.evals.decoder import Decoder
+    from ctxwin.evals.group import Group
 
 Weighting = Literal["none", "balanced", "output"]
 BASIS_RANK = 96
@@ -137,19 +141,57 @@ def parse_variant(name: str) -> tuple[Layout, Layers, Weighting] | None:
     return layout or "joint", layers or "all", weight or "none"
 
 
-def load_basis(folder: Path, patcher: Patcher, fit: Callable[[], Iterable[Deficit]], name: str = "") -> SharedBasis:
-    """The shared basis of a run (and of its variant ``name``): fitted once, then kept in its folder."""
-    path = folder / ("-".join(["basis", *name.split("+")]) + ".safetensors" if name else "basis.safetensors")
-    if path.exists():
+def fitted(
+    decoder: Decoder,
+    way: tuple[Layout, Layers, Weighting],
+    groups: Callable[[], Iterator[Group]],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    keep: Path | None = None,
+    name: str = "",
+) -> Patcher:
+    """The patcher of a way to compress, and of all its variants.
+
+    Args:
+        decoder: the model.
+        way: layout, layers and weight, see `parse_variant`.
+        groups: contexts of their own, on which weights and shared bases are fitted when they are first asked for.
+        dtype: of the factors.
+        keep: folder in which a shared basis is kept, and looked for first; None fits it anew.
+        name: of the variant.
+    """
+    layout, layers, weight = way
+    made = Patcher(decoder.spec, layout, layers, dtype)
+    if weight != "none":
+        made.weight = make_weight(weight, decoder.engine.text_model, decoder.spec, next(groups()).exact[0][0])
+    if layout == "shared":
+        path = None if keep is None else keep / ("-".join(["basis", *filter(None, name.split("+"))]) + ".safetensors")
+        made.basis = _basis(made, groups, path)
+
+    def build(name: str) -> Patcher:
+        way = parse_variant(name)
+        if way is None:
+            raise ValueError(f"a way to compress must be a layout, deep and a weight joined by +, got {name!r}")
+        return fitted(decoder, way, groups, dtype=dtype, keep=keep, name=name)
+
+    made.build = build
+    return made
+
+
+def _basis(patcher: Patcher, groups: Callable[[], Iterator[Group]], path: Path | None) -> SharedBasis:
+    """A shared basis, fitted once and then kept in a file."""
+    if path is not None and path.exists():
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
             return SharedBasis.from_tensors(tensors, json.loads(file.metadata()["basis"]))
+    deficits = (lost for group in groups() for lost in group.deficits())
     basis = fit_basis(
-        fit(), patcher.spec, BASIS_RANK, layers=patcher.layers, weight=patcher.weight, dtype=patcher.dtype
+        deficits, patcher.spec, BASIS_RANK, layers=patcher.layers, weight=patcher.weight, dtype=patcher.dtype
     )
-    temporary = path.with_suffix(".tmp")
-    save_file(basis.tensors(), temporary, metadata={"basis": json.dumps(basis.describe())})
-    temporary.replace(path)
+    if path is not None:
+        temporary = path.with_suffix(".tmp")
+        save_file(basis.tensors(), temporary, metadata={"basis": json.dumps(basis.describe())})
+        temporary.replace(path)
     return basis
 
 

@@ -13,15 +13,15 @@ import hashlib
 import json
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import ctxwin
 from ctxwin.evals.metrics import Outcome, agreed, harmed
-from ctxwin.evals.samples import Row, Samples
-from ctxwin.evals.score import Scorer, Table, TaskOf, select
+from ctxwin.evals.samples import Sample, Samples
+from ctxwin.evals.score import Cells, Scorer, Table, TaskOf, select
 from ctxwin.evals.stats import standard_error
 
 PLAIN = "none"
@@ -43,8 +43,8 @@ def lm_eval_result(found: Table, samples: Samples, n: int | None = None) -> dict
     made = found.arms()
     asked: dict[str, set[int]] = {task: set() for task in found.rows}
     for row in samples.first(n):
-        if row["task"] in asked:
-            asked[row["task"]].add(row["index"])
+        if row.task in asked:
+            asked[row.task].add(row.index)
     tasks = {name: found.scorer.task(name) for name in found.rows}
     about = samples.config.get("tasks", {})
     metrics = [{"metric": m, "aggregation": "mean", "higher_is_better": up} for m, up in HIGHER.items()]
@@ -121,7 +121,7 @@ def version() -> str:
     return ctxwin.__version__
 
 
-def _figures(task: str, found: Table, made: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+def _figures(task: str, found: Table, made: Cells) -> dict[str, Any]:
     """``METRIC,ARM`` and ``METRIC_stderr,ARM`` of one task, re-prefill as ``none`` over every item that any arm has."""
     figures: dict[str, Any] = {}
     count: dict[str, int] = {}
@@ -135,8 +135,9 @@ def _figures(task: str, found: Table, made: Mapping[str, Mapping[str, Mapping[st
         _put(figures, count, "kl", arm, [(o.kl, o.cluster) for o in outcomes])
         _put(figures, count, "agreement", arm, [(agreed(o), o.cluster) for o in outcomes])
         _put(figures, count, "harm", arm, [(harmed(o), o.cluster) for o in outcomes])
-        for name in ("eta", "spent_share"):
-            if (value := made[arm][task][name]) is not None:
+        cell = made[arm][task]
+        for name, value in (("eta", cell["eta"]), ("spent_share", cell["spent_share"])):
+            if value is not None:
                 figures[f"{name},{arm}"] = value
     return figures | {"sample_len": len(reference), "sample_count": count}
 
@@ -170,32 +171,32 @@ def _lines(found: Table, task: str) -> Iterator[dict[str, Any]]:
     seen: set[int] = set()
     for arm, rows in found.rows[task].items():
         for row in rows:
-            outcome = found.outcomes[task, arm][row["index"]]
-            if row["index"] not in seen:
-                seen.add(row["index"])
+            outcome = found.outcomes[task, arm][row.index]
+            if row.index not in seen:
+                seen.add(row.index)
                 yield _line(row, PLAIN, outcome, found.scorer)
             if arm != "reprefill":
                 yield _line(row, arm, outcome, found.scorer)
 
 
-def _line(row: Row, arm: str, outcome: Outcome, scorer: Scorer) -> dict[str, Any]:
+def _line(row: Sample, arm: str, outcome: Outcome, scorer: Scorer) -> dict[str, Any]:
     said = "reference" if arm == PLAIN else "answer"
-    answer, scored = row[said], scorer.scored(row, said)
+    answer, scored = getattr(row, said), scorer.scored(row, said)
     metrics: dict[str, float | None] = {"acc": scored.score, **scored.metrics}
     if arm != PLAIN:
         metrics |= {"kl": outcome.kl, "agreement": float(agreed(outcome)), "harm": _number(harmed(outcome))}
     return {
-        "doc_id": row["index"],
-        "doc": {"id": row["doc_id"], "cluster": row["cluster"], "frames": row["frames"], "meta": row["meta"]},
-        "target": str(row["target"]),
-        "arguments": {"gen_args_0": {"arg_0": row["question"], "arg_1": {"do_sample": False}}},
+        "doc_id": row.index,
+        "doc": {"id": row.doc_id, "cluster": row.cluster, "frames": row.frames, "meta": row.meta},
+        "target": str(row.target),
+        "arguments": {"gen_args_0": {"arg_0": row.question, "arg_1": {"do_sample": False}}},
         "resps": [[answer]],
         "filtered_resps": [scored.prediction],
         "filter": arm,
         "metrics": list(metrics),
-        "doc_hash": row["case"],
-        "prompt_hash": _hash(row["case"] + row["question"]),
-        "target_hash": _hash(str(row["target"])),
+        "doc_hash": row.case,
+        "prompt_hash": _hash(row.case + row.question),
+        "target_hash": _hash(str(row.target)),
         **metrics,
     }
 

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from ctxwin.evals.arms import BASES, REFERENCE, Arm, Served
+from ctxwin.evals.arms import BASES, Arm
 from ctxwin.evals.decoder import Decoder
-from ctxwin.evals.generation import continue_, forced_logits
 from ctxwin.evals.group import Group
 from ctxwin.evals.items import Item, Task
-from ctxwin.evals.kv_error import by_layer
-from ctxwin.evals.metrics import kl_divergence
-from ctxwin.evals.patching import Patcher, Weighting, load_basis, make_weight, parse_variant
-from ctxwin.evals.samples import FORMAT, Row, Samples, open_samples
+from ctxwin.evals.measure import BATCH, Measurer, by_shape
+from ctxwin.evals.patching import Patcher, Weighting, fitted
+from ctxwin.evals.samples import FORMAT, Sample, Samples, open_samples
 from ctxwin.evals.tasks import SUITES
 from ctxwin.evals.tasks.tiny import TinyOptions, as_item, fit_cases
-from ctxwin.kv.deficit import Deficit
-from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import Layers, Layout
 from ctxwin.tiny import checkpoint_dir
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
 
-BATCH = 16
 BLOCK = 5 * BATCH
 """Items share forwards within blocks of this many indices, so that a batch depends on no other item and no earlier run."""
 PATCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -75,8 +68,18 @@ class Settings:
         del plain["timed"]
         if self.layout != "shared":
             del plain["basis_items"]
-        name = "tiny" if Path(engine.spec.model) == checkpoint_dir() else Path(engine.spec.model).name
-        return {"format": FORMAT, "name": name, "model": engine.spec.identity, "kv": engine.spec.kv.dtype, **plain}
+        return {
+            "format": FORMAT,
+            "name": model_name(engine.spec.model),
+            "model": engine.spec.identity,
+            "kv": engine.spec.kv.dtype,
+            **plain,
+        }
+
+
+def model_name(model: str) -> str:
+    """What a model is called: ``tiny`` where it is the bundled one, else the last part of its folder or Hub name."""
+    return "tiny" if Path(model) == checkpoint_dir() else Path(model).name
 
 
 @dataclass(frozen=True)
@@ -131,16 +134,6 @@ def plan_jobs(arms: Sequence[Arm], tasks: Sequence[Task]) -> list[Job]:
     return jobs
 
 
-@dataclass
-class _Read:
-    """What an arm says on one item: the next token's distribution, an answer, and re-prefill's answer under it."""
-
-    logits: np.ndarray
-    answer: str
-    token_ids: list[int] = field(default_factory=list)
-    forced: np.ndarray | None = None
-
-
 class Runner:
     """Runs jobs of one configuration on one engine.
 
@@ -155,9 +148,12 @@ class Runner:
         self.settings = settings
         config = settings.config(engine) | {"tasks": {task.name: task.config() for task in tasks}}
         self.samples: Samples = open_samples(folder, config)
-        self.decoder = Decoder(engine)
-        self.patcher = self._patcher(settings.layout, settings.layers, settings.weight)
-        self.patcher.build = self._variant
+        self._decoder = Decoder(engine)
+        patcher = fitted(
+            self._decoder, (settings.layout, settings.layers, settings.weight), self._groups,
+            dtype=PATCH_DTYPES[settings.dtype], keep=folder,
+        )  # fmt: skip
+        self.measurer = Measurer(self._decoder, patcher, settings.system_prompt)
 
     def run(self, jobs: Sequence[Job], n: int | None, progress: Callable[[int], None] = lambda done: None) -> None:
         """Computes the samples that are missing among the first ``n`` items of every job (None: all of a data set).
@@ -169,7 +165,7 @@ class Runner:
             raise ValueError(f"n must be >= 1, got {n}")
         for job in jobs:
             # A sweep is cut from its largest rank: of the job, not of the arms that happen to be missing.
-            self.patcher.floor = max((arm.rank or 0 for arm in job.arms), default=0)
+            self.measurer.patcher.floor = max((arm.rank or 0 for arm in job.arms), default=0)
             empty = True
             for items in batches(job.task, n):
                 empty = False
@@ -181,7 +177,7 @@ class Runner:
                     if any(not self.samples.has(job.task.name, arm.name, index) for index in wanted)
                 ]
                 if missing:
-                    self.samples.add(row for row in self._rows(job.task, items, missing) if row["index"] in wanted)
+                    self.samples.add(self._measured(job.task, items, missing, wanted))
                 progress(len(wanted) * len(job.arms))
             if empty:
                 raise ValueError(f"{job.task.name} must have items, got none among the first {n}; take a larger n")
@@ -191,151 +187,32 @@ class Runner:
         for item in items:
             for arm in job.arms:
                 row = self.samples.rows.get((item.task, arm.name, item.index))
-                if row is not None and row["case"] != item.digest:
+                if row is not None and row.case != item.digest:
                     raise ValueError(
                         f"samples of {self.samples.folder} must be of today's items, got another item {item.index} of "
                         f"{item.task!r}; choose another --output"
                     )
 
-    def _rows(self, task: Task, items: Sequence[Item], arms: Sequence[Arm]) -> Iterator[Row]:
-        """Samples of one batch."""
-        group = self._group(items)
-        limit = self.decoder.engine.spec.max_tokens
-        longest = max(self.decoder.query(item.query).tokens + item.max_tokens for item in items)
-        total = group.system_prompt.tokens + group.context_tokens + longest
-        if total > limit:
-            reason = f"the prompt of {total} tokens is longer than the model's {limit}"
-            for arm in arms:
-                yield from (self._row(item, arm, group) | {"unscored": reason} for item in items)
-            return
-        base = BASES[task.setting]
-        heard: dict[Arm, tuple[list[Served | None], list[_Read | None]]] = {}
-        for arm in (REFERENCE, base, *arms):
-            if arm not in heard:
-                served = arm.serve(group)
-                exact = heard[REFERENCE][1] if heard else None
-                heard[arm] = served, self._ask(group, served, exact)
-        for arm in arms:
-            for b, item in enumerate(items):
-                one, said = heard[arm][0][b], heard[arm][1][b]
-                row = self._row(item, arm, group)
-                if one is None or said is None:
-                    yield row | {"unscored": "the arm has no meaning for this item"}
-                    continue
-                reference, before = heard[REFERENCE][1][b], heard[base][1][b]
-                assert reference is not None and before is not None
-                yield row | self._figures(one, group.exact[b], said, reference, before) | self._time(arm, item)
+    def _measured(
+        self, task: Task, items: Sequence[Item], arms: Sequence[Arm], wanted: Collection[int]
+    ) -> Iterator[Sample]:
+        """The wanted samples of one batch, timed where that was asked for."""
+        by_name, by_index = {arm.name: arm for arm in arms}, {item.index: item for item in items}
+        for sample in self.measurer.samples(items, arms, base=BASES[task.setting]):
+            if sample.index not in wanted:
+                continue
+            if sample.index < self.settings.timed and sample.unscored is None:
+                seconds = self.measurer.first_token(by_index[sample.index], by_name[sample.arm])
+                sample = sample.model_copy(update={"ttft_s": seconds})
+            yield sample
 
-    def _row(self, item: Item, arm: Arm, group: Group) -> Row:
-        return {
-            "task": item.task, "arm": arm.name, "index": item.index, "doc_id": item.doc_id, "cluster": item.cluster,
-            "case": item.digest, "frames": len(item.placed),
-            "tokens": group.system_prompt.tokens + group.context_tokens + self.decoder.query(item.query).tokens,
-            "placed": group.context_tokens, "media": int(sum(len(group.chunks[0][f].media) for f in group.items[0].placed)),
-            "question": item.query, "target": item.target, "meta": dict(item.meta),
-        }  # fmt: skip
-
-    def _figures(self, one: Served, exact: Sequence[SpanKV], said: _Read, reference: _Read, before: _Read) -> Row:
-        made: Row = {
-            "answer": said.answer, "reference": reference.answer, "base": before.answer,
-            "kl": kl_divergence(reference.logits, said.logits), "base_kl": kl_divergence(reference.logits, before.logits),
-            "stored": one.stored, "over": one.over, "computed": one.computed, "forwards": one.forwards,
-            "encodes": one.encodes, **one.extra,
-        }  # fmt: skip
-        if one.begin is None and (error := by_layer(one.spans, exact)) is not None:
-            made["by_layer"] = error
-        if reference.forced is not None and said.forced is not None and before.forced is not None:
-            made["forced_kl"] = _mean_kl(reference.forced, said.forced)
-            made["base_forced_kl"] = _mean_kl(reference.forced, before.forced)
-        return made
-
-    def _ask(
-        self, group: Group, served: Sequence[Served | None], reference: Sequence[_Read | None] | None
-    ) -> list[_Read | None]:
-        """Asks each item's question behind what is served for it."""
-        some = [b for b, one in enumerate(served) if one is not None]
-        out: list[_Read | None] = [None] * len(served)
-        if all(group.items[b].max_tokens == 1 for b in some):
-            for b, logits in zip(some, self._next(group, served, some), strict=True):
-                out[b] = _Read(logits, self._text([int(logits.argmax())]))
-            return out
-        for b in some:
-            item, one = group.items[b], served[b]
-            assert one is not None
-            memory = group.memory([one.spans])
-            query, begin = self.decoder.query(item.query), _begin(one, group)
-            made = continue_(self.decoder, memory, query, begin, max_tokens=item.max_tokens, policy=one.policy)
-            said = _Read(made.logits[0].numpy(), self._text(made.token_ids), made.token_ids)
-            first = None if reference is None else reference[b]
-            answer = said.token_ids if first is None else first.token_ids
-            if len(answer) > 1:
-                said.forced = forced_logits(self.decoder, memory, query, begin, answer, one.policy).numpy()
-            out[b] = said
-        return out
-
-    def _next(self, group: Group, served: Sequence[Served | None], some: Sequence[int]) -> list[np.ndarray]:
-        """Next-token logits; items whose rows have as many slots, and the question at one position, share a forward."""
-        found: dict[int, np.ndarray] = {}
-        ones = {b: one for b in some if (one := served[b]) is not None}
-        kinds = {b: (sum(s.tokens for s in one.spans), _begin(one, group)) for b, one in ones.items()}
-        for kind in sorted(set(kinds.values())):
-            same = [b for b in ones if kinds[b] == kind]
-            memory = group.memory([ones[b].spans for b in same])
-            logits = self.decoder.read(memory, [group.items[b].query for b in same], kind[1])
-            found |= {b: row.numpy() for b, row in zip(same, logits, strict=True)}
-        return [found[b] for b in some]
-
-    def _time(self, arm: Arm, item: Item) -> Row:
-        """Seconds to the first token of one item alone: serving from what is stored, then the question.
-
-        Canonicals, patches and vision embeddings are there already, as they are from the second use on, and so is what
-        else the arm finds (`Arm.found`).
-        """
-        if item.index >= self.settings.timed:
-            return {}
-        group = self._group([item])
-        group.context.embeds.sum()  # embeddings are held by everybody
-        again = arm.prepared(group)
-        begun = time.perf_counter()
-        served = again()
-        assert served is not None
-        self.decoder.read(group.memory([served.spans]), [item.query], _begin(served, group))
-        return {"time": {"ttft_s": time.perf_counter() - begun}}
-
-    def _group(self, items: Sequence[Item], patcher: Patcher | None = None) -> Group:
-        return Group(self.decoder, items, self.patcher if patcher is None else patcher, self.settings.system_prompt)
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        return self.decoder.engine.decode(token_ids).strip()
-
-    def _patcher(self, layout: Layout, layers: Layers, weight: Weighting, name: str = "") -> Patcher:
-        engine = self.decoder.engine
-        if (weight != "none" or layout == "shared") and not engine.spec.vision:
+    def _groups(self) -> Iterator[Group]:
+        """Contexts of their own seeds, to fit bases and weights on."""
+        if not self._decoder.engine.spec.vision:
             raise ValueError("weights and shared bases are fitted on pictures: the model must see, got a text model")
-        made = Patcher(self.decoder.spec, layout, layers, PATCH_DTYPES[self.settings.dtype])
-        if weight != "none":
-            made.weight = make_weight(weight, engine.text_model, self.decoder.spec, self._sample())
-        if layout == "shared":
-            made.basis = load_basis(self.samples.folder, made, self._fit, name)
-        return made
-
-    def _variant(self, name: str) -> Patcher:
-        parsed = parse_variant(name)
-        assert parsed is not None  # arms check their spelling
-        return self._patcher(*parsed, name)
-
-    def _sample(self) -> SpanKV:
-        """KV of some chunk, for weights that depend on the size of keys and values."""
-        item = as_item(fit_cases(0, 1, (2,))[0], "tiny/fit")
-        return self._group([item], Patcher(self.decoder.spec)).exact[0][0]
-
-    def _fit(self) -> Iterator[Deficit]:
-        """Deficits of contexts of their own seeds."""
         cases = fit_cases(0, self.settings.basis_items, TinyOptions().frames)
-        for part in _by_shape([as_item(case, f"tiny/{case.task}") for case in cases]):
-            group = self._group(part, Patcher(self.decoder.spec))
-            for b in range(len(group)):
-                yield from (group.deficit(b, place) for place in range(1, len(group.places)))
+        for part in by_shape([as_item(case, f"tiny/{case.task}") for case in cases]):
+            yield Group(self._decoder, part, Patcher(self._decoder.spec), self.settings.system_prompt)
 
 
 def batches(task: Task, n: int | None) -> Iterator[list[Item]]:
@@ -350,7 +227,7 @@ def batches(task: Task, n: int | None) -> Iterator[list[Item]]:
     else:
         found = task.items(n)
     for _, block in groupby(found, lambda item: item.index // BLOCK):  # by index: a task may leave items out
-        for part in _by_shape(list(block)):
+        for part in by_shape(list(block)):
             if any(_asked(task, item, n) for item in part):
                 yield part
 
@@ -358,22 +235,3 @@ def batches(task: Task, n: int | None) -> Iterator[list[Item]]:
 def _asked(task: Task, item: Item, n: int | None) -> bool:
     """Whether an item of a batch is one of the first ``n``. A data set gives just these, whatever their indices."""
     return n is None or not task.endless or item.index < n
-
-
-def _by_shape(items: Sequence[Item]) -> Iterator[list[Item]]:
-    shapes: dict[Any, list[Item]] = {}
-    for item in items:
-        key = ("alone", item.index) if item.shape is None else item.shape
-        shapes.setdefault(key, []).append(item)
-    for same in shapes.values():
-        for at in range(0, len(same), BATCH):
-            yield same[at : at + BATCH]
-
-
-def _begin(served: Served, group: Group) -> int:
-    """Position of the question behind what an arm serves."""
-    return group.begin if served.begin is None else served.begin
-
-
-def _mean_kl(reference: np.ndarray, other: np.ndarray) -> float:
-    return float(np.mean([kl_divergence(p, q) for p, q in zip(reference, other, strict=True)]))

@@ -18,18 +18,82 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-Row = dict[str, Any]
+from pydantic import BaseModel, ConfigDict, Field
+
 Key = tuple[str, str, int]
 
-FORMAT = 2
+FORMAT = 3
 """Rises when samples of an older version cannot be scored by this one."""
 _CREATED = "created"
 """When the run was started; in ``config.json``, but no part of what must agree."""
 
 
-def key_of(row: Row) -> Key:
-    """(task, arm, index): what a sample is of."""
-    return row["task"], row["arm"], row["index"]
+class Sample(BaseModel):
+    """What one arm answered to one item, and what that took: one line of ``samples.jsonl``.
+
+    Attributes:
+        task, arm, index: what it is a sample of.
+        doc_id, cluster, question, target, meta: the item's, see `ctxwin.evals.items.Item`.
+        case: the item's digest.
+        frames, media, placed, tokens: placed chunks, their pictures and videos, their tokens, and tokens of the whole prompt.
+        unscored: why the arm could not serve the item; None where it did. All below is of served items only.
+        answer, reference, base: text under the arm, under the exact re-prefill, and under doing nothing.
+        kl, base_kl: KL(re-prefill || arm) and KL(re-prefill || base) of the next token, nats.
+        forced_kl, base_forced_kl: the same, averaged along re-prefill's answer; None where that has one token.
+        stored, over, computed, forwards, encodes: see `ctxwin.evals.arms.Served`.
+        by_layer: relative distance of the KV served from the exact one; None where they are of other tokens.
+        ttft_s: seconds to the first token; None where it was not timed.
+        extra: the arm's own figures, by name.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    task: str
+    arm: str
+    index: int
+    doc_id: str
+    cluster: str
+    case: str
+    frames: int
+    tokens: int
+    placed: int
+    media: int = 0
+    question: str
+    target: Any
+    meta: dict[str, Any]
+    unscored: str | None = None
+    answer: str = ""
+    reference: str = ""
+    base: str = ""
+    kl: float = 0.0
+    base_kl: float = 0.0
+    forced_kl: float | None = None
+    base_forced_kl: float | None = None
+    stored: int = 0
+    over: int = 0
+    computed: int = 0
+    forwards: int = 0
+    encodes: int = 0
+    by_layer: list[float] | None = None
+    ttft_s: float | None = None
+    extra: dict[str, float] = Field(default_factory=dict)
+
+    @property
+    def key(self) -> Key:
+        """(task, arm, index)."""
+        return self.task, self.arm, self.index
+
+    @property
+    def answer_kl(self) -> float:
+        """KL along re-prefill's answer; of the next token where that has one."""
+        return self.kl if self.forced_kl is None else self.forced_kl
+
+    def line(self) -> str:
+        """The sample as a line of JSON; ValueError for a figure that is not finite, in its meta or target too."""
+        try:
+            return json.dumps(self.model_dump(exclude_defaults=True), allow_nan=False) + "\n"
+        except ValueError as error:
+            raise ValueError(f"a sample must hold finite figures, got {self.key}: {error}") from error
 
 
 @dataclass(eq=False)
@@ -43,24 +107,24 @@ class Samples:
     folder: Path
     config: dict[str, Any]
     created: str = ""
-    rows: dict[Key, Row] = field(default_factory=dict)
+    rows: dict[Key, Sample] = field(default_factory=dict)
     _lock: IO[str] | None = field(default=None, repr=False)
 
     @property
     def path(self) -> Path:
         return self.folder / "samples.jsonl"
 
-    def add(self, rows: Iterable[Row]) -> None:
+    def add(self, rows: Iterable[Sample]) -> None:
         """Appends samples that are not there yet, and makes them durable. Cost: one write and one sync.
 
         Raises ValueError for a figure that is not finite, and where this folder is not open for writing (any more).
         """
         if self._lock is None:
             raise ValueError(f"{self.folder} must be open for writing, got one that was closed, read, or opened anew")
-        fresh = {key_of(row): row for row in rows if key_of(row) not in self.rows}
+        fresh = {row.key: row for row in rows if row.key not in self.rows}
         if not fresh:
             return
-        lines = "".join(_line(row) for row in fresh.values()).encode()
+        lines = "".join(row.line() for row in fresh.values()).encode()
         new = not self.path.exists()
         with self.path.open("ab") as file:
             whole = file.tell()
@@ -78,7 +142,7 @@ class Samples:
     def has(self, task: str, arm: str, index: int) -> bool:
         return (task, arm, index) in self.rows
 
-    def first(self, n: int | None = None) -> list[Row]:
+    def first(self, n: int | None = None) -> list[Sample]:
         """Samples of the first ``n`` items of every task, counted among the items that have samples; all for None.
 
         Indices have gaps where a task leaves items out, as it does where media are missing.
@@ -89,7 +153,7 @@ class Samples:
         for task, _, index in self.rows:
             indices.setdefault(task, set()).add(index)
         kept = {(task, index) for task, held in indices.items() for index in sorted(held)[:n]}
-        return [row for row in self.rows.values() if (row["task"], row["index"]) in kept]
+        return [row for row in self.rows.values() if (row.task, row.index) in kept]
 
     def close(self) -> None:
         """Lets another process write here; does nothing the second time."""
@@ -224,39 +288,23 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _line(row: Row) -> str:
-    try:
-        return json.dumps(row, allow_nan=False) + "\n"
-    except ValueError as error:
-        raise ValueError(f"a sample must hold finite figures, got {key_of(row)}: {error}") from error
-
-
-def _rows(path: Path) -> dict[Key, Row]:
+def _rows(path: Path) -> dict[Key, Sample]:
     """The whole lines of a file; ValueError where one is no sample, or stands there twice."""
-    rows: dict[Key, Row] = {}
-    for number, row in _lines(path):
-        key = key_of(row)
-        if key in rows:
-            raise ValueError(f"{path} must hold each sample once, got {key} again in line {number}")
-        rows[key] = row
-    return rows
-
-
-def _lines(path: Path) -> Iterator[tuple[int, Row]]:
+    rows: dict[Key, Sample] = {}
     if not path.exists():
-        return
+        return rows
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
-                return  # torn by a kill; its sample counts as missing
+                break  # torn by a kill; its sample counts as missing
             try:
-                row = json.loads(line, parse_constant=_refused)
-                task, arm, index = key_of(row)
-                if not (isinstance(task, str) and isinstance(arm, str) and isinstance(index, int)):
-                    raise ValueError(f"a sample is of a task, an arm and a number, got {key_of(row)}")
-            except (ValueError, KeyError, TypeError) as error:
+                sample = Sample.model_validate(json.loads(line, parse_constant=_refused))
+            except ValueError as error:
                 raise ValueError(f"{path} must hold one sample a line as JSON, got line {number}: {error}") from error
-            yield number, row
+            if sample.key in rows:
+                raise ValueError(f"{path} must hold each sample once, got {sample.key} again in line {number}")
+            rows[sample.key] = sample
+    return rows
 
 
 def _refused(figure: str) -> None:

@@ -6,39 +6,62 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
-from ctxwin.evals.compare import Setting, best_patched, matched, paired
+from ctxwin.evals.compare import Match, Pair, Setting, best_patched, matched, paired
 from ctxwin.evals.groups import by_frames, by_layer, grid
 from ctxwin.evals.items import Scored, Task
-from ctxwin.evals.metrics import Outcome, cell
-from ctxwin.evals.samples import Row, Samples
+from ctxwin.evals.metrics import Figures, Outcome, cell
+from ctxwin.evals.samples import Sample, Samples
 
 TaskOf = Callable[[str], Task]
+Cells = Mapping[str, Mapping[str, Figures]]
+"""Figures by arm and task."""
 
-KNOWN = {
-    *(
-        "task",
-        "arm",
-        "index",
-        "doc_id",
-        "cluster",
-        "case",
-        "frames",
-        "tokens",
-        "placed",
-        "media",
-        "question",
-        "target",
-        "meta",
-    ),
-    *("answer", "reference", "base", "kl", "base_kl", "forced_kl", "base_forced_kl", "stored", "over", "computed"),
-    *("forwards", "encodes", "time", "by_layer", "unscored"),
-}
-"""Fields of a sample with a meaning of their own; any further number is a figure of its arm."""
-_MEANS = ("tokens", "computed", "forwards", "encodes")
+
+class TaskAbout(TypedDict):
+    """What a task is, see `ctxwin.evals.items.Task`."""
+
+    about: str
+    setting: str
+    control: bool
+    version: int
+
+
+class Pairs(TypedDict):
+    """The arm that the others of a task are paired with, and what each has over it."""
+
+    against: str
+    arms: dict[str, Pair]
+
+
+class Matched(Match):
+    """A patch against a token arm at the patch's bytes."""
+
+    patch: str
+    share: float
+    family: str
+
+
+class Result(TypedDict):
+    """The result of a run; ``basis_bytes`` are of all shared bases, ``paired`` and ``matched`` by task.
+
+    The command adds ``n`` (as asked for), ``output`` (the run's folder) and ``vision_encodes``.
+    """
+
+    suite: str
+    config: dict[str, Any]
+    created: str
+    basis_bytes: int
+    tasks: dict[str, TaskAbout]
+    arms: dict[str, dict[str, Figures]]
+    paired: dict[str, Pairs]
+    matched: dict[str, list[Matched]]
+    n: NotRequired[int]
+    output: NotRequired[str]
+    vision_encodes: NotRequired[int]
 
 
 class Scorer:
@@ -63,54 +86,53 @@ class Scorer:
             self._tasks[name] = self._task_of(name)
         return self._tasks[name]
 
-    def scored(self, row: Row, field: str = "answer") -> Scored:
+    def scored(self, row: Sample, field: str = "answer") -> Scored:
         """A sample's ``answer``, ``reference`` or ``base`` under its task's rule."""
-        key = row["task"], row["index"], row[field]
+        text: str = getattr(row, field)
+        key = row.task, row.index, text
         if key not in self._scored:
-            self._scored[key] = self.task(row["task"]).score(row[field], row["target"], row["meta"])
+            self._scored[key] = self.task(row.task).score(text, row.target, row.meta)
         return self._scored[key]
 
-    def outcome(self, row: Row) -> Outcome:
+    def outcome(self, row: Sample) -> Outcome:
         """The scored part of a sample.
 
         Raises ValueError for a sample that its arm could not serve, or that names no cluster.
         """
-        if "unscored" in row:
-            raise ValueError(f"sample {row['index']} of {row['task']!r} is unscored: {row['unscored']}")
-        if not row.get("cluster"):
-            raise ValueError(
-                f"sample {row['index']} of {row['task']!r} must name its cluster, got {row.get('cluster')!r}"
-            )
+        if row.unscored is not None:
+            raise ValueError(f"sample {row.index} of {row.task!r} is unscored: {row.unscored}")
+        if not row.cluster:
+            raise ValueError(f"sample {row.index} of {row.task!r} must name its cluster, got {row.cluster!r}")
         return Outcome(
             answer=self._compared(row, "answer"),
             reference=self._compared(row, "reference"),
             base=self._compared(row, "base"),
-            cluster=row["cluster"],
-            kl=row["kl"],
-            base_kl=row["base_kl"],
-            forced_kl=row.get("forced_kl"),
-            base_forced_kl=row.get("base_forced_kl"),
-            stored=row["stored"],
-            over=row["over"],
+            cluster=row.cluster,
+            kl=row.kl,
+            base_kl=row.base_kl,
+            forced_kl=row.forced_kl,
+            base_forced_kl=row.base_forced_kl,
+            stored=row.stored,
+            over=row.over,
             recomputed=_recomputed(row),
-            renewed=row.get("renewed"),
+            renewed=row.extra.get("renewed"),
         )
 
-    def _compared(self, row: Row, field: str) -> Scored:
+    def _compared(self, row: Sample, field: str) -> Scored:
         """As `scored`; what the rule reads nothing in is compared as it is, since two such answers need not be one."""
         made = self.scored(row, field)
-        return made if made.prediction else replace(made, prediction=row[field].strip())
+        return made if made.prediction else replace(made, prediction=getattr(row, field).strip())
 
-    def official(self, rows: Sequence[Row]) -> dict[str, float]:
+    def official(self, rows: Sequence[Sample]) -> dict[str, float]:
         """The data set's own aggregates over samples of one arm on one task."""
         made = []
         for row in rows:
             scored = self.scored(row)
             made.append(
                 {"score": scored.score, "prediction": scored.prediction, **scored.metrics}
-                | {key: row[key] for key in ("target", "meta", "doc_id", "answer", "question", "index")}
+                | row.model_dump(include={"target", "meta", "doc_id", "answer", "question", "index"})
             )
-        return dict(self.task(rows[0]["task"]).official(made))
+        return dict(self.task(rows[0].task).official(made))
 
 
 class Table:
@@ -123,19 +145,18 @@ class Table:
     Raises ValueError where there is nothing scored at all.
     """
 
-    def __init__(self, rows: Iterable[Row], scorer: Scorer) -> None:
+    def __init__(self, rows: Iterable[Sample], scorer: Scorer) -> None:
         self.scorer = scorer
-        self.rows: dict[str, dict[str, list[Row]]] = {}
+        self.rows: dict[str, dict[str, list[Sample]]] = {}
         self.unserved: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
-        for row in sorted(rows, key=lambda row: row["index"]):
-            arms = self.rows.setdefault(row["task"], {})
-            kept = arms.setdefault(row["arm"], [])
-            if "unscored" in row:
-                self.unserved[row["task"], row["arm"]][row["unscored"]] += 1
+        for row in sorted(rows, key=lambda row: row.index):
+            kept = self.rows.setdefault(row.task, {}).setdefault(row.arm, [])
+            if row.unscored is not None:
+                self.unserved[row.task, row.arm][row.unscored] += 1
             else:
                 kept.append(row)
         self.outcomes = {
-            (task, arm): {row["index"]: scorer.outcome(row) for row in some}
+            (task, arm): {row.index: scorer.outcome(row) for row in some}
             for task, arms in self.rows.items()
             for arm, some in arms.items()
             if some
@@ -143,35 +164,39 @@ class Table:
         if not self.outcomes:
             raise ValueError("a run must have at least one scored sample, got none")
 
-    def arms(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """``{arm: {task: figures}}``: see `metrics.cell`, and `_more` for what comes on top."""
-        made: dict[str, dict[str, dict[str, Any]]] = {}
+    def arms(self) -> dict[str, dict[str, Figures]]:
+        """All figures by arm and task."""
+        made: dict[str, dict[str, Figures]] = {}
         for (task, arm), outcomes in self.outcomes.items():
-            rows = self.rows[task][arm]
-            made.setdefault(arm, {})[task] = cell(list(outcomes.values())) | self._more(task, arm, rows)
+            figures = cell(list(outcomes.values()))
+            self._add(figures, task, arm)
+            made.setdefault(arm, {})[task] = figures
         return made
 
-    def _more(self, task: str, arm: str, rows: Sequence[Row]) -> dict[str, Any]:
+    def _add(self, figures: Figures, task: str, arm: str) -> None:
         """Items that could not be served, costs, groups of items, the arm's own figures, official aggregates."""
+        rows = self.rows[task][arm]
         scores = [self.scorer.scored(row).score for row in rows]
         unserved = self.unserved.get((task, arm), {})
-        figures: dict[str, Any] = {"unscored": sum(unserved.values()), "by_frames": by_frames(rows, scores)}
+        figures["unscored"] = sum(unserved.values())
+        figures["by_frames"] = by_frames(rows, scores)
         if unserved:
             figures["unscored_why"] = dict(unserved)
-        for name in _MEANS:
-            if values := [row[name] for row in rows if name in row]:
-                figures[name] = math.fsum(values) / len(values)
+        figures["tokens"] = math.fsum(row.tokens for row in rows) / len(rows)
+        figures["computed"] = math.fsum(row.computed for row in rows) / len(rows)
+        figures["forwards"] = math.fsum(row.forwards for row in rows) / len(rows)
+        figures["encodes"] = math.fsum(row.encodes for row in rows) / len(rows)
         figures["spent_share"] = self._spent(task, arm)
-        figures |= _own(rows)
-        seconds = [row["time"]["ttft_s"] for row in rows if "ttft_s" in row.get("time", {})]
-        if seconds:
+        if own := _own(rows):
+            figures["own"] = own
+        if seconds := [row.ttft_s for row in rows if row.ttft_s is not None]:
             figures["ttft_s"] = {"median": float(np.median(seconds)), "n": len(seconds)}
-        for name, found in (("by_layer", by_layer(rows)), ("grid", grid(rows, scores))):
-            if found:
-                figures[name] = found
+        if layers := by_layer(rows):
+            figures["by_layer"] = layers
+        if cells := grid(rows, scores):
+            figures["grid"] = cells
         if official := self.scorer.official(rows):
             figures["official"] = official
-        return figures
 
     def _spent(self, task: str, arm: str) -> float | None:
         """Bytes that the arm stores or computes anew over the KV bytes that patches of this task are applied to.
@@ -187,37 +212,34 @@ class Table:
         over = sum(patched[i].over for i in shared)
         return math.fsum(mine[i].spent for i in shared) / over if over else None
 
-    def against(self, chosen: str | None, made: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-        """``{task: {"against": arm, "arms": {arm: `paired` figures}}}``.
-
-        ``chosen`` on every task that has it, by default each task's `best_patched`; tasks without are left out.
-        """
-        found: dict[str, Any] = {}
+    def against(self, chosen: str | None, made: Cells) -> dict[str, Pairs]:
+        """Every arm paired with ``chosen``, by default with each task's `best_patched`; tasks without it are left out."""
+        found: dict[str, Pairs] = {}
         for task in self.rows:
             cells = {arm: tasks[task] for arm, tasks in made.items() if task in tasks}
             other = chosen or best_patched(cells)
-            if other not in cells:
+            if other is None or other not in cells:
                 continue
             theirs = self.outcomes[task, other]
             pairs = {arm: paired(self.outcomes[task, arm], theirs) for arm in cells if arm != other}
             found[task] = {"against": other, "arms": {arm: pair for arm, pair in pairs.items() if pair}}
         return found
 
-    def matched(self, made: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    def matched(self, made: Cells) -> dict[str, list[Matched]]:
         """Every patch against every token arm at its bytes, by task; see `compare.matched`.
 
         Token arms are those that say what share of the chunks they compute anew (``recomputed`` on their samples).
         """
-        found: dict[str, list[dict[str, Any]]] = {}
+        found: dict[str, list[Matched]] = {}
         for task in self.rows:
             families: dict[str, list[Setting]] = defaultdict(list)
-            for arm, tasks in made.items():
-                figures = tasks.get(task, {})
-                if figures.get("recomputed") and arm != "reprefill":
+            cells = {arm: tasks[task] for arm, tasks in made.items() if task in tasks}
+            for arm, figures in cells.items():
+                if figures.get("own", {}).get("recomputed") and arm != "reprefill":
                     setting = Setting(arm, figures["spent_share"] or 0.0, self.outcomes[task, arm])
                     families[arm.partition(":")[0]].append(setting)
-            for arm, tasks in made.items():
-                share = tasks.get(task, {}).get("bytes_share")
+            for arm, figures in cells.items():
+                share = figures["bytes_share"]
                 if not arm.startswith("patched:") or not share:
                     continue
                 for family, settings in families.items():
@@ -226,24 +248,24 @@ class Table:
         return found
 
 
-def table(rows: Iterable[Row], task_of: TaskOf | None = None) -> dict[str, dict[str, dict[str, Any]]]:
-    """``{arm: {task: figures}}``; see `Table.arms`."""
+def table(rows: Iterable[Sample], task_of: TaskOf | None = None) -> dict[str, dict[str, Figures]]:
+    """All figures by arm and task."""
     return Table(rows, Scorer(task_of)).arms()
 
 
-def select(samples: Samples, names: Sequence[str] | None = None, n: int | None = None) -> list[Row]:
+def select(samples: Samples, names: Sequence[str] | None = None, n: int | None = None) -> list[Sample]:
     """Samples of some arms (all by default) and the first ``n`` items of every task (all by default).
 
     Raises ValueError for an arm without samples, or no samples at all.
     """
     rows = samples.first(n)
-    held = {row["arm"] for row in rows}
+    held = {row.arm for row in rows}
     missing = [name for name in names or () if name not in held]
     if missing:
         raise ValueError(f"the run must hold samples of {', '.join(missing)}, got none")
     if not rows:
         raise ValueError(f"the run must hold samples, got none in {str(samples.folder)!r}; run it first")
-    return [row for row in rows if names is None or row["arm"] in names]
+    return [row for row in rows if names is None or row.arm in names]
 
 
 def scores(
@@ -253,7 +275,7 @@ def scores(
     *,
     against: str | None = None,
     task_of: TaskOf | None = None,
-) -> dict[str, Any]:
+) -> Result:
     """The result of a run.
 
     Args:
@@ -263,20 +285,16 @@ def scores(
         against: the arm that the others are paired with; each task's best patch by default.
         task_of: from a name to its task; `ctxwin.evals.tasks.open_task` by default.
 
-    Returns:
-        ``suite``, ``config``, ``basis_bytes`` (of all shared bases), ``tasks`` (what each is), ``arms`` (``{arm: {task:
-        figures}}``), ``paired`` and ``matched`` by task.
-
     Raises:
         ValueError: an arm without samples, or nothing scored at all.
     """
     rows = select(samples, names, n)
-    held = {row["arm"] for row in rows}
+    held = {row.arm for row in rows}
     if against is not None and against not in held:
         raise ValueError(f"the run must hold samples of {against} to compare with, got {', '.join(sorted(held))}")
     found = Table(rows, Scorer(task_of))
     made = found.arms()
-    order = names if names is not None else list(dict.fromkeys(row["arm"] for row in rows))
+    order = names if names is not None else list(dict.fromkeys(row.arm for row in rows))
     ordered = {name: made.get(name, {}) for name in order}  # empty: nothing of it could be scored
     config = {k: v for k, v in samples.config.items() if k != "format"}
     tasks = {name: found.scorer.task(name) for name in found.rows}
@@ -295,21 +313,17 @@ def scores(
     }
 
 
-def _own(rows: Sequence[Row]) -> dict[str, float]:
+def _own(rows: Sequence[Sample]) -> dict[str, float]:
     """Means of the figures that an arm left on its samples, each over the samples that have it."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        for name, value in row.items():
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if number and name not in KNOWN:
-                found[name].append(float(value))
+        for name, value in row.extra.items():
+            found[name].append(value)
     return {name: math.fsum(values) / len(values) for name, values in found.items()}
 
 
-def _recomputed(row: Row) -> float:
+def _recomputed(row: Sample) -> float:
     """Share of the placed tokens that were computed when it was asked."""
-    if row["arm"] == "reprefill":
+    if row.arm == "reprefill":
         return 1.0  # by definition; the prompt's other tokens are system prompt and question
-    if "recomputed" in row:
-        return float(row["recomputed"])
-    return min(1.0, float(row.get("computed", 0)) / float(row["placed"]))
+    return row.extra.get("recomputed", min(1.0, row.computed / row.placed))

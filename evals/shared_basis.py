@@ -85,7 +85,7 @@ def contexts_for(engine: HFEngine, settings: FitSettings, images: Path | None, m
     first = settings.seed * _STRIDE
 
     def sequence(index: int) -> Sequence[Chunk]:
-        return source.context("fitting", first + index).item.load()[:PLACED]
+        return source.context("fitting", first + index).load()[:PLACED]
 
     return Contexts(source.system_prompt, [partial(sequence, i) for i in range(settings.contexts)])
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ctxwin.evals.items import Item, Scored, Task
-from ctxwin.evals.samples import FORMAT
+from ctxwin.evals.samples import FORMAT, Sample
 
 CONFIG: dict[str, Any] = {
     "format": FORMAT,
@@ -39,38 +39,24 @@ class Words(Task):
         return {"strict": sum(s or 0.0 for s in scored) / len(scored)}
 
 
-def row(arm: str, index: int, answer: str = "red", task: str = "made/words", **more: Any) -> dict[str, Any]:
-    """A sample whose re-prefill is right ("red") and whose base is wrong ("blue")."""
-    made = {
+def row(arm: str, index: int, answer: str = "red", task: str = "made/words", **more: Any) -> Sample:
+    """A sample whose re-prefill is right ("red") and whose base is wrong ("blue"); figures without a field go to ``extra``."""
+    made: dict[str, Any] = {
         "task": task, "arm": arm, "index": index, "doc_id": f"d{index}", "cluster": f"c{index}", "case": f"digest {index}",
         "frames": 2 + index % 2, "tokens": 100, "placed": 100, "question": "color of 17?", "target": "red", "meta": {"frames": 2},
-        "answer": answer, "reference": "red", "base": "blue", "kl": 0.0 if answer == "red" else 0.5, "base_kl": 2.0,
-        "forced_kl": None, "base_forced_kl": None, "stored": 0, "over": 1000, "computed": 0, "forwards": 0, "encodes": 0,
+        "answer": answer, "reference": "red", "base": "blue", "kl": 0.0 if answer == "red" else 0.5, "base_kl": 2.0, "over": 1000,
     }  # fmt: skip
-    return made | more
+    extra = {name: float(value) for name, value in more.items() if name not in Sample.model_fields}
+    fields = {name: value for name, value in more.items() if name in Sample.model_fields}
+    return Sample(**made | fields, extra=extra)
 
 
-def unserved(arm: str, index: int, task: str = "made/words") -> dict[str, Any]:
+def unserved(arm: str, index: int, task: str = "made/words") -> Sample:
     """A sample that its arm had no meaning for."""
-    whole = row(arm, index, task=task)
-    kept = (
-        "task",
-        "arm",
-        "index",
-        "doc_id",
-        "cluster",
-        "case",
-        "frames",
-        "tokens",
-        "placed",
-        "question",
-        "target",
-        "meta",
-    )
-    return {key: whole[key] for key in kept} | {"unscored": "no other order exists"}
+    return row(arm, index, "", task, unscored="no other order exists")
 
 
-def sweep(n: int = 40, task: str = "made/words", per_cluster: int = 1, seed: int = 0) -> list[dict[str, Any]]:
+def sweep(n: int = 40, task: str = "made/words", per_cluster: int = 1, seed: int = 0) -> list[Sample]:
     """Re-prefill, blind, patches of three ranks and a token arm of three settings, better with their bytes."""
     rng = np.random.default_rng(seed)
     arms: list[tuple[str, float, dict[str, Any]]] = [
@@ -85,10 +71,8 @@ def sweep(n: int = 40, task: str = "made/words", per_cluster: int = 1, seed: int
         for arm, quality, more in arms:
             answer = "red" if luck < quality else "blue"
             kl = 0.0 if arm == "reprefill" else base * (1 - quality)
-            rows.append(
-                row(arm, i, answer, task, kl=kl, base_kl=base, **more)
-                | {"cluster": f"c{i // per_cluster}"}
-                | {"meta": {"context_length": 500 * (1 + i % 7), "placed_depth": [0.1, i % 5 / 4]}}
-                | ({"by_layer": [0.0, 0.1 * i, 1.0]} if arm.startswith("patched") else {})
-            )
+            more = more | {"cluster": f"c{i // per_cluster}"}
+            more |= {"meta": {"context_length": 500 * (1 + i % 7), "placed_depth": [0.1, i % 5 / 4]}}
+            more |= {"by_layer": [0.0, 0.1 * i, 1.0]} if arm.startswith("patched") else {}
+            rows.append(row(arm, i, answer, task, kl=kl, base_kl=base, **more))
     return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ctxwin.evals.arms.base import Arm, Served
 from ctxwin.evals.arms.compress import ElasticCache, HeavyHitters, MostRecent
+from ctxwin.evals.arms.controls import Oracle, Stepwise
 from ctxwin.evals.arms.layers import Cacheblend, LowRankKeys, ShallowReuse, VlCache
 from ctxwin.evals.arms.prefix import Prefix
 from ctxwin.evals.arms.recall import Recall, Recalled, Refresh, Stale, Update
@@ -16,7 +17,7 @@ ARMS: dict[str, type[Arm]] = {
     for kind in (
         Reprefill, Blind, Patched, Orbit, Transfer, Survivor, Removal, Stale, Update, Recall, Refresh,
         Toggled, FirstK, Epic, Mpic, FullReuse, Cacheblend, CacheblendOracle, Quest, VlCache, ShallowReuse, LowRankKeys, Prefix,
-        ElasticCache, HeavyHitters, MostRecent,
+        ElasticCache, HeavyHitters, MostRecent, Oracle, Stepwise,
     )
 }  # fmt: skip
 ARM_FORMS = ", ".join(kind.form for kind in ARMS.values()) + (

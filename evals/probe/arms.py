@@ -1,11 +1,9 @@
-"""Controls of the probe, as arms: the mask oracle, and the arithmetic noise that every other figure stands on."""
+"""Arms that only a probe has: a chunk swapped for a stranger, and a re-prefill of what a sliding window saw lately."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
-
-import torch
 
 from ctxwin.evals.arms.base import PlainArm, Served
 from ctxwin.evals.items import Setting
@@ -15,42 +13,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Oracle(PlainArm):
-    """One forward over everything placed in which no chunk sees another one, each at its own positions.
+class Swapped(PlainArm):
+    """A re-prefill in which a stranger of the same size stands at one place: what answers about that chunk hang on."""
 
-    What this loses against a re-prefill is conditioning and nothing else: no key was moved. Blind reuse, which forms each
-    chunk right behind the system prompt and rotates it, must come out the same.
-    """
+    place: int
 
-    form: ClassVar[str] = "oracle"
-    source: ClassVar[str] = "Kamera, section 2 (the 4-D attention mask), appendix C.4, table 7"
+    form: ClassVar[str] = "swapped"
+    source: ClassVar[str] = "exact forward"
     settings: ClassVar[tuple[Setting, ...]] = ("window",)
 
     def serve(self, group: Group) -> list[Served | None]:
-        tokens, lead = group.context_tokens, group.system_prompt_span.tokens
-        memory = group.behind_system_prompt(len(group)).grown(tokens)
-        slots = torch.arange(tokens)
-        whose = torch.zeros(tokens, dtype=torch.int64)
-        for i, place in enumerate(group.places):
-            whose[place.slot : place.end] = i
-        own = (whose[:, None] == whose[None]) & (slots[None] <= slots[:, None])
-        mask = torch.cat([torch.ones(tokens, lead, dtype=torch.bool), own], 1)
-        group.decoder.run(group.context, memory, slots + lead, mask=mask)
-        return [Served(row, 0, group.kv_bytes(), tokens, 1) for row in group.spans(memory)]
+        orders = []
+        for item in group.items:
+            stranger = len(item.placed) + self.place
+            orders.append([stranger if i == self.place else frame for i, frame in enumerate(item.placed)])
+        return [Served(row) for row in group.prefilled(orders)]
 
 
 @dataclass(frozen=True)
-class Stepwise(PlainArm):
-    """A re-prefill chunk by chunk instead of in one forward: equal by definition, so what differs is arithmetic."""
+class Lately(PlainArm):
+    """A re-prefill of all that the survivors of a slide may know: what a window has shown since its last chunk came in."""
 
-    form: ClassVar[str] = "stepwise"
-    source: ClassVar[str] = "exact; the noise floor of this machine and dtype"
-    settings: ClassVar[tuple[Setting, ...]] = ("window",)
+    form: ClassVar[str] = "lately"
+    source: ClassVar[str] = "exact forward; Kamera, section 5, 'Sliding-window survival'"
+    settings: ClassVar[tuple[Setting, ...]] = ("slide",)
 
     def serve(self, group: Group) -> list[Served | None]:
-        memory = group.behind_system_prompt(len(group))
-        for place in group.places:
-            part = torch.arange(place.slot, place.end).expand(len(group), -1)
-            memory, _ = group.decoder.append(group.context.pick(part.to(memory.k.device)), memory)
-        tokens = group.context_tokens
-        return [Served(row, 0, group.kv_bytes(), tokens, len(group.places)) for row in group.spans(memory)]
+        orders = [item.before[-2 * len(item.placed) :] for item in group.items]
+        begin = group.layout([*orders[0], orders[0][0]])[-1].start
+        return [Served(row, begin=begin) for row in group.prefilled(orders)]

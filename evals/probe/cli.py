@@ -73,7 +73,7 @@ def probe(
 
 def write(result: dict[str, Any], model: str, output: Path | None, profile: bool) -> dict[str, str]:
     """Writes report, result and profile; returns where they are."""
-    from ctxwin.evals.probe.profile import as_profile
+    from ctxwin.evals.probe.probe import as_profile
     from ctxwin.evals.probe.report import html
     from ctxwin.profiles import write_profile
 

@@ -6,12 +6,13 @@ then seen without knowing any answer: swapping a needed chunk must move the answ
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ctxwin.evals.items import Item
+from ctxwin.evals.items import Item, Scored, Task
 from ctxwin.hashing import digest
 
 if TYPE_CHECKING:
@@ -44,78 +45,91 @@ class Question:
 
 @dataclass(frozen=True)
 class Context:
-    """A sequence of chunks with questions.
+    """Chunks with questions.
 
     Attributes:
-        item: the chunks: ``placed`` are 0 .. K-1; chunk K + i is a stranger of the same size as chunk i.
-        questions: as many for every context of a source, kinds in one order.
+        load: makes the chunks: `PLACED` of them and a stranger of the same size for each, or all of a stream.
+        sizes: of the chunks (of a context, of the placed ones); contexts of the same sizes share forwards.
+        cluster: contexts of one cluster are not independent.
+        questions: as many for every context of a source, kinds in one order; of a stream, one a slide.
     """
 
-    item: Item
+    load: Callable[[], Sequence[Chunk]]
+    sizes: tuple[object, ...]
+    cluster: str
     questions: tuple[Question, ...]
 
 
-@dataclass(frozen=True)
-class Stream:
-    """A longer sequence a window slides along.
+class Source(Task):
+    """Where contexts come from; a task whose items are one a question.
 
     Attributes:
-        item: all chunks, in order.
-        questions: one a slide: about the newest chunk where the source knows what to ask of it.
-    """
-
-    item: Item
-    questions: tuple[Question, ...]
-
-
-class Source(ABC):
-    """Where contexts come from.
-
-    Attributes:
-        name: ``world``, ``scenes``, ``images`` or ``texts``.
-        about: half a line for the report.
-        system_prompt: system prompt.
+        kind: ``world``, ``scenes``, ``images`` or ``texts``.
+        system_prompt: of all contexts.
         max_tokens: longest answer.
         notes: what a reader must know of these contexts.
+        fits: whether there is something to fit on that no other split shares.
     """
 
-    name: ClassVar[str]
-    about: str
+    kind: ClassVar[str]
+    endless = True
     system_prompt: str
     max_tokens: int
     notes: tuple[str, ...] = ()
+    fits: bool = True
 
     @abstractmethod
     def context(self, split: Split, index: int) -> Context:
         """The context at ``index`` of a split; depends on nothing else."""
 
     @abstractmethod
-    def stream(self, index: int, slides: int) -> Stream:
-        """A sequence of `PLACED` + ``slides`` chunks (fewer where there are no more)."""
+    def stream(self, index: int, slides: int) -> Context:
+        """A sequence of `PLACED` + ``slides`` chunks (fewer where there are no more) that a window slides along."""
 
-    def contexts(self, split: Split, count: int) -> list[Context]:
-        """The first ``count`` contexts of a split."""
-        return [self.context(split, i) for i in range(count)]
+    def items(self, n: int | None = None, split: Split = "choosing", *, strangers: bool = False) -> list[Item]:
+        """The questions of the first ``n`` contexts of a split.
+
+        With ``strangers``, chunk `PLACED` + i of an item is a stranger of the same size as chunk i.
+        """
+        made = []
+        for index in range(n or 0):
+            context = self.context(split, index)
+            load = context.load if strangers else partial(_first, context.load, PLACED)
+            for i, question in enumerate(context.questions):
+                number = index * len(context.questions) + i
+                made.append(self._item(context, question, number, f"{split}-{index}", load, strangers))
+        return made
+
+    def slid(self, streams: Sequence[Context], slides: int) -> list[Item]:
+        """Windows of `PLACED` chunks after so many slides along streams that are long enough."""
+        made = []
+        for index, stream in enumerate(streams):
+            if slides <= len(stream.questions):
+                count, name = PLACED + slides, f"stream-{index}-{slides}"
+                load = partial(_first, stream.load, count)
+                made.append(self._item(stream, stream.questions[slides - 1], index, name, load, slides=slides))
+        return made
+
+    def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
+        """The first word must be the truth, where one is known; answers agree where all their words do."""
+        return Scored(None if target is None else float(normal(answer) == target), answer)
+
+    def _item(
+        self, context: Context, question: Question, index: int, name: str, load: Callable[[], Sequence[Chunk]],
+        strangers: bool = False, slides: int = 0,
+    ) -> Item:  # fmt: skip
+        count = PLACED + slides
+        return Item(
+            task=f"probe/{self.kind}", index=index, load=load, count=2 * PLACED if strangers else count,
+            placed=tuple(range(slides, count)), before=tuple(range(count)) if slides else (), query=question.text,
+            target=question.truth, doc_id=name, cluster=context.cluster, digest=digest("probe", self.kind, name, index),
+            max_tokens=self.max_tokens, shape=(self.kind, context.sizes[:count]), context=name,
+            meta={"kind": question.kind, "needs": list(question.needs)} | ({"stream_window": PLACED} if slides else {}),
+        )  # fmt: skip
 
 
-def as_item(
-    source: str,
-    split: str,
-    index: int,
-    load: Callable[[], Sequence[Chunk]],
-    count: int,
-    placed: int,
-    cluster: str,
-    max_tokens: int,
-    shape: tuple[object, ...] | None,
-) -> Item:
-    """Chunks as an item of the evals, so that arms and groups read them; what is asked is in `Context.questions`."""
-    name = f"probe/{source}/{split}"
-    return Item(
-        task=name, index=index, load=load, count=count, placed=tuple(range(placed)), query="", target=None,
-        doc_id=f"{split}-{index}", cluster=cluster, digest=digest("probe", name, index), max_tokens=max_tokens,
-        shape=shape,
-    )  # fmt: skip
+def _first(load: Callable[[], Sequence[Chunk]], count: int) -> list[Chunk]:
+    return list(load())[:count]
 
 
 def seed_of(split: str) -> int:
@@ -124,6 +138,6 @@ def seed_of(split: str) -> int:
 
 
 def normal(answer: str) -> str:
-    """An answer as it is compared: its first word without punctuation, in lower case."""
+    """An answer as it is compared with a truth: its first word without punctuation, in lower case."""
     words = answer.replace(",", " ").replace(".", " ").split()
     return words[0].strip("\"'`*:;!?()").lower() if words else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ import torch
 
 from ctxwin.engines.base import Encoded
 from ctxwin.evals.decoder import Decoder
-from ctxwin.evals.probe.listen import Clock
 from ctxwin.kv.deficit import deficit
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import Layers, apply_patch, compress
@@ -26,13 +25,7 @@ REPEATS = 3
 
 
 def costs(
-    decoder: Decoder,
-    system_prompt: str,
-    rank: int,
-    layers: Layers,
-    clock: Clock,
-    end: float,
-    sizes: tuple[int, ...] = SIZES,
+    decoder: Decoder, system_prompt: str, rank: int, layers: Layers, sizes: Iterable[int] = SIZES
 ) -> list[dict[str, Any]]:
     """Milliseconds by chunk size, the best of `REPEATS`: computing a chunk behind another of its size, and loading it.
 
@@ -40,15 +33,9 @@ def costs(
     the decomposition when the patch is formed. ``memory``, ``disk``: fetching canonical and patch from a store. ``uses``:
     from how many uses on forming a canonical and a patch is repaid, loading from memory; None where never.
     """
-    found: list[dict[str, Any]] = []
     encoded, head = decoder.system_prompt(system_prompt)
     limit = decoder.engine.spec.max_tokens - encoded.tokens
-    for i, size in enumerate(sizes):
-        if 2 * size > limit or (found and clock.begun + clock.spent > end):
-            break
-        found.append(_one(decoder, encoded.advance, head, size, rank, layers))
-        clock.progress("what computing and loading cost", i + 1, len(sizes))
-    return found
+    return [_one(decoder, encoded.advance, head, size, rank, layers) for size in sizes if 2 * size <= limit]
 
 
 def _one(decoder: Decoder, start: int, head: SpanKV, size: int, rank: int, layers: Layers) -> dict[str, Any]:

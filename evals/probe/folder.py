@@ -13,7 +13,7 @@ import numpy as np
 from ctxwin.chunk import Chunk, TextPart, TokensPart
 from ctxwin.evals.benchmarks.frames import Pixels, fit
 from ctxwin.evals.benchmarks.frames import sample_frames as video_frames
-from ctxwin.evals.probe.contexts import LETTERS, PLACED, Context, Question, Source, Split, Stream, as_item, seed_of
+from ctxwin.evals.probe.contexts import LETTERS, PLACED, Context, Question, Source, Split, seed_of
 from ctxwin.media import as_rgb
 
 if TYPE_CHECKING:
@@ -60,10 +60,12 @@ class Folder(Source):
                 f"a probe needs at least {PLACED + 1} {self.word}s to make sequences and swap in others, got "
                 f"{len(pieces)}; add some, or leave the option out to probe generated pictures"
             )
+        self.name = f"probe/{self.kind}"
         self.pieces = tuple(pieces)
         self.about, self.asked, self.max_tokens = about, tuple(questions), max_tokens
         self.system_prompt = f"You answer questions about {self.word}s."
         enough = len(pieces) >= _FIT_EVERY * 2 * PLACED
+        self.fits = enough
         self._fitting = tuple(p for i, p in enumerate(pieces) if i % _FIT_EVERY == _FIT_EVERY - 1) if enough else ()
         fitting = set(self._fitting)
         self._probing = tuple(p for p in pieces if p not in fitting)
@@ -72,13 +74,8 @@ class Folder(Source):
             said.append(f"too few {self.word}s to fit a shared basis on some and test it on others")
         self.notes = tuple(said)
 
-    @property
-    def fits(self) -> bool:
-        """Whether there are pieces of their own to fit on."""
-        return bool(self._fitting)
-
     def context(self, split: Split, index: int) -> Context:
-        rng = np.random.default_rng((seed_of(self.name), seed_of(split), index))
+        rng = np.random.default_rng((seed_of(self.kind), seed_of(split), index))
         pool = self._fitting if split == "fitting" and self._fitting else self._probing
         if index % 2 == 0:
             begin = int(rng.integers(len(pool)))
@@ -87,28 +84,20 @@ class Folder(Source):
             placed = [pool[int(i)] for i in rng.permutation(len(pool))[:PLACED]]
         others = [p for p in pool if p not in placed] or list(pool)
         strangers = [self._stranger(rng, others, piece) for piece in placed]
-        sizes = tuple(p.size for p in placed)
-        item = as_item(
-            self.name, split, index, partial(self._load, tuple(placed), tuple(strangers)), 2 * PLACED, PLACED,
-            placed[-1].name, self.max_tokens, (self.name, sizes),
-        )  # fmt: skip
-        return Context(item, self._questions(rng))
+        load = partial(self._load, tuple(placed), tuple(strangers))
+        return Context(load, tuple(p.size for p in placed), placed[-1].name, self._questions(rng))
 
-    def stream(self, index: int, slides: int) -> Stream:
-        rng = np.random.default_rng((seed_of(self.name), seed_of("moving"), index))
+    def stream(self, index: int, slides: int) -> Context:
+        rng = np.random.default_rng((seed_of(self.kind), seed_of("moving"), index))
         pool, count = self._probing, min(PLACED + slides, len(self._probing))
         begin = int(rng.integers(len(pool)))
         taken = tuple(pool[(begin + i) % len(pool)] for i in range(count))
-        item = as_item(
-            self.name, "moving", index, partial(self._load, taken, ()), count, PLACED, taken[-1].name, self.max_tokens,
-            (self.name, tuple(p.size for p in taken)),
-        )  # fmt: skip
         asked = []
         for slide in range(1, count - PLACED + 1):
             first, last = (LETTERS[(slide + i) % len(LETTERS)] for i in (PLACED - 2, PLACED - 1))
             text = self.asked[slide % len(self.asked)] if self.asked else self._differ(first, last)
             asked.append(Question(text, "cross"))
-        return Stream(item, tuple(asked))
+        return Context(partial(self._load, taken, ()), tuple(p.size for p in taken), taken[-1].name, tuple(asked))
 
     def _questions(self, rng: np.random.Generator) -> tuple[Question, ...]:
         """One about two pieces, one about one, and one of the user's."""
@@ -146,7 +135,7 @@ class Folder(Source):
 class Images(Folder):
     """Pictures, and frames of videos, of a folder."""
 
-    name: ClassVar[str] = "images"
+    kind: ClassVar[str] = "images"
     word: ClassVar[str] = "picture"
 
     def __init__(self, folder: Path, questions: Sequence[str], max_tokens: int, max_pixels: int | None) -> None:
@@ -188,7 +177,7 @@ class Images(Folder):
 class Texts(Folder):
     """Text files of a folder, cut into blocks of one length; a text-only model is probed on these."""
 
-    name: ClassVar[str] = "texts"
+    kind: ClassVar[str] = "texts"
     word: ClassVar[str] = "text"
 
     def __init__(

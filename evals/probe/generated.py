@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from ctxwin.chunk import Chunk
-from ctxwin.evals.probe.contexts import LETTERS, PLACED, Context, Question, Source, Split, Stream, as_item, seed_of
+from ctxwin.evals.probe.contexts import LETTERS, PLACED, Context, Question, Source, Split, seed_of
 from ctxwin.evals.probe.contexts import Kind as AskedKind
 from ctxwin.evals.tasks.tiny import SPACE
 from ctxwin.tiny.world import Frame, Kind, Role, all_questions, make_stream, render, sample_frames
@@ -28,9 +28,10 @@ class World(Source):
     the scene, or look it up when asked, and both answer the former.
     """
 
-    name: ClassVar[str] = "world"
+    kind: ClassVar[str] = "world"
 
     def __init__(self) -> None:
+        self.name = "probe/world"
         self.about = "frames of the bundled world, with questions whose answers the generator knows"
         self.system_prompt = "You watch a camera."
         self.max_tokens = 4
@@ -49,35 +50,29 @@ class World(Source):
         else:
             raise ValueError(f"no context {index} of split {split!r} in {_DRAWS} draws")
         strangers = sample_frames(rng, roles, marks=[f.marks for f in frames], conflict=1.0)
-        pool = (*frames, *strangers)
-        item = as_item(
-            self.name, split, index, partial(_rendered, pool), len(pool), PLACED, f"{split}-{index}", self.max_tokens,
-            ("world", PLACED),
-        )  # fmt: skip
-        return Context(item, (_asked(_draw(rng, cross)), _asked(_draw(rng, one))))
+        load = partial(_rendered, (*frames, *strangers))
+        asked = (_asked(_draw(rng, cross)), _asked(_draw(rng, one)))
+        return Context(load, ("frame",) * PLACED, f"{split}-{index}", asked)
 
-    def stream(self, index: int, slides: int) -> Stream:
+    def stream(self, index: int, slides: int) -> Context:
         rng = np.random.default_rng((SPACE, 0x70726F62, seed_of("moving"), 0x736C6964, index))
         frames = make_stream(rng, PLACED + slides, window=2 * PLACED)
-        item = as_item(
-            self.name, "moving", index, partial(_rendered, frames), len(frames), PLACED, f"stream-{index}",
-            self.max_tokens, ("world", len(frames)),
-        )  # fmt: skip
         asked = []
         for slide in range(1, slides + 1):
             window = frames[slide : slide + PLACED]
             pool = [q for q in all_questions(window) if q.kind in (*_BOUND, "unbound")] or all_questions(window)
             asked.append(_asked(_draw(rng, pool)))
-        return Stream(item, tuple(asked))
+        return Context(partial(_rendered, frames), ("frame",) * len(frames), f"stream-{index}", tuple(asked))
 
 
 class Scenes(Source):
     """Plain pictures of one coloured shape each, for models that read English."""
 
-    name: ClassVar[str] = "scenes"
+    kind: ClassVar[str] = "scenes"
     side = 224
 
     def __init__(self) -> None:
+        self.name = "probe/scenes"
         self.about = "generated pictures of one coloured shape each, with questions in English"
         self.system_prompt = "You answer questions about pictures."
         self.max_tokens = 4
@@ -85,27 +80,20 @@ class Scenes(Source):
     def context(self, split: Split, index: int) -> Context:
         rng = np.random.default_rng((SPACE, 0x7363656E, seed_of(split), index))
         things = _things(rng, PLACED)
-        pool = (*things, *_others(rng, things))
-        item = as_item(
-            self.name, split, index, partial(self._drawn, pool), len(pool), PLACED, f"{split}-{index}", self.max_tokens,
-            ("scenes", PLACED),
-        )  # fmt: skip
-        return Context(item, (self._cross(rng, things, index), self._one(rng, things)))
+        load = partial(self._drawn, (*things, *_others(rng, things)))
+        questions = (self._cross(rng, things, index), self._one(rng, things))
+        return Context(load, ("picture",) * PLACED, f"{split}-{index}", questions)
 
-    def stream(self, index: int, slides: int) -> Stream:
+    def stream(self, index: int, slides: int) -> Context:
         rng = np.random.default_rng((SPACE, 0x7363656E, seed_of("moving"), index))
         things = [t for _ in range(-(-(PLACED + slides) // PLACED)) for t in _things(rng, PLACED)][: PLACED + slides]
-        item = as_item(
-            self.name, "moving", index, partial(self._drawn, things), len(things), PLACED, f"stream-{index}",
-            self.max_tokens, ("scenes", len(things)),
-        )  # fmt: skip
         asked = []
         for slide in range(1, slides + 1):
             last, before = LETTERS[slide + PLACED - 1], LETTERS[slide + PLACED - 2]
             same = things[slide + PLACED - 1][0] == things[slide + PLACED - 2][0]
             text = f"Do pictures {before} and {last} show the same color? Answer yes or no."
             asked.append(Question(text, "cross", (PLACED - 2, PLACED - 1), "yes" if same else "no"))
-        return Stream(item, tuple(asked))
+        return Context(partial(self._drawn, things), ("picture",) * len(things), f"stream-{index}", tuple(asked))
 
     def _cross(self, rng: np.random.Generator, things: Sequence[Thing], index: int) -> Question:
         first, second = sorted(int(i) for i in rng.permutation(PLACED)[:2])

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ctxwin.evals.arms import parse_arms
+from ctxwin import __version__
+from ctxwin.evals.arms import BASES, Arm, parse_arm
 from ctxwin.evals.decoder import Decoder
-from ctxwin.evals.patching import Patcher
-from ctxwin.evals.probe import moving, structure
-from ctxwin.evals.probe.arms import Oracle, Stepwise
+from ctxwin.evals.group import Group
+from ctxwin.evals.items import Item
+from ctxwin.evals.measure import BATCH, Measurer, by_shape
+from ctxwin.evals.patching import Patcher, fitted
+from ctxwin.evals.probe import structure
+from ctxwin.evals.probe.arms import Lately, Swapped
 from ctxwin.evals.probe.contexts import PLACED, Kind, Source
-from ctxwin.evals.probe.cost import costs
-from ctxwin.evals.probe.listen import Clock, Heard, Listener
-from ctxwin.evals.probe.patchers import SERVED, make_patcher, spelling, variants
-from ctxwin.evals.probe.reading import Competence, competence, read
-from ctxwin.evals.probe.sizes import Sizes
+from ctxwin.evals.probe.cost import SIZES, costs
+from ctxwin.evals.probe.reading import Competence, competence, readings
 from ctxwin.evals.probe.verdict import (
     Judgement,
     Limits,
     Setting,
+    Summary,
     candidate,
     cheapest,
     judge,
@@ -32,19 +36,63 @@ from ctxwin.evals.probe.verdict import (
     sentence,
     smallest_safe,
     summary,
+    survival,
     survivors_sentence,
     with_margin,
 )
+from ctxwin.evals.run import model_name
+from ctxwin.evals.samples import Sample
+from ctxwin.fidelity import Fidelity
+from ctxwin.profiles import Profile, model_digest
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
 
-FORMAT = 1
+FORMAT = 2
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 LADDER = (2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64)
 """Ranks that may end up in a profile."""
 _RUNGS = 5
 """How many ranks are held against fresh contexts."""
+WAYS = ("", "deep", "per_layer", "per_layer+deep", "balanced", "output", "shared", "shared+deep")
+"""Ways to compress, as `ctxwin.evals.patching.parse_variant` reads them; "" is one joint factorisation of all layers."""
+SERVED = ("", "deep")
+"""Those that windows serve."""
+TURNED = (0, 1, PLACED - 1)
+"""How many of the chunks in front are replaced between an eviction and the recall."""
+_TOKENS = 8192
+"""Most context tokens that share a forward."""
+BLIND, SURVIVOR, STEPWISE, ORACLE = (parse_arm(name) for name in ("blind", "survivor", "stepwise", "oracle"))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured, time permitting.
+
+    Attributes:
+        reading: contexts by which it is told whether the model reads its context.
+        looks: numbers of contexts after which the loss may be called one; that there is none, only after the last.
+        choosing: contexts on which ways to compress are compared.
+        proving: fresh ones for the settings that were chosen.
+        fitting: contexts that a shared basis is fitted on.
+        survivors: windows that slide once, by which it is decided whether survivors may be kept.
+        streams, slides: windows that slide further, and how far.
+        moving: contexts for orders and recalls.
+        layouts: whether all ways to compress are compared, or those only that windows serve.
+        chunks: sizes of chunks that are timed, in tokens.
+    """
+
+    reading: int = 48
+    looks: tuple[int, ...] = (64, 160, 400)
+    choosing: int = 24
+    proving: int = 96
+    fitting: int = 16
+    survivors: int = 80
+    streams: int = 16
+    slides: int = 8
+    moving: int = 24
+    layouts: bool = True
+    chunks: tuple[int, ...] = SIZES
 
 
 class Probe:
@@ -74,178 +122,233 @@ class Probe:
             raise ValueError(f"seconds must be > 0, got {seconds}")
         self.engine, self.sources = engine, tuple(sources)
         self.limits, self.sizes = limits or Limits(), sizes or Sizes()
-        self.clock = Clock(seconds, progress)
+        self.seconds, self.progress = seconds, progress
         self.decoder = Decoder(engine)
-        self.source = self.sources[0]
-        self.listener = self._listener()
-        self.setting: Setting | None = None
         self.served: Setting | None = None
+        self._begun = time.monotonic()
+        self._use(self.sources[0])
 
     def run(self) -> dict[str, Any]:
-        """Runs all stages; see the module's own words. Within a source everything depends on the sizes alone."""
-        tried: dict[str, list[Competence]] = {}
+        """Runs all stages. Within a source, and given the time, everything depends on the sizes alone."""
+        reading: dict[str, list[Competence]] = {}
         for number, source in enumerate(self.sources, 1):
-            self.source, self.listener = source, self._listener(source)
-            end = self.clock.until(0.1 * number)
-            readings = read(self.listener, source.contexts("reading", self.sizes.reading), self.clock, end)
-            kinds: tuple[Kind, ...] = ("cross", "one")
-            tried[source.name] = [c for kind in kinds if (c := competence(readings, kind)) is not None]
-            if any(c.kind == "cross" and c.reads for c in tried[source.name]):
+            self._use(source)
+            found = reading[source.kind] = self._read(0.1 * number)
+            if any(c.kind != "one" and c.reads for c in found):
                 break
-        found = tried[self.source.name]
-        result: dict[str, Any] = {
-            **self._system_prompt(), "reading": {name: [asdict(c) for c in held] for name, held in tried.items()},
-        }  # fmt: skip
+        result = self._about() | {"reading": {name: [asdict(c) for c in held] for name, held in reading.items()}}
         effect, judgement = self._effect(found)
-        result["arms"] = {
-            kind: {arm: made for arm in ("stepwise", "oracle", "blind") if (made := summary(_of(effect, arm, kind)))}
-            for kind in dict.fromkeys(h.kind for h in effect)
-        }
-        choosing = self.source.contexts("choosing", self.sizes.choosing)
-        end = self.clock.until(0.5)
-        result["deficit"] = structure.shape(self.listener, choosing[:8], self.clock, end)
+        arms = {name: self._by_kind(of_arm(effect, name)) for name in ("stepwise", "oracle", "blind")}
+        result["arms"] = {kind: {name: made[kind] for name, made in arms.items()} for kind in arms["blind"]}
+        items = self.source.items(min(8, self.sizes.choosing))
+        groups = (self.measurer.group(batch) for batch in self._batches("what the loss looks like", items, 0.5))
+        result["deficit"] = structure.shape(groups, self.decoder.spec)
         if judgement.evidence is not None:
             result |= self._compression(judgement.evidence)
             if judgement.finding == "binds":
                 result["proving"] = self._prove(judgement.evidence, result["curve"])
-            result |= self._moves()
+            result |= {"survivors": self._survivors()} | self._moves()
         rank, layers = (self.served.rank, self.served.layers) if self.served else (16, "all")
-        result["cost"] = costs(
-            self.decoder, self.source.system_prompt, rank, layers, self.clock, self.clock.until(1.0), self.sizes.chunks
-        )
+        chunks = self._timely("what computing and loading cost", self.sizes.chunks, 1.0)
+        result["cost"] = costs(self.decoder, self.source.system_prompt, rank, layers, chunks)
         blind = result["arms"].get(judgement.evidence or "cross", {}).get("blind")
-        result["verdict"] = {
-            "finding": judgement.finding, "sentence": sentence(judgement, self.served, blind),
-            "evidence": judgement.evidence, "reasons": list(judgement.reasons), "limits": asdict(self.limits),
-        }  # fmt: skip
-        result["served"] = (
-            None if self.served is None else {k: getattr(self.served, k) for k in ("rank", "layers", "share")}
-        )
         survivors = result.get("survivors", [])
         result["fidelity"] = self._fidelity(judgement, survivors)
-        if survivors and "survivors" in result["fidelity"]:
-            said = survivors_sentence(survivors, result["fidelity"]["survivors"])
-            result["verdict"]["reasons"].append(said)
-        result["seconds"] = round(self.clock.spent, 1)
+        reasons = list(judgement.reasons)
+        if "survivors" in result["fidelity"]:
+            reasons.append(survivors_sentence(survivors, result["fidelity"]["survivors"]))
+        result["verdict"] = {
+            "finding": judgement.finding, "sentence": sentence(judgement, self.served, blind),
+            "evidence": judgement.evidence, "reasons": reasons, "limits": asdict(self.limits),
+        }  # fmt: skip
+        result["served"] = self.served and {k: getattr(self.served, k) for k in ("rank", "layers", "share")}
+        result["seconds"] = round(time.monotonic() - self._begun, 1)
         return result
 
-    def _listener(self, source: Source | None = None) -> Listener:
-        chosen = self.source if source is None else source
-        listener = Listener(self.decoder, Patcher(self.decoder.spec), chosen.system_prompt, chosen.max_tokens)
-        listener.patcher = make_patcher(listener, lambda: chosen.contexts("fitting", self.sizes.fitting))
-        return listener
+    def _use(self, source: Source) -> None:
+        self.source = source
 
-    def _effect(self, found: Sequence[Competence]) -> tuple[list[Heard], Judgement]:
+        def groups() -> Iterator[Group]:
+            items = source.items(self.sizes.fitting, "fitting")
+            for batch in by_shape(items, self._size(items)):
+                yield plain.group(batch)
+
+        plain = Measurer(self.decoder, Patcher(self.decoder.spec), source.system_prompt)
+        patcher = fitted(self.decoder, ("joint", "all", "none"), groups)
+        self.measurer = Measurer(self.decoder, patcher, source.system_prompt, along=True)
+
+    def _size(self, items: Sequence[Item]) -> int:
+        """How many contexts share a forward: no more than memory allows."""
+        return max(1, min(BATCH, _TOKENS // self.measurer.group(items[:1]).context_tokens)) if items else 1
+
+    def _batches(self, stage: str, items: Sequence[Item], until: float) -> Iterator[list[Item]]:
+        """Items that share forwards, in order; ends where a share of the time is used, after one batch at least."""
+        contexts: dict[str, list[Item]] = {}
+        for item in items:
+            contexts.setdefault(item.context, []).append(item)
+        size, rows, done = self._size(items), list(contexts.values()), 0
+        for at in range(0, len(rows), BATCH):
+            for batch in by_shape([item for row in rows[at : at + BATCH] for item in row], size):
+                yield batch
+                done += len({item.context for item in batch})
+                self.progress(stage, done, len(rows))
+                if self._late(until):
+                    return
+
+    def _timely(self, stage: str, sizes: Sequence[int], until: float) -> Iterator[int]:
+        """Sizes one by one; as `_batches` otherwise."""
+        for done, size in enumerate(sizes, 1):
+            yield size
+            self.progress(stage, done, len(sizes))
+            if self._late(until):
+                return
+
+    def _late(self, until: float) -> bool:
+        return time.monotonic() - self._begun > until * self.seconds
+
+    def _heard(
+        self, stage: str, items: Sequence[Item], arms: Sequence[Arm], until: float, **held: Arm | None
+    ) -> list[Sample]:
+        """Samples of arms, held against ``base`` and ``control`` as `Measurer.samples` has them."""
+        return [s for batch in self._batches(stage, items, until) for s in self.measurer.samples(batch, arms, **held)]  # type: ignore[arg-type]
+
+    def _by_kind(self, samples: Sequence[Sample]) -> dict[Kind, Summary]:
+        """Figures by kind of question."""
+        kinds: dict[Kind, list[Sample]] = {}
+        for sample in samples:
+            kinds.setdefault(sample.meta["kind"], []).append(sample)
+        return {kind: made for kind, some in kinds.items() if (made := summary(some, self.source))}
+
+    def _read(self, until: float) -> list[Competence]:
+        """Whether answers depend on the chunks they are about. Cost: a re-prefill a placed chunk and one more."""
+        items = self.source.items(self.sizes.reading, "reading", strangers=True)
+        arms = [Swapped(f"swapped:{place}", place) for place in range(PLACED)]
+        found = readings(self._heard("does it read its context", items, arms, until), self.source)
+        kinds: tuple[Kind, ...] = ("cross", "one", "yours")
+        return [c for kind in kinds if (c := competence(found, kind)) is not None]
+
+    def _effect(self, found: Sequence[Competence]) -> tuple[list[Sample], Judgement]:
         """Blind reuse, the mask oracle and the noise floor, in growing numbers until there is a verdict."""
-        arms = [Stepwise("stepwise"), Oracle("oracle"), *parse_arms("blind")]
-        heard: list[Heard] = []
-        contexts = self.source.contexts("moving", self.sizes.looks[-1])
-        end, done = self.clock.until(0.45), 0
+        heard: list[Sample] = []
+        stage, arms = "what blind reuse changes", [STEPWISE, ORACLE, BLIND]
         # Where the model does not read, what blind reuse changes decides nothing; a few figures are enough.
-        looks = self.sizes.looks if any(c.kind == "cross" and c.reads for c in found) else self.sizes.looks[:1]
+        looks = self.sizes.looks if any(c.kind != "one" and c.reads for c in found) else self.sizes.looks[:1]
+        items = self.source.items(looks[-1], "moving")
+        each, at = len(items) // looks[-1], 0
         for look in looks:
-            for batch in self.listener.batches(contexts[done:look]):
-                heard += self.listener.hear(batch, arms)
-                done += len(batch)
-                self.clock.progress("what blind reuse changes", done, looks[-1])
-                if self.clock.begun + self.clock.spent > end:
-                    break
-            over = done < look or look == looks[-1]
-            made = judge(found, _of(heard, "blind"), _of(heard, "stepwise"), self.limits, last=over)
+            heard += self._heard(stage, items[at * each : look * each], arms, 0.45, control=ORACLE)
+            at, blind = look, of_arm(heard, "blind")
+            over = len(blind) < look * each or look == looks[-1]
+            noise = self._by_kind(of_arm(heard, "stepwise"))
+            made = judge(found, self._by_kind(blind), noise, self.limits, last=over)
             if over or made.finding == "binds":
                 break
         return heard, made
 
     def _compression(self, evidence: Kind) -> dict[str, Any]:
         """Every way to compress at every rank on the choosing split: bytes at equal fidelity, and the functional rank."""
-        contexts = self.source.contexts("choosing", self.sizes.choosing)
-        fits = bool(getattr(self.source, "fits", True))
-        ways = variants(self.decoder.spec, fits) if self.sizes.layouts else list(SERVED)
-        self.listener.patcher.floor = RANKS[-1]
-        heard: dict[str, list[Heard]] = {}
-        end, done = self.clock.until(0.65), 0
-        arms = {(way, rank): spelling(rank, way) for way in ways for rank in RANKS}
-        named = parse_arms(",".join(["blind", *arms.values()]))
-        for batch in self.listener.batches(contexts):
-            for one in self.listener.hear(batch, named, kinds=(evidence,)):
-                heard.setdefault(one.arm, []).append(one)
-            done += len(batch)
-            self.clock.progress("ways to compress", done, len(contexts))
-            if self.clock.begun + self.clock.spent > end:
-                break
-        base = heard["blind"]
+        ways = [way for way in WAYS if self._allows(way)] if self.sizes.layouts else SERVED
+        arms = {(way, rank): parse_arm(spelling(rank, way)) for way in ways for rank in RANKS}
+        self.measurer.patcher.floor = RANKS[-1]
+        items = of_kind(self.source.items(self.sizes.choosing), (evidence,))
+        heard = self._heard("ways to compress", items, [BLIND, *arms.values()], 0.65, base=BLIND)
         curve = []
-        for (way, rank), name in arms.items():
-            made = summary(heard[name], base)
+        for (way, rank), arm in arms.items():
+            made = summary(of_arm(heard, arm.name), self.source)
             assert made is not None
-            keep = ("n", "flips", "flips_ci95", "kl", "eta", "eta_ci95", "share")
-            basis = self.listener.patcher.variant(way).basis_bytes(rank)
-            curve.append({"way": way or "joint", "rank": rank, **{k: made[k] for k in keep}, "basis_bytes": basis})
+            keep = {k: made[k] for k in ("n", "flips", "flips_ci95", "kl", "eta", "eta_ci95", "share")}
+            basis = self.measurer.patcher.variant(way).basis_bytes(rank)
+            curve.append({"way": way or "joint", "rank": rank, **keep, "basis_bytes": basis})
         ranks = {}
+        blind = of_arm(heard, "blind")
         for way in ("", "per_layer"):
             if way in ways:
-                kls = np.array([[h.kl for h in heard[arms[way, rank]]] for rank in RANKS])
-                blind = np.array([h.kl for h in base])
-                ranks[way or "joint"] = structure.functional_rank(RANKS, kls, blind, [h.cluster for h in base])
+                kls = [[s.answer_kl for s in of_arm(heard, spelling(rank, way))] for rank in RANKS]
+                ranks[way or "joint"] = structure.functional_rank(
+                    RANKS, np.array(kls), np.array([s.answer_kl for s in blind]), [s.cluster for s in blind]
+                )
         return {"curve": curve, "cheapest": cheapest(curve, self.limits), "functional_rank": ranks}
 
-    def _prove(self, evidence: Kind, curve: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _allows(self, way: str) -> bool:
+        """Whether model and contexts allow a way: an output weight needs per-head values, a basis contexts to fit on."""
+        if "output" in way and self.decoder.spec.family == "mla":
+            return False
+        return self.source.fits or not way.startswith("shared")
+
+    def _prove(self, evidence: Kind, curve: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The cheaper of the ways that windows serve, on fresh contexts, at ranks around the one that was enough."""
         layers, rank = candidate(curve, self.limits, LADDER[-1])
         at = next((i for i, r in enumerate(LADDER) if r >= rank), len(LADDER) - 1)
         rungs = LADDER[max(0, at - 1) : max(0, at - 1) + _RUNGS]
         way = "deep" if layers == "deep" else ""
-        arms = [Stepwise("stepwise"), *parse_arms(",".join(["blind", *(spelling(r, way) for r in rungs)]))]
-        self.listener.patcher.floor = rungs[-1]
-        contexts = self.source.contexts("proving", self.sizes.proving)
-        heard: list[Heard] = []
-        end, done = self.clock.until(0.85), 0
-        for batch in self.listener.batches(contexts):
-            heard += self.listener.hear(batch, arms)
-            done += len(batch)
-            self.clock.progress("a setting on fresh contexts", done, len(contexts))
-            if self.clock.begun + self.clock.spent > end:
-                break
-        blind, noise = _of(heard, "blind"), _of(heard, "stepwise")
-        settings = [proven(r, layers, _of(heard, spelling(r, way)), blind, noise, evidence, self.limits) for r in rungs]
-        self.setting = smallest_safe(settings)
-        self.served = with_margin(self.setting, settings)
+        arms = [parse_arm(spelling(r, way)) for r in rungs]
+        self.measurer.patcher.floor = rungs[-1]
+        items = self.source.items(self.sizes.proving, "proving")
+        heard = self._heard("a setting on fresh contexts", items, [STEPWISE, *arms], 0.85, base=BLIND)
+        noise = self._by_kind(of_arm(heard, "stepwise"))[evidence]["flips"]
+        settings = []
+        for arm, r in zip(arms, rungs, strict=True):
+            some = of_arm(heard, arm.name)
+            every = summary(some, self.source)
+            assert every is not None
+            settings.append(proven(r, layers, self._by_kind(some)[evidence], every, noise, self.limits))
+        self.served = with_margin(smallest_safe(settings), settings)
         return [asdict(s) for s in settings]
 
-    def _moves(self) -> dict[str, Any]:
-        """Slides, orders and recalls, at the setting that was found safe."""
-        rank, layers = (self.served.rank, self.served.layers) if self.served else (16, "all")
+    def _survivors(self) -> list[dict[str, Any]]:
+        """Windows slide one chunk at a time; what stays is rotated and nothing else, the new chunk is computed behind it."""
         once = [self.source.stream(i, 1) for i in range(self.sizes.survivors)]
-        slid = moving.slide(self.listener, once, self.clock, self.clock.until(0.9))
-        streams = [self.source.stream(i, self.sizes.slides) for i in range(self.sizes.streams)]
-        slid += [s for s in moving.slide(self.listener, streams, self.clock, self.clock.until(0.95)) if s.slides > 1]
-        contexts = self.source.contexts("choosing", self.sizes.moving)
-        orders = moving.reorder(self.listener, contexts, rank, layers)
-        self.clock.progress("orders and recalls", 1, 2)
-        recalls = moving.recall(self.listener, contexts, rank, layers)
-        self.clock.progress("orders and recalls", 2, 2)
-        exact, orbit = f"patched:{rank}", f"orbit:{rank}"
+        further = [self.source.stream(i, self.sizes.slides) for i in range(self.sizes.streams)]
+        pairs: dict[int, list[tuple[Sample, Sample]]] = {}
+        for slides in range(1, self.sizes.slides + 1):
+            items = self.source.slid(once if slides == 1 else further, slides)
+            stage, until = f"survivors after {slides} slide{'s' * (slides > 1)}", 0.9 if slides == 1 else 0.95
+            for batch in self._batches(stage, items, until):
+                group = self.measurer.group(batch)
+                window, stream = (
+                    self.measurer.samples(batch, [SURVIVOR], group=group, **other)
+                    for other in ({}, {"reference": Lately("lately")})
+                )
+                pairs.setdefault(slides, []).extend(zip(window, stream, strict=True))
+        return survival(pairs)
+
+    def _moves(self) -> dict[str, Any]:
+        """Orders and recalls of the last chunk, at the setting that was found safe (Kamera, section 5, appendices B, D)."""
+        rank, layers = (self.served.rank, self.served.layers) if self.served else (16, "all")
+        patcher = Patcher(self.decoder.spec, layers=layers, floor=rank)
+        measurer = Measurer(self.decoder, patcher, self.source.system_prompt, along=True)
+
+        def heard(items: Sequence[Item], names: Sequence[str], base: Arm, stage: str) -> dict[str, list[Sample]]:
+            arms = [parse_arm(f"{name}:{rank}") for name in names]
+            batches = self._batches(stage, items, 1.0)
+            found = [s for batch in batches for s in measurer.samples(batch, arms, base=base)]
+            return {arm.name.partition(":")[0]: of_arm(found, arm.name) for arm in arms}
+
+        kinds: tuple[Kind, ...] = ("cross", "yours")
+        items = of_kind(self.source.items(self.sizes.moving), kinds)
+        about = [item for item in items if not item.meta["needs"] or PLACED - 1 in item.meta["needs"]]
+        orders = heard(about, ("patched", "transfer", "orbit"), BLIND, "orders")
+        moved = [s.extra["moved"] for s in orders["orbit"] if s.unscored is None]
+        recalls = []
+        for turned in TURNED:
+            items = of_kind(self.source.items(self.sizes.moving, strangers=True), kinds)
+            back = [came_back(item, turned) for item in items]
+            found = heard(back, ("stale", "update"), BASES["recall"], "recalls")
+            stale, fresh = (summary(found[name], self.source) for name in ("stale", "update"))
+            recalls.append({"replaced": turned / (PLACED - 1), "stale": stale, "fresh": fresh})
         return {
-            "survivors": moving.survival(slid),
             "reorder": {
                 "rank": rank,
                 **{
-                    name: summary(_of(orders, arm), _of(orders, "blind"))
-                    for name, arm in (("exact", exact), ("transfer", f"transfer:{rank}"), ("orbit", orbit))
+                    name: summary([s for s in orders[arm] if s.unscored is None], self.source)
+                    for name, arm in (("exact", "patched"), ("transfer", "transfer"), ("orbit", "orbit"))
                 },
-                "moved": _mean([h.extra["moved"] for h in _of(orders, orbit)]),
+                "moved": sum(moved) / len(moved) if moved else None,
             },
-            "recall": [
-                {
-                    "replaced": turned / (PLACED - 1),
-                    "stale": summary(_of(heard, f"stale:{rank}"), _of(heard, "blind")),
-                    "fresh": summary(_of(heard, f"update:{rank}"), _of(heard, "blind")),
-                }
-                for turned, heard in recalls.items()
-            ],
+            "recall": recalls,
         }
 
-    def _fidelity(self, judgement: Judgement, survivors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _fidelity(self, judgement: Judgement, survivors: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What `auto` should do with this model: `exact` unless something else was shown to be safe."""
         if judgement.finding == "chains":
             return {"mode": "blind"}
@@ -253,40 +356,86 @@ class Probe:
             return {"mode": "exact"}
         # Shares in whole percents upwards, so that the rank that was proven is not lost to rounding.
         share = min(1.0, float(np.ceil(round(100 * self.served.share, 6)) / 100))
-        kept = may_keep(survivors, self.limits)
-        return {
-            "mode": "patched", "bytes_share": share, "layers": self.served.layers,
-            "survivors": "keep" if kept else "refresh",
-        }  # fmt: skip
+        kept = "keep" if may_keep(survivors, self.limits) else "refresh"
+        return {"mode": "patched", "bytes_share": share, "layers": self.served.layers, "survivors": kept}
 
-    def _system_prompt(self) -> dict[str, Any]:
-        import platform
-
-        from ctxwin import __version__
-
-        spec = self.engine.spec
-        group = self.listener.group([self.source.context("choosing", 0).item])
+    def _about(self) -> dict[str, Any]:
+        """What is probed, with what, and where."""
+        spec, source = self.engine.spec, self.source
+        group = self.measurer.group(source.items(1)[:1])
         return {
             "format": FORMAT,
             "ctxwin": __version__,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "model": spec.model,
+            "model": model_name(spec.model),
             "engine": {
                 "family": spec.kv.family, "layers": spec.kv.layers, "dtype": spec.kv.dtype,
                 "machine": platform.processor() or platform.machine(),
             },
             "source": {
-                "name": self.source.name, "about": self.source.about, "notes": list(self.source.notes),
-                "chunks": len(group.places), "chunk_tokens": [p.tokens for p in group.places],
-                "system_prompt": self.source.system_prompt, "max_tokens": self.source.max_tokens,
+                "name": source.kind, "about": source.about, "notes": list(source.notes), "chunks": len(group.places),
+                "chunk_tokens": [p.tokens for p in group.places], "system_prompt": source.system_prompt,
+                "max_tokens": source.max_tokens,
             },
             "sizes": asdict(self.sizes),
         }  # fmt: skip
 
 
-def _of(heard: Sequence[Heard], arm: str, kind: Kind | None = None) -> list[Heard]:
-    return [h for h in heard if h.arm == arm and kind in (None, h.kind)]
+def as_profile(result: Mapping[str, Any], model: str) -> Profile:
+    """The profile that windows follow: the figures that the verdict rests on, not all of them.
+
+    Args:
+        result: of `Probe.run`.
+        model: folder or Hub name of the model.
+    """
+    verdict = result["verdict"]
+    arms = result["arms"].get(verdict["evidence"], {})
+    keep = ("n", "clusters", "flips", "flips_ci95", "kl", "kl_ci95", "right")
+    blind, noise = ({k: arms[name][k] for k in keep} if name in arms else None for name in ("blind", "stepwise"))
+    measured = {
+        "source": result["source"],
+        "engine": result["engine"],
+        "limits": verdict["limits"],
+        "reasons": verdict["reasons"],
+        "blind": blind,
+        "noise": noise,
+        "settings": [{k: s[k] for k in ("rank", "layers", "share", "safe")} for s in result.get("proving", [])],
+        "served": result["served"],
+        "functional_rank": result.get("functional_rank", {}),
+        "survivors_by_slides": {
+            str(s["slides"]): s[f"other_than_{s['stricter']}"] for s in result.get("survivors", [])
+        },
+    }
+    return Profile(
+        weights=model_digest(model),
+        model=result["model"],
+        verdict=verdict["sentence"],
+        finding=verdict["finding"],
+        fidelity=Fidelity(**result["fidelity"]),
+        measured=measured,
+        n=blind["n"] if blind else 0,
+        date=result["date"],
+        ctxwin=result["ctxwin"],
+    )
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return float(np.mean(values)) if values else None
+def came_back(item: Item, turned: int) -> Item:
+    """The item whose last chunk was evicted, and returns after ``turned`` chunks in front were replaced by strangers."""
+    last = len(item.placed) - 1
+    placed = tuple(last + 1 + i if i < turned else i for i in range(last))
+    return replace(item, before=item.placed, placed=(*placed, last), asked=last)
+
+
+def spelling(rank: int, way: str) -> str:
+    """The arm of a rank and a way to compress."""
+    return f"patched:{rank}@{way}" if way else f"patched:{rank}"
+
+
+def of_arm(samples: Sequence[Sample], name: str) -> list[Sample]:
+    """Samples of one arm."""
+    return [sample for sample in samples if sample.arm == name]
+
+
+def of_kind(items: Sequence[Item], kinds: Sequence[Kind]) -> list[Item]:
+    """Questions of some kinds."""
+    return [item for item in items if item.meta["kind"] in kinds]

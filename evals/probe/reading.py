@@ -4,7 +4,8 @@ A random model also moves when its input does, so that a moving distribution pro
 reads apart is *which* change moves it: the chunk that a question is about, more than any other chunk. Places differ (the
 last one moves most models most), so each place's mean over all questions is taken out first; what is left has mean zero
 for a model to which the question and the chunks are unrelated. Where the generator knows the answers, the model must
-also be right, and lose that when a needed chunk is swapped.
+also be right, and lose that when a needed chunk is swapped. A user's own questions do not say what they need: they count
+where swapping a chunk changes enough of their answers.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats as scipy_stats
 
-from ctxwin.evals.probe.asking import divergence
-from ctxwin.evals.probe.contexts import Context, Kind, Question, normal
-from ctxwin.evals.probe.listen import Clock, Listener
-from ctxwin.evals.stats import bootstrap_mean, standard_error
+from ctxwin.evals.items import Task
+from ctxwin.evals.probe.contexts import Kind
+from ctxwin.evals.samples import Sample
+from ctxwin.evals.stats import bootstrap_mean, share_interval, standard_error
 
 LEVEL = 0.995
 """One-sided; a model that does not read passes for a reader once in 200 probes."""
 GAIN = 0.1
-"""Least share of right answers that must hang on a needed chunk."""
+"""Least share of right answers that must hang on a needed chunk; of a user's answers, on any."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Reading:
         needs: places that it is about.
         moved: KL(re-prefill || re-prefill with the chunk at a place swapped) along re-prefill's answer, by place.
         right, swapped: whether the answer is true, and whether it still is with a needed chunk swapped; None unknown.
+        changed: whether swapping any chunk changes the answer.
     """
 
     cluster: str
@@ -42,6 +44,7 @@ class Reading:
     moved: tuple[float, ...]
     right: bool | None
     swapped: bool | None
+    changed: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,9 @@ class Competence:
             lower end of its interval at `LEVEL`; None where no question says what it needs.
         accuracy, swapped: share of right answers, and of those with a needed chunk swapped.
         gain_low: lower end of the 95 % interval of their difference.
-        moved: mean KL of swapping a needed chunk, nats: what an answer owes to its context.
+        moved: mean KL of swapping a needed chunk, nats: what an answer owes to its context. Of any chunk, where no question
+            says what it needs.
+        changed, changed_low: share of answers that swapping some chunk changes, with the lower end of its 95 % interval.
     """
 
     kind: Kind
@@ -67,39 +72,53 @@ class Competence:
     swapped: float | None = None
     gain_low: float | None = None
     moved: float | None = None
+    changed: float | None = None
+    changed_low: float | None = None
 
 
-def read(listener: Listener, contexts: Sequence[Context], clock: Clock, end: float) -> list[Reading]:
-    """Readings of all questions of contexts with strangers; stops after a batch once the clock is past ``end``.
-
-    Cost: a re-prefill a placed chunk and one more, and a pass a question for each.
-    """
-    found: list[Reading] = []
-    done = 0
-    for batch in listener.batches(contexts):
-        found += _batch(listener, batch)
-        done += len(batch)
-        clock.progress("does it read its context", done, len(contexts))
-        if clock.begun + clock.spent > end:
-            break
+def readings(samples: Sequence[Sample], task: Task) -> list[Reading]:
+    """What samples of the arms `Swapped`, one a place and in order, say about each question."""
+    by_item: dict[int, list[Sample]] = {}
+    for sample in samples:
+        by_item.setdefault(sample.index, []).append(sample)
+    found = []
+    for some in by_item.values():
+        first = some[0]
+        needs = tuple(first.meta["needs"])
+        right = swapped = None
+        if first.target is not None:
+            right = bool(task.score(first.reference, first.target, first.meta).score)
+            # The earliest needed chunk is what the others absorb.
+            swapped = bool(task.score(some[needs[0]].answer, first.target, first.meta).score) if needs else None
+        changed = any(one.answer != one.reference for one in some)
+        moved = tuple(one.answer_kl for one in some)
+        found.append(Reading(first.cluster, first.meta["kind"], needs, moved, right, swapped, changed))
     return found
 
 
-def competence(readings: Sequence[Reading], kind: Kind) -> Competence | None:
+def competence(found: Sequence[Reading], kind: Kind) -> Competence | None:
     """What the readings of one kind say; None where there are none."""
-    some = [r for r in readings if r.kind == kind]
+    some = [r for r in found if r.kind == kind]
     if not some:
         return None
+    if kind == "yours":
+        clusters = [r.cluster for r in some]
+        changed = [float(r.changed) for r in some]
+        low = share_interval(changed, clusters)[0]
+        moved = float(np.mean([r.moved for r in some]))
+        return Competence(
+            kind, len(some), low > GAIN, moved=moved, changed=float(np.mean(changed)), changed_low=low
+        )  # fmt: skip
     aimed = [r for r in some if r.needs and len(r.needs) < len(r.moved)]
-    addressed = low = moved = None
+    addressed = addressed_low = owed = None
     if len(aimed) > 1:
         apart = addressing(aimed)
         clusters = [r.cluster for r in aimed]
         error = standard_error(apart, clusters)
         addressed = float(np.mean(apart))
         if error is not None:
-            low = addressed - float(scipy_stats.t.ppf(LEVEL, len(set(clusters)) - 1)) * error
-        moved = float(np.mean([min(r.moved[i] for i in r.needs) for r in aimed]))
+            addressed_low = addressed - float(scipy_stats.t.ppf(LEVEL, len(set(clusters)) - 1)) * error
+        owed = float(np.mean([min(r.moved[i] for i in r.needs) for r in aimed]))
     known = [r for r in some if r.right is not None and r.swapped is not None]
     accuracy = swapped = gain_low = None
     if known:
@@ -107,57 +126,23 @@ def competence(readings: Sequence[Reading], kind: Kind) -> Competence | None:
         gains = [float(bool(r.right)) - float(bool(r.swapped)) for r in known]
         interval = bootstrap_mean(gains, [r.cluster for r in known])
         gain_low = None if interval is None else interval[0]
-    reads = low is not None and low > 0 and (not known or (gain_low is not None and gain_low > GAIN))
-    return Competence(kind, len(some), reads, addressed, low, accuracy, swapped, gain_low, moved)
+    reads = addressed_low is not None and addressed_low > 0
+    reads = reads and (not known or (gain_low is not None and gain_low > GAIN))
+    return Competence(kind, len(some), reads, addressed, addressed_low, accuracy, swapped, gain_low, owed)
 
 
-def addressing(readings: Sequence[Reading]) -> np.ndarray:
+def addressing(found: Sequence[Reading]) -> np.ndarray:
     """How much further needed chunks move each answer than the others do, ``[n]``, in roots of nats.
 
     Of several needed chunks the one that moves it least counts, unless the truth is known: then being right hangs on one
     of them in `Competence.gain_low`, and their mean counts. Means over the questions are taken out place by place.
     """
-    moved = np.sqrt(np.array([r.moved for r in readings], dtype=np.float64))
+    moved = np.sqrt(np.array([r.moved for r in found], dtype=np.float64))
     moved = moved - moved.mean(0)
     return np.array(
         [
             (min if r.right is None else np.mean)([row[i] for i in r.needs])
             - np.mean([row[i] for i in range(len(row)) if i not in r.needs])
-            for r, row in zip(readings, moved, strict=True)
+            for r, row in zip(found, moved, strict=True)
         ]
     )
-
-
-def _batch(listener: Listener, batch: Sequence[Context]) -> list[Reading]:
-    group, asker = listener.group([c.item for c in batch]), listener.asker
-    places = len(group.places)
-    numbers = range(len(batch[0].questions))
-    texts = [[c.questions[q].text for c in batch] for q in numbers]
-    exact = group.memory(group.exact)
-    answers = [asker.greedy(exact, texts[q], group.begin) for q in numbers]
-    said = [asker.forced(exact, texts[q], group.begin, answers[q]) for q in numbers]
-    moved = np.zeros((len(batch), len(texts), places))
-    still: dict[tuple[int, int], bool] = {}
-    for place in range(places):
-        order = [places + i if i == place else i for i in range(places)]
-        memory = group.memory(group.prefilled([order] * len(batch)))
-        for q in numbers:
-            for b, row in enumerate(asker.forced(memory, texts[q], group.begin, answers[q])):
-                moved[b, q, place] = float(divergence(said[q][b], row).mean())
-            if any(_tested(c.questions[q]) == place for c in batch):
-                for b, answer in enumerate(asker.greedy(memory, texts[q], group.begin)):
-                    if _tested(batch[b].questions[q]) == place:
-                        still[b, q] = normal(asker.text(answer)) == batch[b].questions[q].truth
-    return [
-        Reading(
-            c.item.cluster, c.questions[q].kind, c.questions[q].needs, tuple(moved[b, q].tolist()),
-            listener.right(c.questions[q], answers[q][b], False), still.get((b, q)),
-        )
-        for b, c in enumerate(batch)
-        for q in numbers
-    ]  # fmt: skip
-
-
-def _tested(question: Question) -> int | None:
-    """The needed place whose swap must cost the right answer: the earliest one, what the others absorb."""
-    return question.needs[0] if question.truth is not None and question.needs else None

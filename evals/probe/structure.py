@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ctxwin.evals.probe.contexts import Context
-from ctxwin.evals.probe.listen import Clock, Listener, bare
+from ctxwin.evals.group import Group
 from ctxwin.kv.deficit import Deficit
+from ctxwin.kv.layout import KVSpec
 from ctxwin.kv.relocate import relocation_error
 
 ENERGY = 0.9
@@ -18,21 +18,19 @@ CLOSED = 0.95
 """A rank is enough where it closes this share of what the largest one closes."""
 
 
-def shape(listener: Listener, contexts: Sequence[Context], clock: Clock, end: float) -> dict[str, Any]:
+def shape(groups: Iterable[Group], spec: KVSpec) -> dict[str, Any]:
     """Relative norm of the deficit by layer and the number of directions that hold 90 % of its energy.
 
     ``rope`` and ``content`` are the two channels of a layer (keys and values; for latent attention its rope keys and the
     latent). Norms pool all chunks behind at least one other; ranks are means over them.
     """
-    spec = listener.decoder.spec
     lost = {name: np.zeros(spec.layers) for name in ("rope", "content")}
     base = {name: np.zeros(spec.layers) for name in ("rope", "content")}
     joint: list[int] = []
     single: list[list[int]] = []
     tokens: list[int] = []
     errors: list[float] = []
-    for batch in listener.batches(contexts):
-        group = listener.group([bare(c.item) for c in batch])
+    for group in groups:
         for b in range(len(group)):
             for place in range(1, len(group.places)):
                 deficit, canonical = group.deficit(b, place), group.canonical[b][place]
@@ -44,9 +42,6 @@ def shape(listener: Listener, contexts: Sequence[Context], clock: Clock, end: fl
                 single.append(ranks[1])
                 tokens.append(deficit.tokens)
                 errors.append(relocation_error(canonical, group.exact[b][place], spec))
-        clock.progress("what the loss looks like", len(joint), len(contexts) * (len(group.places) - 1))
-        if clock.begun + clock.spent > end:
-            break
     both = (lost["rope"] + lost["content"]) / (base["rope"] + base["content"])
     return {
         "chunks": len(joint),

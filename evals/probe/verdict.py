@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
 
-import numpy as np
-
-from ctxwin.evals.metrics import eta, eta_interval
+from ctxwin.evals.items import Task
+from ctxwin.evals.metrics import cell
 from ctxwin.evals.probe.contexts import Kind
-from ctxwin.evals.probe.listen import Heard
 from ctxwin.evals.probe.reading import Competence
-from ctxwin.evals.stats import bootstrap_mean, share_interval
+from ctxwin.evals.samples import Sample
+from ctxwin.evals.score import Scorer
+from ctxwin.evals.stats import Interval, bootstrap_mean, share_interval
 
 Finding = Literal["binds", "chains", "unclear", "unread"]
+Layers = Literal["all", "deep"]
 MARGIN = 2
 """What is served has up to this many times the smallest rank that was shown safe: windows hold more, and other things, than
 a probe's contexts do."""
@@ -43,6 +43,35 @@ class Limits:
                 raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
 
 
+class Summary(TypedDict):
+    """Figures of one arm over some questions, by `ctxwin.evals.metrics.cell`.
+
+    Attributes:
+        flips: share of answers other than re-prefill's.
+        kl, next_kl: KL(re-prefill || arm) along re-prefill's answer, and of the next token; nats.
+        right: share of right answers, where truths are known.
+        to_oracle: KL(oracle || arm) along the same answer, where both were measured.
+        share: bytes kept beyond the canonicals over the chunks' KV in bf16.
+        eta: share of what blind reuse loses that the arm restores; None where it loses nothing, or was not measured.
+    """
+
+    n: int
+    clusters: int
+    flips: float
+    flips_ci95: Interval
+    kl: float
+    kl_ci95: Interval | None
+    next_kl: float
+    right: float | None
+    to_oracle: float | None
+    share: float
+    eta: float | None
+    eta_ci95: Interval | None
+
+
+Summaries = Mapping[Kind, Summary]
+
+
 @dataclass(frozen=True)
 class Judgement:
     """What blind reuse does to this model.
@@ -50,9 +79,9 @@ class Judgement:
     Attributes:
         finding: ``binds``: its answers change; ``chains``: they do not; ``unclear``: neither could be shown;
             ``unread``: the model does not read its context, so nothing was tested.
-        partly: whether it reads as much of it as questions about one chunk need.
         evidence: the kind of question that it rests on.
         reasons: sentences with figures.
+        partly: whether it reads as much of its context as questions about one chunk need.
     """
 
     finding: Finding
@@ -68,51 +97,42 @@ class Setting:
     Attributes:
         rank, layers: of the patch. ``share``: bytes beyond the canonicals over the chunks' KV in bf16.
         safe: whether it restores enough and changes few enough answers, by the ends of the intervals.
+        figures: of the questions that the verdict rests on, and ``flips_all`` of all.
     """
 
     rank: int
-    layers: Literal["all", "deep"]
+    layers: Layers
     share: float
     safe: bool
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, Any]
 
 
-def summary(heard: Sequence[Heard], base: Sequence[Heard] = ()) -> dict[str, Any] | None:
-    """Figures of one arm over some questions; ``base`` are the same questions under blind reuse. None for no questions."""
-    if not heard:
+def summary(samples: Sequence[Sample], task: Task) -> Summary | None:
+    """Figures of one arm; None for no samples."""
+    if not samples:
         return None
-    clusters = [h.cluster for h in heard]
-    flips = [float(h.flip) for h in heard]
-    kls = [h.kl for h in heard]
-    over = sum(h.over for h in heard)
-    known = [h.right for h in heard if h.right is not None]
-    controls = [h.control for h in heard if h.control is not None]
-    made: dict[str, Any] = {
-        "n": len(heard),
-        "clusters": len(set(clusters)),
-        "flips": float(np.mean(flips)),
-        "flips_ci95": list(share_interval(flips, clusters)),
-        "kl": math.fsum(kls) / len(kls),
-        "kl_ci95": _listed(bootstrap_mean(kls, clusters)),
-        "next_kl": float(np.mean([h.next_kl for h in heard])),
-        "right": float(np.mean(known)) if known else None,
-        "to_oracle": float(np.mean(controls)) if controls else None,
-        "share": sum(h.stored for h in heard) / over if over else 0.0,
+    scorer = Scorer(lambda name: task)
+    f = cell([scorer.outcome(sample) for sample in samples])
+    assert f["agreement"] is not None and f["agreement_ci95"] is not None
+    low, high = f["agreement_ci95"]
+    controls = [kl for sample in samples if (kl := sample.extra.get("to_control")) is not None]
+    return {
+        "n": f["n"],
+        "clusters": f["clusters"],
+        "flips": 1 - f["agreement"],
+        "flips_ci95": (1 - high, 1 - low),
+        "kl": f.get("forced_kl", f["kl"]),
+        "kl_ci95": f.get("forced_kl_ci95", f["kl_ci95"]),
+        "next_kl": f["kl"],
+        "right": f["accuracy"],
+        "to_oracle": sum(controls) / len(controls) if controls else None,
+        "share": f["bytes_share"] or 0.0,
+        "eta": f.get("forced_eta", f["eta"]),
+        "eta_ci95": f.get("forced_eta_ci95", f["eta_ci95"]),
     }
-    if base:
-        bases = [h.kl for h in base]
-        made |= {"eta": eta(kls, bases), "eta_ci95": eta_interval(kls, bases, clusters)}
-    return made
 
 
-def reading_kinds(found: Sequence[Competence]) -> list[Kind]:
-    """Kinds of question whose answers depend on the chunks they are about."""
-    return [c.kind for c in found if c.reads]
-
-
-def judge(
-    found: Sequence[Competence], blind: Sequence[Heard], noise: Sequence[Heard], limits: Limits, *, last: bool
-) -> Judgement:
+def judge(found: Sequence[Competence], blind: Summaries, noise: Summaries, limits: Limits, *, last: bool) -> Judgement:
     """What the answers so far say.
 
     Args:
@@ -121,67 +141,52 @@ def judge(
         limits: what counts as safe.
         last: whether these are all answers there will be; that nothing is lost is never concluded before.
     """
-    kinds = evidence_of(found, blind)
+    reads = {c.kind for c in found if c.reads}
+    # The user's own questions count where they are read, or where others are; of the others, those about several chunks.
+    kinds: list[Kind] = [kind for kind in ("yours", "cross") if kind in blind and reads & {kind, *_others(kind)}]
     if not kinds:
-        return Judgement("unread", None, tuple(_unread(found)), partly=bool(reading_kinds(found)))
-    made = [_judged(found, kind, blind, noise, limits, last=last) for kind in kinds]
+        return Judgement("unread", None, tuple(_read(c) for c in found), partly=bool(reads))
+    made = [_judged(found, kind, blind[kind], noise[kind]["flips"], limits, last=last) for kind in kinds]
     # Windows do not know which questions will come: one kind that is lost, or may be, decides.
-    return min(made, key=lambda judgement: _WORST.index(judgement.finding))
+    return min(made, key=lambda judgement: ("binds", "unclear", "chains").index(judgement.finding))
 
 
-_WORST: tuple[Finding, ...] = ("binds", "unclear", "chains")
+def _others(kind: Kind) -> set[Kind]:
+    """Kinds of which reading is enough for another one to count."""
+    return {"cross", "one"} if kind == "yours" else set()
 
 
 def _judged(
-    found: Sequence[Competence], kind: Kind, blind: Sequence[Heard], noise: Sequence[Heard], limits: Limits, *, last: bool
-) -> Judgement:  # fmt: skip
-    made = summary([h for h in blind if h.kind == kind])
-    assert made is not None
-    floor = float(np.mean([h.flip for h in noise if h.kind == kind]))
+    found: Sequence[Competence], kind: Kind, blind: Summary, floor: float, limits: Limits, *, last: bool
+) -> Judgement:
     limit = limits.flips + floor
-    low, high = made["flips_ci95"]
-    owed = _owed(found, kind)
-    lost = None if not owed or made["kl_ci95"] is None else made["kl_ci95"][1] / owed
+    low, high = blind["flips_ci95"]
+    # What an answer owes to its context; the least that is known of any kind, where nothing is known of this one.
+    known = {c.kind: c.moved for c in found if c.reads and c.moved}
+    owed = known.get(kind, min(known.values(), default=None))
     reasons = (
-        f"of {made['n']} {_NAMES[kind]}, blind reuse answers {made['flips']:.1%} otherwise than a re-prefill "
+        f"of {blind['n']} {_NAMES[kind]}, blind reuse answers {blind['flips']:.1%} otherwise than a re-prefill "
         f"(95 % interval {low:.1%} to {high:.1%}; arithmetic noise: {floor:.1%}; the limit is {limit:.1%})",
-        f"it moves the answer by {made['kl']:.3g} nats a token"
+        f"it moves the answer by {blind['kl']:.3g} nats a token"
         + (f"; swapping a needed chunk moves it by {owed:.3g}" if owed else ""),
     )
     if low > limit:
         return Judgement("binds", kind, reasons)
-    if last and high <= limit and lost is not None and lost <= limits.lost:
-        return Judgement("chains", kind, reasons)
-    return Judgement("unclear", kind, reasons)
-
-
-def _owed(found: Sequence[Competence], evidence: Kind) -> float | None:
-    """What an answer of this kind owes to its context, nats; for a user's questions, which do not say what they need,
-    the least that is known of any other kind."""
-    known = {c.kind: c.moved for c in found if c.reads and c.moved}
-    return known.get(evidence, min(known.values(), default=None))
-
-
-def evidence_of(found: Sequence[Competence], heard: Sequence[Heard]) -> list[Kind]:
-    """The kinds of question that a verdict may rest on: the user's, and those about several chunks, if it reads them."""
-    reads, asked = reading_kinds(found), {h.kind for h in heard}
-    kinds: tuple[Kind, ...] = ("yours", "cross")
-    return [kind for kind in kinds if kind in asked and (kind in reads or (kind == "yours" and reads))]
+    little = owed is not None and blind["kl_ci95"] is not None and blind["kl_ci95"][1] / owed <= limits.lost
+    return Judgement("chains" if last and high <= limit and little else "unclear", kind, reasons)
 
 
 def proven(
-    rank: int, layers: Literal["all", "deep"], heard: Sequence[Heard], blind: Sequence[Heard], noise: Sequence[Heard],
-    evidence: Kind, limits: Limits,
+    rank: int, layers: Layers, own: Summary, every: Summary, noise: float, limits: Limits
 ) -> Setting:  # fmt: skip
-    """A setting held against the limits on held-out questions: those of the verdict, and all of them together."""
-    some = [h for h in heard if h.kind == evidence]
-    own = summary(some, [h for h in blind if h.kind == evidence])
-    every = summary(heard)
-    assert own is not None and every is not None
-    limit = limits.flips + float(np.mean([h.flip for h in noise if h.kind == evidence]))
+    """A setting held against the limits on held-out questions: those of the verdict, and all of them together.
+
+    ``noise`` is the share of answers that arithmetic alone changes.
+    """
+    limit = limits.flips + noise
     restored = own["eta"] is None or (own["eta_ci95"] is not None and own["eta_ci95"][0] >= limits.eta)
     safe = restored and own["flips_ci95"][1] <= limit and every["flips_ci95"][1] <= limit
-    return Setting(rank, layers, own["share"], safe, own | {"flips_all": every["flips"]})
+    return Setting(rank, layers, own["share"], safe, {**own, "flips_all": every["flips"]})
 
 
 def smallest_safe(settings: Sequence[Setting]) -> Setting | None:
@@ -201,27 +206,54 @@ def with_margin(smallest: Setting | None, settings: Sequence[Setting]) -> Settin
     return max((s for s in settings if smallest.rank <= s.rank <= MARGIN * smallest.rank), key=lambda s: s.rank)
 
 
+def survival(pairs: Mapping[int, Sequence[tuple[Sample, Sample]]]) -> list[dict[str, Any]]:
+    """By number of slides: how far survivors are from two references, and from the stricter of them.
+
+    Args:
+        pairs: by number of slides, samples of survivors held against a re-prefill of what is placed (``window``), and
+            against one of what was seen lately (``stream``): survivors remember what left, and that is right or wrong
+            depending on what is asked for.
+    """
+    rows = []
+    for slides, some in sorted(pairs.items()):
+        clusters = [window.cluster for window, _ in some]
+        row: dict[str, Any] = {"slides": slides, "n": len(some)}
+        for name, samples in (("window", [a for a, _ in some]), ("stream", [b for _, b in some])):
+            kls = [sample.answer_kl for sample in samples]
+            flips = [float(sample.answer != sample.reference) for sample in samples]
+            row[f"kl_{name}"] = sum(kls) / len(kls)
+            row[f"kl_{name}_ci95"] = bootstrap_mean(kls, clusters)
+            row[f"other_than_{name}"] = sum(flips) / len(flips)
+            row[f"other_than_{name}_ci95"] = share_interval(flips, clusters)
+        row["kl_nearer"] = sum(min(a.answer_kl, b.answer_kl) for a, b in some) / len(some)
+        row["other_than_both"] = sum(a.answer not in (a.reference, b.reference) for a, b in some) / len(some)
+        row["stricter"] = max(("window", "stream"), key=lambda name: row[f"other_than_{name}"])
+        rows.append(row)
+    return rows
+
+
 def may_keep(survivors: Sequence[Mapping[str, Any]], limits: Limits) -> bool:
     """Whether survivors may stay as they are: shown to be safe after one slide, and shown to be unsafe after none.
 
+    Both by the stricter reference. Fewer windows slide further, too few to show that they are safe; that a window loses more
+    the further it slides is still seen there.
+
     Args:
-        survivors: rows by number of slides, of `ctxwin.evals.probe.moving.survival`. Fewer windows slide further, too few
-            to show that they are safe; that a window loses more the further it slides is still seen there.
+        survivors: rows of `survival`.
     """
-    first = next((row for row in survivors if row["slides"] == 1), None)
-    if first is None or first["other_than_both_ci95"][1] > limits.flips:
-        return False
-    return all(row["other_than_both_ci95"][0] <= limits.flips for row in survivors)
+    ends = {row["slides"]: row[f"other_than_{row['stricter']}_ci95"] for row in survivors}
+    return 1 in ends and ends[1][1] <= limits.flips and all(low <= limits.flips for low, _ in ends.values())
 
 
 def survivors_sentence(survivors: Sequence[Mapping[str, Any]], survivors_mode: str) -> str:
-    """What keeping survivors means, which is not a re-prefill of what is placed: they know what left the window."""
+    """What keeping survivors means by either reference, and by which of them it was decided."""
     first = min(survivors, key=lambda row: row["slides"])
     done = "are kept as they are" if survivors_mode == "keep" else "are computed again"
+    which = "the former" if first["stricter"] == "window" else "the latter"
     return (
         f"survivors of a slide {done}: kept, they answer {first['other_than_window']:.1%} of {first['n']} questions otherwise "
-        f"than a re-prefill of what is placed, {first['other_than_stream']:.1%} otherwise than one of what was seen lately, "
-        f"and {first['other_than_both']:.1%} otherwise than both, by which it is decided"
+        f"than a re-prefill of what is placed and {first['other_than_stream']:.1%} otherwise than one of what was seen lately; "
+        f"{which} is the stricter reference, by which it is decided ({first['other_than_both']:.1%} agree with neither)"
     )
 
 
@@ -229,26 +261,25 @@ def cheapest(curve: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str, Ma
     """By way to compress: the smallest share of bytes that restores enough and changes few enough answers."""
     found: dict[str, Mapping[str, Any] | None] = {}
     for way in dict.fromkeys(row["way"] for row in curve):
-        enough = [row for row in curve if row["way"] == way and _enough(row, limits)]
-        found[way] = min(enough, key=lambda row: row["share"]) if enough else None
+        enough = [
+            row
+            for row in curve
+            if row["way"] == way and (row["eta"] is None or row["eta"] >= limits.eta) and row["flips"] <= limits.flips
+        ]
+        found[way] = min(enough, key=lambda row: row["share"], default=None)
     return found
 
 
-def _enough(row: Mapping[str, Any], limits: Limits) -> bool:
-    return bool((row["eta"] is None or row["eta"] >= limits.eta) and row["flips"] <= limits.flips)
-
-
-def candidate(curve: Sequence[Mapping[str, Any]], limits: Limits, largest: int) -> tuple[Literal["all", "deep"], int]:
+def candidate(curve: Sequence[Mapping[str, Any]], limits: Limits, largest: int) -> tuple[Layers, int]:
     """Layers and rank of the cheaper of the ways that windows serve; all layers at the ``largest`` where neither is enough."""
     found = cheapest([row for row in curve if row["way"] in ("joint", "deep")], limits)
-    rows = [row for row in found.values() if row is not None]
-    if not rows:
+    best = min((row for row in found.values() if row is not None), key=lambda row: row["share"], default=None)
+    if best is None:
         return "all", largest
-    best = min(rows, key=lambda row: row["share"])
     return ("deep" if best["way"] == "deep" else "all"), int(best["rank"])
 
 
-def sentence(judgement: Judgement, setting: Setting | None, blind: Mapping[str, Any] | None) -> str:
+def sentence(judgement: Judgement, setting: Setting | None, blind: Summary | None) -> str:
     """The verdict in one line."""
     if judgement.finding == "unread" or blind is None or judgement.evidence is None:
         if judgement.partly:
@@ -272,20 +303,15 @@ def sentence(judgement: Judgement, setting: Setting | None, blind: Mapping[str, 
     return f"{start}; patched at rank {setting.rank} in {where} ({setting.share:.1%} of the bytes) is safe"
 
 
-def _unread(found: Sequence[Competence]) -> list[str]:
-    lines = []
-    for c in found:
-        line = f"{_NAMES[c.kind]} (n = {c.n}): "
-        if c.addressed is None:
-            line += "none of them says which chunk it needs"
-        else:
-            low = "unknown" if c.addressed_low is None else f"{c.addressed_low:.3g}"
-            line += f"a needed chunk moves the answer {c.addressed:.3g} further than another one (at least {low})"
-        if c.accuracy is not None:
-            line += f"; {c.accuracy:.0%} right, {c.swapped:.0%} with a needed chunk swapped"
-        lines.append(line + (": reads" if c.reads else ": does not read"))
-    return lines
-
-
-def _listed(interval: tuple[float, float] | None) -> list[float] | None:
-    return None if interval is None else list(interval)
+def _read(c: Competence) -> str:
+    line = f"{_NAMES[c.kind]} (n = {c.n}): "
+    if c.changed is not None:
+        line += f"swapping a chunk changes {c.changed:.0%} of the answers (at least {c.changed_low:.0%})"
+    elif c.addressed is None:
+        line += "none of them says which chunk it needs"
+    else:
+        low = "unknown" if c.addressed_low is None else f"{c.addressed_low:.3g}"
+        line += f"a needed chunk moves the answer {c.addressed:.3g} further than another one (at least {low})"
+    if c.accuracy is not None:
+        line += f"; {c.accuracy:.0%} right, {c.swapped:.0%} with a needed chunk swapped"
+    return line + (": reads" if c.reads else ": does not read")

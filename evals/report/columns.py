@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-Figures = Mapping[str, Any]
+from ctxwin.evals.metrics import Figures
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,7 @@ class Column:
         name: its head.
         about: what it means, a sentence.
         cell: from an arm's figures to the entry.
-        short: also in terminals and markdown, where there is less room.
-        held: whether any arm has it; a column that nobody has is left out.
+        short: in the main table, and in terminals and markdown, where there is less room.
     """
 
     name: str
@@ -35,7 +33,8 @@ class Column:
     short: bool = False
 
     def held(self, figures: Sequence[Figures]) -> bool:
-        return self.short or any(self.cell(f).text != NONE for f in figures)
+        """Whether any arm has it; a column that nobody has is left out."""
+        return any(self.cell(f).text != NONE for f in figures)
 
 
 NONE = "-"
@@ -75,68 +74,26 @@ def _flips(f: Figures) -> Cell:
     return Cell(f"{f['flip_recover']:.3f} of {f['flips']}", f["flip_recover"])
 
 
-def _count(name: str) -> Callable[[Figures], Cell]:
-    return lambda f: Cell(f"{f[name]:,.1f}".removesuffix(".0"), f[name]) if name in f else Cell(NONE)
+def _count(value: float) -> Cell:
+    return Cell(f"{value:,.1f}".removesuffix(".0"), value)
 
 
 def _left_out(f: Figures) -> Cell:
     unserved, unparsed = f["unscored"], f["unparsed"]
-    return Cell(f"{unserved} + {unparsed}" if unserved or unparsed else "0", unserved + unparsed)
+    return Cell(f"{unserved} + {unparsed}", unserved + unparsed) if unserved or unparsed else Cell(NONE)
+
+
+def _first_token(f: Figures) -> Cell:
+    timed = f.get("ttft_s")
+    return Cell(NONE) if timed is None else Cell(f"{timed['median']:.3g} s of {timed['n']}", timed["median"])
 
 
 COLUMNS: tuple[Column, ...] = (
     Column("n", "Items that the arm served.", lambda f: Cell(str(f["n"]), f["n"]), short=True),
     Column(
-        "clusters",
-        "Groups of items that depend on each other (questions on one video, one document).",
-        lambda f: Cell(str(f["clusters"]), f["clusters"]),
-    ),
-    Column(
-        "left out",
-        "Items that the arm has no meaning for + answers that the task's rule could not read. Neither counts as wrong.",
-        _left_out,
-    ),
-    Column(
         "accuracy [95 %]",
         "Mean score under the task's own rule.",
         lambda f: between(_fixed(f["accuracy"]), f["ci95"], _fixed),
-        short=True,
-    ),
-    Column(
-        "to re-prefill",
-        "Accuracy minus re-prefill's on the same items.",
-        lambda f: between(signed(f["delta"]), f["delta_ci95"], signed),
-    ),
-    Column("agrees", "Share of items with re-prefill's prediction, right or wrong.", lambda f: share(f["agreement"])),
-    Column("KL", "KL(re-prefill || arm) of the next token in nats, mean.", lambda f: number(f["kl"]), short=True),
-    Column(
-        "KL [95 %]",
-        "The same with its interval.",
-        lambda f: between(number(f["kl"]), f["kl_ci95"]),
-    ),
-    Column("KL p99", "Its 99th percentile over items.", lambda f: number(f["kl_p99"]), short=True),
-    Column(
-        "KL of answers",
-        "As KL, averaged over the tokens of re-prefill's answer, which is forced.",
-        lambda f: between(number(f.get("forced_kl")), f.get("forced_kl_ci95")),
-    ),
-    Column(
-        "eta",
-        "Share of the base's KL that is removed; the base is blind reuse, for slides the survivor as it is. "
-        "'-' where the base's mean KL is under 0.01.",
-        lambda f: _fixed(f["eta"]),
-        short=True,
-    ),
-    Column("eta [95 %]", "The same with its interval.", lambda f: between(_fixed(f["eta"]), f["eta_ci95"], _fixed)),
-    Column(
-        "eta of answers",
-        "As eta, by the KL of answers.",
-        lambda f: between(_fixed(f.get("forced_eta")), f.get("forced_eta_ci95"), _fixed),
-    ),
-    Column(
-        "flips back",
-        "Of the items whose prediction the base changes, the share in which the arm restores re-prefill's.",
-        _flips,
         short=True,
     ),
     Column(
@@ -152,28 +109,65 @@ COLUMNS: tuple[Column, ...] = (
         short=True,
     ),
     Column(
-        "spent",
-        "Bytes stored or replaced when asked (a token computed anew costs its KV), over the KV that patches are "
-        "applied to: the axis on which patches and token arms are compared.",
-        lambda f: share(f["spent_share"]),
-    ),
-    Column(
         "computed",
         "Share of the chunks' tokens that went through the decoder when the question came.",
         lambda f: share(f["recomputed_share"]),
         short=True,
     ),
-    Column("tokens", "Tokens of the prompt, mean.", _count("tokens")),
-    Column("tokens computed", "Of them computed when asked, mean, the question apart.", _count("computed")),
-    Column("forwards", "Decoder passes for them, mean.", _count("forwards")),
-    Column("encodes", "Runs of the vision encoder, mean.", _count("encodes")),
+    Column("KL", "KL(re-prefill || arm) of the next token in nats, mean.", lambda f: number(f["kl"]), short=True),
     Column(
-        "first token",
-        "Median seconds to the first token, of the items that were timed.",
-        lambda f: (
-            Cell(f"{f['ttft_s']['median']:.3g} s of {f['ttft_s']['n']}", f["ttft_s"]["median"])
-            if "ttft_s" in f
-            else Cell(NONE)
-        ),
+        "eta",
+        "Share of the base's KL that is removed; the base is blind reuse, for slides the survivor as it is. "
+        "'-' where the base's mean KL is under 0.01.",
+        lambda f: _fixed(f["eta"]),
+        short=True,
     ),
+    Column(
+        "flips back",
+        "Of the items whose prediction the base changes, the share in which the arm restores re-prefill's.",
+        _flips,
+        short=True,
+    ),
+    Column(
+        "clusters",
+        "Groups of items that depend on each other (questions on one video, one document).",
+        lambda f: Cell(str(f["clusters"]), f["clusters"]),
+    ),
+    Column(
+        "left out",
+        "Items that the arm has no meaning for + answers that the task's rule could not read. Neither counts as wrong.",
+        _left_out,
+    ),
+    Column(
+        "to re-prefill",
+        "Accuracy minus re-prefill's on the same items.",
+        lambda f: between(signed(f["delta"]), f["delta_ci95"], signed),
+    ),
+    Column("agrees", "Share of items with re-prefill's prediction, right or wrong.", lambda f: share(f["agreement"])),
+    Column("KL [95 %]", "KL with its interval.", lambda f: between(number(f["kl"]), f["kl_ci95"])),
+    Column("KL p99", "Its 99th percentile over items.", lambda f: number(f["kl_p99"])),
+    Column(
+        "KL of answers",
+        "As KL, averaged over the tokens of re-prefill's answer, which is forced.",
+        lambda f: between(number(f.get("forced_kl")), f.get("forced_kl_ci95")),
+    ),
+    Column("eta [95 %]", "eta with its interval.", lambda f: between(_fixed(f["eta"]), f["eta_ci95"], _fixed)),
+    Column(
+        "eta of answers",
+        "As eta, by the KL of answers.",
+        lambda f: between(_fixed(f.get("forced_eta")), f.get("forced_eta_ci95"), _fixed),
+    ),
+    Column(
+        "spent",
+        "Bytes stored or replaced when asked (a token computed anew costs its KV), over the KV that patches are "
+        "applied to: the axis on which patches and token arms are compared.",
+        lambda f: share(f["spent_share"]),
+    ),
+    Column("tokens", "Tokens of the prompt, mean.", lambda f: _count(f["tokens"])),
+    Column(
+        "tokens computed", "Of them computed when asked, mean, the question apart.", lambda f: _count(f["computed"])
+    ),
+    Column("forwards", "Decoder passes for them, mean.", lambda f: _count(f["forwards"])),
+    Column("encodes", "Runs of the vision encoder, mean.", lambda f: _count(f["encodes"])),
+    Column("first token", "Median seconds to the first token, of the items that were timed.", _first_token),
 )

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ctxwin.evals.metrics import Figures
 from ctxwin.evals.samples import read_samples
-from ctxwin.evals.score import TaskOf, scores
+from ctxwin.evals.score import Result, TaskOf, scores
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,14 @@ class Run:
 
     label: str
     folder: Path
-    result: Mapping[str, Any]
+    result: Result
 
     @property
     def tasks(self) -> list[str]:
         """Names of its tasks, those that anything could be scored of."""
         return [name for name in self.result["tasks"] if self.arms(name)]
 
-    def arms(self, task: str) -> dict[str, Mapping[str, Any]]:
+    def arms(self, task: str) -> dict[str, Figures]:
         """Figures of a task by arm, without arms that served nothing."""
         return {arm: made[task] for arm, made in self.result["arms"].items() if task in made}
 

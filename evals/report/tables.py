@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ctxwin.evals.report.columns import COLUMNS, NONE, Cell, Column, between, number, share, signed
+from ctxwin.evals.report.columns import COLUMNS, NONE, Cell, between, number, share, signed
 from ctxwin.evals.report.runs import Run, configuration, tasks_of
 
 
@@ -20,29 +20,25 @@ class Table:
     labels: int = 1
 
 
-def arm_table(runs: Sequence[Run], task: str, short: bool = False) -> Table:
-    """All arms of a task in all runs."""
+def arm_table(runs: Sequence[Run], task: str, *, more: bool = False) -> Table:
+    """All arms of a task in all runs: what counts most, or with ``more`` the other figures."""
     entries = [(run, arm, figures) for run in runs for arm, figures in run.arms(task).items()]
     found = [figures for _, _, figures in entries]
-    columns = [c for c in COLUMNS if (c.short if short else c.held(found)) and not (not short and _doubled(c))]
+    columns = [c for c in COLUMNS if c.short != more and (c.held(found) or c.name == "accuracy [95 %]")]
     names, label = _labelled(runs, ("arm", *(c.name for c in columns)))
     rows = [(*label(run), Cell(arm), *(c.cell(figures) for c in columns)) for run, arm, figures in entries]
+    if more:
+        return Table(f"{task}: more figures", names, tuple(rows), labels=len(names) - len(columns))
     about = tasks_of(runs)[task]
     kind = ", negative control" if about["control"] else ""
-    left_out = {arm: f["unscored_why"] for _, arm, f in entries if "unscored_why" in f}
-    why = "; ".join(f"{arm}: {reason} ({count})" for arm, w in left_out.items() for reason, count in w.items())
-    return Table(
-        f"{task}: {about['about']}{kind}",
-        names,
-        tuple(rows),
-        f"Left out. {why}." if why else "",
-        len(names) - len(columns),
-    )
-
-
-def _doubled(column: Column) -> bool:
-    """Figures that the page shows with their interval."""
-    return column.name in ("KL", "eta")
+    left_out = [
+        f"{arm}: {reason} ({count})" for _, arm, f in entries for reason, count in f.get("unscored_why", {}).items()
+    ]
+    unread = [f"{arm} ({f['unparsed']})" for _, arm, f in entries if f["accuracy"] is None]
+    note = f"Left out. {'; '.join(left_out)}. " if left_out else ""
+    if unread:
+        note += f"No accuracy where the task's rule could read none of the answers: {', '.join(unread)}."
+    return Table(f"{task}: {about['about']}{kind}", names, tuple(rows), note.strip(), len(names) - len(columns))
 
 
 def paired_table(runs: Sequence[Run], task: str) -> Table | None:
@@ -57,7 +53,7 @@ def paired_table(runs: Sequence[Run], task: str) -> Table | None:
             continue
         others.append(found["against"])
         for arm, f in found["arms"].items():
-            counts = [Cell(NONE) if f[k] is None else Cell(str(f[k]), f[k]) for k in ("gained", "lost")]
+            counts = [Cell(NONE) if n is None else Cell(str(n), n) for n in (f["gained"], f["lost"])]
             rows.append(
                 (
                     *label(run), Cell(arm), Cell(found["against"]), Cell(str(f["n"]), f["n"]),
@@ -85,15 +81,15 @@ def matched_table(runs: Sequence[Run], task: str) -> Table | None:
     rows = []
     for run in runs:
         for f in run.result["matched"].get(task, []):
-            (low, high), (low_share, high_share) = f["settings"], f["shares"]
-            span = f"{low} {low_share:.1%}" + (f" and {high} {high_share:.1%}" if high not in (None, low) else "")
-            above = f["above"] or {"eta": None, "eta_ci95": None}
+            (low, high), shares = f["settings"], f["shares"]
+            span = f"{low} {shares[0]:.1%}" + (f" and {high} {shares[1]:.1%}" if high not in (None, low) else "")
+            above = (f["above"]["eta"], f["above"]["eta_ci95"]) if f["above"] else (None, None)
             rows.append(
                 (
                     *label(run), Cell(f["patch"]), share(f["share"]), Cell(f["family"]), Cell(span), Cell(str(f["n"]), f["n"]),
                     between(signed(f["accuracy"]), f["accuracy_ci95"], signed),
                     between(signed(f["eta"]), f["eta_ci95"], signed),
-                    between(signed(above["eta"]), above["eta_ci95"], signed),
+                    between(signed(above[0]), above[1], signed),
                 )
             )  # fmt: skip
     return Table(f"{task}: patches minus token arms at equal bytes", names, tuple(rows)) if rows else None
@@ -119,18 +115,16 @@ def _official(name: str, value: float | None) -> Cell:
     return number(value) if value is None or name.partition("/")[0] not in _COUNTS else Cell(f"{value:.0f}", value)
 
 
-def own_table(runs: Sequence[Run], task: str, known: frozenset[str]) -> Table | None:
-    """Figures that arms left of their own accord: every number that is not in ``known``; None where there is none."""
-    entries = [
-        (run, arm, {k: v for k, v in f.items() if k not in known and isinstance(v, int | float)})
-        for run in runs
-        for arm, f in run.arms(task).items()
-    ]
-    keys = list(dict.fromkeys(key for _, _, own in entries for key in own))
+def own_table(runs: Sequence[Run], task: str) -> Table | None:
+    """Figures that arms left of their own accord; None where there is none."""
+    entries = [(run, arm, f["own"]) for run in runs for arm, f in run.arms(task).items() if "own" in f]
+    # What was computed anew has a column of its own.
+    keys = list(dict.fromkeys(key for _, _, own in entries for key in own if key != "recomputed"))
     if not keys:
         return None
     names, label = _labelled(runs, ("arm", *keys))
-    rows = [(*label(run), Cell(arm), *(number(own.get(key)) for key in keys)) for run, arm, own in entries if own]
+    some = [entry for entry in entries if any(key in keys for key in entry[2])]
+    rows = [(*label(run), Cell(arm), *(number(own.get(key)) for key in keys)) for run, arm, own in some]
     return Table(f"{task}: the arms' own figures, means", names, tuple(rows), labels=len(names) - len(keys))
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ctxwin.evals.report import tables
 from ctxwin.evals.report.notes import caveats, meanings
 from ctxwin.evals.report.runs import Run, tasks_of
+from ctxwin.evals.score import Result
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 
-def rich_tables(result: Mapping[str, Any], label: str = "") -> list[RichTable]:
+def rich_tables(result: Result, label: str = "") -> list[RichTable]:
     """One table a task of one scored run (see `ctxwin.evals.score.scores`)."""
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -22,7 +23,7 @@ def rich_tables(result: Mapping[str, Any], label: str = "") -> list[RichTable]:
     run = Run(label, Path(), result)
     made = []
     for task in run.tasks:
-        table = tables.arm_table([run], task, short=True)
+        table = tables.arm_table([run], task)
         drawn = RichTable(
             title=Text(table.title), title_justify="left", caption=Text(table.note) if table.note else None
         )
@@ -34,19 +35,17 @@ def rich_tables(result: Mapping[str, Any], label: str = "") -> list[RichTable]:
     return made
 
 
-def markdown(runs: Run | Sequence[Run] | Mapping[str, Any], figures: Mapping[str, Sequence[str]] | None = None) -> str:
+def markdown(runs: Run | Sequence[Run] | Result, figures: Mapping[str, Sequence[str]] | None = None) -> str:
     """Runs side by side as a document: tables a task, differences, configuration, what the columns mean.
 
     Args:
         runs: scored runs, or the result of one.
         figures: file names of pictures by task, to be shown under its table.
     """
-    several = (
-        [runs] if isinstance(runs, Run) else [Run("run", Path(), runs)] if isinstance(runs, Mapping) else list(runs)
-    )
+    several = [runs] if isinstance(runs, Run) else [Run("run", Path(), runs)] if isinstance(runs, dict) else list(runs)
     lines = ["# Fidelity", "", *(f"- {text}" for text in caveats(several)), ""]
     for task in tasks_of(several):
-        main = tables.arm_table(several, task, short=True)
+        main = tables.arm_table(several, task)
         lines += [f"## {_escaped(main.title)}", "", *_table(main), ""]
         for more in (
             tables.paired_table(several, task),

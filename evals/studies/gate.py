@@ -7,19 +7,20 @@ Source: Kamera, appendix D ("Divergent antecedents": false reuse at a coverage; 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
+from ctxwin.evals.samples import Sample
 from ctxwin.evals.stats import wilson
 
 COVERAGES = (0.1, 0.25, 0.5, 0.75, 1.0)
 
 
-def gate(rows: Iterable[Mapping[str, Any]], coverages: Sequence[float] = COVERAGES) -> dict[str, Any]:
+def gate(rows: Iterable[Sample], coverages: Sequence[float] = COVERAGES) -> dict[str, Any]:
     """How well "reuse below a divergence" keeps re-prefill's answers.
 
     A reuse is safe where the stale patch gives re-prefill's answer. Thresholds are quantiles of the divergence, so that each
@@ -38,13 +39,13 @@ def gate(rows: Iterable[Mapping[str, Any]], coverages: Sequence[float] = COVERAG
     Raises:
         ValueError: no samples with a divergence, or rows of several arms.
     """
-    listed = [row for row in rows if "unscored" not in row]
-    if not listed or any("divergence" not in row for row in listed):
+    listed = [row for row in rows if row.unscored is None]
+    if not listed or any("divergence" not in row.extra for row in listed):
         raise ValueError("rows must be samples with a divergence (arms stale, update, refresh), got none or others")
-    if len(arms := {row["arm"] for row in listed}) > 1:
+    if len(arms := {row.arm for row in listed}) > 1:
         raise ValueError(f"rows must be of one arm, got {sorted(arms)}")
-    apart = np.array([row["divergence"] for row in listed])
-    unsafe = np.array([row["answer"] != row["reference"] for row in listed])
+    apart = np.array([row.extra["divergence"] for row in listed])
+    unsafe = np.array([row.answer != row.reference for row in listed])
     found = []
     for share in coverages:
         threshold = float(np.quantile(apart, share, method="higher"))
@@ -87,7 +88,7 @@ def main() -> None:
     parser.add_argument("--arm", default="stale:8")
     options = parser.parse_args()
     try:
-        made = gate(row for row in read_samples(options.folder).rows.values() if row["arm"] == options.arm)
+        made = gate(row for row in read_samples(options.folder).rows.values() if row.arm == options.arm)
     except ValueError as error:
         parser.error(str(error))
     table = Table("coverage", "divergence at most", "false reuse")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Sampling, Segment
 from ctxwin.evals.decoder import Decoder, Memory
-from ctxwin.evals.generation import ROOM, Held, Reading, continue_, forced_logits
+from ctxwin.evals.generation import ROOM, Held, Reading, forced_logits, generate
 from ctxwin.tiny.world import make_stream, render
 
 if TYPE_CHECKING:
@@ -63,14 +63,14 @@ def test_long_answers_are_the_engines(
     monkeypatch.setattr(engine, "_checkpoint", replace(engine._checkpoint, eos=frozenset()))
     want = engine.generate(layout, query, Sampling(max_tokens=LONG)).token_ids
     before = memory.k.clone()
-    made = continue_(decoder, memory, query, begin, max_tokens=LONG)
+    made = generate(decoder, memory, [query], begin, max_tokens=LONG)[0]
     assert made.token_ids == list(want) and len(want) == LONG
     assert torch.equal(memory.k, before)  # what was placed is not touched
     assert made.peak_bytes == (memory.slots + query.tokens + LONG - 1) * memory.nbytes // memory.slots
     # Row i is what token i was chosen from: teacher forcing along the answer gives the same.
     forced = engine.teacher_forced(layout, query, want)
     torch.testing.assert_close(torch.stack(made.logits).log_softmax(-1), forced, atol=2e-5, rtol=1e-4)
-    stepwise = continue_(decoder, memory, query, begin, forced=want)
+    stepwise = generate(decoder, memory, [query], begin, forced=[want])[0]
     assert torch.equal(torch.stack(stepwise.logits), torch.stack(made.logits))
 
 
@@ -82,15 +82,15 @@ def test_an_answer_ends_where_the_engines_does(
     decoder, memory, begin, layout = placed(engine)
     query = engine.encode_query("what color is it?")
     monkeypatch.setattr(engine, "_checkpoint", replace(engine._checkpoint, eos=frozenset()))
-    free = continue_(decoder, memory, query, begin, max_tokens=20).token_ids
+    free = generate(decoder, memory, [query], begin, max_tokens=20)[0].token_ids
     end = next(t for i, t in enumerate(free) if t not in free[:i] and i)  # not the first token
     monkeypatch.setattr(engine, "_checkpoint", replace(engine._checkpoint, eos=frozenset({end})))
-    made = continue_(decoder, memory, query, begin, max_tokens=20)
+    made = generate(decoder, memory, [query], begin, max_tokens=20)[0]
     assert made.token_ids == free[: free.index(end)]
     assert len(made.logits) == len(made.token_ids) + 1  # the end was chosen, too
     assert tuple(made.token_ids) == tuple(engine.generate(layout, query, Sampling(max_tokens=20)).token_ids)
     # A forced answer goes on behind an end.
-    assert continue_(decoder, memory, query, begin, forced=free[:5]).token_ids == free[:5]
+    assert generate(decoder, memory, [query], begin, forced=[free[:5]])[0].token_ids == free[:5]
 
 
 @pytest.mark.parametrize("name", ["engine", "mla_engine"])
@@ -99,10 +99,10 @@ def test_teacher_forcing_is_the_engines(name: str, request: pytest.FixtureReques
     decoder, memory, begin, layout = placed(engine)
     query, answer = engine.encode_query("shape?"), [(7 * i) % 200 + 10 for i in range(LONG)]
     want = engine.teacher_forced(layout, query, answer)
-    have = forced_logits(decoder, memory, query, begin, answer).log_softmax(-1)
+    have = forced_logits(decoder, memory, [query], begin, [answer])[0].log_softmax(-1)
     torch.testing.assert_close(have, want, atol=2e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="at least one token"):
-        forced_logits(decoder, memory, query, begin, [])
+        forced_logits(decoder, memory, [query], begin, [[]])
 
 
 def test_a_batch_is_answered_as_its_items_are(engine: HFEngine) -> None:
@@ -115,7 +115,8 @@ def test_a_batch_is_answered_as_its_items_are(engine: HFEngine) -> None:
     for token in (5, 6, 7):
         reading.feed([token, token + 10])
     for b, query in enumerate(queries):
-        alone = continue_(decoder, memory, query, begin, forced=[5 + 10 * b, 6 + 10 * b, 7 + 10 * b, 0])
+        forced = [[5 + 10 * b, 6 + 10 * b, 7 + 10 * b, 0]]
+        alone = generate(decoder, memory, [query], begin, forced=forced)[0]
         torch.testing.assert_close(reading.logits()[b], alone.logits[-1], atol=1e-5, rtol=1e-5)
 
 

@@ -12,12 +12,9 @@ from scipy import stats as scipy_stats
 from ctxwin.evals.items import Scored
 from ctxwin.evals.metrics import (
     Outcome,
-    agreement,
     cell,
     eta,
     eta_interval,
-    flip_recover,
-    harm_rate,
     kl_divergence,
 )
 from ctxwin.evals.stats import wilson
@@ -84,10 +81,12 @@ def test_flips_harm_and_agreement_by_hand() -> None:
         made("pink", "red", "red"),  # no flip, but the arm breaks it: harm
         made("blue", "blue", "blue"),  # all wrong: no harm
     ]
-    assert flip_recover(outcomes) == (pytest.approx(1 / 3), 3)
-    assert harm_rate(outcomes) == pytest.approx(2 / 5)
-    assert agreement(outcomes) == pytest.approx(2 / 5)
-    assert flip_recover(outcomes[-1:]) == (None, 0)
+    figures = cell(outcomes)
+    assert (figures["flip_recover"], figures["flips"]) == (pytest.approx(1 / 3), 3)
+    assert figures["harm_rate"] == pytest.approx(2 / 5)
+    assert figures["agreement"] == pytest.approx(2 / 5)
+    last = cell(outcomes[-1:])
+    assert (last["flip_recover"], last["flips"]) == (None, 0)
 
 
 def test_an_unscored_answer_is_neither_right_nor_wrong() -> None:

@@ -79,18 +79,18 @@ def test_answers_and_their_distributions_are_the_engines(engine: HFEngine, tmp_p
         layout, query = exact_layout(engine, seed), engine.encode_query("what color is it?")
         made = engine.generate(layout, query, Sampling(max_tokens=5))
         rows = {arm: row for (_, arm, index), row in runner.samples.rows.items() if index == seed}
-        assert all(row["reference"] == made.text.strip() for row in rows.values())
-        assert rows["reprefill"]["answer"] == made.text.strip()
+        assert all(row.reference == made.text.strip() for row in rows.values())
+        assert rows["reprefill"].answer == made.text.strip()
         for exact in ("patched:full", "first_k:all"):
-            assert rows[exact]["kl"] < 1e-6
-            assert rows[exact]["answer"] == made.text.strip()
+            assert rows[exact].kl < 1e-6
+            assert rows[exact].answer == made.text.strip()
         if len(made.token_ids) > 1:
-            assert rows["patched:full"]["forced_kl"] < 1e-6 < rows["blind"]["forced_kl"]
-        assert rows["blind"]["kl"] > 1e-6
-        assert rows["blind"]["tokens"] == sum(p.encoded.tokens for p in layout) + query.tokens
-        assert rows["blind"]["media"] == 2
-        assert rows["reprefill"]["computed"] == rows["blind"]["tokens"] - layout[0].encoded.tokens - query.tokens
-        assert rows["blind"]["computed"] == 0
+            assert rows["patched:full"].forced_kl < 1e-6 < rows["blind"].forced_kl
+        assert rows["blind"].kl > 1e-6
+        assert rows["blind"].tokens == sum(p.encoded.tokens for p in layout) + query.tokens
+        assert rows["blind"].media == 2
+        assert rows["reprefill"].computed == rows["blind"].tokens - layout[0].encoded.tokens - query.tokens
+        assert rows["blind"].computed == 0
 
 
 def test_teacher_forcing_is_the_engines(engine: HFEngine, decoder: Decoder) -> None:
@@ -100,7 +100,7 @@ def test_teacher_forcing_is_the_engines(engine: HFEngine, decoder: Decoder) -> N
     layout, query = exact_layout(engine, 1), engine.encode_query("what color is it?")
     answer = [5, 9, 77]
     want = engine.teacher_forced(layout, query, answer)
-    have = forced_logits(decoder, group.memory(group.exact), query, group.begin, answer).log_softmax(-1)
+    have = forced_logits(decoder, group.memory(group.exact), [query], group.begin, [answer])[0].log_softmax(-1)
     torch.testing.assert_close(have, want, atol=1e-5, rtol=1e-5)
 
 
@@ -132,7 +132,7 @@ def test_a_prompt_that_does_not_fit_is_unscored_and_says_why(engine: HFEngine, t
     runner = Runner(engine, Settings(), tmp_path, [Long()])
     runner.run(plan_jobs(parse_arms("reprefill,blind"), [Long()]), None)
     assert len(runner.samples.rows) == 2
-    assert all("longer than the model's 1024" in row["unscored"] for row in runner.samples.rows.values())
+    assert all("longer than the model's 1024" in (row.unscored or "") for row in runner.samples.rows.values())
 
 
 def test_orders_of_chunks_of_other_sizes(decoder: Decoder) -> None:

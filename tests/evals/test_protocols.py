@@ -18,10 +18,12 @@ from ctxwin.evals.group import Group
 from ctxwin.evals.items import Item, Scored, Task
 from ctxwin.evals.metrics import kl_divergence
 from ctxwin.evals.patching import Patcher
+from ctxwin.evals.samples import Sample
 from ctxwin.evals.studies.gate import gate
 from ctxwin.evals.tasks import open_task
 from ctxwin.evals.tasks.protocols import PROTOCOLS, ProtocolTask
 from ctxwin.evals.tasks.tiny import TASKS, TinyOptions, TinyTask, as_item
+from eval_rows import row, unserved
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -293,8 +295,8 @@ def test_protocols_and_arms_hold_on_every_family_and_chunks_of_different_sizes(f
     assert worst_kl(grouped(family, [slid]), "removal:full") < 1e-5 < worst_kl(grouped(family, [slid]), "survivor")
 
 
-def samples(*apart: tuple[float, bool]) -> list[dict[str, object]]:
-    return [{"arm": "stale:8", "divergence": d, "answer": "x", "reference": "x" if safe else "y"} for d, safe in apart]
+def samples(*apart: tuple[float, bool]) -> list[Sample]:
+    return [row("stale:8", 0, "x", divergence=d, reference="x" if safe else "y") for d, safe in apart]
 
 
 def test_a_gate_that_separates_reuses_nothing_wrong_below_its_threshold() -> None:
@@ -316,7 +318,7 @@ def test_a_gate_needs_samples_of_one_arm_with_divergences() -> None:
     with pytest.raises(ValueError, match="samples with a divergence"):
         gate([])
     with pytest.raises(ValueError, match="samples with a divergence"):
-        gate([{"arm": "blind", "answer": "x", "reference": "x"}])
+        gate([row("blind", 0)])
     with pytest.raises(ValueError, match="of one arm"):
-        gate([*samples((0.1, True)), {**samples((0.1, True))[0], "arm": "stale:4"}])
-    assert gate([*samples((0.1, True)), {"arm": "stale:8", "unscored": "too long"}])["n"] == 1
+        gate([*samples((0.1, True)), row("stale:4", 0, divergence=0.1)])
+    assert gate([*samples((0.1, True)), unserved("stale:8", 0)])["n"] == 1

@@ -69,7 +69,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for name, per_cluster, label in (("one", 1, "plain"), ("two", 3, ODD)):
         with open_samples(root / name, CONFIG | {"name": label, "kv": name}) as samples:
             rows = sweep(21, per_cluster=per_cluster, seed=per_cluster)
-            samples.add(rows if name == "one" else [r | {"meta": {}, "by_layer": None} for r in rows])
+            plain = {"meta": {}, "by_layer": None}
+            samples.add(rows if name == "one" else [r.model_copy(update=plain) for r in rows])
             samples.add(
                 [unserved("orbit:2", 0), row("orbit:2", 1, orders=3, meta={}), row("blind", 0, task="made/control")]
             )
@@ -129,9 +130,13 @@ def figures_of(run: Run, arm: str) -> dict[str, Any]:
 
 
 def test_the_page_shows_the_scored_figures(written: Path, runs: list[Run]) -> None:
-    table = Page(written.read_text()).tables["made/words: words"]
-    heads = table[0]
-    shown = {(cells[0], cells[1]): dict(zip(heads, cells, strict=True)) for cells in table[1:]}
+    tables = Page(written.read_text()).tables
+    shown: dict[tuple[str, str], dict[str, str]] = {}
+    for title in ("made/words: words", "made/words: more figures"):
+        heads, *rows = tables[title]
+        for cells in rows:
+            shown.setdefault((cells[0], cells[1]), {}).update(zip(heads, cells, strict=True))
+    assert tables["made/words: words"][0][1:6] == ["arm", "n", "accuracy [95 %]", "harm", "bytes"]
     assert len(shown) == sum(len(run.arms("made/words")) for run in runs)
     for run in runs:
         for arm in run.arms("made/words"):
@@ -145,7 +150,9 @@ def test_the_page_shows_the_scored_figures(written: Path, runs: list[Run]) -> No
             assert float(cells["KL [95 %]"].split()[0]) == pytest.approx(f["kl"], abs=6e-4)
     assert shown["plain", "orbit:2"]["left out"] == "1 + 0"
     assert shown["plain", "blind"]["clusters"] == "21" and shown[ODD, "blind"]["clusters"] == "7"
-    assert "first token" not in heads and "KL of answers" not in heads  # nobody has them
+    assert all(
+        "first token" not in cells and "KL of answers" not in cells for cells in shown.values()
+    )  # nobody has them
 
 
 def test_differences_and_matched_bytes_are_shown(written: Path, runs: list[Run]) -> None:
@@ -212,8 +219,11 @@ def test_a_run_with_little_to_show_is_a_report_too(tmp_path: Path) -> None:
         )
     path = write_report([tmp_path / "run"], task_of=Words)
     assert path == tmp_path / "run" / "report.html"
-    cells = Page(path.read_text()).tables["made/words: words"][1]
-    assert cells[:3] == ["blind", "2", "2"] and "-" in cells
+    text = path.read_text()
+    heads, cells = Page(text).tables["made/words: words"]
+    assert heads == ["arm", "n", "accuracy [95 %]", "bytes", "computed", "KL", "flips back"], "no column is empty"
+    assert cells[:3] == ["blind", "2", "-"]
+    assert "No accuracy where the task&#39;s rule could read none of the answers: blind (2)." in text
     assert [p.name for p in sorted((tmp_path / "run" / "figures").iterdir())] == ["01-made-words-arms.png"]
 
 

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from ctxwin.evals.arms import parse_arms
 from ctxwin.evals.cli import app
-from ctxwin.evals.run import BATCH, BLOCK, Runner, Settings, batches, plan_jobs
+from ctxwin.evals.measure import BATCH, Measurer
+from ctxwin.evals.run import BLOCK, Runner, Settings, batches, plan_jobs
 from ctxwin.evals.tasks import TaskOptions, open_task
 from ctxwin.evals.tasks.tiny import TinyOptions
 
@@ -60,13 +61,13 @@ def test_what_is_there_is_not_computed_again(engine: HFEngine, tmp_path: Path, m
     run(engine, tmp_path, "blind,patched:1")
     before = (tmp_path / "samples.jsonl").read_bytes()
     asked: list[list[str]] = []
-    rows = Runner._rows
+    samples = Measurer.samples
 
-    def spy(self: Runner, job: Any, cases: Any, arms: Any) -> Any:
+    def spy(self: Measurer, items: Any, arms: Any, **more: Any) -> Any:
         asked.append([a.name for a in arms])
-        return rows(self, job, cases, arms)
+        return samples(self, items, arms, **more)
 
-    monkeypatch.setattr(Runner, "_rows", spy)
+    monkeypatch.setattr(Measurer, "samples", spy)
     run(engine, tmp_path, "blind,patched:1")
     assert not asked
     run(engine, tmp_path, "blind,patched:1,patched:3")
@@ -174,8 +175,8 @@ def test_only_the_first_items_are_timed(engine: HFEngine, tmp_path: Path) -> Non
     runner = Runner(engine, Settings(timed=2), tmp_path, [task])
     runner.run(plan_jobs(parse_arms("reprefill,blind,patched:2,first_k:2"), [task]), 4)
     for row in runner.samples.rows.values():
-        assert ("time" in row) == (row["index"] < 2)
-        assert row.get("time", {"ttft_s": 1.0})["ttft_s"] > 0
+        assert (row.ttft_s is not None) == (row.index < 2)
+        assert row.ttft_s is None or row.ttft_s > 0
 
 
 def test_a_shared_basis_is_kept_and_counted_apart(model_dir: Path, tmp_path: Path) -> None:

@@ -348,6 +348,11 @@ class HFEngine(EncodingEngine):
         return rows
 
     @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return frozenset(self._checkpoint.eos)
+
+    @property
     def text_model(self) -> Any:
         """The decoder, for who runs it layer by layer: ``layers``, ``norm``, ``rotary_emb``, ``config``."""
         return self._opened().get_decoder()

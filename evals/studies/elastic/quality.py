@@ -144,7 +144,7 @@ class _Batch:
     def _generated(self, memory: Memory, policy: Policy | None) -> tuple[list[tuple[str, ...]], int]:
         """Greedy answers, and the most slots held behind the prompt."""
         reading = self._asked(memory, policy)
-        ends = self.decoder.engine._checkpoint.eos
+        ends = self.decoder.engine.ends
         made: list[list[str]] = [[] for _ in self.exchanges]
         turns, slots = len(self.scripts[0].answers), reading.held.slots
         for turn in range(turns):
@@ -176,7 +176,7 @@ class _Batch:
 
     def _text(self, row: Sequence[int]) -> str:
         """A generated answer, up to its end."""
-        ends = self.decoder.engine._checkpoint.eos
+        ends = self.decoder.engine.ends
         stop = next((i for i, token in enumerate(row) if token in ends), len(row))
         return self.decoder.engine.decode(row[:stop]).strip()
 

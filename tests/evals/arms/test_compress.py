@@ -14,7 +14,7 @@ from ctxwin.evals.arms import parse_arm
 from ctxwin.evals.arms.compress import ElasticCache, HeavyHitters, MostRecent, attention_of
 from ctxwin.evals.decoder import Decoder, Memory
 from ctxwin.evals.elastic.policies import H2O, METHODS, Elastic, Local
-from ctxwin.evals.generation import Reading, continue_, forced_logits
+from ctxwin.evals.generation import Reading, forced_logits, generate
 from ctxwin.evals.group import Group
 from ctxwin.evals.items import Item
 from ctxwin.evals.patching import Patcher
@@ -189,11 +189,11 @@ def test_answers_under_a_budget(family: str, method: str, request: pytest.Fixtur
     assert not torch.allclose(thin.logits(), plain.logits())
     whole = parse_arm(f"{method}:1@prompt").serve(group)[0]
     assert whole is not None
-    want = forced_logits(decoder, memory, query, group.begin, answer)
-    have = forced_logits(decoder, memory, query, group.begin, answer, whole.policy)
+    want = forced_logits(decoder, memory, [query], group.begin, [answer])[0]
+    have = forced_logits(decoder, memory, [query], group.begin, [answer], whole.policy)[0]
     torch.testing.assert_close(have, want, atol=1e-4, rtol=1e-4)
     assert torch.allclose(  # a policy has no state of its own: a second answer is as the first
-        have, forced_logits(decoder, memory, query, group.begin, answer, whole.policy)
+        have, forced_logits(decoder, memory, [query], group.begin, [answer], whole.policy)[0]
     )
 
 
@@ -208,9 +208,9 @@ def test_a_batch_is_served_as_its_items_are(decoder: Decoder) -> None:
             together.feed([token, token + 1])
         for b in range(2):
             part = Memory(memory.k[:, [b]], memory.v[:, [b]])
-            alone = continue_(
-                decoder, part, queries[0], group.begin, forced=[7 + b, 9 + b, 11 + b, 0], policy=policy.of([b])
-            )
+            alone = generate(
+                decoder, part, [queries[0]], group.begin, forced=[[7 + b, 9 + b, 11 + b, 0]], policy=policy.of([b])
+            )[0]
             torch.testing.assert_close(together.logits()[b], alone.logits[-1], atol=1e-4, rtol=1e-4)
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from ctxwin.engines.base import Segment
-from ctxwin.evals.arms import parse_arm, parse_arms
+from ctxwin.evals.arms import BASES, parse_arm, parse_arms
 from ctxwin.evals.arms.prefix import Prefix
-from ctxwin.evals.patching import Patcher
 from ctxwin.evals.run import Runner, Settings, plan_jobs
 from ctxwin.evals.tasks import open_task
 
@@ -132,20 +131,21 @@ def test_a_run_asks_behind_what_each_user_places(bench: Bench, tmp_path: Path) -
     rows = {}
     for job in plan_jobs(parse_arms("prefix:naive,prefix:trim,prefix:append"), tasks):
         item = job.task.items(3)[2]
-        rows |= {(item.task, row["arm"]): row for row in runner._rows(job.task, [item], job.arms)}
+        made = runner.measurer.samples([item], job.arms, base=BASES[job.task.setting])
+        rows |= {(item.task, row.arm): row for row in made}
     assert len(rows) == 6
     for task in tasks:
-        assert rows[task.name, "prefix:naive"]["kl"] < 1e-6
-        assert rows[task.name, "prefix:naive"]["context"] == 1.0
-        assert rows[task.name, "prefix:trim"]["kl"] > 1e-6
-    assert "unscored" in rows["tiny/slide_needed", "prefix:append"]
-    assert rows["tiny/recall@0.5", "prefix:append"]["kl"] < 1e-6  # it comes back at the end anyway
+        assert rows[task.name, "prefix:naive"].kl < 1e-6
+        assert rows[task.name, "prefix:naive"].extra["context"] == 1.0
+        assert rows[task.name, "prefix:trim"].kl > 1e-6
+    assert rows["tiny/slide_needed", "prefix:append"].unscored is not None
+    assert rows["tiny/recall@0.5", "prefix:append"].kl < 1e-6  # it comes back at the end anyway
     item = tasks[0].items(3)[2]
-    group = runner._group([item], Patcher(bench.decoder.spec))
+    group = runner.measurer.group([item])
     one = served(group, "trim", "slide")[0]
     assert one.begin is not None and one.begin < group.begin
     logits = bench.decoder.read(group.memory([one.spans]), [item.query], one.begin)
-    assert rows["tiny/slide_needed", "prefix:trim"]["answer"] == runner._text([int(logits.argmax())])
+    assert rows["tiny/slide_needed", "prefix:trim"].answer == runner.measurer.text([int(logits.argmax())])
 
 
 def test_a_recalled_item_must_say_what_came_back() -> None:

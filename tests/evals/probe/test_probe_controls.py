@@ -9,35 +9,35 @@ import pytest
 import torch
 
 from ctxwin.evals.arms import parse_arm
+from ctxwin.evals.arms.controls import Oracle, Stepwise
 from ctxwin.evals.decoder import Decoder
-from ctxwin.evals.generation import continue_, forced_logits
+from ctxwin.evals.generation import forced_logits, generate
+from ctxwin.evals.measure import Measurer
 from ctxwin.evals.patching import Patcher
-from ctxwin.evals.probe import moving
-from ctxwin.evals.probe.arms import Oracle, Stepwise
-from ctxwin.evals.probe.asking import Asker, divergence
+from ctxwin.evals.probe.arms import Lately, Swapped
 from ctxwin.evals.probe.contexts import PLACED, Source
 from ctxwin.evals.probe.folder import Texts
 from ctxwin.evals.probe.generated import World
-from ctxwin.evals.probe.listen import Clock, Listener, bare
-from ctxwin.evals.probe.patchers import make_patcher, spelling, variants
-from ctxwin.evals.probe.reading import read
+from ctxwin.evals.probe.probe import BLIND, ORACLE, SURVIVOR, WAYS, Probe, Sizes, came_back, of_arm, spelling
+from ctxwin.evals.probe.reading import readings
+from ctxwin.evals.probe.verdict import survival
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
 
 
-def heard_by(engine: HFEngine, source: Source) -> Listener:
+def measured_by(engine: HFEngine, source: Source) -> Measurer:
     decoder = Decoder(engine)
-    return Listener(decoder, Patcher(decoder.spec, dtype=torch.float32), source.system_prompt, source.max_tokens)
+    return Measurer(decoder, Patcher(decoder.spec, dtype=torch.float32), source.system_prompt, along=True)
 
 
 @pytest.fixture(scope="module")
-def world(engine: HFEngine) -> Listener:
-    return heard_by(engine, World())
+def world(engine: HFEngine) -> Measurer:
+    return measured_by(engine, World())
 
 
 @pytest.fixture(scope="module")
-def latent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Listener, Source]]:
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Measurer, Source]]:
     """Latent attention, reading text."""
     from ctxwin.engines.hf.engine import HFEngine
     from engines.models import write_mla_model
@@ -48,18 +48,18 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Listener,
     (texts / "a.txt").write_text("what color is the shape of a frame now " * 60)
     engine = HFEngine(write_mla_model(folder / "model"), dtype="float32")
     source = Texts(texts, [], 4, engine, block=16)
-    yield heard_by(engine, source), source
+    yield measured_by(engine, source), source
     engine.close()
 
 
-def check_oracle(listener: Listener, source: Source) -> None:
-    group = listener.group([bare(source.context("reading", i).item) for i in range(2)])
+def check_oracle(measurer: Measurer, source: Source) -> None:
+    group = measurer.group(source.items(2, "reading"))
     oracle = Oracle("oracle").serve(group)
     lead = group.system_prompt_span.tokens
     for number, place in enumerate(group.places):
         tokens = group.row([[number]] * 2)
         here = tokens.moved(place.start - group.layout([number])[0].start)
-        memory, _ = listener.decoder.append(here, group.behind_system_prompt(2))
+        memory, _ = measurer.decoder.append(here, group.behind_system_prompt(2))
         for b in range(2):
             made = oracle[b]
             assert made is not None
@@ -71,25 +71,25 @@ def check_oracle(listener: Listener, source: Source) -> None:
             )
 
 
-def test_under_the_oracle_every_chunk_is_computed_behind_the_header_alone_at_its_own_place(world: Listener) -> None:
+def test_under_the_oracle_every_chunk_is_computed_behind_the_header_alone_at_its_own_place(world: Measurer) -> None:
     check_oracle(world, World())
 
 
-def test_the_oracle_holds_for_latent_attention_and_text(latent: tuple[Listener, Source]) -> None:
+def test_the_oracle_holds_for_latent_attention_and_text(latent: tuple[Measurer, Source]) -> None:
     check_oracle(*latent)
 
 
-def test_the_first_chunk_loses_nothing_and_later_ones_do(world: Listener) -> None:
-    group = world.group([bare(World().context("reading", 0).item)])
+def test_the_first_chunk_loses_nothing_and_later_ones_do(world: Measurer) -> None:
+    group = world.group(World().items(1, "reading"))
     oracle = Oracle("oracle").serve(group)[0]
     assert oracle is not None
     torch.testing.assert_close(oracle.spans[0].v, group.exact[0][0].v, atol=1e-5, rtol=0)
     assert (oracle.spans[2].v - group.exact[0][2].v).abs().max() > 1e-3
 
 
-def test_stepwise_is_a_reprefill(latent: tuple[Listener, Source]) -> None:
-    listener, source = latent
-    group = listener.group([bare(source.context("reading", i).item) for i in range(2)])
+def test_stepwise_is_a_reprefill(latent: tuple[Measurer, Source]) -> None:
+    measurer, source = latent
+    group = measurer.group(source.items(2, "reading"))
     for b, made in enumerate(Stepwise("stepwise").serve(group)):
         assert made is not None
         for ours, theirs in zip(made.spans, group.exact[b], strict=True):
@@ -97,76 +97,101 @@ def test_stepwise_is_a_reprefill(latent: tuple[Listener, Source]) -> None:
             torch.testing.assert_close(ours.v, theirs.v, atol=1e-5, rtol=0)
 
 
-def test_every_way_to_compress_serves_latent_attention_and_a_full_one_is_exact(latent: tuple[Listener, Source]) -> None:
-    listener, source = latent
-    listener.patcher = make_patcher(listener, lambda: source.contexts("fitting", 2))
-    ways = variants(listener.decoder.spec, True)
+def test_every_way_to_compress_serves_latent_attention_and_a_full_one_is_exact(
+    latent: tuple[Measurer, Source],
+) -> None:
+    measurer, source = latent
+    probe = Probe(measurer.decoder.engine, [source], sizes=Sizes(fitting=2))
+    ways = [way for way in WAYS if probe._allows(way)]
     assert "output" not in ways and "shared" in ways, "an output weight needs values by head"
     arms = [parse_arm(spelling(rank, way)) for way in ways for rank in (1, 64)]
-    heard = [h for h in listener.hear(source.contexts("choosing", 2), arms, kinds=("cross",))]
+    items = [item for item in source.items(2) if item.meta["kind"] == "cross"]
+    heard = list(probe.measurer.samples(items, arms, base=BLIND))
     assert len(heard) == 2 * len(arms)
     full = [h.kl for h in heard if h.arm in ("patched:64", "patched:64@per_layer", "patched:64@balanced")]
     assert max(full) < 1e-4 < max(h.kl for h in heard if h.arm == "patched:1")
     assert all(0 < h.stored < h.over for h in heard if h.arm.startswith("patched:1@"))
 
 
-def test_batched_answers_are_those_of_one_item_at_a_time(world: Listener) -> None:
+def test_batched_answers_are_those_of_one_item_at_a_time(world: Measurer) -> None:
     decoder = world.decoder
-    asker = Asker(decoder, 5)
-    group = world.group([bare(World().context("reading", i).item) for i in range(3)])
+    group = world.group(World().items(3, "reading"))
     memory = group.memory(group.exact)
-    texts = ["color of 17?", "what is the number of the red square?", "shape of 23?"]
-    answers = asker.greedy(memory, texts, group.begin)
-    said = asker.forced(memory, texts, group.begin, [answers[0], answers[1][:2], answers[2]])
-    for b, text in enumerate(texts):
+    queries = [decoder.query(text) for text in ("color of 17?", "shape of 23?", "color of 05?")]
+    assert len({q.tokens for q in queries}) == 1
+    answers = generate(decoder, memory, queries, group.begin, max_tokens=5)
+    given = [answers[0].whole, answers[1].whole[:2], answers[2].whole]
+    said = forced_logits(decoder, memory, queries, group.begin, given)
+    for b, query in enumerate(queries):
         alone = group.memory([group.exact[b]])
-        one = continue_(decoder, alone, decoder.query(text), group.begin, max_tokens=5)
-        ends = decoder.engine._checkpoint.eos
-        assert [t for t in answers[b] if t not in ends] == one.token_ids
-        forced = answers[b][:2] if b == 1 else answers[b]
-        want = forced_logits(decoder, alone, decoder.query(text), group.begin, forced).double().log_softmax(-1)
+        assert answers[b].token_ids == generate(decoder, alone, [query], group.begin, max_tokens=5)[0].token_ids
+        want = forced_logits(decoder, alone, [query], group.begin, [given[b]])[0]
         assert said[b].shape == want.shape
-        torch.testing.assert_close(said[b], want, atol=1e-4, rtol=0)
+        torch.testing.assert_close(said[b], want, atol=1e-4, rtol=1e-4)
 
 
-def test_divergence_by_hand() -> None:
-    p = torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float64).log()
-    q = torch.tensor([[0.25, 0.5, 0.25]], dtype=torch.float64).log()
-    assert divergence(p, q).item() == pytest.approx(0.5 * torch.tensor(2.0).log().item())
-    assert divergence(p, p).item() == 0
-
-
-def test_a_full_patch_and_a_reprefill_say_the_same_and_blind_reuse_follows_the_oracle(world: Listener) -> None:
-    contexts = World().contexts("choosing", 3)
-    arms = [Oracle("oracle"), *(parse_arm(name) for name in ("blind", "patched:full", "reprefill"))]
-    heard = list(world.hear(contexts, arms))
+def test_a_full_patch_and_a_reprefill_say_the_same_and_blind_reuse_follows_the_oracle(world: Measurer) -> None:
+    arms = [ORACLE, *(parse_arm(name) for name in ("blind", "patched:full", "reprefill"))]
+    heard = list(world.samples(World().items(3), arms, control=ORACLE))
     assert len(heard) == 4 * 3 * 2
-    assert max(h.kl for h in heard if h.arm in ("patched:full", "reprefill")) < 1e-6
-    assert not any(h.flip for h in heard if h.arm in ("patched:full", "reprefill"))
-    assert max(h.kl for h in heard if h.arm == "blind") > 1e-5
-    assert max(h.control for h in heard if h.arm == "oracle" and h.control is not None) == 0
-    assert all(h.control is not None for h in heard)
+    exact = [h for h in heard if h.arm in ("patched:full", "reprefill")]
+    assert max(h.answer_kl for h in exact) < 1e-6 and all(h.answer == h.reference for h in exact)
+    assert max(h.answer_kl for h in of_arm(heard, "blind")) > 1e-5
+    assert max(h.extra["to_control"] for h in of_arm(heard, "oracle")) == 0
+    assert all("to_control" in h.extra for h in heard)
 
 
-def test_swapping_nothing_moves_nothing_and_swapping_something_does(world: Listener) -> None:
-    readings = read(world, World().contexts("reading", 2), Clock(1e9), float("inf"))
-    assert len(readings) == 4
-    assert all(len(r.moved) == PLACED and max(r.moved) > 0 for r in readings)
-    assert {r.kind for r in readings} == {"one", "cross"}
+def test_what_an_arm_serves_is_served_once_a_context(world: Measurer) -> None:
+    """Two questions a context share what stands in front of them, and are answered as if each were alone."""
+    items = World().items(2)
+    assert len(items) == 4 and len(world.group(items)) == 2
+    together = {s.index: s for s in world.samples(items, [BLIND])}
+    for item in items:
+        (alone,) = world.samples([item], [BLIND])
+        assert together[item.index].answer == alone.answer
+        assert together[item.index].kl == pytest.approx(alone.kl, rel=1e-3, abs=1e-9)
 
 
-def test_a_window_that_has_not_lost_anything_needed_is_exact_after_a_recall_of_the_same(world: Listener) -> None:
-    found = moving.recall(world, World().contexts("choosing", 2), 66, "all")
-    assert max(h.kl for h in found[0] if h.arm.startswith(("stale", "update"))) < 1e-4
-    assert max(h.kl for h in found[PLACED - 1] if h.arm.startswith("update")) < 1e-4
-    assert max(h.kl for h in found[PLACED - 1] if h.arm.startswith("stale")) > 1e-4
+def test_swapping_nothing_moves_nothing_and_swapping_something_does(world: Measurer) -> None:
+    arms = [Swapped(f"swapped:{i}", i) for i in range(PLACED)]
+    found = readings(list(world.samples(World().items(2, "reading", strangers=True), arms)), World())
+    assert len(found) == 4
+    assert all(len(r.moved) == PLACED and max(r.moved) > 0 for r in found)
+    assert {r.kind for r in found} == {"one", "cross"}
 
 
-def test_survivors_are_measured_at_every_slide(world: Listener) -> None:
-    slid = moving.slide(world, [World().stream(i, 2) for i in range(2)], Clock(1e9), float("inf"))
-    assert sorted((s.slides, s.cluster) for s in slid) == [
-        (1, "stream-0"), (1, "stream-1"), (2, "stream-0"), (2, "stream-1"),
-    ]  # fmt: skip
-    assert all(s.window > 0 for s in slid), "a random model's survivors never equal a re-prefill"
-    rows = moving.survival(slid)
-    assert [row["n"] for row in rows] == [2, 2]
+def test_a_window_that_has_not_lost_anything_needed_is_exact_after_a_recall_of_the_same(world: Measurer) -> None:
+    items = [item for item in World().items(2, strangers=True) if item.meta["kind"] == "cross"]
+    arms = [parse_arm("stale:66"), parse_arm("update:66")]
+    found = {n: list(world.samples([came_back(item, n) for item in items], arms)) for n in (0, PLACED - 1)}
+    assert max(h.kl for h in found[0]) < 1e-4
+    assert max(h.kl for h in of_arm(found[PLACED - 1], "update:66")) < 1e-4
+    assert max(h.kl for h in of_arm(found[PLACED - 1], "stale:66")) > 1e-4
+
+
+def test_survivors_are_measured_against_both_references_at_every_slide(world: Measurer) -> None:
+    streams = [World().stream(i, 2) for i in range(2)]
+    pairs = {}
+    for slides in (1, 2):
+        items = World().slid(streams, slides)
+        group = world.group(items)
+        window = list(world.samples(items, [SURVIVOR], group=group))
+        stream = list(world.samples(items, [SURVIVOR], reference=Lately("lately"), group=group))
+        assert [s.cluster for s in window] == ["stream-0", "stream-1"]
+        assert all(s.kl > 0 for s in window), "a random model's survivors never equal a re-prefill"
+        pairs[slides] = list(zip(window, stream, strict=True))
+    rows = survival(pairs)
+    assert [(row["slides"], row["n"]) for row in rows] == [(1, 2), (2, 2)]
+    for row in rows:
+        others = {name: row[f"other_than_{name}"] for name in ("window", "stream")}
+        assert others[row["stricter"]] == max(others.values())
+
+
+def test_a_survivor_after_one_slide_is_the_stream_without_what_left(world: Measurer) -> None:
+    """What survives was computed behind the chunk that left: so it was in the re-prefill of what was seen lately."""
+    items = World().slid([World().stream(0, 1)], 1)
+    group = world.group(items)
+    (lately,), (kept,) = Lately("lately").serve(group), SURVIVOR.serve(group)
+    assert lately is not None and kept is not None and len(lately.spans) == PLACED + 1
+    torch.testing.assert_close(kept.spans[0].v, lately.spans[1].v, atol=1e-5, rtol=0)
+    assert lately.begin is not None and lately.begin > group.begin

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from ctxwin.evals.probe import cli
 from ctxwin.evals.probe.contexts import PLACED
 from ctxwin.evals.probe.folder import CHARACTERS, FILES, Images, Texts, read_questions
-from ctxwin.evals.probe.sizes import Sizes
+from ctxwin.evals.probe.probe import Sizes
 from ctxwin.fidelity import Fidelity
 from ctxwin.profiles import PROFILES_VARIABLE, find_profile, resolve
 
@@ -88,17 +88,19 @@ def test_sequences_go_by_name_or_are_shuffled_and_strangers_have_the_size_of_who
     names = [p.name for p in source.pieces]
     for index in range(4):
         context = source.context("reading", index)
-        chunks = context.item.load()
-        assert len(chunks) == 2 * PLACED == context.item.count
+        chunks = context.load()
+        assert len(chunks) == 2 * PLACED
         shapes = [chunk.media[0].shape for chunk in chunks]
         assert shapes[:PLACED] == shapes[PLACED:]
         assert len({chunk.id for chunk in chunks}) == 2 * PLACED or index % 2, "a stranger is another picture"
         labels = [chunk.parts[0].text for chunk in chunks]  # type: ignore[union-attr]
         assert labels[:PLACED] == labels[PLACED:] and labels[0].startswith("Picture A")
-        assert context.item.cluster in names
+        assert context.cluster in names
         assert [q.kind for q in context.questions] == ["cross", "one"]
-        assert context.item.digest == source.context("reading", index).item.digest
-    in_order = [p.content for chunk in source.context("choosing", 0).item.load()[:PLACED] for p in chunk.media]
+    assert [i.digest for i in source.items(2)] == [i.digest for i in source.items(3)][:4], (
+        "an item depends on its index alone"
+    )
+    in_order = [p.content for chunk in source.context("choosing", 0).load()[:PLACED] for p in chunk.media]
     every = [c.media[0].content for c in (source.chunk(p, p.size, "A") for p in source.pieces)]
     at = every.index(in_order[0])
     assert in_order == [every[(at + i) % 9] for i in range(PLACED)]
@@ -123,7 +125,7 @@ def test_pictures_are_scaled_down_and_videos_give_frames(tmp_path: Path) -> None
     writer.release()
     source = Images(folder, [], 4, 48 * 32)
     assert len(source.pieces) == 8
-    chunk = source.context("reading", 0).item.load()[0]
+    chunk = source.context("reading", 0).load()[0]
     assert chunk.media[0].shape == (1, 32, 48)
     first, last = (source.chunk(source.pieces[i], (32, 48), "A").media[0].content for i in (0, 7))
     assert first != last
@@ -136,8 +138,8 @@ def test_enough_pictures_leave_some_for_fitting(tmp_path: Path) -> None:
         Image.fromarray(np.full((28, 28, 3), 7 * i % 256, dtype=np.uint8)).save(folder / f"{i:03d}.png")
     source = Images(folder, [], 4, None)
     assert source.fits
-    fit = {source.context("fitting", i).item.cluster for i in range(30)}
-    probed = {source.context(split, i).item.cluster for split in ("choosing", "proving") for i in range(30)}  # type: ignore[arg-type]
+    fit = {source.context("fitting", i).cluster for i in range(30)}
+    probed = {source.context(split, i).cluster for split in ("choosing", "proving") for i in range(30)}  # type: ignore[arg-type]
     assert fit and probed and not fit & probed
 
 
@@ -155,7 +157,7 @@ def test_a_large_folder_takes_no_longer_than_a_smaller_one(engine: HFEngine, tmp
 def test_texts_are_blocks_of_one_length(engine: HFEngine, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("what color is the shape of a frame now " * 20)
     source = Texts(tmp_path, [], 4, engine, block=12)
-    chunks = source.context("reading", 0).item.load()
+    chunks = source.context("reading", 0).load()
     assert {engine.encode(c).tokens for c in chunks} == {12 + len(engine.text_ids("Text A:\n"))}
     with pytest.raises(ValueError, match="at least 5 texts"):
         Texts(tmp_path, [], 4, engine, block=10_000)
@@ -243,7 +245,11 @@ def test_what_was_measured_outlives_a_profile_that_cannot_be_written(
     (texts / "a.md").write_text("what color is the shape of a frame now " * 60)
     out = tmp_path / "out"
     (out / "ctxwin-profile.json").mkdir(parents=True)
-    refused(invoke(text_model, "--texts", texts, "--output", out, "--max-tokens", 2), "ctxwin-profile.json")
+    made = invoke(text_model, "--texts", texts, "--output", out, "--max-tokens", 2)
+    assert made.exit_code == 2
+    progress, error = made.stderr.strip().splitlines()
+    assert progress.startswith("does it read its context: 4 of 4"), "how far it has come, off a terminal too"
+    assert error.startswith("error: ") and "ctxwin-profile.json" in error
     assert json.loads((out / "probe.json").read_text())["verdict"]["finding"] == "unread"
     # A bad folder is found before anything is measured.
     monkeypatch.setattr("ctxwin.evals.probe.probe.Probe.run", lambda *_: pytest.fail("measured"))

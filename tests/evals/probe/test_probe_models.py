@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ctxwin.evals.probe import listen
+from ctxwin.evals.probe import probe
 from ctxwin.evals.probe.generated import Scenes, World
-from ctxwin.evals.probe.probe import Probe
-from ctxwin.evals.probe.profile import as_profile
+from ctxwin.evals.probe.probe import Probe, Sizes, as_profile
 from ctxwin.evals.probe.report import html
-from ctxwin.evals.probe.sizes import Sizes
 from ctxwin.evals.probe.verdict import Limits
 from ctxwin.fidelity import Fidelity
 from ctxwin.tiny import checkpoint_dir
@@ -38,8 +36,9 @@ def probed(engine: HFEngine, sizes: Sizes = SMALL) -> dict[str, Any]:
     assert {"does it read its context", "what blind reuse changes"} <= set(stages)
     text = html(result)
     assert result["verdict"]["sentence"].split(":")[0] in text
-    assert "http://" not in text and "https://" not in text and "<script" not in text, (
-        "one file, nothing from elsewhere"
+    assert "http://" not in text and "https://" not in text, "one file, nothing from elsewhere"
+    assert text.count("<script>") == 1 and "weights reuse" not in text, (
+        "the page sorts its tables; the model has a name"
     )
     return result
 
@@ -97,7 +96,7 @@ def test_a_random_model_has_no_verdict(engine: HFEngine) -> None:
 def test_when_time_is_up_every_stage_still_measures_something_and_nothing_is_called_safe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(listen, "BATCH", 6)
+    monkeypatch.setattr(probe, "BATCH", 6)
     tight = Sizes(
         reading=64, looks=(64, 160, 400), choosing=2, proving=6, survivors=1, streams=1, slides=1, moving=2,
         layouts=False, chunks=(16,),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from ctxwin.evals.kv_error import by_layer
+from ctxwin.evals.measure import by_layer
 from ctxwin.kv.layout import SpanKV
 
 

@@ -1,0 +1,261 @@
+"""Measuring: what an arm serves for an item, what the model answers behind it, and how far that is from a re-prefill.
+
+`Measurer.samples` is the one place where arms meet items. A run (`ctxwin.evals.run`) keeps its samples on disk, the probe
+(`ctxwin.evals.probe`) judges them as they come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ctxwin.evals.arms import REFERENCE, Arm, Served
+from ctxwin.evals.decoder import Decoder, Memory
+from ctxwin.evals.generation import Policy, forced_logits, generate
+from ctxwin.evals.group import Group
+from ctxwin.evals.items import Item
+from ctxwin.evals.metrics import kl_divergence
+from ctxwin.evals.patching import Patcher
+from ctxwin.evals.samples import Sample
+from ctxwin.kv.layout import SpanKV
+
+BATCH = 16
+"""Contexts that share a forward, at most."""
+_DIGITS = 6
+
+
+@dataclass
+class Said:
+    """What the model says behind one arm about one item.
+
+    Attributes:
+        logits: of the next token, float32 ``[vocab]``.
+        answer: its greedy answer's text.
+        token_ids: the answer's tokens, along which other arms are read.
+        forced: logits along the reference's tokens, ``[n, vocab]``; None where that has one token and they are ``logits``.
+    """
+
+    logits: np.ndarray
+    answer: str
+    token_ids: list[int] = field(default_factory=list)
+    forced: np.ndarray | None = None
+
+
+class Measurer:
+    """Puts arms to items on one model.
+
+    Args:
+        decoder: the model.
+        patcher: how deficits are compressed.
+        system_prompt: system prompt of items that have none of their own.
+        along: read arms along the reference's answer, its end included, and generate an answer of their own only where they
+            depart from it: one pass an arm instead of one a token. Distances of the KV by layer are left out.
+    """
+
+    def __init__(self, decoder: Decoder, patcher: Patcher, system_prompt: str, *, along: bool = False) -> None:
+        self.decoder = decoder
+        self.patcher = patcher
+        self.system_prompt = system_prompt
+        self.along = along
+
+    def group(self, items: Sequence[Item], patcher: Patcher | None = None) -> Group:
+        """Items of one shape as a group; each context once."""
+        contexts = {item.context or item.index: item for item in reversed(items)}
+        return Group(self.decoder, list(contexts.values())[::-1], patcher or self.patcher, self.system_prompt)
+
+    def samples(
+        self,
+        items: Sequence[Item],
+        arms: Sequence[Arm],
+        *,
+        base: Arm | None = None,
+        reference: Arm = REFERENCE,
+        control: Arm | None = None,
+        group: Group | None = None,
+    ) -> Iterator[Sample]:
+        """Samples of every arm on every item.
+
+        Args:
+            items: of one shape.
+            arms: to be measured.
+            base: what doing nothing would serve; the reference itself by default.
+            reference: what arms are held against.
+            control: an arm whose distance to each arm is also measured, along the reference's answer (``to_control``).
+            group: of these items, where there is one already.
+
+        Cost: the reference, and for each arm its serving and its answers.
+        """
+        group = self.group(items) if group is None else group
+        limit = self.decoder.engine.spec.max_tokens
+        longest = max(self.decoder.query(item.query).tokens + item.max_tokens for item in items)
+        total = group.system_prompt.tokens + group.context_tokens + longest
+        if total > limit:
+            reason = f"the prompt of {total} tokens is longer than the model's {limit}"
+            for arm in arms:
+                yield from (self._sample(item, arm, group, unscored=reason) for item in items)
+            return
+        numbers = {item.context or item.index: b for b, item in enumerate(group.items)}
+        rows = [numbers[item.context or item.index] for item in items]
+        base = reference if base is None else base
+        heard: dict[Arm, tuple[list[Served | None], list[Said | None]]] = {}
+        for arm in dict.fromkeys((reference, base, *([control] if control else []), *arms)):
+            made = arm.serve(group)
+            served = [made[row] for row in rows]
+            heard[arm] = served, self._ask(group, items, served, heard[reference][1] if heard else None)
+        for arm in arms:
+            for i, item in enumerate(items):
+                one, said, first, before = heard[arm][0][i], heard[arm][1][i], heard[reference][1][i], heard[base][1][i]
+                if one is None or said is None or first is None or before is None:
+                    yield self._sample(item, arm, group, unscored="the arm has no meaning for this item")
+                    continue
+                extra = dict(one.extra)
+                if control is not None and (other := heard[control][1][i]) is not None:
+                    along = _forced_kl(other, said)
+                    extra["to_control"] = kl_divergence(other.logits, said.logits) if along is None else along
+                yield self._sample(
+                    item, arm, group, answer=said.answer, reference=first.answer, base=before.answer,
+                    kl=kl_divergence(first.logits, said.logits), base_kl=kl_divergence(first.logits, before.logits),
+                    forced_kl=_forced_kl(first, said), base_forced_kl=_forced_kl(first, before), stored=one.stored,
+                    over=one.over, computed=one.computed, forwards=one.forwards, encodes=one.encodes, extra=extra,
+                    by_layer=None if self.along or one.begin is not None else by_layer(one.spans, group.exact[rows[i]]),
+                )  # fmt: skip
+
+    def first_token(self, item: Item, arm: Arm) -> float:
+        """Seconds to the first token of one item alone: serving from what is stored, then the question.
+
+        Canonicals, patches and vision embeddings are there already, as they are from the second use on, and so is what
+        else the arm finds (`Arm.found`).
+        """
+        group = self.group([item])
+        group.context.embeds.sum()  # embeddings are held by everybody
+        again = arm.prepared(group)
+        begun = time.perf_counter()
+        served = again()
+        assert served is not None
+        self.decoder.read(group.memory([served.spans]), [item.query], _begin(served, group))
+        return time.perf_counter() - begun
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """An answer's text."""
+        return self.decoder.engine.decode(token_ids).strip()
+
+    def _sample(self, item: Item, arm: Arm, group: Group, **more: Any) -> Sample:
+        return Sample(
+            task=item.task, arm=arm.name, index=item.index, doc_id=item.doc_id, cluster=item.cluster, case=item.digest,
+            frames=len(item.placed), placed=group.context_tokens,
+            tokens=group.system_prompt.tokens + group.context_tokens + self.decoder.query(item.query).tokens,
+            media=sum(len(group.chunks[0][f].media) for f in group.items[0].placed), question=item.query,
+            target=item.target, meta=dict(item.meta), **more,
+        )  # fmt: skip
+
+    def _ask(
+        self, group: Group, items: Sequence[Item], served: Sequence[Served | None], first: Sequence[Said | None] | None
+    ) -> list[Said | None]:
+        """Asks each item's question behind what is served for it; ``first`` is what the reference said."""
+        found = {i: one for i, one in enumerate(served) if one is not None}
+        if not self.along and all(items[i].max_tokens == 1 for i in found):
+            return self._next(group, items, served)
+        kinds: dict[object, list[int]] = {}
+        for i, one in found.items():
+            # What shares passes: as many slots, the question of one length at one position, no policy.
+            item, alone = items[i], i if one.policy is not None else -1
+            length = self.decoder.query(item.query).tokens
+            kinds.setdefault((_slots(one), _begin(one, group), length, item.max_tokens, alone), []).append(i)
+        out: list[Said | None] = [None] * len(items)
+        for same in kinds.values():
+            memory = group.memory([found[i].spans for i in same])
+            known = [said for i in same if first is not None and (said := first[i]) is not None]
+            begin, policy = _begin(found[same[0]], group), found[same[0]].policy
+            some = [items[i] for i in same]
+            for i, said in zip(same, self._answers(memory, some, begin, policy, known), strict=True):
+                out[i] = said
+        return out
+
+    def _answers(
+        self, memory: Memory, items: Sequence[Item], begin: int, policy: Policy | None, first: Sequence[Said]
+    ) -> list[Said]:
+        queries, longest = [self.decoder.query(item.query) for item in items], items[0].max_tokens
+        if not (self.along and first):
+            made = generate(self.decoder, memory, queries, begin, max_tokens=longest, policy=policy)
+            ids = [one.whole if self.along else one.token_ids for one in made]
+            said = [
+                Said(one.logits[0].numpy(), self.text(one.token_ids), own) for one, own in zip(made, ids, strict=True)
+            ]
+            along = [one.token_ids for one in first or said]
+            for j in (j for j, answer in enumerate(along) if len(answer) > 1):
+                row = forced_logits(self.decoder, memory.of([j]), [queries[j]], begin, [along[j]], policy)[0]
+                said[j].forced = row.numpy()
+            return said
+        rows = forced_logits(self.decoder, memory, queries, begin, [one.token_ids for one in first], policy)
+        said = [replace(one, logits=row[0].numpy(), forced=row.numpy()) for one, row in zip(first, rows, strict=True)]
+        astray = [j for j, row in enumerate(rows) if row.argmax(-1).tolist() != first[j].token_ids]
+        if astray:
+            part = memory.of(astray)
+            made = generate(self.decoder, part, [queries[j] for j in astray], begin, max_tokens=longest, policy=policy)
+            for j, one in zip(astray, made, strict=True):
+                said[j].answer = self.text(one.token_ids)
+        return said
+
+    def _next(self, group: Group, items: Sequence[Item], served: Sequence[Served | None]) -> list[Said | None]:
+        """Next tokens; items whose rows have as many slots, and the question at one position, share a forward."""
+        out: list[Said | None] = [None] * len(items)
+        ones = {i: one for i, one in enumerate(served) if one is not None}
+        kinds = {i: (_slots(one), _begin(one, group)) for i, one in ones.items()}
+        for kind in sorted(set(kinds.values())):
+            same = [i for i in ones if kinds[i] == kind]
+            memory = group.memory([ones[i].spans for i in same])
+            logits = self.decoder.read(memory, [items[i].query for i in same], kind[1])
+            for i, row in zip(same, logits, strict=True):
+                out[i] = Said(row.numpy(), self.text([int(row.argmax())]))
+        return out
+
+
+def by_shape(items: Sequence[Item], size: int = BATCH) -> Iterator[list[Item]]:
+    """Items that can share forwards: of one shape, of ``size`` contexts at most."""
+    shapes: dict[Any, dict[str | int, list[Item]]] = {}
+    for item in items:
+        context = item.context or item.index
+        shape = ("alone", context) if item.shape is None else item.shape
+        shapes.setdefault(shape, {}).setdefault(context, []).append(item)
+    for same in shapes.values():
+        contexts = list(same.values())
+        for at in range(0, len(contexts), size):
+            yield [item for context in contexts[at : at + size] for item in context]
+
+
+def by_layer(served: Sequence[SpanKV], exact: Sequence[SpanKV]) -> list[float] | None:
+    """Relative distance ``|KV - exact| / |exact|`` of each layer, rope and content channel together, over all placed chunks.
+
+    Where in depth an arm is wrong (Kamera, section 4 and figure 8). None where an arm serves other tokens than a re-prefill
+    does (thinned out, or other chunks). Cost: one pass over the KV.
+    """
+    if [span.tokens for span in served] != [span.tokens for span in exact]:
+        return None
+    apart = size = torch.zeros(exact[0].k.shape[0], dtype=torch.float64)
+    for ours, theirs in zip(served, exact, strict=True):
+        for a, b in ((ours.k, theirs.k), (ours.v, theirs.v)):
+            reference = b.double()
+            apart = apart + (a.double() - reference).pow(2).sum(dim=(1, 2, 3))
+            size = size + reference.pow(2).sum(dim=(1, 2, 3))
+    return [float(f"{x:.{_DIGITS}g}") for x in (apart / size).sqrt().tolist()]
+
+
+def _slots(served: Served) -> int:
+    return sum(span.tokens for span in served.spans)
+
+
+def _begin(served: Served, group: Group) -> int:
+    """Position of the question behind what an arm serves."""
+    return group.begin if served.begin is None else served.begin
+
+
+def _forced_kl(reference: Said, other: Said) -> float | None:
+    """Mean KL along the reference's answer; None where that has one token."""
+    if reference.forced is None or other.forced is None:
+        return None
+    return float(np.mean([kl_divergence(p, q) for p, q in zip(reference.forced, other.forced, strict=True)]))
