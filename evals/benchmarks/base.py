@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from ctxwin.evals.benchmarks.options import DataOptions
 from ctxwin.evals.benchmarks.source import find_data, shown_data
 from ctxwin.evals.items import Item, Task
+from ctxwin.files import atomic_write
 
 _log = logging.getLogger("ctxwin.evals")
 
@@ -62,7 +63,7 @@ class DataTask(Task):
             rows: of one arm, with ``doc_id, answer, target, meta``, as a run's samples have; ValueError otherwise.
             path: the file to write.
         """
-        write_whole(path, self.exported(_of_one_arm(rows)))
+        atomic_write(path, self.exported(_of_one_arm(rows)).encode())
 
     @cached_property
     def root(self) -> Path:
@@ -173,14 +174,6 @@ def _parsed(raw: bytes, where: str) -> Any:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         torn = "" if raw.endswith(b"\n") else "; it is the last line and has no end: the file is cut short"
         raise ValueError(f"{where} must be one JSON object, got {error}{torn}") from error
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def _of_one_arm(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

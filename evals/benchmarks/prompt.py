@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
+from ctxwin.chunk import Chunk
 from ctxwin.evals.benchmarks.frames import load_picture
 
 
@@ -86,23 +86,3 @@ def _cut(text: str, words: int, level: int) -> list[str]:
         held += unit
         count += size
     return [*parts, held] if held else parts
-
-
-def as_text(chunks: Sequence[Chunk], query: str) -> str:
-    """A prompt as it reads: pictures as ``<image>``, videos as ``<video>`` with their frames. For people and snapshots."""
-    shown = []
-    for chunk in chunks:
-        for part in chunk.parts:
-            if isinstance(part, TextPart):
-                shown.append(part.text)
-            elif isinstance(part, TokensPart):
-                shown.append(f"<{len(part.ids)} tokens>")
-            else:
-                shown.append(_shown(part))
-    return "".join(shown) + query
-
-
-def _shown(part: MediaPart) -> str:
-    if part.media == "image":
-        return "<image>"
-    return f"<video of {part.shape[0]} frames, {part.fps:g} a second>"

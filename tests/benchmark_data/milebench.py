@@ -13,9 +13,9 @@ import numpy as np
 from benchmark_data import drawing
 from benchmark_data.drawing import Pixels, Thing, name_of
 from benchmark_data.video_mme import MOVES
-from ctxwin.evals.benchmarks.base import write_whole
 from ctxwin.evals.benchmarks.milebench import TASKS
 from ctxwin.evals.benchmarks.milebench_score import quantity
+from ctxwin.files import atomic_write
 from ctxwin.tiny.sprites import N_COLORS, SHAPES
 
 _SPACE = 0x6D696C65
@@ -56,7 +56,8 @@ def write_milebench(out: Path, n: int, seed: int = 0, steps: int = 4, image_size
             },
             "data": data,
         }
-        write_whole(out / name / f"{name}.json", json.dumps(made[task], ensure_ascii=False, indent=1) + "\n")
+        text = json.dumps(made[task], ensure_ascii=False, indent=1) + "\n"
+        atomic_write(out / name / f"{name}.json", text.encode())
     return made
 
 

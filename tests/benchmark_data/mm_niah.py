@@ -14,8 +14,8 @@ import numpy as np
 from benchmark_data import drawing
 from benchmark_data.drawing import Pixels
 from benchmark_data.prose import PICTURE, Needle, write_document
-from ctxwin.evals.benchmarks.base import write_whole
 from ctxwin.evals.benchmarks.mm_niah import TASKS
+from ctxwin.files import atomic_write
 
 _SPACE = 0x6E696168
 LENGTHS = (200, 1200, 4000)
@@ -75,9 +75,8 @@ def write_mm_niah(
         rows = [
             _row(kind, i, seed, base / "images", lengths[i % len(lengths)], image_size, len(lengths)) for i in range(n)
         ]
-        write_whole(
-            base / "annotations" / f"{kind}.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
-        )
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        atomic_write(base / "annotations" / f"{kind}.jsonl", lines.encode())
         made[task] = rows
     return made
 

@@ -22,6 +22,7 @@ from ctxwin.evals.bench.serve.load import CLOCKS, Run, cell_of, open_loop
 from ctxwin.evals.bench.serve.policies import POLICIES, Film, Policy, budget_of, make_policy
 from ctxwin.evals.bench.serve.trace import Mix, arrivals, frames_of, trace
 from ctxwin.fidelity import Fidelity, Mode
+from ctxwin.files import atomic_write
 from ctxwin.profiles import resolve
 
 if TYPE_CHECKING:
@@ -200,9 +201,7 @@ class Progress:
 
     def save(self) -> None:
         """Writes what there is."""
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.state) + "\n", encoding="utf-8")
-        partial.replace(self._path)
+        atomic_write(self._path, json.dumps(self.state).encode() + b"\n")
 
 
 class Sweep:

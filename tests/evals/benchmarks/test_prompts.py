@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmark_data.reading import as_text
 from ctxwin.evals.benchmarks import DataOptions, benchmark
-from ctxwin.evals.benchmarks.prompt import as_text, cut_text
+from ctxwin.evals.benchmarks.prompt import cut_text
 from ctxwin.tiny.clip import write_clip
 
 PROMPTS = Path(__file__).parent / "prompts"
