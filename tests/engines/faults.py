@@ -195,7 +195,7 @@ def assert_released(engine: Any, *stores: Any) -> None:
 
 def files(folder: Path) -> list[str]:
     """What a transport's folder holds of single requests; spans and patches stay for later ones."""
-    kept = ("span-", "patch-", "spec.json", "lock", "embed")
+    kept = ("span-", "patch-", "spec.json", "segments.json", "lock", "embed")
     return sorted(p.name for p in folder.iterdir() if not p.name.startswith(kept))
 
 

@@ -89,6 +89,20 @@ def write_decoder(folder: Path, kind: str, **fields: Any) -> Path:
     return folder
 
 
+def write_llama(folder: Path, kv_heads: int) -> Path:
+    """A random Llama with two heads of 32: grouped (``kv_heads=1``) or multi-head attention (2)."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    fields = _text_fields(len(tokenizer)) | {"num_attention_heads": 2, "num_key_value_heads": kv_heads}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    LlamaForCausalLM(LlamaConfig(**fields, rope_parameters=rope)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def write_vision_model(folder: Path, kind: str = "qwen2_5_vl") -> Path:
     """A random Qwen2-VL, Qwen2.5-VL or Qwen3-VL (dense or MoE): 28 px a token, 84x84 pictures become 9 tokens."""
     import torch

@@ -116,6 +116,26 @@ class TestLatentAttention(OnVLLM):
         self.compare(engine, reference, [Chunk.text(f"frame {i} is red\n") for i in range(3)], "text")
 
 
+class TestLlama(OnVLLM):
+    vision = False
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return models.write_llama(tmp_path_factory.mktemp("vllm_llama") / "gqa", kv_heads=1)
+
+    def test_text_against_transformers(self, engine: Engine, reference: Engine) -> None:
+        self.compare(engine, reference, [Chunk.text(f"frame {i} is red\n") for i in range(3)], "text")
+
+
+def test_multi_head_attention_against_transformers(tmp_path: Path) -> None:
+    folder = models.write_llama(tmp_path / "mha", kv_heads=2)
+    suite = TestLlama()
+    with suite.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
+        assert engine.spec.kv.heads == 2
+        suite.test_text_against_transformers(engine, reference)
+
+
 class TestOptions:
     def test_rotation_on_a_cpu_stays_with_torch(self) -> None:
         """vLLM's CPU kernel turns the strided view of latent attention wrongly; its own setting avoids it."""

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import shared_memory as shared_memory_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +114,38 @@ def test_a_file_with_one_bit_turned_fails_the_load(transport: SharedMemoryTransp
     path.write_bytes(blob)
     with pytest.raises(StoreCorrupt, match="not what the engine wrote"):
         SharedMemoryEndpoint(transport.source).parts(handle, 0, 5)
+
+
+def test_full_shared_memory_is_said_and_some_is_left_to_vllm(transport: SharedMemoryTransport) -> None:
+    """Its queues lie there, too: a page that cannot be had kills the process that writes it."""
+    endpoint, size = SharedMemoryEndpoint(transport.source), 1 << 30
+    waiting = transport.add(Transfer(captures={"0": (0, 5)}))
+    with mock.patch("shutil.disk_usage", return_value=(size, size - (1 << 20), 1 << 20)):
+        with pytest.raises(OSError, match=r"must have room for .* free some"):
+            transport.add(Transfer(loads=(segment(0, None),)))
+        assert not list(transport.path.glob("span-*"))
+        with pytest.raises(OSError, match="must have room"):
+            endpoint.give(waiting, "0", span(0).k, span(0).v)
+        endpoint.fail(waiting, OSError("no room"))  # what says so is small
+        transfer = Transfer(captures={"0": (0, 5)})
+        transport.collect(waiting, transfer, True)
+        assert "no room" in str(transfer.error)
+    assert transport.add(Transfer(loads=(segment(0, None),)))
+
+
+def test_segments_of_a_killed_group_go_with_its_folder(tmp_path: Path) -> None:
+    """Nobody is left to remove what vLLM mapped: the next engine does, by the names that the first one left."""
+    made = shared_memory_module.SharedMemory(create=True, size=64)
+    try:
+        transport = SharedMemoryTransport(KV, tmp_path)
+        transport.remember_segments({made.name, "../etc", "other"})
+        with mock.patch("shutil.rmtree"):  # as where its process was killed
+            transport.close()
+        with mock.patch.object(folders, "runs", return_value=False):
+            SharedMemoryTransport(KV, tmp_path).close()
+        assert not Path("/dev/shm", made.name).exists()
+    finally:
+        made.close()
 
 
 def test_a_span_from_a_store_crosses_as_the_bytes_that_were_read(

@@ -109,6 +109,7 @@ class Core:
             transport.paged = PagedKV(layers, self.kv, driver.config.cache_config.block_size, alone=True)
         elif isinstance(transport, SharedMemoryTransport):
             transport.alive = lambda: driver.dead is None
+            transport.remember_segments(cleanup.segments())
             transport.ranks = int(driver.config.parallel_config.tensor_parallel_size)
             self.inputs = Inputs(
                 config, driver.renderer, bare_model(config), remote(driver.rpc, transport.path), files=True

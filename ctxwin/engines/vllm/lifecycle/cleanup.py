@@ -36,9 +36,14 @@ def mapped(pid: int) -> set[str]:
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             name = line.partition(_FOLDER)[2]
-            if name.startswith(_NAMES) and not name.endswith("(deleted)"):
+            if is_segment(name):
                 found.add(name)
     return found
+
+
+def is_segment(name: str) -> bool:
+    """Whether a segment can be one of vLLM's, and is still there."""
+    return name.startswith(_NAMES) and "/" not in name and not name.endswith("(deleted)")
 
 
 def remove(names: Iterable[str]) -> None:

@@ -14,10 +14,14 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # ships no types
 
+from ctxwin.engines.vllm.lifecycle import cleanup
+
 PREFIX = "ctxwin-"
 """What a transport's folder is called: this, its owner's process number, and something random."""
 LOCK = "lock"
 """A file that the folder's owner keeps locked."""
+SEGMENTS = "segments.json"
+"""A file that names what vLLM's processes keep in shared memory, for when all of them are killed with their owner."""
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -27,11 +31,12 @@ def shared_memory() -> str:
 
 
 def sweep(root: Path) -> list[str]:
-    """Removes the folders of processes that do not run any more; returns their names."""
+    """Removes the folders of processes that do not run any more, with their vLLM's segments; returns the folders' names."""
     gone = []
     for folder in root.glob(f"{PREFIX}*-*"):
         pid = owner_of(folder)
         if folder.is_dir() and pid is not None and not runs(pid) and not _locked(folder):
+            cleanup.unlink(name for name in (read_json(folder / SEGMENTS) or {}) if cleanup.is_segment(name))
             shutil.rmtree(folder, ignore_errors=True)
             gone.append(folder.name)
     if gone:

@@ -16,6 +16,7 @@ store as the very bytes that were read; instructions are JSON, and hold a sum of
 | ``out-<handle>-<name>.<rank>`` | worker | a capture, the KV heads of one rank                       |
 | ``error-<handle>.json`` | worker     | why a load or a capture failed                                |
 | ``refused.json``        | worker     | why the model's cache cannot be served, at start-up           |
+| ``segments.json``       | engine     | vLLM's shared memory, by name                                 |
 | ``lock``                | engine     | nothing; locked as long as the folder is used                 |
 
 Every file is written under another name and renamed, so that a reader sees all of it or nothing.
@@ -23,6 +24,7 @@ Every file is written under another name and renamed, so that a reader sees all 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import json
@@ -44,7 +46,7 @@ import numpy as np
 
 from ctxwin.engines.base import Segment
 from ctxwin.engines.vllm.lifecycle import watchdog
-from ctxwin.engines.vllm.lifecycle.folders import LOCK, PREFIX, read_json, shared_memory, sweep, write_file
+from ctxwin.engines.vllm.lifecycle.folders import LOCK, PREFIX, SEGMENTS, read_json, shared_memory, sweep, write_file
 from ctxwin.engines.vllm.ranks import gather, own_heads
 from ctxwin.engines.vllm.transport import embeddings
 from ctxwin.engines.vllm.transport.base import Endpoint, Job, Save, Transfer, Transport, is_handle, new_handle, overlaps
@@ -65,6 +67,8 @@ MAX_BYTES = 2 << 30
 """Spans and patches kept in a folder unless told otherwise, or half of what its file system has free."""
 LIVE_BYTES = 512 << 20
 """Decoded spans and patches that each endpoint keeps at hand."""
+RESERVE_BYTES = 64 << 20
+"""Left free for others, or a sixteenth of the file system."""
 WAIT_S = 120.0
 """How long a capture may take after its request has ended: a step of the other requests of the batch."""
 _EMBEDDINGS = "embed"
@@ -126,6 +130,10 @@ class SharedMemoryTransport(Transport):
         """What one of vLLM's processes said in `Endpoint.refuse`."""
         found = read_json(self.path / "refused.json")
         return None if found is None else str(found["error"])
+
+    def remember_segments(self, names: set[str]) -> None:
+        """Leaves the names of vLLM's shared memory to whoever sweeps this folder, should all be killed at once."""
+        write_file(self.path / SEGMENTS, json.dumps(dict.fromkeys(names)).encode())
 
     def add(self, transfer: Transfer) -> str:
         """As `Transport.add`. Cost: one write of each span that no earlier transfer brought."""
@@ -217,9 +225,10 @@ class SharedMemoryTransport(Transport):
     def _put(self, name: str, blob: bytes) -> None:
         with self._lock:
             for old in [n for n in self._held if not self._used[n]]:
-                if self._bytes + len(blob) <= self.max_bytes:
+                if self._bytes + len(blob) <= self.max_bytes and _room(self.path) >= len(blob):
                     break
                 self._drop(old)
+        _check_room(self.path, len(blob))
         write_file(self.path / name, blob)
         with self._lock:
             self._bytes += len(blob) - self._held.pop(name, (0, 0))[0]
@@ -370,7 +379,9 @@ class SharedMemoryEndpoint(Endpoint):
     def give(self, handle: str, name: str, k: torch.Tensor, v: torch.Tensor) -> None:
         """Hands a capture (this rank's heads) back. Raises OSError where there is no room for it."""
         if self._wanted(handle):
-            self._report(handle, f"out-{handle}-{name}.{self._rank}", codec.encode_tensors({"k": k, "v": v}))
+            blob = codec.encode_tensors({"k": k, "v": v})
+            _check_room(self.path, len(blob))
+            self._report(handle, f"out-{handle}-{name}.{self._rank}", blob)
 
     def _wanted(self, handle: str) -> bool:
         return (self.path / f"job-{handle}.json").exists()
@@ -479,6 +490,20 @@ def _decode(blob: bytes, make: Callable[[dict[str, torch.Tensor], dict[str, Any]
         return make(tensors, meta)
     except (KeyError, TypeError, ValueError) as error:
         raise StoreCorrupt(f"a file of the transport is not what it is called: {error!r}") from error
+
+
+def _room(folder: Path) -> int:
+    """Bytes that may be written. Where shared memory is full to the last, vLLM's own queues in it would kill its processes."""
+    total, _, free = shutil.disk_usage(folder)
+    return free - min(RESERVE_BYTES, total // 16)
+
+
+def _check_room(folder: Path, size: int) -> None:
+    room = _room(folder)
+    if size > room:
+        raise OSError(
+            errno.ENOSPC, f"{folder.parent} must have room for {size} more bytes, got {max(0, room)}; free some"
+        )
 
 
 def _sum(blob: bytes) -> int:
