@@ -71,3 +71,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in _LINK.findall(page.read_text(encoding="utf-8")):
         if not target.startswith(("http", "../security/advisories")):
             assert (page.parent / target).exists(), f"{name_of(page)} links to {target}"
+
+
+def test_environment_variables_are_those_of_the_code() -> None:
+    """Every variable that pages name is read somewhere, and the configuration page names every one that is read."""
+    sources = "\n".join(p.read_text() for p in (ROOT / "ctxwin").rglob("*.py"))
+    read = set(re.findall(r'"(CTXWIN_[A-Z_]+)"', sources))
+    told = set(re.findall(r"CTXWIN_[A-Z_]+", (ROOT / "docs" / "reference" / "configuration.md").read_text()))
+    assert told == read
+    for page in TOLD:
+        assert set(re.findall(r"CTXWIN_[A-Z_]+", page.read_text(encoding="utf-8"))) <= read, name_of(page)
