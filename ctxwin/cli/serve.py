@@ -78,6 +78,9 @@ def serve(
         max_waiting=max_waiting,
         fidelity=Fidelity(fidelity),  # type: ignore[arg-type]
     )
+    from ctxwin.engines import repair_install
+
+    repair_install.require()
     from ctxwin.serve.vllm.server import Options, run
 
     run(model, ctx.args, Options(store, store_bytes or None, tenants, private_metrics, limits))

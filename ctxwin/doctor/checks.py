@@ -80,12 +80,19 @@ def hook() -> Finding:
     path = repair_install.path()
     if path.is_file() and path.read_text() == repair_install.LINE:
         return Finding("repair", "ok", f"an import hook acts in every Python process of this environment ({path})")
-    what = "no import hook: vLLM's child processes would meet a torchvision or torchaudio that does not fit torch"
+    remedy = f"ctxwin doctor --fix writes {path}, which every Python process here runs"
     if path.is_file():
-        what = f"{path} is of another version"
-    return Finding(
-        "repair", "note", what, f"ctxwin doctor --fix writes {path}, which every Python process here runs", fixable=True
+        return Finding("repair", "note", f"{path} is of another version", remedy, fixable=True)
+    unfit = _run("import ctxwin.engines.torchvision_repair as t; print(' and '.join(t.repair()))", hooked=False)
+    if unfit is None or not unfit[0] or not unfit[1]:
+        return Finding("repair", "ok", "no import hook, and none is needed")
+    if not any(_version(name) for name in versions.DISTRIBUTIONS):
+        what = f"no import hook, which vLLM would need: {unfit[1]} does not fit torch"
+        return Finding("repair", "note", what, remedy, fixable=True)
+    what = (
+        f"no import hook, so vLLM does not start: its child processes would meet a {unfit[1]} that does not fit torch"
     )
+    return Finding("repair", "broken", what, remedy, fixable=True)
 
 
 def transformers() -> Finding:

@@ -107,6 +107,9 @@ def _hf(model: str, store: Store | None, options: dict[str, Any]) -> Engine:
 
 def _vllm(model: str, store: Store | None, tenant: str, options: dict[str, Any]) -> Engine:
     require_vllm()
+    from ctxwin.engines import repair_install
+
+    repair_install.require()
     from ctxwin.engines.vllm.engine import VLLMEngine
 
     return VLLMEngine(model, store=store, tenant=tenant, **options)

@@ -16,12 +16,29 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from ctxwin.engines.torchvision_repair import hooked, repair
+from ctxwin.errors import EngineFailed
+
 LINE = "import sys; exec('try:\\n import ctxwin.engines.torchvision_repair as t; t.install_hook()\\nexcept ImportError: pass')\n"
 
 
 def path() -> Path:
     """Where this environment has the file, if it does."""
     return Path(sysconfig.get_path("purelib")) / "ctxwin-repair.pth"
+
+
+def require() -> None:
+    """Raises EngineFailed where vLLM's child processes need the file and this environment does not have it.
+
+    Repairs this process. Cost: loading torch, torchvision and torchaudio, which vLLM does anyway.
+    """
+    if hooked() or path().is_file():
+        return
+    if broken := repair():
+        raise EngineFailed(
+            f"vLLM's processes would not start: built for another torch: {', '.join(broken)}; run `ctxwin doctor --fix`, which "
+            f"writes an import hook for this environment ({path()}), or install the builds of this torch"
+        )
 
 
 def write() -> Path:

