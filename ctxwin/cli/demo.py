@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
 import typer
 
 from ctxwin.cli.commands import quiet
-from ctxwin.evals.console import progress_line
 
 
 def demo(
@@ -48,8 +45,7 @@ def demo(
     quiet()
     from rich.console import Console
 
-    from ctxwin.demo.agent import Step
-    from ctxwin.demo.figures import LiveTable, can_draw, final_tables
+    from ctxwin.demo.figures import Rows, can_draw, final_tables
     from ctxwin.demo.run import Options, prepare, run
     from ctxwin.fidelity import Fidelity, Mode
 
@@ -79,14 +75,8 @@ def demo(
         opened = open_engine(name)
     try:
         watched = video.name if video else "a rendered clip"
-        with LiveTable(console, f"watching {watched} on {opened.spec.name}") as table:
-            progress = _progress(not console.is_terminal)
-
-            def show(step: Step, seen: int, total: int) -> None:
-                table.add(step)
-                progress(seen, total)
-
-            result = run(opened, options, footage, show)
+        with Rows(console, f"watching {watched} on {opened.spec.name}") as rows:
+            result = run(opened, options, footage, rows.add)
     finally:
         opened.close()
     if as_json:
@@ -97,20 +87,6 @@ def demo(
     console.print(wrote, highlight=False, soft_wrap=True)
     if not can_draw():
         typer.echo("no timeline.png: matplotlib is not installed; run pip install 'ctxwin[evals]'", err=True)
-
-
-def _progress(wanted: bool, every: float = 5.0) -> Callable[[int, int], None]:
-    """Tells standard error how many frames were watched, a line every few seconds, where no table is redrawn."""
-    began = last = time.monotonic()
-
-    def tell(seen: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if wanted and now - last >= every:
-            last = now
-            typer.echo(progress_line("watched frames", seen, total, now - began), err=True)
-
-    return tell
 
 
 def _engine_name(model: str, engine: str | None) -> str:

@@ -1,15 +1,16 @@
-"""What the demo draws: a table that grows while it runs, the tables of its end, and `timeline.png`."""
+"""What the demo shows: a line for each ask while it runs, the tables of its end, and `timeline.png`."""
 
 from __future__ import annotations
 
-from collections import deque
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
-from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -31,81 +32,59 @@ ENCODES = {
 }
 """Field of the tokens: field of the vision encodes."""
 _COLOURS = ("#2e86ab", "#d1495b", "#ee964b", "#a0862f")
-_BAR, _WIDE = 24, 118
-_COLUMNS = ("time", "move", "window by lane", "question", "answer", "re-prefill", "computed", "naive", "trim", "ms")
-_LEFT = ("move", "window by lane", "question", "answer", "re-prefill")
-_ONLY_WIDE = ("question", "re-prefill", "ms")
+_BAR, _WIDE = 24, 110
 
 
-class LiveTable:
-    """A table with one row for each ask, redrawn in place; without a terminal the rows are printed as they come.
+class Rows:
+    """Prints a line for each ask as it comes, and how long the rest may take.
+
+    A terminal shows a bar below the lines, coloured answers, and the lanes of the window where it is wide enough; elsewhere
+    the progress is a line on standard error every few seconds.
 
     Args:
         console: where to.
-        title: above the table.
+        title: of the bar.
     """
 
-    def __init__(self, console: Console, title: str) -> None:
-        self._console, self._title = console, Text(title)  # a file name may look like markup
-        self._rows: deque[Step] = deque(maxlen=max(5, console.height - 9))
-        self._sums = [0, 0, 0]
-        self._asks = 0
-        self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+    EVERY_S = 5.0
 
-    def __enter__(self) -> LiveTable:
-        if self._live is not None:
-            self._live.start()
+    def __init__(self, console: Console, title: str) -> None:
+        self._console = console
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task(title, total=None)
+        self._began = self._told = time.monotonic()
+
+    def __enter__(self) -> Rows:
+        self._bar.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._bar.stop()
 
-    def add(self, step: Step) -> None:
-        """Shows a step."""
-        self._rows.append(step)
-        self._asks += 1
-        costs = [step[name] for name in NAMES][:3]
-        self._sums = [total + cost for total, cost in zip(self._sums, costs, strict=True)]
-        if self._live is not None:
-            self._live.update(self.table())
-        else:
-            mark = {True: "ok", False: "--", None: "  "}[right(step)]
-            self._console.print(
-                f"{step['time']:6.1f} s  {step['op']:<11} {step['query']:<16.40} {step['answer']:<10.40} {mark}  computed "
-                f"{costs[0]:>5} (naive {costs[1]}, trim {costs[2]})",
-                markup=False, highlight=False, soft_wrap=True,
-            )  # fmt: skip
-
-    def table(self) -> Table:
-        """The newest rows and the sums over all. A narrow terminal gets the columns that tell the story."""
-        legend = Text()
-        for lane in dict.fromkeys(placed["lane"] for step in self._rows for placed in step["placed"]):
-            legend.append("█ ", style=LANES[lane][0]).append(f"{lane}  ")
-        table = Table(title=self._title, caption=legend, caption_justify="left", expand=False, pad_edge=False)
-        columns = [name for name in _COLUMNS if self._console.width >= _WIDE or name not in _ONLY_WIDE]
-        for name in columns:
-            table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True, max_width=28)
-        for step in self._rows:
-            cells: dict[str, str | Text] = {
-                "time": f"{step['time']:g} s",
-                "move": step["op"],
-                "window by lane": lane_bar(step),
-                "question": Text(step["query"]),
-                "answer": Text(step["answer"], style={True: "green", False: "bold red", None: ""}[right(step)]),
-                "re-prefill": Text(step["answer_reprefill"]),
-                "computed": str(step["computed_tokens"]),
-                "naive": str(step["computed_tokens_naive"]),
-                "trim": str(step["computed_tokens_trim"]),
-                "ms": f"{1000 * step['ttft_s']:.0f}",
-            }
-            table.add_row(*(cells[name] for name in columns))
-        table.add_section()
-        ours, naive, trim = self._sums
-        share = f"{100 * ours / naive:.0f} % of naive" if naive else ""
-        totals = {"move": f"{self._asks} asks", "window by lane": share, "computed": ours, "naive": naive, "trim": trim}
-        table.add_row(*(str(totals.get(name, "")) for name in columns), style="bold")
-        return table
+    def add(self, step: Step, seen: int, frames: int) -> None:
+        """Shows a step, after ``seen`` of so many ``frames``."""
+        verdict = right(step)
+        line = Text(f"{step['time']:6.1f} s  {step['op']:<11} {step['query']:<16.40} ")
+        line.append(f"{step['answer']:<10.40}", style={True: "green", False: "bold red", None: ""}[verdict])
+        line.append({True: " ok  ", False: " --  ", None: "     "}[verdict])
+        if self._console.is_terminal and self._console.width >= _WIDE:
+            line.append(lane_bar(step)).append("  ")
+        ours, naive, trim = (step[name] for name in list(NAMES)[:3])
+        line.append(f"computed {ours:>5} (naive {naive}, trim {trim})")
+        self._console.print(line, soft_wrap=True)
+        self._bar.update(self._task, completed=seen, total=frames)
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._told >= self.EVERY_S:
+            self._told = now
+            sys.stderr.write(
+                f"{seen} of {frames} frames, about {(now - self._began) * (frames - seen) / seen:.0f} s left\n"
+            )
 
 
 def right(step: Step) -> bool | None:

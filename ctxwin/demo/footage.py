@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from ctxwin.tiny.world import Frame
 
+    Frames = Sequence[int]
+    Rng = np.random.Generator
+
 DEFAULT_QUESTIONS = (
     "What is happening in these pictures?",
     "Which objects can be seen?",
@@ -30,8 +33,8 @@ class Query:
 
     Attributes:
         kind: of the generated world (``single_hop``, ``multi_hop``, ...), or ``open`` for a question without truth.
-        frame: the frame it is about; None where it is about all.
-        needs: earlier frames that frame's tokens must have absorbed.
+        frame: the frame it is about; None where it is about all of them.
+        needs: earlier frames that this frame's tokens must have absorbed.
         truth: the answer for the frames placed, in their order; None where it is not known.
     """
 
@@ -45,22 +48,17 @@ class Query:
 class Footage(Protocol):
     """Decoded frames with questions about any selection of them. Frames are named by their index."""
 
-    source: Path
     pixels: Sequence[np.ndarray]
     times: Sequence[float]
     kinds: tuple[str, ...]
 
-    def question(
-        self, placed: Sequence[int], kind: str, rng: np.random.Generator, about: Collection[int] | None = None
-    ) -> Query | None:
+    def question(self, placed: Frames, kind: str, rng: Rng, about: Collection[int] | None = None) -> Query | None:
         """A question of a kind about the frames ``placed`` in this order, if there is one (about one of ``about``)."""
 
-    def look_back(
-        self, placed: Sequence[int], evicted: Sequence[int], kind: str, rng: np.random.Generator
-    ) -> tuple[tuple[int, ...], Query] | None:
+    def look_back(self, placed: Frames, evicted: Frames, kind: str, rng: Rng) -> tuple[tuple[int, ...], Query] | None:
         """Evicted frames worth looking at again, at their places among ``placed``, with a question about one."""
 
-    def expendable(self, placed: Sequence[int]) -> int:
+    def expendable(self, placed: Frames) -> int:
         """The placed frame that a branch should drop first."""
 
 
@@ -80,7 +78,6 @@ class WorldFootage:
         from ctxwin.tiny.clip import write_clip
         from ctxwin.tiny.world import make_stream
 
-        self.source = path
         self._world: list[Frame] = make_stream(seed, frames, window=window)
         write_clip(path, self._world)
         decoded, _ = decode_video(path, fps=1.0)
@@ -89,9 +86,7 @@ class WorldFootage:
         self.pixels: Sequence[np.ndarray] = list(decoded)
         self.times: Sequence[float] = [float(i) for i in range(frames)]
 
-    def question(
-        self, placed: Sequence[int], kind: str, rng: np.random.Generator, about: Collection[int] | None = None
-    ) -> Query | None:
+    def question(self, placed: Frames, kind: str, rng: Rng, about: Collection[int] | None = None) -> Query | None:
         from ctxwin.tiny.world import questions_for
 
         frames = [self._world[f] for f in placed]
@@ -102,9 +97,7 @@ class WorldFootage:
                 return Query(q.text, q.kind, placed[q.frame], tuple(placed[i] for i in q.antecedents), q.answer)
         return None
 
-    def look_back(
-        self, placed: Sequence[int], evicted: Sequence[int], kind: str, rng: np.random.Generator
-    ) -> tuple[tuple[int, ...], Query] | None:
+    def look_back(self, placed: Frames, evicted: Frames, kind: str, rng: Rng) -> tuple[tuple[int, ...], Query] | None:
         from ctxwin.tiny.world import antecedents
 
         for target in rng.permutation(sorted(evicted)).tolist():
@@ -123,7 +116,7 @@ class WorldFootage:
                     return tuple(back), query
         return None
 
-    def expendable(self, placed: Sequence[int]) -> int:
+    def expendable(self, placed: Frames) -> int:
         """A scene near the middle: no other frame is read through it."""
         middle = sorted(placed, key=lambda f: abs(placed.index(f) - len(placed) // 2))
         return next((f for f in middle if self._world[f].role == "scene"), middle[0])
@@ -148,7 +141,6 @@ class VideoFootage:
     def __init__(
         self, path: Path, fps: float, questions: Sequence[str] = (), limit: int | None = None, least: int = 1
     ) -> None:
-        self.source = path
         decoded, rate = decode_video(path, fps=fps)
         if len(decoded) < least:
             raise BadMedia(
@@ -160,19 +152,15 @@ class VideoFootage:
         self._questions = tuple(questions) or DEFAULT_QUESTIONS
         self._asked = 0
 
-    def question(
-        self, placed: Sequence[int], kind: str, rng: np.random.Generator, about: Collection[int] | None = None
-    ) -> Query | None:
+    def question(self, placed: Frames, kind: str, rng: Rng, about: Collection[int] | None = None) -> Query | None:
         self._asked += 1
         return Query(self._questions[(self._asked - 1) % len(self._questions)], "open")
 
-    def look_back(
-        self, placed: Sequence[int], evicted: Sequence[int], kind: str, rng: np.random.Generator
-    ) -> tuple[tuple[int, ...], Query] | None:
+    def look_back(self, placed: Frames, evicted: Frames, kind: str, rng: Rng) -> tuple[tuple[int, ...], Query] | None:
         if not evicted:
             return None
         query = self.question(placed, kind, rng)
         return None if query is None else ((int(rng.choice(sorted(evicted))),), query)
 
-    def expendable(self, placed: Sequence[int]) -> int:
+    def expendable(self, placed: Frames) -> int:
         return placed[len(placed) // 2]

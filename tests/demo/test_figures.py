@@ -12,7 +12,7 @@ from PIL import Image
 from rich.console import Console
 
 from ctxwin.demo.agent import Step
-from ctxwin.demo.figures import ENCODES, NAMES, LiveTable, final_tables, lane_bar, right, timeline
+from ctxwin.demo.figures import ENCODES, NAMES, Rows, final_tables, lane_bar, right, timeline
 from ctxwin.demo.run import summarise
 from ctxwin.fidelity import LANES as ALL_LANES
 from ctxwin.view.palette import LANES
@@ -50,31 +50,24 @@ def test_right_needs_a_truth(truth: str | None, expected: bool | None) -> None:
     assert right(replace(STEP, truth=truth)) is expected
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_the_live_table_shows_every_step(terminal: bool) -> None:
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=160, height=40)
-    with LiveTable(console, "watching") as table:
-        table.add(STEP)
-        table.add(replace(STEP, truth=None, answer="[bold]", query="[/]"))
+@pytest.mark.parametrize(("terminal", "width"), [(True, 160), (True, 80), (False, 80)])
+def test_every_step_is_a_line(
+    terminal: bool, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rows, "EVERY_S", 0.0)
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=width, height=40, color_system=None)
+    with Rows(console, "watching [a file]") as rows:
+        rows.add(STEP, 1, 4)
+        rows.add(replace(STEP, truth=None, answer="[bold]", query="[/]"), 2, 4)
     console.print(final_tables(SUMMARY))
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
-    assert "color of <17>?" in text
-    assert "[bold]" in text
-    assert "18.2 %" in text
-
-
-def test_a_narrow_terminal_still_shows_the_costs() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=40, color_system=None)
-    with LiveTable(console, "watching") as table:
-        table.add(STEP)
-        console.print(table.table())
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-    for cost in ("80", "440", "150"):
-        assert cost in text
-    assert "color of" not in text
-    assert "…" not in text
+    for words in ("color of <17>?", "[bold]", "18.2 %", "computed    80 (naive 440, trim 150)"):
+        assert words in text
+    assert ("▊" in text) == (terminal and width == 160)
+    assert ("2/4" in text) == terminal
+    told = capsys.readouterr().err
+    assert ("2 of 4 frames, about 0 s left" in told) == (not terminal)
 
 
 def test_the_timeline_is_drawn_for_light_and_dark(tmp_path: Path) -> None:

@@ -200,23 +200,99 @@ def test_the_summary_of_nothing_has_no_means() -> None:
     assert summary["share_of_naive"] is None
 
 
+PINNED = [
+    [
+        93,
+        84,
+        91,
+        82,
+        89,
+        377,
+        297,
+        162,
+        89,
+        377,
+        297,
+        153,
+        377,
+        233,
+        377,
+        9,
+        9,
+        377,
+        297,
+        377,
+        315,
+        89,
+        297,
+        377,
+        297,
+        162,
+    ],
+    [
+        93,
+        84,
+        91,
+        82,
+        89,
+        306,
+        297,
+        155,
+        82,
+        89,
+        89,
+        153,
+        306,
+        306,
+        235,
+        11,
+        11,
+        82,
+        297,
+        89,
+        315,
+        306,
+        297,
+        89,
+        226,
+        164,
+    ],
+    [93, 84, 91, 82, 89, 306, 89, 155, 82, 89, 89, 153, 306, 306, 91, 11, 11, 82, 89, 89, 315, 306, 89, 89, 306, 164],
+]
+"""Tokens computed at each ask of `answered`: same prompts, trimming, and trimming with look-backs at the end."""
+
 bundled = pytest.mark.skipif(
     not (checkpoint_dir() / PROFILE_NAME).is_file(), reason="the bundled model and its profile are not in this checkout"
 )
 
 
-@bundled
-def test_the_bundled_model_answers_through_the_window(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A short run on the bundled model: to the first two look-backs, a fork, a reorder and a toggle."""
     from ctxwin.engines.open import open_engine
 
-    options = Options(out=tmp_path, steps=16, frames=12)
+    options = Options(out=tmp_path_factory.mktemp("bundled"), frames=16, window=5, steps=26)
     footage = prepare(options)
     engine = open_engine("tiny:hf")
     try:
-        summary = run(engine, options, footage)["summary"]
+        return run(engine, options, footage)
     finally:
         engine.close()
+
+
+@bundled
+def test_the_bundled_model_answers_through_the_window(answered: dict[str, Any]) -> None:
+    summary = answered["summary"]
     assert summary["fidelity"]["mode"] == "patched"
+    assert summary["model"] == "tiny (bundled)"
     assert summary["accuracy"] >= summary["accuracy_reprefill"] - 0.07
     assert summary["accuracy_reprefill"] >= 0.85
     assert summary["share_of_naive"] < 0.6
+
+
+@bundled
+def test_what_users_of_a_prefix_cache_compute_is_what_it_was(answered: dict[str, Any]) -> None:
+    """Figures of an independent implementation of these users (one class for each, with rules of its own)."""
+    assert {step["op"] for step in answered["steps"]} == {"append", "slide"} | EDITS
+    found = [[step[f"computed_tokens_{user}"] for step in answered["steps"]] for user in ("naive", "trim", "append")]
+    assert found == PINNED
