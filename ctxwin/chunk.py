@@ -125,6 +125,7 @@ class Chunk(BaseModel):
 
     @property
     def media(self) -> tuple[MediaPart, ...]:
+        """The images and videos among the parts, in order."""
         return tuple(p for p in self.parts if isinstance(p, MediaPart))
 
     @classmethod

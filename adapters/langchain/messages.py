@@ -61,6 +61,7 @@ class Conversation:
 
     @property
     def chunks(self) -> list[Chunk]:
+        """The chunks of the conversation, in order."""
         return [chunk for _, chunk in self.pieces]
 
 

@@ -35,6 +35,7 @@ class Unit:
 
     @property
     def has_media(self) -> bool:
+        """Whether there is a picture or video in it."""
         return any(is_media(block) for m in self.messages for block in blocks(m))
 
 
@@ -50,6 +51,7 @@ class OldestMessages:
     """The oldest message leaves first."""
 
     def order(self, units: Sequence[Unit]) -> Iterable[Unit]:
+        """Units, the one to leave first at the front."""
         return units
 
 
@@ -58,6 +60,7 @@ class LeastRecentlyReadMessages:
     """What was neither written nor recalled for the longest time leaves first."""
 
     def order(self, units: Sequence[Unit]) -> Iterable[Unit]:
+        """Units, the one to leave first at the front."""
         return sorted(units, key=lambda unit: unit.read)
 
 
@@ -67,6 +70,7 @@ def blocks(message: BaseMessage) -> list[Any]:
 
 
 def is_media(block: Any) -> bool:
+    """Whether a content block is a picture or a video."""
     return isinstance(block, dict) and block.get("type") in _MEDIA
 
 

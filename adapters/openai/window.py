@@ -80,14 +80,17 @@ class RemoteWindow:
 
     @property
     def id(self) -> str:
+        """The server's name of this window; stays over edits and restarts of the server."""
         return self._id
 
     @property
     def system_prompt(self) -> str:
+        """The system prompt, fixed for the life of the window."""
         return self._system_prompt
 
     @property
     def budget(self) -> int:
+        """Most tokens of system prompt, chunks, query and answer together."""
         return self._budget
 
     @property
@@ -102,22 +105,27 @@ class RemoteWindow:
 
     @property
     def bytes(self) -> int:
+        """KV bytes of what is placed. Cost: a request."""
         return int(self._now()["bytes"])
 
     @property
     def version(self) -> int:
+        """Counts edits. Cost: a request."""
         return int(self._now()["version"])
 
     @property
     def ids(self) -> tuple[str, ...]:
+        """Placement ids in order. Cost: a request."""
         return tuple(self._now()["ids"])
 
     @property
     def evicted(self) -> tuple[str, ...]:
+        """Placement ids that can be recalled, the oldest first. Cost: a request."""
         return tuple(self._now()["evicted"])
 
     @property
     def chunks(self) -> tuple[PlanEntry, ...]:
+        """How each placed chunk would be served by the next ask. Cost: as `plan`."""
         return self.plan().entries
 
     def chunk(self, placement: str) -> Chunk:
@@ -125,12 +133,15 @@ class RemoteWindow:
         return self.snapshot().find(placement).chunk
 
     def dependents(self, placement: str) -> tuple[str, ...]:
+        """Placements whose KV has absorbed ``placement``. Cost: a request."""
         return tuple(p.id for p in self.snapshot().placed if p.kv and placement in p.kv.antecedents)
 
     def plan(self) -> Plan:
+        """What the next ask would do and cost, as `ctxwin.Window.plan`. Cost: a request; no forward."""
         return wire.plan_from(self._get("plan"))
 
     def snapshot(self) -> State:
+        """The window as data, as `ctxwin.Window.snapshot`; `restore` takes it on any server of the same model."""
         return State.model_validate(self._get("snapshot"))
 
     def check(self) -> None:
@@ -140,24 +151,31 @@ class RemoteWindow:
     # -- editing ------------------------------------------------------------------------------------------------------
 
     def append(self, chunk: Chunk) -> str:
+        """Places a chunk behind all others; uploads it if the server does not have it. Returns the placement id."""
         return str(self._placing([chunk], lambda refs: self._post("append", chunk=refs[0]))["placement"])
 
     def extend(self, chunks: Sequence[Chunk]) -> list[str]:
+        """Places chunks in order, in one request. Returns their placement ids."""
         return list(self._placing(list(chunks), lambda refs: self._post("extend", chunks=refs))["placements"])
 
     def insert(self, index: int, chunk: Chunk) -> str:
+        """Places a chunk at ``index``. Returns the placement id."""
         return str(self._placing([chunk], lambda refs: self._post("insert", index=index, chunk=refs[0]))["placement"])
 
     def evict(self, placement: str, *, forget: bool = False) -> None:
+        """Takes a chunk out; with ``forget`` also what others absorbed from it."""
         self._post("evict", id=placement, forget=forget)
 
     def slide(self, count: int | None = None, *, reserve_tokens: int = 0) -> list[str]:
+        """Evicts the oldest unpinned chunks: ``count``, or until ``reserve_tokens`` are free. Returns their ids."""
         return list(self._post("slide", count=count, reserve_tokens=reserve_tokens)["evicted"])
 
     def recall(self, placement: str, at: int | None = None, *, repair: bool = False) -> int:
+        """Places an evicted chunk again, by default at its chronological place. Returns the index."""
         return int(self._post("recall", id=placement, at=at, repair=repair)["index"])
 
     def look_back(self, query: str | Chunk, *, reserve_tokens: int = 0) -> list[str]:
+        """Recalls what fits ``query`` (an id, words or a picture) and makes room for it. Returns the ids."""
         if isinstance(query, str):
             return list(self._post("look_back", query=query, reserve_tokens=reserve_tokens)["recalled"])
         return list(
@@ -167,27 +185,34 @@ class RemoteWindow:
         )
 
     def reorder(self, ids: Sequence[str]) -> None:
+        """Puts the placed chunks into another order; ``ids`` must be a permutation of them."""
         self._post("reorder", ids=list(ids))
 
     def toggle(self, placement: str, *, conditioned: bool) -> None:
+        """Serves a chunk clean of its context, or conditioned again."""
         self._post("toggle", id=placement, conditioned=conditioned)
 
     def pin(self, placement: str, *, pinned: bool = True) -> None:
+        """Keeps `slide` from evicting a chunk, or allows it again."""
         self._post("pin", id=placement, pinned=pinned)
 
     def touch(self, placement: str) -> None:
+        """Counts as a read of a chunk, for policies that evict what was not read."""
         self._post("touch", id=placement)
 
     def fork(self, system_prompt: str | None = None) -> Self:
+        """A branch on the server that shares every chunk; with ``system_prompt`` behind another one."""
         return self._made(self._client, self._async_client, self._post("fork", system_prompt=system_prompt)["branch"])
 
     def adopt(self, branch: RemoteWindow, *, force: bool = False) -> None:
+        """Takes over a branch's state; a conflict where this window moved since, unless ``force``."""
         self._post("adopt", id=branch.id, force=force)
         self._fidelity = Fidelity(**self._now()["fidelity"])
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
     def ask(self, query: str, max_tokens: int = 32, **options: Any) -> Answer:
+        """Answers ``query`` over what is placed; takes the options of `ctxwin.Window.ask`. Cost: what `plan` says."""
         return wire.answer_from(self._post("ask", query=query, max_tokens=max_tokens, **_listed(options)))
 
     def stream(self, query: str, max_tokens: int = 32, **options: Any) -> RemoteStream:
@@ -215,20 +240,25 @@ class RemoteWindow:
                     yield event["text"]
 
     def remember(self, query: str, answer: str | Sequence[int]) -> str:
+        """Keeps an exchange as a chunk. Returns its placement id."""
         given = answer if isinstance(answer, str) else list(answer)
         return str(self._post("remember", query=query, answer=given)["placement"])
 
     def disposable(self, placement: str, query: str, max_tokens: int = 32, *, clean: bool = False) -> Disposability:
+        """Whether the answer to ``query`` stays the same without a chunk. Cost: two asks."""
         made = self._post("disposable", id=placement, query=query, max_tokens=max_tokens, clean=clean)
         return wire.disposability_from(made["disposability"])
 
     def prepare_orbit(self, ids: Sequence[str], orders: int = 6, seed: int = 0) -> list[str]:
+        """Forms patches that serve any order of ``ids``. Returns the ids that have one. Cost: a forward per chunk and order."""
         return list(self._post("prepare_orbit", ids=list(ids), orders=orders, seed=seed)["placements"])
 
     def refresh(self, count: int | None = None) -> list[str]:
+        """Forms the oldest approximations anew: ``count``, or all. Returns their ids."""
         return list(self._post("refresh", count=count)["refreshed"])
 
     def compress(self) -> int:
+        """Forms patches of what was computed, for later. Returns how many."""
         return int(self._post("compress")["freed_bytes"])
 
     # -- ending -------------------------------------------------------------------------------------------------------

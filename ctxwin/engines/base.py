@@ -87,6 +87,7 @@ class Encoded:
 
     @property
     def tokens(self) -> int:
+        """How many tokens it has."""
         return len(self.token_ids)
 
 
@@ -118,6 +119,7 @@ class Segment:
 
     @property
     def tokens(self) -> int:
+        """How many tokens it has."""
         return self.encoded.tokens
 
     @property
@@ -332,7 +334,8 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids."""
 
     @abstractmethod
     def embed(self, key: str) -> torch.Tensor:
@@ -342,7 +345,8 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the engine and what it started; idempotent."""
 
     def __enter__(self) -> Self:
         return self

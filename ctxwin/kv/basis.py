@@ -40,6 +40,7 @@ class SharedBasis:
 
     @property
     def rank(self) -> int:
+        """How many directions there are."""
         return int(self.right.shape[1])
 
     @property

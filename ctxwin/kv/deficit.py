@@ -32,6 +32,7 @@ class Deficit:
 
     @property
     def tokens(self) -> int:
+        """Tokens of the chunk."""
         return int(self.k.shape[1])
 
     @property

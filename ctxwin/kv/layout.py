@@ -99,10 +99,12 @@ class SpanKV:
 
     @property
     def tokens(self) -> int:
+        """Tokens of the span."""
         return int(self.k.shape[1])
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all keys and values."""
         return self.k.numel() * self.k.element_size() + self.v.numel() * self.v.element_size()
 
     def validate(self, spec: KVSpec) -> None:

@@ -72,10 +72,12 @@ class Patch:
 
     @property
     def tokens(self) -> int:
+        """Tokens of the chunk it belongs to."""
         return int(self.left.shape[-2])
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the stored factors."""
         return self.left.dtype
 
     @property

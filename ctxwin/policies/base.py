@@ -22,22 +22,28 @@ class WindowView(Protocol):
     """What a policy may read of a window; see `ctxwin.Window` for each."""
 
     @property
-    def engine(self) -> Engine: ...
+    def engine(self) -> Engine:
+        """The engine that answers."""
 
     @property
-    def evicted(self) -> tuple[str, ...]: ...
+    def evicted(self) -> tuple[str, ...]:
+        """Placement ids that can be recalled."""
 
-    def chunk(self, placement: str, /) -> Chunk: ...
+    def chunk(self, placement: str, /) -> Chunk:
+        """The chunk of a placement."""
 
-    def snapshot(self) -> State: ...
+    def snapshot(self) -> State:
+        """The window as data."""
 
-    def fork(self) -> Branch: ...
+    def fork(self) -> Branch:
+        """A branch to try something in."""
 
 
 class Branch(WindowView, Protocol):
     """A fork that a policy may try things on."""
 
-    def evict(self, placement: str, /) -> None: ...
+    def evict(self, placement: str, /) -> None:
+        """Takes a chunk out."""
 
     def disposable(
         self, placement: str, query: str, max_tokens: int = ..., /, *, clean: bool = ...

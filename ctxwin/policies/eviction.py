@@ -21,6 +21,7 @@ class OldestFirst:
     """The chunk that arrived first leaves first. Cost: a sort."""
 
     def order(self, window: WindowView) -> Iterable[str]:
+        """Placement ids, the one to leave first at the front."""
         return [p.id for p in sorted(window.snapshot().placed, key=lambda p: p.arrival)]
 
 
@@ -33,6 +34,7 @@ class LeastRecentlyRead:
     """
 
     def order(self, window: WindowView) -> Iterable[str]:
+        """Placement ids, the one to leave first at the front."""
         return [p.id for p in sorted(window.snapshot().placed, key=lambda p: (p.read, p.arrival))]
 
 
@@ -41,6 +43,7 @@ class ByPriority:
     """The chunk with the lowest `Chunk.priority` leaves first, the oldest among equals. Cost: a sort."""
 
     def order(self, window: WindowView) -> Iterable[str]:
+        """Placement ids, the one to leave first at the front."""
         return [p.id for p in sorted(window.snapshot().placed, key=lambda p: (p.chunk.priority, p.arrival))]
 
 
@@ -80,6 +83,7 @@ class ByDisposability:
         object.__setattr__(self, "queries", tuple(self.queries))
 
     def order(self, window: WindowView) -> Iterator[str]:
+        """Placement ids, the one to leave first at the front."""
         free = [p.id for p in sorted(window.snapshot().placed, key=lambda p: p.arrival) if not p.pinned]
         needed: list[str] = []
         with window.fork() as branch:  # it loses what has left so far; the window itself is not edited

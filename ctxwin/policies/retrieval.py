@@ -24,6 +24,7 @@ class ById:
     """Evicted chunks whose placement id the query names, in the order it names them. Cost: a text search an id."""
 
     def choose(self, window: WindowView, query: str | Chunk) -> Iterable[str]:
+        """Evicted placement ids to bring back for ``query``, the best first."""
         if not isinstance(query, str):
             return []
         found = {i: query.find(i) for i in window.evicted}
@@ -49,6 +50,7 @@ class ByToolCall:
     argument: str = "id"
 
     def choose(self, window: WindowView, query: str | Chunk) -> Iterable[str]:
+        """Evicted placement ids to bring back for ``query``, the best first."""
         named = list(dict.fromkeys(self._named(query))) if isinstance(query, str) else []
         evicted = set(window.evicted)
         for placement in named:
@@ -111,6 +113,7 @@ class BySimilarity:
             raise ValueError(f"least must be a cosine in -1..1, got {self.least!r}")
 
     def choose(self, window: WindowView, query: str | Chunk) -> Iterable[str]:
+        """Evicted placement ids to bring back for ``query``, the best first."""
         import torch
 
         picture = query if not isinstance(query, str) and query.media else self._shown(window)

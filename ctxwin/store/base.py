@@ -114,28 +114,33 @@ class Store(ABC):
         """Stores ``value``; False where it was refused (over the size limit with everything leased, disk full)."""
 
     @abstractmethod
-    def delete(self, key: str) -> bool: ...
+    def delete(self, key: str) -> bool:
+        """Removes a key; returns whether it was there."""
 
     @abstractmethod
     def contains(self, key: str) -> bool:
         """Whether ``get`` would find a value, without reading it."""
 
     @abstractmethod
-    def list(self, prefix: str = "") -> Iterator[str]: ...
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """Keys that begin with ``prefix``."""
 
     @abstractmethod
     def lease(self, key: str) -> bool:
         """Protects ``key`` from eviction; False where it is not held."""
 
     @abstractmethod
-    def release(self, key: str) -> None: ...
+    def release(self, key: str) -> None:
+        """Gives back one lease of a key."""
 
     @abstractmethod
-    def stats(self) -> StoreStats: ...
+    def stats(self) -> StoreStats:
+        """What is held, and what was counted since the store was opened."""
 
     @abstractmethod
     def verify(self) -> tuple[int, int]:
         """Checks every blob; returns (good, corrupt). Corrupt ones are deleted."""
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Gives back what the store holds of the machine; idempotent."""

@@ -53,6 +53,7 @@ class ViewServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
+        """Where the page is served."""
         return f"http://{self.server_address[0]!s}:{self.server_address[1]}/"
 
     @property

@@ -61,6 +61,7 @@ class Answer:
     remembered: str | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """The counts as JSON."""
         return asdict(self)
 
 
@@ -146,26 +147,32 @@ class Plan:
 
     @property
     def tokens(self) -> int:
+        """Tokens of system prompt and chunks."""
         return self.system_prompt_tokens + sum(e.tokens for e in self.entries)
 
     @property
     def computed_tokens(self) -> int:
+        """Tokens of system prompt and chunks that would run a forward."""
         return sum(e.compute for e in self.entries) + (0 if self.system_prompt_resident else self.system_prompt_tokens)
 
     @property
     def repair_tokens(self) -> int:
+        """Further tokens that forming every approximation anew would run."""
         return sum(e.tokens for e in self.entries if not e.exact and e.conditioned and not e.compute)
 
     @property
     def reprefill_tokens(self) -> int:
+        """Tokens that a full re-prefill would run."""
         return self.tokens
 
     @property
     def bytes(self) -> int:
+        """KV bytes that would be brought in."""
         return sum(e.bytes for e in self.entries)
 
     @property
     def exact(self) -> bool:
+        """Whether every chunk equals a re-prefill."""
         return all(e.exact for e in self.entries)
 
     @property

@@ -69,6 +69,7 @@ class Placed(BaseModel):
     unseen: tuple[str, ...] = ()
 
     def replace(self, **changes: Any) -> Placed:
+        """A copy with some fields changed."""
         return self.model_copy(update=changes)
 
 
@@ -97,6 +98,7 @@ class State(BaseModel):
 
     @property
     def tokens(self) -> int:
+        """Tokens of the system prompt and of what is placed."""
         return self.system_prompt_tokens + sum(p.tokens for p in self.placed)
 
     @property
@@ -114,6 +116,7 @@ class State(BaseModel):
         raise UnknownChunk(f"id must be a placed chunk, got {placement!r}; {hint}")
 
     def find_evicted(self, placement: str) -> Placed:
+        """The evicted placement of this id; UnknownChunk if there is none."""
         for p in self.evicted:
             if p.id == placement:
                 return p
@@ -129,6 +132,7 @@ class State(BaseModel):
         raise UnknownChunk(f"id must be a placed or evicted chunk, got {placement!r}")
 
     def replace(self, **changes: Any) -> State:
+        """A copy with some fields changed."""
         return self.model_copy(update=changes)
 
     def edited(self, **changes: Any) -> State:

@@ -93,6 +93,7 @@ class Window:
 
     @property
     def system_prompt(self) -> str:
+        """The system prompt, fixed for the life of the window."""
         return self.core.state.system_prompt
 
     @property
