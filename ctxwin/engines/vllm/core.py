@@ -60,8 +60,14 @@ def read_model(model: str | Path, dtype: Any = "auto") -> Served:
     return Served(checkpoint, name, identity, kv_spec_from_config(checkpoint.config, identity, name, "vllm"))
 
 
-def prepare(model: str | Path, options: dict[str, Any]) -> dict[str, Any]:
-    """See `startup.engine_arguments`, with the transport that the engine will be attached by."""
+def engine_arguments(model: str | Path, options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` and what ctxwin needs beside them, as engine arguments of vLLM.
+
+    For whoever starts vLLM himself, a server for example, and then calls ``VLLMEngine.attach`` in the same process.
+
+    Raises:
+        ValueError, UnsupportedModel: options that ctxwin cannot work with; the message says what to do.
+    """
     served = read_model(model, options.get("dtype") or "auto")
     transport = SharedMemoryTransport(served.kv)
     try:
@@ -148,7 +154,7 @@ class Core:
         if transport is None:
             raise ValueError(
                 "vLLM must have been started in this process with the arguments of "
-                "ctxwin.engines.vllm.lifecycle.startup.engine_arguments(model, options)"
+                "ctxwin.engines.vllm.core.engine_arguments(model, options)"
             )
         if not transport.path.exists():
             raise ValueError("vLLM's last ctxwin engine was closed; start vLLM anew with new engine_arguments")

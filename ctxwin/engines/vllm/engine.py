@@ -125,7 +125,7 @@ class VLLMEngine(EncodingEngine):
         """An engine on a vLLM that somebody else runs, a server for example.
 
         Args:
-            llm: a ``vllm.LLM`` or ``AsyncLLM`` started with `lifecycle.startup.engine_arguments`. An ``LLM`` is stepped
+            llm: a ``vllm.LLM`` or ``AsyncLLM`` started with `core.engine_arguments`. An ``LLM`` is stepped
                 by the engine from then on: do not call its ``generate`` or ``chat`` yourself.
             model: what it was started with.
             store, tenant: as above.

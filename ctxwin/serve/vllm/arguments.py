@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from ctxwin.engines.vllm.core import engine_arguments
 from ctxwin.engines.vllm.lifecycle import startup
 from ctxwin.errors import UnsupportedModel
 from ctxwin.tiny import checkpoint_dir
@@ -77,7 +78,7 @@ def parse(model: str, given: Sequence[str]) -> Namespace:
         args.shutdown_timeout = _SHUTDOWN_S
     args.plain_max_logprobs = args.max_logprobs  # of plain requests; windows may ask for the whole vocabulary
     names = {f.name for f in fields(AsyncEngineArgs)} - {"model", "max_logprobs"}
-    for name, value in startup.engine_arguments(args.model, _chosen(parser, args, [model, *given], names)).items():
+    for name, value in engine_arguments(args.model, _chosen(parser, args, [model, *given], names)).items():
         setattr(args, name, value)
     if startup.eager_on_cpu(vars(args)):
         # vLLM's few compiled sampling functions take 5-17 s to compile, and win nothing back here.

@@ -102,21 +102,8 @@ def start(
             raise EngineFailed(f"vLLM could not open {model!r}: {error}") from error
 
 
-def engine_arguments(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` and what ctxwin needs beside them, as engine arguments of vLLM.
-
-    For whoever starts vLLM himself, a server for example, and then calls ``VLLMEngine.attach`` in the same process.
-
-    Raises:
-        ValueError, UnsupportedModel: options that ctxwin cannot work with; the message says what to do.
-    """
-    from ctxwin.engines.vllm.core import prepare
-
-    return prepare(model, options)
-
-
 def with_connector(model: str, options: dict[str, Any], transport: Transport) -> dict[str, Any]:
-    """See `engine_arguments`; ``transport`` is where the connector finds its transfers."""
+    """See `core.engine_arguments`; ``transport`` is where the connector finds its transfers."""
     from transformers import AutoConfig
     from vllm.platforms import current_platform
 
