@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from ctxwin.errors import BadMedia
 from ctxwin.hashing import digest
-from ctxwin.media import as_rgb, decode_video, pixels_digest, stack_frames
+from ctxwin.media import as_rgb, check_rate, decode_video, pixels_digest, stack_frames
 
 if TYPE_CHECKING:
     import numpy as np
@@ -178,7 +178,9 @@ class Chunk(BaseModel):
         else:
             if start is not None or end is not None or frames is not None:
                 raise BadMedia("start, end and frames need a video path, got a list of frames; slice the list instead")
-            pixels, rate = stack_frames(video), float(fps or 2.0)
+            rate = 2.0 if fps is None else float(fps)
+            check_rate(rate, len(video))
+            pixels = stack_frames(video)
         part = MediaPart(
             media="video", content=pixels_digest(pixels), shape=pixels.shape[:3], fps=rate, source=_path(video),
             start=start, end=end, frames=frames,

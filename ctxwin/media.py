@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import struct
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,18 @@ from ctxwin.hashing import digest
 if TYPE_CHECKING:
     import numpy as np
 
+MAX_PIXELS = 100_000_000
+"""Of one image, looked up in its header before it is decoded."""
+MAX_FRAMES = 4096
+MAX_VIDEO_PIXELS = 1_000_000_000
+"""Of all frames together; three bytes each."""
+FPS = (1e-3, 1000.0)
+"""Sane rates of a video, in frames a second."""
+MAX_SECONDS = 86_400.0
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "PPM")
+"""What is decoded. In others (TIFF, PSD, EPS ...) a small file can name buffers of any size, or start programs."""
+_MAX_SCANS = 64
+"""Of a progressive JPEG: each is a pass over the whole image; usual files have ten."""
 _FRAMES = b"CTXWFRM1"
 
 
@@ -28,8 +41,30 @@ def pixels_digest(frames: np.ndarray) -> str:
     return digest("pixels", "RGB", "uint8", list(frames.shape), np.ascontiguousarray(frames).tobytes())
 
 
+def check_size(width: int, height: int) -> None:
+    """Raises BadMedia for an image that is empty or over `MAX_PIXELS`."""
+    if width < 1 or height < 1:
+        raise BadMedia(f"an image must not be empty, got {width}x{height} pixels")
+    if width * height > MAX_PIXELS:
+        raise BadMedia(f"an image must have at most {MAX_PIXELS:,} pixels, got {width}x{height}; shrink it first")
+
+
+def check_rate(fps: float | None, frames: int = 0) -> None:
+    """Raises BadMedia for a rate outside `FPS`, more than `MAX_FRAMES`, or a video longer than `MAX_SECONDS`."""
+    if fps is not None and not FPS[0] <= fps <= FPS[1]:
+        raise BadMedia(f"fps must be from {FPS[0]:g} to {FPS[1]:g}, got {fps:g}")
+    if frames > MAX_FRAMES:
+        raise BadMedia(f"a video must have at most {MAX_FRAMES:,} frames, got {frames:,}; sample fewer, or cut it")
+    if fps is not None and frames / fps > MAX_SECONDS:
+        raise BadMedia(f"a video must last at most {MAX_SECONDS:,.0f} s, got {frames} frames at {fps:g} fps")
+
+
 def as_rgb(image: Any) -> np.ndarray:
-    """``[H, W, 3]`` uint8 RGB of a path, encoded bytes, PIL image or array; raises BadMedia (empty, undecodable)."""
+    """``[H, W, 3]`` uint8 RGB of a path, encoded bytes, PIL image or array.
+
+    Raises BadMedia: empty, undecodable, over `MAX_PIXELS`, or of another format than PNG, JPEG, WebP, GIF, BMP and PPM
+    (open those with Pillow and pass its image). Sizes are looked up in the header, before anything is decoded.
+    """
     import numpy as np
     from PIL import Image, UnidentifiedImageError
 
@@ -46,23 +81,41 @@ def as_rgb(image: Any) -> np.ndarray:
             if isinstance(image, bytes | bytearray):
                 if not image:
                     raise BadMedia("an image must not be empty, got 0 bytes")
-                picture = Image.open(io.BytesIO(image))
+                picture = _opened(io.BytesIO(image))
             elif isinstance(image, str | Path):
                 if not Path(image).is_file():
                     raise BadMedia(f"an image path must be a readable file, got {str(image)!r}")
-                picture = Image.open(image)
+                picture = _opened(image)
             elif isinstance(image, Image.Image):
                 picture = image
             else:
                 raise BadMedia(
                     f"an image must be a path, PIL image, HxWx3 uint8 array or bytes, got {type(image).__name__}"
                 )
+            check_size(*picture.size)
             array = np.asarray(picture.convert("RGB"))
         except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise BadMedia(f"an image must be decodable, got {_name(image)}: {error}") from error
-    if array.shape[0] == 0 or array.shape[1] == 0:
-        raise BadMedia(f"an image must not be empty, got {array.shape[1]}x{array.shape[0]} pixels")
+    check_size(array.shape[1], array.shape[0])
     return np.ascontiguousarray(array)
+
+
+def _opened(file: Any) -> Any:
+    """A Pillow image whose header was read; raises BadMedia for another format, or a JPEG of too many scans."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():  # Pillow's own bound only warns below twice its size; ours follows
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            picture = Image.open(file, formats=_FORMATS)
+    except UnidentifiedImageError as error:
+        raise BadMedia(f"an image must be decodable and of {', '.join(_FORMATS)}, got {error}") from error
+    if picture.format == "JPEG":
+        raw = file.getvalue() if isinstance(file, io.BytesIO) else Path(file).read_bytes()
+        scans = raw.count(b"\xff\xda")
+        if scans > _MAX_SCANS:
+            raise BadMedia(f"a progressive JPEG must have at most {_MAX_SCANS} scans, got {scans}; save it again")
+    return picture
 
 
 def _name(media: Any) -> str:
@@ -86,7 +139,7 @@ def decode_video(
 
     Read sequentially (a container's frame count can lie). ``fps`` takes the first frame at or after each sampling time;
     ``frames`` takes that many by ``round(linspace(first, last, frames))``; neither: 2 fps. Raises BadMedia where the file
-    cannot be opened, holds no frame in the range, or ends before ``end`` (a truncated file).
+    cannot be opened, holds no frame in the range, ends before ``end`` (a truncated file), or is over a limit of this module.
     """
     with optional_imports():
         import cv2
@@ -94,8 +147,7 @@ def decode_video(
 
     if fps is not None and frames is not None:
         raise BadMedia("a video must be sampled by fps or by frames, got both; drop one")
-    if fps is not None and not fps > 0:
-        raise BadMedia(f"fps must be > 0, got {fps}")
+    check_rate(fps, frames or 0)
     if frames is not None and frames < 1:
         raise BadMedia(f"frames must be >= 1, got {frames}")
     begin = 0.0 if start is None else float(start)
@@ -123,6 +175,11 @@ def decode_video(
             if time + 1e-9 < begin:
                 continue
             if step is None or time + 1e-9 >= due:
+                if (len(kept) + 1) * bgr.shape[0] * bgr.shape[1] > MAX_VIDEO_PIXELS:
+                    raise BadMedia(
+                        f"a video must have at most {MAX_VIDEO_PIXELS:,} pixels in all frames, got {len(kept) + 1} of "
+                        f"{bgr.shape[1]}x{bgr.shape[0]}; sample fewer by fps, or pass a shorter range"
+                    )
                 kept.append(cv2.cvtColor(bgr, cv2.COLOR_BGR2RGB))
                 if step is not None:
                     due += step
@@ -134,6 +191,7 @@ def decode_video(
             f"{str(path)!r} ended after {count / rate:.2f} s of {wanted:.2f} s: the file is truncated or the range lies "
             "outside it; pass an end inside the file"
         )
+    check_rate(None, len(kept) if frames is None else frames)
     if frames is not None:
         take = np.linspace(0, len(kept) - 1, frames).round().astype(int)
         seconds = len(kept) / rate
@@ -147,7 +205,15 @@ def stack_frames(frames: Sequence[Any]) -> np.ndarray:
 
     if not len(frames):
         raise BadMedia("a video must hold at least one frame, got none")
-    arrays = [as_rgb(frame) for frame in frames]
+    check_rate(None, len(frames))
+    arrays: list[np.ndarray] = []
+    for frame in frames:
+        arrays.append(as_rgb(frame))
+        if sum(a.shape[0] * a.shape[1] for a in (arrays[0], arrays[-1])) * len(frames) > 2 * MAX_VIDEO_PIXELS:
+            raise BadMedia(
+                f"a video must have at most {MAX_VIDEO_PIXELS:,} pixels in all frames, got {len(frames)} of "
+                f"{arrays[-1].shape[1]}x{arrays[-1].shape[0]}; shrink them first"
+            )
     if len({a.shape for a in arrays}) > 1:
         raise BadMedia(f"all frames of a video must have one size, got {sorted({a.shape[:2] for a in arrays})}")
     return np.stack(arrays)
@@ -168,14 +234,17 @@ def pack_frames(frames: np.ndarray) -> bytes:
 
 def unpack_frames(data: bytes) -> np.ndarray:
     """The inverse of `pack_frames`; raises BadMedia."""
-    import numpy as np
 
-    if data[:8] != _FRAMES:
-        raise BadMedia("a stored source must start with the frame system prompt, got other bytes")
+    if data[:8] != _FRAMES or len(data) < 12:
+        raise BadMedia("a stored source must start with the mark of packed frames, got other bytes")
     (count,) = struct.unpack_from(">I", data, 8)
-    at, frames = 12, []
+    check_rate(None, count)
+    at = 12
+    frames: list[np.ndarray] = []
     for _ in range(count):
+        if at + 8 > len(data):
+            raise BadMedia(f"a stored source must hold {count} frames, got {len(frames)}")
         (size,) = struct.unpack_from(">Q", data, at)
         frames.append(as_rgb(data[at + 8 : at + 8 + size]))
         at += 8 + size
-    return np.stack(frames)
+    return stack_frames(frames)

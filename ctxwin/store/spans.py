@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from ctxwin.errors import StoreCorrupt
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.store import codec
 from ctxwin.store.base import Store
+from ctxwin.store.recent import Recent
 
 if TYPE_CHECKING:
     import numpy as np
@@ -90,10 +91,8 @@ class SpanRepository:
         self.store = store
         self.identity = identity
         self.spec = spec
-        self.max_live_bytes = max_live_bytes
         self.counters = RepositoryCounters()
-        self._live: OrderedDict[str, _Live] = OrderedDict()
-        self._live_bytes = 0
+        self._live: Recent[_Live] = Recent(max_live_bytes)
         self._known: dict[str, SharedBasis] = {}
         self._leases: Counter[str] = Counter()
         self._abandoned: deque[str] = deque()
@@ -253,7 +252,7 @@ class SpanRepository:
 
     def delete(self, key: str) -> bool:
         """Removes ``key`` from the store and from what is at hand."""
-        self._unlive(key)
+        self._live.pop(key)
         return self.store.delete(key)
 
     def lease(self, key: str) -> bool:
@@ -313,7 +312,7 @@ class SpanRepository:
             if isinstance(body, bytes)
             else codec.encode_tensors(body, meta, checked=False)
         )
-        self._unlive(key)
+        self._live.pop(key)
         taken = self.store.put(key, blob)
         with self._lock:
             if taken:
@@ -356,7 +355,7 @@ class SpanRepository:
             if not fresh:
                 self.counters.live_hits += 1
         if fresh:
-            self._live_put(key, found)
+            self._live.put(key, found, found.nbytes)
         return found
 
     def _decode(
@@ -381,33 +380,12 @@ class SpanRepository:
         return _Live(record, header, len(blob))
 
     def _live_get(self, key: str) -> _Live | None:
-        with self._lock:
-            found = self._live.get(key)
-            if found is None:
-                return None
-            self._live.move_to_end(key)
+        found = self._live.get(key)
         # What the store has forgotten (deleted, expired, evicted) must not live on here; this also marks it as used.
-        if self.store.contains(key):
-            return found
-        self._unlive(key)
-        return None
-
-    def _live_put(self, key: str, found: _Live) -> None:
-        if found.nbytes > self.max_live_bytes:
-            return
-        with self._lock:
-            old = self._live.pop(key, None)
-            self._live_bytes += found.nbytes - (old.nbytes if old else 0)
-            self._live[key] = found
-            while self._live_bytes > self.max_live_bytes:
-                _, gone = self._live.popitem(last=False)
-                self._live_bytes -= gone.nbytes
-
-    def _unlive(self, key: str) -> None:
-        with self._lock:
-            old = self._live.pop(key, None)
-            if old is not None:
-                self._live_bytes -= old.nbytes
+        if found is not None and not self.store.contains(key):
+            self._live.pop(key)
+            return None
+        return found
 
 
 class _BasisGoneError(LookupError):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,10 @@ from ctxwin.engines.base import EngineCounters, MediaSpan
 from ctxwin.engines.encoding import checkpoint as checkpoint_module
 from ctxwin.engines.encoding.checkpoint import Checkpoint, open_checkpoint, weights_digest
 from ctxwin.engines.encoding.encoder import Encoder
+from ctxwin.engines.encoding.tokens import Tokens
+from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.engines.open import open_engine
-from ctxwin.errors import ChunkUnavailable, MissingExtra, UnsupportedModel
+from ctxwin.errors import BudgetExceeded, ChunkUnavailable, MissingExtra, UnsupportedModel
 from ctxwin.media import pack_frames
 from ctxwin.store import Store, open_store
 from ctxwin.store.spans import SpanRepository
@@ -146,11 +151,12 @@ def test_pixels_come_from_the_stored_source_last(vision: Checkpoint, tmp_path: P
 
 
 def test_the_cache_of_encoded_chunks_is_bounded(vision: Checkpoint) -> None:
-    made = encoder(vision, cache=2)
+    made = encoder(vision, cache_bytes=600)
     chunks = [Chunk.text(f"frame {i}") for i in range(4)]
     for chunk in chunks:
         made.encode(chunk)
-    assert list(made._cache) == [c.id for c in chunks[2:]]
+    assert 0 < made._cache.nbytes <= 600
+    assert chunks[0].id not in made._cache
     assert made.encode(chunks[3]) is made.encode(chunks[3])
 
 
@@ -233,3 +239,75 @@ print(json.dumps([before, list(t.repair())]))
     before, repaired = json.loads(done.stdout)
     assert before == []
     assert set(repaired) <= {"torchvision", "torchaudio", "torchcodec"}
+
+
+class TestBounds:
+    """What cannot fit is refused before it costs anything, and leaves nothing."""
+
+    @pytest.fixture
+    def engine(self, tmp_path: Path) -> HFEngine:
+        return HFEngine(write_text_model(tmp_path), dtype="float32")
+
+    def ways(self, engine: HFEngine, text: str) -> list[Callable[[], object]]:
+        return [
+            lambda: engine.encode_system_prompt(text),
+            lambda: engine.encode(Chunk.text(text)),
+            lambda: engine.encode(Chunk.message("user", text)),
+            lambda: engine.encode_query(text),
+            lambda: engine.text_ids(text),
+        ]
+
+    @pytest.mark.parametrize(
+        "text", ["a red square " * 640_000, "x" * 8_000_000, "é" * 4_000_000], ids=["words", "one", "wide"]
+    )
+    def test_eight_megabytes_are_refused_at_once(self, engine: HFEngine, text: str) -> None:
+        for way in self.ways(engine, text):
+            began = time.monotonic()
+            with pytest.raises(BudgetExceeded, match="must fit the engine's 1,024 tokens") as refused:
+                way()
+            assert time.monotonic() - began < 0.5
+            assert refused.value.needed > refused.value.budget == 1024
+        assert engine.encoder._cache.nbytes == engine.encoder._system_prompts.nbytes == 0
+
+    @pytest.mark.parametrize("words", [1100, 5000])
+    def test_a_little_too_much_is_refused_too(self, engine: HFEngine, words: int) -> None:
+        for way in self.ways(engine, "red " * words):
+            with pytest.raises(BudgetExceeded, match="must fit"):
+                way()
+        assert engine.encoder._cache.nbytes == engine.encoder._system_prompts.nbytes == 0
+
+    def test_what_fits_is_the_tokenizers_own(self, engine: HFEngine) -> None:
+        text = "a red <|im_start|> square\n" * 60
+        tokenizer = engine.encoder.checkpoint.tokenizer
+        own = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert engine.text_ids(text) == tuple(own)
+        assert engine.template_ids(text) == tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def test_caches_are_bounded_by_bytes(self, engine: HFEngine) -> None:
+        encoder = engine.encoder
+        encoder._cache.max_bytes = encoder._system_prompts.max_bytes = 40_000
+        for i in range(50):
+            encoder.encode_system_prompt(f"{i} " + "red " * 100)
+            encoder.encode(Chunk.text(f"{i} " + "red " * 100))
+            assert max(encoder._cache.nbytes, encoder._system_prompts.nbytes) <= 40_000
+        held = encoder.encode_system_prompt("49 " + "red " * 100)
+        assert encoder.encode_system_prompt("49 " + "red " * 100) is held
+
+    def test_tokenising_holds_no_lock(self, engine: HFEngine) -> None:
+        """One thread tokenises for long, another is served meanwhile."""
+        engine.encoder.tokens = Tokens(engine.encoder.checkpoint.tokenizer, None)
+        long = "a red square " * 640_000
+        done: list[float] = []
+        thread = threading.Thread(target=lambda: (engine.text_ids(long), done.append(time.monotonic())))
+        began = time.monotonic()
+        thread.start()
+        waits = []
+        while thread.is_alive():
+            asked = time.monotonic()
+            engine.encode(Chunk.text(f"blue {asked}"))
+            engine.encode_query("what color")
+            waits.append(time.monotonic() - asked)
+        thread.join()
+        assert done[0] - began > 0.5, "else this shows nothing"
+        assert len(waits) > 10
+        assert sorted(waits)[len(waits) // 2] < 0.2

@@ -280,9 +280,8 @@ class TestLive:
         for name in "abcdef":
             repo.put_span(name, span(), {"token_ids": IDS})
             repo.get_span(name)
-            assert repo._live_bytes <= 3 * size
-        assert repo._live_bytes == sum(live.nbytes for live in repo._live.values())
-        assert list(repo._live)[-1] == "span/f"
+            assert 0 < repo._live.nbytes <= 3 * size
+        assert "span/f" in repo._live
         assert "span/a" not in repo._live
 
     def test_it_never_outlives_the_store(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,8 +47,6 @@ class Checkpoint:
         bos: ids that the tokenizer puts in front on its own; used only without a chat template.
         eos: ids that end an answer.
         weights: digest of the weight files.
-        tokenizing: to be held around the tokenizer, which keeps a call's options in itself: of two calls at once one may
-            read special tokens where the other's text only spells them out.
     """
 
     name: str
@@ -66,7 +63,6 @@ class Checkpoint:
     weights: str
     processors: str = field(repr=False, default="")
     family: Family | None = None
-    tokenizing: threading.Lock = field(repr=False, compare=False, default_factory=threading.Lock)
 
     @property
     def patches_per_token(self) -> int:

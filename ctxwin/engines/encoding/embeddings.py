@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from ctxwin.engines.encoding.families import Grid
+from ctxwin.store.recent import Recent
 
 if TYPE_CHECKING:
     import torch
@@ -24,17 +23,15 @@ class Embeddings:
     follows an encode finds it.
     """
 
-    def __init__(self, repository: SpanRepository, max_bytes: int = 64 << 20) -> None:
+    def __init__(self, repository: SpanRepository, max_bytes: int = 256 << 20) -> None:
         self._repository = repository
-        self._max_bytes = max_bytes
-        self._refused: OrderedDict[str, tuple[torch.Tensor, Grid]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._refused: Recent[tuple[torch.Tensor, Grid]] = Recent(max_bytes)
 
     def get(self, key: str) -> tuple[torch.Tensor, Grid] | None:
         """``([tokens, width], (t, h, w))``, or None where either is gone or unreadable."""
-        with self._lock:
-            if key in self._refused:
-                return self._refused[key]
+        refused = self._refused.get(key)
+        if refused is not None:
+            return refused
         grid = self._repository.get_json(_grid_key(key))
         if grid is None:
             return None
@@ -42,9 +39,7 @@ class Embeddings:
         return None if embeddings is None else (embeddings, (int(grid[0]), int(grid[1]), int(grid[2])))
 
     def contains(self, key: str) -> bool:
-        with self._lock:
-            held = key in self._refused
-        return held or (self._repository.contains(key) and self._repository.contains(_grid_key(key)))
+        return key in self._refused or (self._repository.contains(key) and self._repository.contains(_grid_key(key)))
 
     def put(self, key: str, embeddings: torch.Tensor, grid: Grid) -> None:
         embeddings = embeddings.detach().to("cpu").contiguous()
@@ -52,10 +47,7 @@ class Embeddings:
         if self._repository.put_json(_grid_key(key), list(grid)) and self._repository.put_embedding(key, embeddings):
             return
         _log.warning("the store refused vision embeddings %s; they are kept in memory only", key)
-        with self._lock:
-            self._refused[key] = (embeddings, grid)
-            while len(self._refused) > 1 and sum(e.nbytes for e, _ in self._refused.values()) > self._max_bytes:
-                self._refused.popitem(last=False)
+        self._refused.put(key, (embeddings, grid), embeddings.nbytes)
 
 
 def _grid_key(key: str) -> str:

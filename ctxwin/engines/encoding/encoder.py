@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
@@ -17,9 +17,11 @@ from ctxwin.engines.base import Encoded, Engine, EngineCounters, MediaSpan
 from ctxwin.engines.encoding.checkpoint import Checkpoint
 from ctxwin.engines.encoding.embeddings import Embeddings
 from ctxwin.engines.encoding.families import Family, Grid, process_images, process_video, stamps
+from ctxwin.engines.encoding.tokens import Tokens
 from ctxwin.errors import BadMedia, ChunkUnavailable, UnsupportedModel
 from ctxwin.hashing import digest
 from ctxwin.media import unpack_frames
+from ctxwin.store.recent import Recent
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,12 +38,13 @@ Positions = Callable[[Sequence[int], Sequence[MediaSpan]], "tuple[np.ndarray, in
 _Item = tuple[str, int, Grid, float | None, str]
 """Key, tokens, grid, seconds a temporal step, and the text in front, of what stands as one run of placeholders."""
 _FRAMES_AT_ONCE = 16
-_HEADERS = 64
+_TOKEN_BYTES = 64
+"""Of one token of an `Encoded` in memory: its id, and its place in three axes."""
 _log = logging.getLogger("ctxwin.engines")
 
 
 class Encoder:
-    """Turns headers, chunks, queries and exchanges into `Encoded`. Thread-safe.
+    """Turns system prompts, chunks, queries and exchanges into `Encoded`. Thread-safe.
 
     Texts are tokenised piece by piece, and special tokens inside them are taken as plain text: content cannot forge a
     turn or a picture. Raw ids (`Chunk.tokens`) may hold special tokens, but no media placeholders.
@@ -53,7 +56,10 @@ class Encoder:
         vision: runs the vision tower; None for a text model.
         positions: the serving engine's position rule.
         counters: ``vision_encodes`` counts runs of the tower.
-        cache: how many encoded chunks are remembered.
+        max_tokens: what fits the engine; a text that cannot is refused before it is tokenised. None for no bound.
+        cache_bytes: bound on encoded chunks that are remembered, and on system prompts.
+
+    Raises BudgetExceeded from every ``encode`` for what cannot fit; nothing of it is remembered.
     """
 
     def __init__(
@@ -64,7 +70,8 @@ class Encoder:
         vision: Vision | None,
         positions: Positions,
         counters: EngineCounters,
-        cache: int = 1024,
+        max_tokens: int | None = None,
+        cache_bytes: int = 64 << 20,
     ) -> None:
         self.checkpoint = checkpoint
         self.embeddings = Embeddings(repository)
@@ -73,32 +80,28 @@ class Encoder:
         self._vision = vision
         self._positions = positions
         self._counters = counters
-        self._cache: OrderedDict[str, Encoded] = OrderedDict()
-        self._system_prompts: OrderedDict[str, Encoded] = OrderedDict()
+        self._cache: Recent[Encoded] = Recent(cache_bytes)
+        self._system_prompts: Recent[Encoded] = Recent(cache_bytes // 4)
         self._closing: tuple[int, ...] | None = None
-        self._cache_size = cache
-        self._lock = threading.RLock()
+        self._seeing = threading.RLock()
+        self.tokens = Tokens(checkpoint.tokenizer, max_tokens)
 
     def encode_system_prompt(self, system_prompt: str) -> Encoded:
         """Tokens of the system turn and the opening of the user turn; raises UnsupportedModel without a system turn.
 
-        The newest headers are remembered: every ask of a window needs its own.
+        The newest are remembered: every ask of a window needs its own.
         """
-        with self._lock:
-            if system_prompt in self._system_prompts:
-                self._system_prompts.move_to_end(system_prompt)
-                return self._system_prompts[system_prompt]
+        name = digest("system_prompt", system_prompt)
+        held = self._system_prompts.get(name)
+        if held is not None:
+            return held
+        self.tokens.check(system_prompt)
         before, after = self.checkpoint.template.system_prompt(system_prompt)
         ids = [*self.template_ids(before), *self.text_ids(system_prompt), *self.template_ids(after)]
         if self.checkpoint.template.plain:
             ids = [*self.checkpoint.bos, *ids]
-        made = self._made(
-            digest("system_prompt", system_prompt), ids, ()
-        )  # may wait for the engine, so not under the lock
-        with self._lock:
-            self._system_prompts[system_prompt] = made
-            while len(self._system_prompts) > _HEADERS:
-                self._system_prompts.popitem(last=False)
+        made = self._made(name, ids, ())
+        self._system_prompts.put(name, made, _TOKEN_BYTES * made.tokens)
         return made
 
     def encode_query(self, query: str) -> Encoded:
@@ -113,36 +116,32 @@ class Encoder:
         return self._made(digest("exchange", query, answer), ids, ())
 
     def encode(self, chunk: Chunk) -> Encoded:
-        """Tokens, media and positions of a chunk; see `Engine.encode`."""
-        with self._lock:
-            held = self._cache.get(chunk.id)
-            if held is not None and all(self.embeddings.contains(m.key) for m in held.media):
-                self._cache.move_to_end(chunk.id)
-                return held
-            ids: list[int] = []
-            media: list[MediaSpan] = []
-            before, after = self._around(chunk)
-            ids += self.template_ids(before)
-            for part in chunk.parts:
-                if isinstance(part, TextPart):
-                    ids += self.text_ids(part.text)
-                elif isinstance(part, TokensPart):
-                    ids += self._raw_ids(part)
-                else:
+        """Tokens, media and positions of a chunk; see `Engine.encode`. Text is tokenised without any lock."""
+        held = self._cache.get(chunk.id)
+        if held is not None and all(self.embeddings.contains(m.key) for m in held.media):
+            return held
+        ids: list[int] = []
+        media: list[MediaSpan] = []
+        before, after = self._around(chunk)
+        ids += self.template_ids(before)
+        for part in chunk.parts:
+            if isinstance(part, TextPart):
+                ids += self.text_ids(part.text)
+            elif isinstance(part, TokensPart):
+                ids += self._raw_ids(part)
+            else:
+                with self._seeing:  # one at a time: of two with the same picture the second finds it
                     self._add_media(chunk, part, ids, media)
-            ids += self.template_ids(after)
-            if not ids:
-                raise ValueError("a chunk must have at least one token, got none after tokenisation")
-            made = self._made(chunk.id, ids, tuple(media))
-            self._cache[chunk.id] = made
-            while len(self._cache) > self._cache_size:
-                self._cache.popitem(last=False)
-            return made
+        ids += self.template_ids(after)
+        if not ids:
+            raise ValueError("a chunk must have at least one token, got none after tokenisation")
+        made = self._made(chunk.id, ids, tuple(media))
+        self._cache.put(chunk.id, made, _TOKEN_BYTES * made.tokens)
+        return made
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of generated ids, special tokens left out."""
-        with self.checkpoint.tokenizing:
-            return str(self.checkpoint.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return self.tokens.text(token_ids)
 
     def embed(self, key: str) -> torch.Tensor:
         """Stored embeddings, as the tower gave them; see `Engine.embed`."""
@@ -154,24 +153,17 @@ class Encoder:
         return found[0]
 
     def _made(self, chunk_id: str, ids: Sequence[int], media: tuple[MediaSpan, ...]) -> Encoded:
+        self.tokens.check_count(len(ids), "what is encoded")
         positions, advance = self._positions(ids, media)
         return Encoded(chunk_id, tuple(ids), positions, advance, media)
 
     def text_ids(self, text: str) -> list[int]:
         """Ids of content: special tokens spelled out in it stay text."""
-        if not text:
-            return []
-        with self.checkpoint.tokenizing:
-            made = self.checkpoint.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
-        return [int(i) for i in made["input_ids"]]
+        return self.tokens.content(text)
 
     def template_ids(self, text: str) -> list[int]:
         """Ids of a piece of the template: special tokens count."""
-        if not text:
-            return []
-        with self.checkpoint.tokenizing:
-            made = self.checkpoint.tokenizer(text, add_special_tokens=False)
-        return [int(i) for i in made["input_ids"]]
+        return self.tokens.template(text)
 
     def _query_ids(self, query: str) -> list[int]:
         if self._closing is None:
@@ -181,7 +173,7 @@ class Encoder:
     def _raw_ids(self, part: TokensPart) -> tuple[int, ...]:
         media = self.checkpoint.media
         reserved = set() if media is None else {media.image, media.video}
-        size = len(self.checkpoint.tokenizer)
+        size = len(self.tokens)
         for i in part.ids:
             if i in reserved:
                 raise ValueError(f"tokens must not hold media placeholders, got id {i}; use Chunk.image or Chunk.video")
@@ -194,6 +186,9 @@ class Encoder:
         template = self.checkpoint.template
         if chunk.role is None:
             return "", ""
+        for part in chunk.parts:
+            if isinstance(part, TextPart):
+                self.tokens.check(part.text)
         around = template.turns(chunk.role)
         if not any(isinstance(p, TokensPart) for p in chunk.parts):
             blocks = [
@@ -320,8 +315,8 @@ class EncodingEngine(Engine):
 
     Attributes:
         encoder: tokens, positions and embeddings.
-        _lock: guards the model. `encode` may run the vision tower, so it takes this lock before the encoder's own, as
-            generating does when it decodes text: the other order can deadlock.
+        _lock: guards the model. Encoding media may run the vision tower, so it takes this lock before the encoder's own, as
+            generating does when it decodes text: the other order can deadlock. Text takes neither.
     """
 
     encoder: Encoder
@@ -331,7 +326,7 @@ class EncodingEngine(Engine):
         return self.encoder.encode_system_prompt(system_prompt)
 
     def encode(self, chunk: Chunk) -> Encoded:
-        with self._lock:
+        with self._lock if any(isinstance(part, MediaPart) for part in chunk.parts) else nullcontext():
             return self.encoder.encode(chunk)
 
     def encode_query(self, query: str) -> Encoded:

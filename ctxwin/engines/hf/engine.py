@@ -101,7 +101,9 @@ class HFEngine(EncodingEngine):
         check_relocation(kv, self._probe, max(1, min(_FAR, self.spec.max_tokens - _PROBED)))
         self.counters = EngineCounters()  # the measurement is nobody's work
         vision = self._see if checkpoint.media is not None else None
-        self.encoder = Encoder(checkpoint, identity, self.repo, vision, self._positions, self.counters)
+        self.encoder = Encoder(
+            checkpoint, identity, self.repo, vision, self._positions, self.counters, self.spec.max_tokens
+        )
         _log.info("transformers engine: %s (%s) on %s, %s", model, checkpoint.config.model_type, self._device, name)
 
     def prefill(

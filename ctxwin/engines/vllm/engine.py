@@ -168,12 +168,13 @@ class VLLMEngine(EncodingEngine):
             self.repo = SpanRepository(self.store, core.identity, spec=core.kv)
             self.counters = EngineCounters()
             vision = core.inputs.see if core.vision else None
+            longest = int(core.driver.config.model_config.max_model_len)
             self.encoder = Encoder(
-                core.checkpoint, core.identity, self.repo, vision, core.inputs.positions, self.counters
+                core.checkpoint, core.identity, self.repo, vision, core.inputs.positions, self.counters, longest
             )
             self.spec = EngineSpec(
                 name="vllm", model=core.model, identity=core.identity, kv=core.kv,
-                max_tokens=int(core.driver.config.model_config.max_model_len), vision=core.vision,
+                max_tokens=longest, vision=core.vision,
             )  # fmt: skip
         except BaseException:
             self.close()
