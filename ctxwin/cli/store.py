@@ -117,13 +117,13 @@ def _print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=1))
 
 
-def _table(system_prompt: tuple[str, str], rows: list[tuple[str, str]]) -> None:
+def _table(header: tuple[str, str], rows: list[tuple[str, str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(show_header=any(system_prompt), box=None, pad_edge=False)
-    table.add_column(system_prompt[0])
-    table.add_column(system_prompt[1], justify="right")
+    table = Table(show_header=any(header), box=None, pad_edge=False)
+    table.add_column(header[0])
+    table.add_column(header[1], justify="right")
     for row in rows:
         table.add_row(*row)
     Console().print(table)

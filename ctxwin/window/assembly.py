@@ -148,7 +148,9 @@ class Assembly:
                 system_prompt = segments[0] = self._computed_system_prompt(state, system_prompt, work)
                 _, formed = self.canonical(state, choice.placed, system_prompt, work)
             # What was formed just now serves even where the store refused it; asking again would never end.
-            span = formed or self._span(choice.served.span, encoded, work)
+            # What is served as exact must have been stored as exact, and behind the same antecedents.
+            wanted = {"provenance": choice.served.provenance, "exact": True} if choice.served.exact else {}
+            span = formed or self._span(choice.served.span, encoded, work, **wanted)
             if span is None:
                 return None
             patch = None
@@ -180,9 +182,9 @@ class Assembly:
         self.put(system_prompt.span_key, span, system_prompt.encoded, provenance="system_prompt", exact=True)
         return replace(system_prompt, span=span, capture=False)
 
-    def _span(self, key: str, encoded: Encoded, work: Work) -> SpanKV | None:
+    def _span(self, key: str, encoded: Encoded, work: Work, **wanted: object) -> SpanKV | None:
         found = self.repo.get_span(
-            key, token_ids=encoded.token_ids, positions=encoded.positions, chunk=encoded.chunk_id
+            key, token_ids=encoded.token_ids, positions=encoded.positions, chunk=encoded.chunk_id, **wanted
         )
         if found is None:
             self._miss(key, work)
