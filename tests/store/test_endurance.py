@@ -8,7 +8,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -57,18 +58,24 @@ def write_until_killed(store: Store, seed: int) -> None:
             store.verify() if own.random() < 0.1 else store.lease(key)
 
 
-def killed(opened: Callable[[], Store], seed: int, after: float) -> None:
-    """A process that writes, and dies without any cleanup."""
-    child = os.fork()
-    if child == 0:
-        try:
-            write_until_killed(opened(), seed)
-        finally:
-            os._exit(7)  # only a failure ends it by itself
+def killed(opened: Callable[[], Store], seeds: Sequence[int], after: float) -> None:
+    """Processes that write at once, and die without any cleanup."""
+    children = []
+    for seed in seeds:
+        child = os.fork()
+        if child == 0:
+            try:
+                write_until_killed(opened(), seed)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(7)  # only a failure ends it by itself
+        children.append(child)
     time.sleep(after)
-    os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status), f"writer {seed} failed"
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), f"a writer of {seeds} failed"
 
 
 @pytest.fixture
@@ -89,17 +96,8 @@ def test_killed_writers_leave_nothing_wrong_on_disk(folder: Path, secret: str) -
 
     own = random.Random(1)
     for i in range(WRITERS // 5):
-        killed(opened, i, own.uniform(0.0, 0.08))
-        together = [os.fork() for _ in range(4)]
-        if 0 in together:
-            try:
-                write_until_killed(opened(), 10_000 + 10 * i + together.index(0))
-            finally:
-                os._exit(7)
-        time.sleep(own.uniform(0.0, 0.15))
-        for child in together:
-            os.kill(child, signal.SIGKILL)
-            assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        killed(opened, [i], own.uniform(0.0, 0.08))
+        killed(opened, range(10_000 + 4 * i, 10_004 + 4 * i), own.uniform(0.0, 0.15))
         with closing(opened()) as store:
             assert all(is_right(key, store.get(key)) for key in KEYS)
             assert store.stats().corrupt == 0
@@ -124,7 +122,7 @@ def test_killed_writers_leave_nothing_wrong_in_redis(server: Server, secret: str
 
     own = random.Random(2)
     for i in range(WRITERS):
-        killed(opened, i, own.uniform(0.0, 0.05))
+        killed(opened, [i], own.uniform(0.0, 0.05))
         if i % 25 == 0:
             with closing(opened()) as store:
                 assert all(is_right(key, store.get(key)) for key in KEYS)
