@@ -1,8 +1,8 @@
 """What a prefix cache computes for a prompt, counted as vLLM does it.
 
 A prompt is split into whole blocks; a block is found only behind the same blocks, so hits are the longest common prefix
-with anything served before. The last token is always computed. The count favours the cache where there is a choice: it
-never forgets a block, and looks cost it nothing.
+with anything served before. The last token is always computed. Wherever there is a choice the count favours the cache: it
+never forgets a block, and looking one up costs nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENCODER_CACHE = 4096
 
 @dataclass(frozen=True)
 class Media:
-    """A medium in a prompt: what it is, and the half-open range of prompt tokens that stand for it."""
+    """An image or video in a prompt: its key, and the half-open range of prompt tokens that represent it."""
 
     key: str
     begin: int
@@ -44,7 +44,7 @@ class Prompt:
 
     @classmethod
     def of(cls, parts: Iterable[Encoded]) -> Prompt:
-        """The prompt that encoded chunks make, one behind the other."""
+        """The prompt of encoded chunks in a row."""
         tokens: list[str] = []
         media: list[Media] = []
         for part in parts:

@@ -1,7 +1,6 @@
-"""The yardsticks: an exact re-prefill of what is placed now, and blind reuse of frames prefilled alone.
+"""What answers are compared with: an exact re-prefill of what is placed now, and blind reuse of frames prefilled alone.
 
-Neither touches the window's spans in the store nor its part of the engine's prefix cache; only vision embeddings are
-shared. What they compute is not counted as the window's work.
+Neither touches the window's spans in the store or its part of the engine's prefix cache; only vision embeddings are shared.
 """
 
 from __future__ import annotations

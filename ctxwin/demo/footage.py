@@ -127,10 +127,10 @@ class VideoFootage:
 
     Args:
         path: a video file.
-        fps: frames a second to sample.
+        fps: frames sampled per second.
         questions: asked in turn.
-        limit: most frames taken from the front.
-        least: frames it must have.
+        limit: most frames to take, from the beginning.
+        least: frames the video must give.
 
     Raises:
         BadMedia: a file that cannot be decoded, ends early, or is too short.

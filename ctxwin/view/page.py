@@ -1,4 +1,4 @@
-"""`render`: a trace as one self-contained HTML page. Nothing is fetched; the data stand in the page as JSON."""
+"""`render`: a trace as one self-contained HTML page. Nothing is fetched; the page holds its data as JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def render(trace_path: str | Path, out: str | Path, *, limit: int = LIMIT) -> Pa
         out: the HTML file; replaced where it exists.
         limit: most operations shown, the newest ones.
 
-    Raises ValueError for a file that is no trace or a limit below 1, OSError for files that cannot be read or written.
+    Raises:
+        ValueError: a file that is not a trace, or a limit below 1.
+        OSError: a file that cannot be read or written.
     """
     html = page(read_trace(trace_path), Path(trace_path).name, limit=limit)
     Path(out).write_text(html, encoding="utf-8")
@@ -59,7 +61,7 @@ def page(recording: Recording, title: str, *, limit: int = LIMIT, live: str | No
         "summary": escape(in_words(totals(recording))),
         "style": (_FOLDER / "page.css").read_text(encoding="utf-8") + colours,
         "legend": _legend(),
-        # "<" never stands in the data, so that no text in it can end the element.
+        # The data contain no "<", so that no text in them can end the element.
         "data": json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
         "script": script,
         "hash": "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

@@ -23,7 +23,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Serves one trace, read-only: ``/`` is the page, ``/events`` what comes after it. Nothing else is served.
+    """Serves one trace, read-only: ``/`` is the page, ``/events`` the lines written after it. Nothing else is served.
 
     Args:
         trace: path of the trace; it must exist.
@@ -62,7 +62,7 @@ class ViewServer(ThreadingHTTPServer):
         return self.server_address[0] in _LOOPBACK
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that went away is no error; anything else is printed, as ever."""
+        """Prints errors as usual, except for a browser that has gone away."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
@@ -91,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815 - the name http.server looks for
 
     def _local(self) -> bool:
-        """Whether a server on the loopback was asked for by a loopback name: a page elsewhere may point its own name here."""
+        """Whether the request names a loopback host, if the server is on one: a page elsewhere may point its own name here."""
         if not self.server.loopback:
             return True
         return urlsplit(f"//{self.headers.get('Host', '')}").hostname in _LOOPBACK
@@ -145,11 +145,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(raw)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are not printed."""
+        """Keeps requests off the terminal."""
 
 
 def messages(trace: Path, offset: int, stopping: Event) -> Iterator[bytes]:
-    """Server-sent events for what stands behind ``offset``: a ``line`` each; ``reset`` at last where the file was replaced.
+    """Server-sent events for what follows ``offset``: one ``line`` event a line, and ``reset`` if the file was replaced.
 
     Ends when ``stopping`` is set.
     """

@@ -22,8 +22,8 @@ SIDE = 96
 def thumbnail(repo: SpanRepository, chunk: Chunk) -> str | None:
     """Base64 JPEG of the first picture of ``chunk``, the longer side at most `SIDE`; None where there is none.
 
-    None, too, for ``keep_source=False`` (whose pixels must not be kept) and where source and stored pixels are gone.
-    Cost: reading or decoding the source once; of a video file only up to its first frame in the chunk.
+    Also None for ``keep_source=False``, whose pixels must not be kept, and where both the source and the stored pixels are gone.
+    Cost: reads or decodes the source once, a video file only up to the chunk's first frame.
     """
     if not chunk.media or not chunk.keep_source:
         return None

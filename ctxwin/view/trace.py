@@ -41,17 +41,19 @@ class Trace:
 
     Args:
         path: the file; its folder must exist. An existing file is replaced unless ``append``.
-        append: go on with a trace of an earlier process; its unfinished last line, if any, is dropped.
-        thumbnails: whether pictures are kept, small (about 2 KB a chunk). A chunk with ``keep_source=False`` never gets one.
-        engine: count its vision encodes from now on, not only from the first window that is watched.
+        append: continue the trace of an earlier process; an unfinished last line is dropped.
+        thumbnails: keep a small picture of each chunk (about 2 KB). A chunk with ``keep_source=False`` never gets one.
+        engine: count its vision encodes from now on rather than from the first window that is watched.
 
-    Safe from several threads. Use as a context manager, or call `close`. What was written stays: a chunk forgotten with
-    ``evict(forget=True)`` still has its thumbnail and first words in the file.
+    Safe to use from several threads. Use as a context manager, or call `close`. What was written stays: the thumbnail and the
+    first words of a chunk forgotten with ``evict(forget=True)`` remain in the file.
 
     Raises:
-        ValueError: ``append`` to something that is no trace. OSError: a file that cannot be written.
+        ValueError: ``append`` to a file that is not a trace.
+        OSError: a file that cannot be written.
 
-    Cost: a line an operation in the operation's own thread, and for the first sight of a picture a decode and a small JPEG.
+    Cost: one line per operation, written in the operation's own thread; a picture seen for the first time is decoded and
+    compressed to a small JPEG.
     """
 
     def __init__(
@@ -81,9 +83,9 @@ class Trace:
             self._write({"kind": "trace", "format": FORMAT, "version": __version__, "time": _now()})
 
     def watch(self, window: Window) -> None:
-        """Records ``window`` from now on, and every fork made of it later. A window that is watched already stays so.
+        """Records ``window`` from now on, and every fork made of it later. Watching a window twice changes nothing.
 
-        A window that was restored under the id of one seen before goes on as that one.
+        A restored window continues the one that was seen under its id.
         """
         self._begin(window)
         window.observe(_Recorder(self, window.engine))
@@ -92,7 +94,7 @@ class Trace:
         self, costs: Mapping[str, float] | None = None, *, window: Window | None = None, truth: str | None = None,
         answers: Mapping[str, str] | None = None, text: str = "", idle_tokens: int = 0,
     ) -> None:  # fmt: skip
-        """Adds to the latest ask (of ``window``, where given) what is shown beside it.
+        """Adds what is shown beside the latest ask (of ``window``, if given).
 
         Args:
             costs: tokens that something else would have computed for it, by name, e.g. ``{"prefix cache": 310}``.
@@ -102,7 +104,9 @@ class Trace:
             idle_tokens: computed for the window outside asks since the last note (`Window.compress`, `Window.refresh`), which
                 an ask's own usage does not include.
 
-        Raises LookupError where nothing was asked yet, ValueError for a cost that is no finite number.
+        Raises:
+            LookupError: nothing has been asked yet.
+            ValueError: a cost that is not a finite number.
         """
         costs = dict(costs or {})
         if any(not isinstance(cost, int | float) or not math.isfinite(cost) for cost in costs.values()):
@@ -120,7 +124,7 @@ class Trace:
             self._write({key: value for key, value in line.items() if value})
 
     def close(self) -> None:
-        """Ends the recording. Idempotent; windows go on unwatched."""
+        """Ends the recording; the windows stay usable. Idempotent."""
         with self._lock:
             self._closed = True
             self._file.close()
@@ -130,8 +134,6 @@ class Trace:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    # -- inside -----------------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
         known = read_trace(self.path)
@@ -150,7 +152,7 @@ class Trace:
             line = self._line(engine, event.op, event.state, event.parent, event.lanes or {})
             line |= {"ids": list(event.ids), "other": event.other, "note": _short(event.note) or None}
             line["seconds"] = round(event.seconds, 6)
-            # A window counts them until its next answer; one that is restored for every step has none to give.
+            # From the engine: a window counts them until its next answer, and one that is restored for every step has none.
             encodes = engine.counters.vision_encodes
             line["encodes"] = (encodes - self._encodes.get(engine, encodes)) or None
             self._encodes[engine] = encodes
@@ -230,7 +232,7 @@ class Trace:
         begin = self._file.seek(0, os.SEEK_END)
         try:
             left = memoryview(raw)
-            while left:  # a disk that is nearly full takes a part, and refuses the rest
+            while left:  # a nearly full disk accepts a part and refuses the rest
                 left = left[self._file.write(left) :]
         except OSError:
             self._file.truncate(begin)
@@ -249,7 +251,7 @@ class _Recorder:
 
 
 def _remember(known: OrderedDict[Any, Any], key: object, value: object) -> None:
-    """As the newest entry; the oldest ones are dropped, so that an endless run stays bounded."""
+    """Stores a value as the newest entry and drops the oldest, so that an endless run stays bounded."""
     known.pop(key, None)
     known[key] = value
     if len(known) > _REMEMBERED:
@@ -289,7 +291,7 @@ def _now() -> float:
 
 @dataclass(frozen=True)
 class Recording:
-    """A trace as it was read.
+    """A trace that was read from a file.
 
     Attributes:
         system_prompt: format, version of ctxwin and time of the start (seconds since 1970).
@@ -327,10 +329,11 @@ class Recording:
 
 
 def read_trace(path: str | Path) -> Recording:
-    """Reads a trace. An unfinished last line (a run that is going on, or was killed) is left out.
+    """Reads a trace. An unfinished last line, of a run that is still writing or was killed, is left out.
 
     Raises:
-        ValueError: no trace, a newer format, or a line that is damaged, with its number. OSError: an unreadable file.
+        ValueError: not a trace, a newer format, or a damaged line, with its number.
+        OSError: a file that cannot be read.
     """
     whole = Path(path).read_bytes()
     size = whole.rfind(b"\n") + 1
