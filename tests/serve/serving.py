@@ -42,6 +42,7 @@ class Server:
     engines: dict[str, Engine]
     passed: list[Any]
     heads: list[dict[str, str]]
+    app: FastAPI
 
     def client(self, key: str = "none", **options: Any) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
@@ -123,7 +124,7 @@ def serving(
             assert thread.is_alive(), "the server did not start"
             time.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield Server(f"http://127.0.0.1:{port}", service, engines, passed, heads)
+        yield Server(f"http://127.0.0.1:{port}", service, engines, passed, heads, app)
     finally:
         server.should_exit = True
         thread.join()
