@@ -28,6 +28,7 @@ from PIL import Image
 from ctxwin import BudgetExceeded, Chunk, Fidelity, Window, open_engine
 from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
 from ctxwin.engines.open import vllm_installed
+from ctxwin.serve.endpoints import PLAIN, is_ours
 from ctxwin.serve.errors import UnknownWindow
 from ctxwin.tiny import world
 from serve.test_routes import call
@@ -73,12 +74,22 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    folder, port = tmp_path_factory.mktemp("server"), free_port()
+    folder = tmp_path_factory.mktemp("server")
     (folder / "tenants.toml").write_text(TENANTS)
+    with running_server(
+        folder, "--api-key", "key-own", "--tenants", str(folder / "tenants.toml"), "--enable-prompt-tokens-details",
+        "--store", f"disk:{folder / 'kv'}",
+    ) as made:  # fmt: skip
+        yield made
+
+
+@contextlib.contextmanager
+def running_server(folder: Path, *arguments: str) -> Iterator[Process]:
+    """``ctxwin serve tiny``, until the block ends."""
+    port = free_port()
     command = [
         sys.executable, "-m", "ctxwin", "serve", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-        "--api-key", "key-own", "--tenants", str(folder / "tenants.toml"), "--enable-prompt-tokens-details",
-        "--store", f"disk:{folder / 'kv'}",
+        *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     log = folder / "log.txt"
@@ -411,6 +422,44 @@ def test_metrics_stand_beside_vllms(server: Process) -> None:
     assert found['ctxwin_windows_open{tenant=""}'] == 0
 
 
+def test_tenants_reach_what_was_opened_and_nothing_else(server: Process) -> None:
+    """Whatever vLLM adds is closed until somebody has looked at it."""
+    key = {"authorization": "Bearer key-acme"}
+    status, described = call(server, "/openapi.json", authorization="Bearer key-own")  # type: ignore[arg-type]
+    assert status == 200
+    tried = 0
+    for path, methods in described["paths"].items():
+        for method in {"post", "put", "delete", "patch"} & set(methods):
+            if is_ours(path):
+                continue
+            status, answer = call(server, path.replace("{", "").replace("}", ""), {}, method.upper(), **key)  # type: ignore[arg-type]
+            if method == "post" and path in PLAIN:
+                assert status in (200, 400, 404, 422), (path, answer)
+            else:
+                assert (status, answer["error"]["code"]) == (403, "not_allowed"), path
+                tried += 1
+            assert call(server, path, {}, method.upper())[0] == 401, path  # type: ignore[arg-type]
+    assert tried >= 5
+
+
+def test_a_video_that_nobody_could_have_filmed_harms_nobody(server: Process) -> None:
+    """Six frames at 1e-6 a second, appended and asked about, ended vLLM for all tenants."""
+    (part,) = [part for part in plain_messages([0], "x")[1]["content"] if "image_url" in part]
+    frames = [part["image_url"]["url"]]
+    key = {"authorization": "Bearer key-acme"}
+    for fps in (1e-6, 0.01, 1000):
+        window = call(server, "/v1/windows", {"system_prompt": HEADER}, **key)[1]["id"]  # type: ignore[arg-type]
+        chunk = {"type": "video", "frames": frames * 6, "fps": fps}
+        first = call(server, f"/v1/windows/{window}/append", {"chunk": chunk}, **key)  # type: ignore[arg-type]
+        asked = call(server, f"/v1/windows/{window}/ask", {"query": "?", "max_tokens": 2}, **key)  # type: ignore[arg-type]
+        assert first[0] in (200, 400, 422) and asked[0] < 500, (fps, first, asked)
+    assert (
+        server.client()
+        .chat.completions.create(model="tiny", max_tokens=1, messages=[{"role": "user", "content": "still there?"}])
+        .choices
+    )
+
+
 def test_it_ends_cleanly_and_keeps_snapshots(server: Process) -> None:
     """Last: the server is gone afterwards."""
     window = RemoteWindow(server.client(), HEADER, 900)
@@ -432,6 +481,29 @@ def test_it_ends_cleanly_and_keeps_snapshots(server: Process) -> None:
     finally:
         store.close()
     text = server.log.read_text()
+    assert "leaked shared_memory" not in text and "leaked semaphore" not in text
     assert "key-own" not in text and "key-acme" not in text
     # vLLM itself may log that its engine is gone while it shuts down.
     assert not [line for line in text.splitlines() if re.search(r'File ".*ctxwin/(serve|adapters|engines)/', line)]
+
+
+def children(parent: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if stat.read_text().rpartition(")")[2].split()[1] == str(parent):
+                found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.slow
+def test_a_vllm_that_dies_is_an_exit_status(tmp_path: Path) -> None:
+    """A supervisor starts again what failed, and nothing that ended with 0."""
+    with running_server(tmp_path) as server:
+        assert "every other client" in server.log.read_text()
+        (engine,) = [
+            pid for pid in children(server.process.pid) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        os.kill(engine, signal.SIGKILL)
+        assert server.process.wait(120) not in (0, None)
+        assert "Traceback" not in server.log.read_text().splitlines()[-1]
