@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 from openai import AsyncOpenAI, OpenAI
 
@@ -18,6 +18,19 @@ from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry
 from ctxwin.window.state import State
 
 T = TypeVar("T")
+
+
+class AskOptions(TypedDict, total=False):
+    """What `RemoteWindow.ask` and its kin take beside the query and the length of the answer; see `Window.ask`."""
+
+    remember: bool
+    logprobs: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int | None
+    stop: str | int | list[str | int] | None
+    json_schema: dict[str, Any] | None
 
 
 class RemoteWindow:
@@ -211,20 +224,20 @@ class RemoteWindow:
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
-    def ask(self, query: str, max_tokens: int = 32, **options: Any) -> Answer:
+    def ask(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Answer:
         """Answers ``query`` over what is placed; takes the options of `ctxwin.Window.ask`. Cost: what `plan` says."""
-        return wire.answer_from(self._post("ask", query=query, max_tokens=max_tokens, **_listed(options)))
+        return wire.answer_from(self._post("ask", query=query, max_tokens=max_tokens, **options))
 
-    def stream(self, query: str, max_tokens: int = 32, **options: Any) -> RemoteStream:
+    def stream(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> RemoteStream:
         """Like `ask`, yielding text as it is made; the iterator's ``answer`` holds the Answer at the end.
 
         Closing the iterator early stops the server and leaves the window unchanged.
         """
         self._check_open()
-        body = {"query": query, "max_tokens": max_tokens, "stream": True, **_listed(options)}
+        body = {"query": query, "max_tokens": max_tokens, "stream": True, **options}
         return RemoteStream(transport.stream(self._client, self._path("ask"), body))
 
-    async def aask(self, query: str, max_tokens: int = 32, **options: Any) -> Answer:
+    async def aask(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Answer:
         """`ask` without blocking the event loop; cancelling it leaves the window unchanged."""
         async with self._events(query, max_tokens, options) as events:
             async for event in events:
@@ -232,7 +245,7 @@ class RemoteWindow:
                     return wire.answer_from(event["answer"])
         raise EngineFailed("the server ended the answer before its end")
 
-    async def astream(self, query: str, max_tokens: int = 32, **options: Any) -> AsyncIterator[str]:
+    async def astream(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> AsyncIterator[str]:
         """`stream` for async code."""
         async with self._events(query, max_tokens, options) as events:
             async for event in events:
@@ -317,10 +330,10 @@ class RemoteWindow:
 
     @contextlib.asynccontextmanager
     async def _events(
-        self, query: str, max_tokens: int, options: dict[str, Any]
+        self, query: str, max_tokens: int, options: AskOptions
     ) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
         self._check_open()
-        body = {"query": query, "max_tokens": max_tokens, "stream": True, **_listed(options)}
+        body = {"query": query, "max_tokens": max_tokens, "stream": True, **options}
         async with transport.asynchronous(self._client, self._async_client) as client:
             stream = await transport.astream(client, self._path("ask"), body)
             try:
@@ -356,8 +369,3 @@ class RemoteStream(Iterator[str]):
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.close()
-
-
-def _listed(options: dict[str, Any]) -> dict[str, Any]:
-    """Options as JSON takes them."""
-    return {name: list(value) if name == "stop_ids" else value for name, value in options.items()}

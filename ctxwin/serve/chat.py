@@ -19,7 +19,7 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.serve.completions import ChatRequest, Piece, Reply
 from ctxwin.serve.layout import lay_out
 from ctxwin.serve.uploads import Uploads
-from ctxwin.window.ask import Question
+from ctxwin.window.ask import Question, until_stop
 from ctxwin.window.window import Window
 
 Spawn = Callable[[Callable[[], Reply]], "Future[Reply]"]
@@ -38,15 +38,8 @@ class Stops:
         """What is new and certain in ``whole``, the text so far."""
         if self.stopped:
             return ""
-        found = [at for stop in self._stops if (at := whole.find(stop)) >= 0]
-        if found:
-            self.stopped, ready = True, whole[: min(found)]
-        elif last:
-            ready = whole
-        else:
-            ready = whole.rstrip("\ufffd")  # half a character: its text changes with the next token
-            kept = max((n for stop in self._stops for n in range(1, len(stop)) if ready.endswith(stop[:n])), default=0)
-            ready = ready[: len(ready) - kept]
+        text = whole if last else whole.rstrip("\ufffd")  # half a character: it changes with the next token
+        ready, self.stopped = until_stop(text, self._stops, last=last)
         new = ready[len(self.text) :]
         if new:
             self.text = ready

@@ -199,13 +199,15 @@ class ChatRequest(Body):
             return None
         if isinstance(wanted, _JsonObject):
             return '{"type": "object"}'
-        try:
-            schema = json.dumps(wanted.json_schema.schema_)
-        except RecursionError:
-            raise ValueError("the JSON schema must not be nested without end") from None
-        if len(schema) > _MOST_SCHEMA:
-            raise ValueError(f"the JSON schema must have at most {_MOST_SCHEMA} characters, got {len(schema)}")
-        return schema
+        return schema_text(wanted.json_schema.schema_)
+
+
+def schema_text(schema: Any) -> str:
+    """A JSON schema as text; ValueError for one that is larger than any answer needs."""
+    text = json.dumps(schema)
+    if len(text) > _MOST_SCHEMA:
+        raise ValueError(f"the JSON schema must have at most {_MOST_SCHEMA} characters, got {len(text)}")
+    return text
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,11 @@ from typing import Any
 
 from ctxwin.engines.base import Engine
 from ctxwin.hashing import digest
-from ctxwin.serve.completions import MOST_CHOICES
+from ctxwin.serve.completions import MOST_CHOICES, schema_text
 from ctxwin.serve.endpoints import PLAIN, check_fields
 from ctxwin.serve.errors import NotAllowed
+from ctxwin.serve.limits import Allowance
+from ctxwin.serve.specs import decode_data, picture_size
 
 _TRANSFER = ("kv_transfer_params", "ec_transfer_params")
 _SCORES = ("logprobs", "top_logprobs", "prompt_logprobs")
@@ -52,15 +54,18 @@ def plain_salt(engine: Engine) -> str:
     return salt if isinstance(salt, str) else ""
 
 
-def bind(path: str, data: dict[str, Any], tenant: str, salt: str, *, fetch: bool = False) -> bytes:
+def bind(
+    path: str, data: dict[str, Any], tenant: str, salt: str, allowance: Allowance, *, fetch: bool = False
+) -> bytes:
     """The body of a plain request as its tenant's own.
 
     Args:
         salt: of the tenant's prefix-cache space.
+        allowance: what its pictures may have; the OpenAI server decodes them, whatever they claim.
         fetch: whether media may be named by URL.
 
     Raises:
-        NotAllowed: fields, media or tools that tenants are not served.
+        NotAllowed: fields, media or tools that tenants are not served. TooLarge, BadMedia: pictures beyond the limits.
     """
     if tenant:
         check_fields(path, data)
@@ -69,8 +74,9 @@ def bind(path: str, data: dict[str, Any], tenant: str, salt: str, *, fetch: bool
     if PLAIN[path].generates:
         _bind(data, tenant, salt)
     if tenant:
+        media = _Media(tenant, allowance, fetch)
         for name in ("messages", "input", "system"):
-            _rename(data.get(name), tenant, fetch)
+            media.rename(data.get(name))
     return json.dumps(data).encode()
 
 
@@ -81,6 +87,8 @@ def _check_counts(data: dict[str, Any]) -> None:
     prompts = data.get("prompt")
     if isinstance(prompts, list) and any(not isinstance(p, int) for p in prompts) and len(prompts) > MOST_CHOICES:
         raise NotAllowed(f"prompt must be at most {MOST_CHOICES} prompts for tenants, got {len(prompts)}")
+    for name in ("response_format", "structured_outputs", "text"):
+        schema_text(data.get(name))
 
 
 def _check_tools(tools: Any) -> None:
@@ -119,30 +127,64 @@ def _bind(data: dict[str, Any], tenant: str, salt: str) -> None:
         data["request_id"] = _own("request of a tenant", tenant, data["request_id"])
 
 
-def _rename(value: Any, tenant: str, fetch: bool) -> None:
-    """Media names of clients (``uuid``) are keys of caches that all tenants share: each tenant gets its own names."""
-    if isinstance(value, list):
-        for item in value:
-            _rename(item, tenant, fetch)
-    elif isinstance(value, dict):
-        if _medium(value)[0].endswith("_embeds"):
+class _Media:
+    """Gives the media of one request names of their tenant's own.
+
+    Names that clients choose (``uuid``) are keys of caches which all tenants share.
+    """
+
+    def __init__(self, tenant: str, allowance: Allowance, fetch: bool) -> None:
+        self._tenant = tenant
+        self._allowance = allowance
+        self._fetch = fetch
+
+    def rename(self, value: Any) -> None:
+        """Renames whatever stands in ``value``, a part of the body."""
+        if isinstance(value, list):
+            for item in value:
+                self.rename(item)
+        elif isinstance(value, dict):
+            self._rename_part(value)
+            for key, item in value.items():
+                # Media hold no parts; arguments of a call and schemas of a tool are text of the prompt.
+                if key not in _MEDIA and (value.get("type"), key) not in (
+                    ("tool_use", "input"), ("tool_addition", "tool"),
+                ):  # fmt: skip
+                    self.rename(item)
+
+    def _rename_part(self, part: dict[str, Any]) -> None:
+        kind, medium = _medium(part)
+        if kind.endswith("_embeds"):
             raise NotAllowed(
                 "embeddings are not served to tenants: nothing checks them before the engine; send the media"
             )
-        linked = _link(value)
-        if linked is not None and not fetch:
+        linked = _link(part)
+        if linked is not None and not self._fetch:
             raise NotAllowed(f"media must be data: URLs for tenants, got {linked[:60]!r}; fetch it and send its bytes")
-        named = value.get("uuid")
+        if kind in ("image_url", "input_image") and isinstance(medium, str) and linked is None:
+            self._allowance.take_picture(*picture_size(decode_data("data:" + medium[5:])))
+        named = part.get("uuid")
         if named is None:  # its content is the key; what is fetched is another medium each time
-            named = _medium(value)[1] if linked is None else secrets.token_hex(16)
+            named = medium if linked is None else secrets.token_hex(16)
         if named is not None:
-            value["uuid"] = _own("medium of a tenant", tenant, named)
-        if value.get("type") == "image" and isinstance(value.get("source"), dict):
-            _mark(value["source"], tenant)
-        for key, item in value.items():
-            # Media hold no parts; arguments of a call and schemas of a tool are text of the prompt.
-            if key not in _MEDIA and (value.get("type"), key) not in (("tool_use", "input"), ("tool_addition", "tool")):
-                _rename(item, tenant, fetch)
+            part["uuid"] = _own("medium of a tenant", self._tenant, named)
+        if part.get("type") == "image" and isinstance(part.get("source"), dict):
+            self._mark(part["source"])
+
+    def _mark(self, source: dict[str, Any]) -> None:
+        """Puts the tenant's mark behind a picture of ``/v1/messages``, which takes no name for it.
+
+        The key is the file's bytes then, and no decoder reads on behind a picture's end.
+        """
+        key = "url" if source.get("type") == "url" else "data"
+        given = source.get(key)
+        if not isinstance(given, str) or (key == "url" and not _is_data(given)):
+            return
+        head, comma, _ = given.rpartition(",")
+        picture = decode_data("data:" + given[5:] if key == "url" else given)
+        self._allowance.take_picture(*picture_size(picture))
+        mark = hmac.digest(_SECRET, self._tenant.encode(), "sha256")
+        source[key] = head + comma + base64.b64encode(picture + mark).decode()
 
 
 def _medium(part: dict[str, Any]) -> tuple[str, Any]:
@@ -169,22 +211,6 @@ def _link(part: dict[str, Any]) -> str | None:
 
 def _is_data(url: str) -> bool:
     return url[:5].lower() == "data:"
-
-
-def _mark(source: dict[str, Any], tenant: str) -> None:
-    """Puts the tenant's mark behind a picture of ``/v1/messages``, which takes no name for it: the key is the file's bytes
-    then, and no decoder reads on behind a picture's end."""
-    key = "url" if source.get("type") == "url" else "data"
-    given = source.get(key)
-    if not isinstance(given, str) or (key == "url" and not _is_data(given)):
-        return
-    head, comma, data = given.partition(",") if key == "url" else ("", "", given)
-    try:
-        picture = base64.b64decode(data, validate=True)
-    except ValueError:
-        return  # the server says what is wrong with it
-    mark = hmac.digest(_SECRET, tenant.encode(), "sha256")
-    source[key] = head + comma + base64.b64encode(picture + mark).decode()
 
 
 def _own(what: str, tenant: str, name: Any) -> str:

@@ -15,7 +15,18 @@ from ctxwin.serve.errors import TooLarge, TooManyRequests
 _TEXT_PER_TOKEN = 16
 """Characters that a context window must hold for each of its tokens, by default: prose has 4 to 5, indented code 10."""
 _NOT_TOKENIZED = frozenset(
-    {"image", "frames", "image_url", "video_url", "input_audio", "file_data", "source", "snapshot", "response_format"}
+    {
+        "image",
+        "frames",
+        "image_url",
+        "video_url",
+        "input_audio",
+        "file_data",
+        "source",
+        "snapshot",
+        "response_format",
+        "json_schema",
+    }
 )
 """Fields whose text never reaches a tokenizer, or has bounds of its own."""
 _NAMES = frozenset({"chunk", "id", "type", "role"})
@@ -56,7 +67,7 @@ class Limits:
     window_ttl_s: float = 3600.0
     threads: int = 64
     max_waiting: int = 1024
-    decode_seconds: float = 5.0
+    decode_seconds: float = 10.0
     decode_bytes: int = 3 << 29
     max_logprobs: int = 20
     fidelity: Fidelity = field(default_factory=Fidelity)

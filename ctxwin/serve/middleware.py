@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -45,7 +46,7 @@ class Gateway:
                 await _refuse(scope, receive, send, error.status, error.body)
                 return
             except Exception as error:
-                status, body = to_body(error)
+                status, body = to_body(service.as_shown(error))
                 if status >= 500:
                     _log.error("%s failed before it was routed", path, exc_info=error)
                 await _refuse(scope, receive, send, status, body)
@@ -100,17 +101,13 @@ async def _looked_at(
         return body.again(raw)  # the server says what is wrong with what is no JSON
     if not isinstance(data, dict):
         raise ValueError("the body must be a JSON object")
-    salt = plain_salt(space.engine)
-    raw = await service.run_briefly(tenant, _bound, path, data, tenant, salt, service.fetches_media)
+    owned = partial(bind, path, data, tenant, plain_salt(space.engine), fetch=service.fetches_media)
+    raw = await service.run_briefly(tenant, owned, space.uploads.allowance())
     kept = [(k, v) for k, v in scope["headers"] if k.lower() not in (b"content-length", b"transfer-encoding")]
     scope["headers"] = [*kept, (b"content-length", str(len(raw)).encode())]
     if PLAIN[path].generates:
         await held.enter_async_context(service.place(tenant))
     return body.again(raw)
-
-
-def _bound(path: str, data: dict[str, Any], tenant: str, salt: str, fetch: bool) -> bytes:
-    return bind(path, data, tenant, salt, fetch=fetch)
 
 
 class _Body:

@@ -12,15 +12,18 @@ from pydantic import Field, create_model
 from ctxwin.chunk import Chunk
 from ctxwin.fidelity import Fidelity
 from ctxwin.serve import wire
+from ctxwin.serve.completions import schema_text
 from ctxwin.serve.limits import Allowance
 from ctxwin.serve.specs import COUNT, SEED, TOKEN, Body, checked
 from ctxwin.serve.uploads import Uploads
 from ctxwin.serve.windows import WindowRegistry
+from ctxwin.window.ask import Question
 from ctxwin.window.window import Window
 
 ChunkData = str | dict[str, Any]
 """The id of an uploaded chunk, or a chunk as `ctxwin.serve.specs` takes it."""
 Bytes = Annotated[int, Field(ge=0, lt=2**63)] | Annotated[str, Field(max_length=40)]
+Stop = TOKEN | Annotated[str, Field(max_length=1000)]
 Orders = Annotated[int, Field(ge=1, le=64)]
 Result = dict[str, Any]
 
@@ -53,20 +56,24 @@ class OpenWindow(Body):
 
 
 class Ask(Body):
-    """``POST /v1/windows/{id}/ask``, which may stream."""
+    """``POST /v1/windows/{id}/ask``, which may stream. Decoding is as `Window.ask` has it."""
 
     query: str
     max_tokens: COUNT = 32
     remember: bool = False
-    logprobs: COUNT = 0
-    temperature: float = Field(default=0.0, ge=0, le=2)
+    logprobs: COUNT | None = None
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: COUNT | None = None
     seed: SEED | None = None
-    stop_ids: list[TOKEN] = Field(default_factory=list, max_length=1024)
+    stop: Stop | Annotated[list[Stop], Field(max_length=1024)] | None = None
+    json_schema: dict[str, Any] | None = None
     stream: bool = False
 
-    def options(self) -> dict[str, Any]:
-        """What `Window.ask` takes beside the query and the length of the answer."""
-        return {**self.model_dump(exclude={"query", "max_tokens", "stream", "stop_ids"}), "stop": self.stop_ids}
+    def question(self) -> Question:
+        """Raises ValueError for values out of range."""
+        schema = None if self.json_schema is None else schema_text(self.json_schema)
+        return Question.of(**{**self.model_dump(exclude={"stream"}), "json_schema": schema})
 
 
 @dataclass(frozen=True)

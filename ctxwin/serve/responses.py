@@ -15,7 +15,6 @@ from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from ctxwin.errors import CtxwinError, EngineFailed
 from ctxwin.serve.background import BackgroundWork
 from ctxwin.serve.errors import kind_of, to_body
 from ctxwin.serve.service import STATE, TENANT, Service
@@ -57,9 +56,7 @@ def _refusal(request: Request, error: Exception) -> Response:
 
 def _counted(request: Request, error: Exception) -> tuple[int, dict[str, Any]]:
     service: Service = getattr(request.app.state, STATE)
-    if service.closing.is_set() and not isinstance(error, CtxwinError):
-        error = EngineFailed("the server is shutting down; try another one")
-    status, body = to_body(error)
+    status, body = to_body(service.as_shown(error))
     if status >= 500:
         _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     if request.method != "GET":  # whether a chunk is there is a question, and no is an answer

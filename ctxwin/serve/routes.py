@@ -19,7 +19,6 @@ from ctxwin.serve.operations import OPERATIONS, Ask, OpenWindow, Operation
 from ctxwin.serve.responses import Route, encoded, json_response, streamed, whole
 from ctxwin.serve.service import STATE, TENANT, Service, Space
 from ctxwin.serve.specs import CHUNK, checked
-from ctxwin.window.ask import Question
 from ctxwin.window.state import State
 from ctxwin.window.stream import TextDelta
 from ctxwin.window.window import Window
@@ -162,8 +161,7 @@ async def ask(window_id: str, call: Called) -> Response:
             with call.space.windows.using(window_id) as window:
                 if body.remember:
                     call.space.context().check_room(window, 1)
-                question = Question.of(body.query, body.max_tokens, **body.options())
-                answer = window.answer(question, on_token=on_token if body.stream else None, stopped=stopped)
+                answer = window.answer(body.question(), on_token=on_token if body.stream else None, stopped=stopped)
             if body.stream and (rest := delta.feed(answer.text, last=True)):
                 put(encoded({"text": rest}))
             return encoded(wire.answer_to(answer))

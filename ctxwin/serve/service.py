@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ctxwin.engines.base import Engine
+from ctxwin.errors import CtxwinError, EngineFailed
 from ctxwin.serve.background import BackgroundWork, Put, Stopped
 from ctxwin.serve.chat import Chat
 from ctxwin.serve.decoding import Decoders
@@ -146,6 +147,12 @@ class Service:
             yield
         finally:
             give_back()
+
+    def as_shown(self, error: Exception) -> Exception:
+        """What a client is told: whatever goes wrong while the server shuts down is no slip of it."""
+        if self.closing.is_set() and not isinstance(error, CtxwinError):
+            return EngineFailed("the server is shutting down; try another one")
+        return error
 
     def refresh_metrics(self) -> None:
         """Brings figures that are counted elsewhere up to date."""

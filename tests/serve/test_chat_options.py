@@ -77,6 +77,11 @@ def test_one_token_to_draw_from_is_greedy(client: OpenAI, vague: dict[str, Any],
     assert set(drawn(client, vague, **only)) == {text_of(client, vague)}
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-45, 5e-324])
+def test_a_temperature_next_to_nothing_is_none(client: OpenAI, vague: dict[str, Any], temperature: float) -> None:
+    assert set(drawn(client, vague, temperature=temperature, top_p=0.9)) == {text_of(client, vague)}
+
+
 def test_a_seed_gives_the_same_answers_again(client: OpenAI, vague: dict[str, Any]) -> None:
     once, again, other = (drawn(client, vague, seed=seed) for seed in (5, 5, 6))
     assert once == again != other and once[1:] == other[:-1]  # a choice's seed is the one before it and one

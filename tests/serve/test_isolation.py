@@ -9,6 +9,9 @@ import pytest
 
 from ctxwin.serve.errors import NotAllowed
 from ctxwin.serve.isolation import bind
+from ctxwin.serve.limits import Allowance, Limits
+
+FREE = Allowance(Limits())
 
 
 def test_names_of_requests_and_media_are_a_tenants_own() -> None:
@@ -17,7 +20,7 @@ def test_names_of_requests_and_media_are_a_tenants_own() -> None:
     def bound(tenant: str, name: Any) -> tuple[Any, Any]:
         image = {"type": "image_url", "image_url": {"url": "http://host/cat.png"}, "uuid": name}
         body = {"request_id": name, "messages": [{"role": "user", "content": [image]}]}
-        made = json.loads(bind("/v1/chat/completions", body, tenant, "salt", fetch=True))
+        made = json.loads(bind("/v1/chat/completions", body, tenant, "salt", FREE, fetch=True))
         return made["request_id"], made["messages"][0]["content"][0]["uuid"]
 
     for name in ("resp_1", "", 5, ["x"]):
@@ -28,5 +31,5 @@ def test_names_of_requests_and_media_are_a_tenants_own() -> None:
 
 def test_a_tenant_without_a_salt_gets_no_shared_blocks() -> None:
     with pytest.raises(NotAllowed):
-        bind("/v1/chat/completions", {"messages": []}, "acme", "")
-    assert json.loads(bind("/v1/chat/completions", {"messages": []}, "", "")) == {"messages": []}
+        bind("/v1/chat/completions", {"messages": []}, "acme", "", FREE)
+    assert json.loads(bind("/v1/chat/completions", {"messages": []}, "", "", FREE)) == {"messages": []}

@@ -22,7 +22,7 @@ from ctxwin.serve.errors import NotAllowed, TooLarge, TooManyWindows, UnknownUpl
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.tenants import Keys, Tenant, load_tenants
 from serve.serving import Server, serving
-from serve.test_routes import call, read_metrics
+from serve.test_routes import call, png, read_metrics
 
 ACME = Tenant(name="acme", keys=["key-a", "key-a2"], max_windows=2)
 BOLT = Tenant(name="bolt", keys=["key-b"], max_bytes="300KB")
@@ -97,7 +97,7 @@ def test_plain_requests_are_bound_to_their_tenants_cached_blocks(server: Server)
     given = [chat(server, key, cache_salt="salt-of-acme")["cache_salt"] for key in ("key-a", "key-b", "key-own")]
     assert len({*given, "salt-of-acme"}) == 4  # a salt that a client guesses leads nowhere
     assert chat(server, "key-a", cache_salt="x") == chat(server, "key-a2", cache_salt="x")
-    picture: dict[str, Any] = {"type": "image_url", "image_url": {"url": "data:,"}, "uuid": "cat"}
+    picture: dict[str, Any] = {"type": "image_url", "image_url": {"url": PART}, "uuid": "cat"}
     named = [
         chat(server, key, messages=[{"role": "user", "content": [picture]}])["messages"][0]["content"][0]["uuid"]
         for key in ("key-a", "key-b", "key-own")
@@ -233,7 +233,7 @@ def test_plain_requests_may_not_ask_for_a_whole_vocabulary(server: Server) -> No
         assert large.passed == [body] and chat(small, "", logprobs=True, top_logprobs=1)["top_logprobs"] == 1
 
 
-PART = "data:image/png;base64,AAAA"
+PART = "data:image/png;base64," + base64.b64encode(png(np.zeros((2, 2, 3), np.uint8))).decode()
 
 
 @pytest.mark.parametrize(
@@ -265,10 +265,29 @@ def test_what_is_no_medium_stays_as_it_is(server: Server) -> None:
     for part in (
         {"type": "text", "text": "x", "image_url": PART},
         {"type": "tool_use", "id": "1", "name": "find", "input": {"uuid": "of a call", "image_url": PART}},
-        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "no base64!"}},
     ):
         turn = [{"role": "user", "content": [part]}]
         assert chat(server, "key-a", "/v1/messages", messages=turn)["messages"] == turn
+
+
+@pytest.mark.parametrize("kind", ["TIFF", "BMP", "large", "no picture"])
+def test_pictures_in_plain_requests_of_tenants_are_bounded_like_uploads(kind: str) -> None:
+    """The server behind decodes whatever it is given: 151 bytes of TIFF took 858 MB."""
+    image = Image.new("RGB", (200, 200) if kind == "large" else (2, 2))
+    image.save(made := io.BytesIO(), "PNG" if kind in ("large", "no picture") else kind)
+    data = "AAAA" if kind == "no picture" else base64.b64encode(made.getvalue()).decode()
+    wanted = (413, "too_large") if kind == "large" else (400, "bad_media")
+    with serving(Limits(max_pixels=10_000), tenants=[ACME]) as server:
+        for path, where, part in (
+            ("/v1/chat/completions", "messages", {"type": "image_url", "image_url": {"url": f"DATA:;base64,{data}"}}),
+            ("/v1/responses", "input", {"type": "input_image", "image_url": f"data:;base64,{data}"}),
+            ("/v1/messages", "messages", {"type": "image", "source": {"type": "base64", "data": data}}),
+            ("/v1/messages", "messages", {"type": "image", "source": {"type": "url", "url": f"data:;base64,{data}"}}),
+        ):
+            body = {where: [{"role": "user", "content": [part]}]}
+            status, answer = call(server, path, body, authorization="Bearer key-a")
+            assert (status, answer["error"]["code"]) == wanted, (path, answer)
+        assert not server.passed
 
 
 URL = "https://example.org/cat.png"

@@ -295,10 +295,10 @@ def test_a_schema_that_cannot_be_held_to_is_refused(server: Process, schema: dic
 
 def test_what_vllm_would_refuse_is_the_clients_error(server: Process) -> None:
     with RemoteWindow(server.client(), HEADER, 500) as window:
-        for wrong in ({"logprobs": 10**6}, {"stop_ids": [10**6]}, {"seed": 2**63}):
+        for wrong in ({"logprobs": 10**6}, {"stop": [10**6]}, {"seed": 2**63}):
             with pytest.raises(ValueError, match=r"must be|malformed"):
                 window.ask(question(0), 2, **wrong)
-        assert window.ask(question(0), 2, logprobs=3, stop_ids=[5]).text is not None
+        assert window.ask(question(0), 2, logprobs=3, stop=[5]).text is not None
 
 
 def test_tenants_share_nothing(server: Process) -> None:

@@ -112,11 +112,15 @@ def inputs(words: torch.Tensor, seen: Sequence[tuple[int, torch.Tensor]], deep: 
     return Inputs(words, added)
 
 
+GREEDY = 1e-5
+"""Temperatures below are 0, as for vLLM: logits divided by less are no numbers."""
+
+
 def sample(logits: torch.Tensor, temperature: float, generator: torch.Generator | None) -> int:
     """One token id from ``logits [vocab]``: the most likely one at temperature 0."""
     import torch
 
-    if temperature == 0:
+    if temperature < GREEDY:
         return int(logits.argmax())
     return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
 
@@ -131,7 +135,7 @@ def warped(logits: torch.Tensor, sampling: Sampling, answer: Sequence[int]) -> t
     if answer and (sampling.presence_penalty or sampling.frequency_penalty):
         counts = torch.bincount(torch.tensor([int(i) for i in answer]), minlength=logits.numel()).to(logits)
         logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
-    if sampling.temperature == 0 or (sampling.top_p, sampling.top_k, sampling.min_p) == (1, 0, 0):
+    if sampling.temperature < GREEDY or (sampling.top_p, sampling.top_k, sampling.min_p) == (1, 0, 0):
         return logits
     probs = (logits / sampling.temperature).softmax(-1)
     allowed = probs >= sampling.min_p * probs.max()
