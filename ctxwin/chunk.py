@@ -7,7 +7,7 @@ video), never of where it came from: a PNG file and the array it decodes to are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -233,6 +233,12 @@ class Chunk(BaseModel):
         except BadMedia:
             return None
         return frames if pixels_digest(frames) == part.content else None
+
+    def holding(self, pixels: Mapping[str, np.ndarray]) -> Chunk:
+        """The same chunk (same id) with decoded frames of its media in memory, by the media's ``content``."""
+        made = self.model_copy()
+        made._frames = {**self._frames, **pixels}
+        return made
 
     def light(self) -> Chunk:
         """The same chunk without pixels in memory (same id)."""

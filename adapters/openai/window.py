@@ -89,8 +89,6 @@ class RemoteWindow:
         data = state.model_dump(mode="json") if isinstance(state, State) else state
         return cls._made(client, async_client, transport.post(client, "/windows", {"snapshot": data}))
 
-    # -- reading ------------------------------------------------------------------------------------------------------
-
     @property
     def id(self) -> str:
         """The server's name of this window; stays over edits and restarts of the server."""
@@ -161,8 +159,6 @@ class RemoteWindow:
         """Asserts every invariant of the window on the server."""
         self._post("check")
 
-    # -- editing ------------------------------------------------------------------------------------------------------
-
     def append(self, chunk: Chunk) -> str:
         """Places a chunk behind all others; uploads it if the server does not have it. Returns the placement id."""
         return str(self._placing([chunk], lambda refs: self._post("append", chunk=refs[0]))["placement"])
@@ -222,8 +218,6 @@ class RemoteWindow:
         self._post("adopt", id=branch.id, force=force)
         self._fidelity = Fidelity(**self._now()["fidelity"])
 
-    # -- asking -------------------------------------------------------------------------------------------------------
-
     def ask(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Answer:
         """Answers ``query`` over what is placed; takes the options of `ctxwin.Window.ask`. Cost: what `plan` says."""
         return wire.answer_from(self._post("ask", query=query, max_tokens=max_tokens, **options))
@@ -274,8 +268,6 @@ class RemoteWindow:
         """Forms patches of what was computed, for later. Returns how many."""
         return int(self._post("compress")["freed_bytes"])
 
-    # -- ending -------------------------------------------------------------------------------------------------------
-
     def close(self) -> None:
         """Closes the window on the server for good. Idempotent; a window that is gone there is closed, too."""
         if not self._closed:
@@ -291,8 +283,6 @@ class RemoteWindow:
 
     def __repr__(self) -> str:
         return f"<RemoteWindow {self._id} at {self._client.base_url}>"
-
-    # -- inside -------------------------------------------------------------------------------------------------------
 
     def _path(self, what: str) -> str:
         return f"/windows/{self._id}/{what}"

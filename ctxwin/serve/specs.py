@@ -192,7 +192,7 @@ class Builder:
     def build(self, spec: Any) -> Chunk:
         """The chunk; BadMedia, TooLarge, UnknownUpload, and ValueError where its id is not the one it was sent with."""
         if isinstance(spec, ReferredChunk):
-            return with_metadata(self._find(spec.chunk), spec.given())
+            return self._find(spec.chunk).model_copy(update=spec.given())
         role = None
         if isinstance(spec, PartsChunk | MessageChunk):
             role = spec.role if isinstance(spec, MessageChunk) else None
@@ -200,8 +200,9 @@ class Builder:
                 self._add(part)
         else:
             self._add(spec)
-        chunk = Chunk(parts=tuple(self._parts), role=role, as_frames=spec.as_frames, **spec.given())
-        chunk._frames.update(self._pixels)
+        chunk = Chunk(parts=tuple(self._parts), role=role, as_frames=spec.as_frames, **spec.given()).holding(
+            self._pixels
+        )
         if spec.id is not None and spec.id != chunk.id:
             raise ValueError(f"the content must have the id it is sent with, {spec.id}, got {chunk.id}; send it again")
         return chunk
@@ -224,7 +225,6 @@ class Builder:
             if found.role is not None:
                 raise ValueError(f"a part must be no message of its own, got the {found.role} message {found.id}")
             self._parts += found.parts
-            self._pixels |= found._frames
 
     def _add_text(self, text: str) -> None:
         if not text:
@@ -284,15 +284,6 @@ def decode_data(text: str) -> bytes:
         return base64.b64decode(rest, validate=True)
     except (binascii.Error, ValueError) as error:
         raise BadMedia(f"media must be base64, got {len(rest)} characters that are not: {error}") from None
-
-
-def with_metadata(chunk: Chunk, given: Mapping[str, Any]) -> Chunk:
-    """``chunk`` under another label, pin or priority; the same id."""
-    if not given:
-        return chunk
-    made = chunk.model_copy(update=dict(given))
-    made._frames.update(chunk._frames)
-    return made
 
 
 def without_sources(parts: Sequence[Any]) -> tuple[Any, ...]:

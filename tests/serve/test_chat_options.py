@@ -63,9 +63,6 @@ def text_of(client: OpenAI, asked: dict[str, Any], **change: Any) -> str:
     return client.chat.completions.create(**{**asked, **change}).choices[0].message.content or ""
 
 
-# -- sampling ----------------------------------------------------------------------------------------------------------
-
-
 def drawn(client: OpenAI, vague: dict[str, Any], **change: Any) -> list[str]:
     """Eight choices at a high temperature."""
     made = client.chat.completions.create(**{**vague, "temperature": 2.0, "seed": 5, "n": 8, **change})
@@ -125,9 +122,6 @@ def test_requests_that_say_nothing_take_the_servers_defaults() -> None:
     assert most == [7, 50, 200] and parse(body).most(100, {}) == 100
 
 
-# -- log-probabilities -------------------------------------------------------------------------------------------------
-
-
 def test_log_probabilities_are_the_models(client: OpenAI, server: Server, asked: dict[str, Any]) -> None:
     greedy = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
     scores = greedy.choices[0].logprobs
@@ -153,9 +147,6 @@ def test_log_probabilities_are_streamed_with_their_tokens(client: OpenAI, asked:
     scored = [e.choices[0].logprobs.content or [] for e in events if e.choices[0].logprobs is not None]
     assert [entry for part in scored for entry in part] == whole.logprobs.content
     assert "".join(e.choices[0].delta.content or "" for e in events) == whole.message.content
-
-
-# -- several choices ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -225,9 +216,6 @@ def test_a_client_that_leaves_stops_every_choice(server: Server, vague: dict[str
     connection.close()
     wait_for(lambda: not running[""] and not server.service._pool.waiting(""))
     assert server.engines[""].store.stats().leased == 0
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def schema(value: Any) -> dict[str, Any]:

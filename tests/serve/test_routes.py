@@ -75,9 +75,6 @@ def multipart(**parts: bytes) -> tuple[bytes, str]:
     return b"".join(rows) + b"--edge--\r\n", "multipart/form-data; boundary=edge"
 
 
-# -- chunks ------------------------------------------------------------------------------------------------------------
-
-
 def test_an_upload_is_idempotent_by_content(server: Server) -> None:
     data = base64.b64encode(png(PIXELS)).decode()
     first = call(server, "/v1/chunks", {"type": "image", "image": data, "text": "a"})
@@ -133,9 +130,6 @@ def test_bad_uploads_are_refused_with_their_reason(server: Server, body: Any, st
     got, answer = call(server, "/v1/chunks", body)
     assert (got, answer["error"]["code"]) == (status, code)
     assert answer["error"]["message"] and "Traceback" not in answer["error"]["message"]
-
-
-# -- windows -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_request_that_is_sent_again_is_done_once(server: Server) -> None:
@@ -272,9 +266,6 @@ def test_windows_outlive_the_server_on_a_durable_store(tmp_path: Path) -> None:
         assert upload(server.client(), CHUNKS[0]) == CHUNKS[0].id
 
 
-# -- chats -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_chat_is_the_chat_templates_own_prompt(client: OpenAI, server: Server) -> None:
     """The layout of a chat, piece by piece, is what the template makes of the whole conversation."""
     from ctxwin.serve.completions import ChatRequest
@@ -380,9 +371,6 @@ def test_stops_cut_alike_however_a_text_arrives(stops: tuple[str, ...]) -> None:
         assert (
             heard == by_piece.text == whole.text == text[: min((text.find(s) for s in stops if s in text), default=99)]
         )
-
-
-# -- metrics -----------------------------------------------------------------------------------------------------------
 
 
 def test_metrics_count_what_happened() -> None:
