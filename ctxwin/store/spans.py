@@ -246,6 +246,19 @@ class SpanRepository:
         payload = json.dumps(value, sort_keys=True, allow_nan=False).encode()
         return self._put(_key(key, "chunk", any_namespace=True), "json", {}, payload, bound=bound)
 
+    def record_of(self, key: str) -> Mapping[str, Any]:
+        """What was said of a stored span or patch beside its tensors; empty where it is gone or cannot be read.
+
+        Of any model; nothing is compared. Cost: a read and a checksum.
+        """
+        blob = self.store.get(key)
+        try:
+            _, header = codec.decode_tensors(blob or b"", checked=False)
+            said: Mapping[str, Any] = header["user"] if "user" in header else header["patch"]["meta"]
+        except (ValueError, TypeError, KeyError):
+            return {}
+        return said
+
     def contains(self, key: str) -> bool:
         """Whether the store holds ``key`` (in full, with its namespace). A get may still find a mismatch."""
         return self.store.contains(key)

@@ -17,7 +17,7 @@ from ctxwin.window import edits
 from ctxwin.window.answer import Answer, Disposability, Usage
 from ctxwin.window.assembly import Laid, Work
 from ctxwin.window.core import WindowCore
-from ctxwin.window.state import Conditioning, State, provenance_of, span_key
+from ctxwin.window.state import State
 
 if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV
@@ -223,23 +223,16 @@ def _with_exchange(
     chunk, encoded = exchange(core.engine, query, ids)
     placed = core.place(state, chunk)
     start = state.system_prompt_advance + sum(p.advance for p in state.placed)
-    front = [c.served for c in laid.choices]
-    exact = all(f.exact for f in front)
-    provenance = provenance_of(state.system_prompt_key, chunk.id, [f.provenance for f in front])
-    served = Conditioning(
-        provenance=provenance,
-        antecedents=tuple(p.id for p in state.placed),
-        exact=exact,
-        depth=0 if exact else 1 + max(f.depth for f in front),
-        lane="computed",
-        span=span_key(provenance, None if exact else front),
-    )
+    served = laid.end(state).computed(chunk.id, "computed")
     span = generation.query_span
     if span is not None:
         asked = core.engine.encode_query(query).tokens
         span = span.slice(0, min(span.tokens, asked + len(ids)))  # without what stands behind a stop text
         span = _finished(core, laid, generation, encoded, span, start, work)
-        core.assembly.put(served.span, span, encoded, provenance=provenance, exact=exact, depth=served.depth)
+        absorbed = laid.absorbed(len(laid.choices))
+        core.assembly.put(
+            served.span, span, encoded, provenance=served.provenance, exact=served.exact, absorbed=absorbed, chunk=chunk.id
+        )  # fmt: skip
         placed = placed.replace(kv=served, seen=True)
     return edits.appended(state, placed), placed.id
 
@@ -286,7 +279,7 @@ def disposable(core: WindowCore, placement: str, query: str, max_tokens: int, *,
                 with branch.writing() as state:
                     gone = state.placed[state.index(placement)]
                     if clean:
-                        branch.commit(edits.forgotten(state, gone)[0])
+                        branch.commit(edits.forgotten(state, gone))
                     else:
                         branch.commit(edits.evicted(state, [gone]), "evict", [placement])
             answers.append(ask(branch, question))

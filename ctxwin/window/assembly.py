@@ -8,10 +8,10 @@ the store becomes a recomputation and never a wrong answer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment, Tally
 from ctxwin.errors import ChunkUnavailable
@@ -20,7 +20,18 @@ from ctxwin.hashing import digest
 from ctxwin.profiles import compressed, served_basis
 from ctxwin.window.answer import Plan
 from ctxwin.window.lanes import Choice, canonical_key, choose, plan_of
-from ctxwin.window.state import Conditioning, Placed, State, orbit_key, patch_key, provenance_of, span_key
+from ctxwin.window.state import (
+    ANYTHING,
+    Conditioning,
+    Front,
+    Placed,
+    State,
+    content_name,
+    orbit_key,
+    patch_key,
+    provenance_of,
+    span_key,
+)
 
 if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV
@@ -28,6 +39,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 log = logging.getLogger("ctxwin")
+MAX_NAMED = 1024
+"""Contents that a record names; KV that absorbed more counts as having absorbed anything."""
 
 
 @dataclass
@@ -46,20 +59,32 @@ class Laid:
     choices: tuple[Choice, ...]
     segments: tuple[Segment, ...]
     salt: str
+    contents: tuple[str, ...]
+    counts: tuple[int, ...]
+
+    def absorbed(self, index: int) -> Sequence[str]:
+        """Whose content KV absorbs that is computed in the place of chunk ``index`` (or behind the last one), by name."""
+        count = self.counts[index]
+        return self.contents[:count] if count <= MAX_NAMED else [ANYTHING]
+
+    def end(self, state: State) -> Front:
+        """What stands in front of a chunk that is appended."""
+        if not self.choices:
+            return Front.of(state)
+        last = self.choices[-1]
+        return last.front.behind(last.placed.arrival, last.served)
 
     def computed(self, state: State) -> Laid:
         """What was served where the engine could load nothing: everything was computed in place, and is exact."""
         choices: list[Choice] = []
+        front = Front.of(state)
         for choice in self.choices:
-            front = [c.served.provenance for c in choices]
-            provenance = provenance_of(state.system_prompt_key, choice.placed.chunk_id, front)
-            served = Conditioning(
-                provenance=provenance, antecedents=tuple(c.placed.id for c in choices), exact=True, depth=0,
-                lane="computed", span=span_key(provenance),
-            )  # fmt: skip
-            choices.append(Choice(choice.placed, "computed", served, compute=True))
+            served = front.computed(choice.placed.chunk_id, "computed")
+            choices.append(Choice(choice.placed, "computed", front, served, compute=True))
+            front = front.behind(choice.placed.arrival, served)
         bare = (replace(segment, span=None, patch=None, patch_key="", approximate=False) for segment in self.segments)
-        return Laid(tuple(choices), tuple(bare), "")
+        names = tuple(dict.fromkeys(content_name(c.placed.chunk_id) for c in choices))
+        return Laid(tuple(choices), tuple(bare), "", names, tuple(range(len(choices) + 1)))
 
 
 def salt_of(segments: Sequence[Segment]) -> str:
@@ -71,21 +96,6 @@ def salt_of(segments: Sequence[Segment]) -> str:
     """
     last = max((i for i, segment in enumerate(segments) if segment.approximate), default=0)
     return digest("salt", [segment.key for segment in segments[: last + 1]]) if last else ""
-
-
-def is_approximate(state: State, choice: Choice, before: Sequence[Choice]) -> bool:
-    """Whether a chunk is served KV that a forward behind what is in front of it, as that is served, would not give.
-
-    So are survivors, patches and canonicals. So is exact KV behind an approximation, and KV that was computed behind one
-    which has become exact since: an engine's prefix cache names what it computes by what is in front, and would take one
-    for the other. A span's key names the KV in front of it (see `span_key`), so it tells.
-    """
-    if choice.compute:
-        return False
-    front = [c.served for c in before]
-    now = provenance_of(state.system_prompt_key, choice.placed.chunk_id, [f.provenance for f in front])
-    computed_here = span_key(now, None if all(f.exact for f in front) else front)
-    return choice.served.patch is not None or choice.served.span != computed_here
 
 
 @dataclass
@@ -109,7 +119,7 @@ class Assembly:
     # -- planning ------------------------------------------------------------------------------------------------
 
     def system_prompt_key(self, state: State) -> str:
-        return span_key(provenance_of(state.system_prompt_key, "system_prompt", ()))
+        return span_key(provenance_of(state.system_prompt_key, "system_prompt"))
 
     def plan(self, state: State, fidelity: Fidelity) -> Plan:
         """What an ask of ``state`` would do; reads no KV."""
@@ -131,46 +141,59 @@ class Assembly:
         # Each round either succeeds or learns of at least one missing key, so it ends.
         while True:
             choices = choose(state, fidelity, self.has)
-            segments = self._segments(state, choices, work)
-            if segments is not None:
-                return Laid(tuple(choices), segments, salt_of(segments))
+            fetched = self._fetched(state, choices, work)
+            if fetched is not None:
+                return fetched
 
-    def _segments(self, state: State, choices: Sequence[Choice], work: Work) -> tuple[Segment, ...] | None:
+    def _fetched(self, state: State, choices: Sequence[Choice], work: Work) -> Laid | None:
+        """The layout with its KV; None where some of it turned out to be missing."""
         system_prompt = self._system_prompt(state, work)
         segments = [system_prompt]
-        for i, (choice, start) in enumerate(zip(choices, state.starts(), strict=True)):
-            encoded = self.encode(choice.placed)
+        contents: dict[str, None] = {}  # in order, each once
+        counts = [0]
+        for choice, start in zip(choices, state.starts(), strict=True):
+            served, placed = choice.served, choice.placed
+            encoded = self.encode(placed)
+            if (encoded.tokens, encoded.advance) != (placed.tokens, placed.advance):
+                raise ValueError(
+                    f"chunk {placed.id} must have {encoded.tokens} tokens over {encoded.advance} positions, got "
+                    f"{placed.tokens} over {placed.advance}; restore the snapshot as its window gave it"
+                )
+            contents[content_name(placed.chunk_id)] = None
             if choice.compute:
-                segments.append(Segment(encoded, start, capture=True, span_key=choice.served.span))
+                segments.append(Segment(encoded, start, capture=True, span_key=served.span))
+                counts.append(len(contents))
                 continue
             formed = None
             if choice.form_canonical:
                 system_prompt = segments[0] = self._computed_system_prompt(state, system_prompt, work)
-                _, formed = self.canonical(state, choice.placed, system_prompt, work)
+                _, formed = self.canonical(state, placed, system_prompt, work)
             # What was formed just now serves even where the store refused it; asking again would never end.
-            # What is served as exact must have been stored as exact, and behind the same antecedents.
-            wanted = {"provenance": choice.served.provenance, "exact": True} if choice.served.exact else {}
-            span = formed or self._span(choice.served.span, encoded, work, **wanted)
-            if span is None:
+            found = (formed, {}) if formed else self._span(served, encoded, placed.chunk_id, work)
+            if found is None:
                 return None
             patch = None
-            if choice.served.patch is not None:
-                patch = self._patch(choice.served.patch, work)
+            if served.patch is not None:
+                patch = self._patch(served.patch, work)
                 if patch is None:
                     return None
-            served = choice.served
+                contents.update(dict.fromkeys(patch.meta.get("absorbed", ())))
+            if not served.exact:
+                contents.update(dict.fromkeys(found[1].get("absorbed", ())))
+            counts.append(len(contents))
             segments.append(
                 Segment(
-                    encoded, start, span=span, span_key=served.span, patch=patch, patch_key=served.patch or "",
-                    approximate=is_approximate(state, choice, choices[:i]),
+                    encoded, start, span=found[0], span_key=served.span, patch=patch, patch_key=served.patch or "",
+                    approximate=not choice.in_place,
                 )
             )  # fmt: skip
-        return tuple(segments)
+        return Laid(tuple(choices), tuple(segments), salt_of(segments), tuple(contents), tuple(counts))
 
     def _system_prompt(self, state: State, work: Work) -> Segment:
         encoded = self.engine.encode_system_prompt(state.system_prompt)
         key = self.system_prompt_key(state)
-        span = self._span(key, encoded, work) if self.has(key) else None
+        found = self.repo.get_span(key, token_ids=encoded.token_ids) if self.has(key) else None
+        span = None if found is None else found[0]
         return Segment(encoded, 0, span=span, capture=span is None, span_key=key)
 
     def _computed_system_prompt(self, state: State, system_prompt: Segment, work: Work) -> Segment:
@@ -179,18 +202,24 @@ class Assembly:
             return system_prompt
         span = self.engine.prefill([], system_prompt.encoded, 0, background=work.background, tally=work)
         work.system_prompt = True
-        self.put(system_prompt.span_key, span, system_prompt.encoded, provenance="system_prompt", exact=True)
+        self.put(system_prompt.span_key, span, system_prompt.encoded, provenance="system_prompt")
         return replace(system_prompt, span=span, capture=False)
 
-    def _span(self, key: str, encoded: Encoded, work: Work, **wanted: object) -> SpanKV | None:
-        found = self.repo.get_span(
-            key, token_ids=encoded.token_ids, positions=encoded.positions, chunk=encoded.chunk_id, **wanted
+    def _span(
+        self, served: Conditioning, encoded: Encoded, chunk: str, work: Work
+    ) -> tuple[SpanKV, Mapping[str, Any]] | None:
+        """The span of ``served`` and its record; None where it is gone, or is not what a snapshot said it is."""
+        said: dict[str, Any] = {"chunk": chunk}
+        if served.patch is None:
+            said["provenance"] = served.provenance
+        if served.exact:
+            said["exact"] = True
+        found: tuple[SpanKV, dict[str, Any]] | None = self.repo.get_span(
+            served.span, token_ids=encoded.token_ids, positions=encoded.positions, **said
         )
         if found is None:
-            self._miss(key, work)
-            return None
-        span: SpanKV = found[0]
-        return span
+            self._miss(served.span, work)
+        return found
 
     def _patch(self, key: str, work: Work) -> Patch | None:
         patch: Patch | None = self.repo.get_patch(key)
@@ -210,10 +239,28 @@ class Assembly:
         work.misses += 1
         log.warning("%s is gone from the store: recomputing", key[:20])
 
-    def put(self, key: str, span: SpanKV, encoded: Encoded, **meta: object) -> None:
-        """Stores a computed span; a refusal is logged by the store and costs a recomputation later."""
+    def put(
+        self,
+        key: str,
+        span: SpanKV,
+        encoded: Encoded,
+        *,
+        provenance: str,
+        absorbed: Sequence[str] = (),
+        chunk: str = "",
+    ) -> None:
+        """Stores a computed span; a refusal is logged by the store and costs a recomputation later.
+
+        Its record says what it is: the chunk (``encoded``'s by default), its provenance, and whose content it ``absorbed``.
+        """
         self.missing.discard(key)
-        self.repo.put_span(key, span, {"token_ids": list(encoded.token_ids), "chunk": encoded.chunk_id, **meta})
+        said = {
+            "chunk": chunk or encoded.chunk_id,
+            "provenance": provenance,
+            "exact": exact,
+            "absorbed": list(absorbed),
+        }
+        self.repo.put_span(key, span, {"token_ids": list(encoded.token_ids), **said})
 
     def canonical(
         self, state: State, placed: Placed, system_prompt: Segment | None, work: Work
@@ -228,7 +275,7 @@ class Assembly:
             self.engine.prefill, [system_prompt], encoded, state.system_prompt_advance, background=work.background, tally=work
         )  # fmt: skip
         span = self._seen([placed], with_system_prompt)
-        self.put(key, span, encoded, provenance=provenance, exact=True)
+        self.put(key, span, encoded, provenance=provenance)
         return key, span
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -264,9 +311,7 @@ class Assembly:
         The version stays: what is placed has not changed, only what is known about its KV.
         """
         if 0 in captured:
-            self.put(
-                laid.segments[0].span_key, captured[0], laid.segments[0].encoded, provenance="system_prompt", exact=True
-            )
+            self.put(laid.segments[0].span_key, captured[0], laid.segments[0].encoded, provenance="system_prompt")
         placed = []
         for i, choice in enumerate(laid.choices, start=1):
             p = choice.placed
@@ -274,32 +319,41 @@ class Assembly:
                 if i not in captured:  # the engine could not read it back: stay uncomputed
                     placed.append(p)
                     continue
-                served = choice.served
-                self.put(
-                    served.span, captured[i], laid.segments[i].encoded,
-                    provenance=served.provenance, exact=served.exact, depth=served.depth,
-                )  # fmt: skip
-                if fidelity.mode == "patched" and served.antecedents:
-                    self._store_factors(state, choice, captured[i], laid.segments[i].encoded, fidelity)
+                absorbed = laid.absorbed(i - 1)
+                self._store(state, choice, captured[i], laid.segments[i].encoded, fidelity, absorbed)
             if choice.settles:
                 p = p.replace(kv=choice.served, seen=True, unseen=())
             placed.append(p)
         return state.replace(placed=tuple(placed))
 
-    def _store_factors(
-        self, state: State, choice: Choice, conditioned: SpanKV, encoded: Encoded, fidelity: Fidelity
+    def _store(
+        self, state: State, choice: Choice, span: SpanKV, encoded: Encoded, fidelity: Fidelity, absorbed: Sequence[str]
     ) -> None:
-        """Stores patches against every base at hand; never runs a forward on the path of an answer."""
-        _, base = canonical_key(state, choice.placed.chunk_id)
-        for key in {base, choice.removal} - {None}:
-            assert key is not None
-            if self.has(key):
-                self.form(conditioned, key, choice.served.provenance, encoded, fidelity)
+        """Stores the KV of a chunk that was computed in place, and patches against every base at hand.
+
+        Never runs a forward: it is on the path of an answer.
+        """
+        served = choice.served
+        self.put(served.span, span, encoded, provenance=served.provenance, exact=served.exact, absorbed=absorbed)
+        if fidelity.mode == "patched" and served.antecedents:
+            _, base = canonical_key(state, choice.placed.chunk_id)
+            for key in filter(None, {base, served.base}):
+                if self.has(key):
+                    self.form(span, key, served.provenance, encoded, fidelity, absorbed)
 
     def form(
-        self, conditioned: SpanKV, base_key: str, provenance: str, encoded: Encoded, fidelity: Fidelity
+        self,
+        conditioned: SpanKV,
+        base_key: str,
+        provenance: str,
+        encoded: Encoded,
+        fidelity: Fidelity,
+        absorbed: Sequence[str],
     ) -> str | None:
-        """Forms and stores the patch that turns a stored base into ``conditioned``; None where the base is gone."""
+        """Forms and stores the patch that turns a stored base into ``conditioned``; None where the base is gone.
+
+        ``absorbed``: whose content ``conditioned`` absorbed. The patch also holds what the base did, with the other sign.
+        """
         from ctxwin.kv.deficit import deficit
 
         key = patch_key(provenance, base_key, fidelity.patch_name)
@@ -311,6 +365,7 @@ class Assembly:
             return None
         spec = self.engine.spec
         patch = compressed(deficit(conditioned, base[0], spec.kv), spec.model, spec.kv, fidelity)
+        patch.meta.update(chunk=encoded.chunk_id, absorbed=[*absorbed, *base[1].get("absorbed", ())])
         self.missing.discard(key)
         self.repo.put_patch(key, patch)
         return key
@@ -329,20 +384,9 @@ class Assembly:
         if work.fallbacks > fallbacks:
             laid = laid.computed(state)
         choice = laid.choices[index]
-        front = [c.served for c in laid.choices[:index]]
-        now = provenance_of(state.system_prompt_key, choice.placed.chunk_id, [f.provenance for f in front])
-        exact = all(f.exact for f in front)
-        depth = 0 if exact else 1 + max(f.depth for f in front)
-        served = choice.served.model_copy(
-            update={
-                "provenance": now, "antecedents": tuple(c.placed.id for c in laid.choices[:index]), "exact": exact,
-                "depth": depth, "lane": "formed", "span": span_key(now, None if exact else front), "patch": None,
-            }
-        )  # fmt: skip
-        self.put(served.span, span, segment.encoded, provenance=now, exact=exact, depth=depth)
-        formed = replace(choice, lane="formed", served=served, compute=True)
-        if fidelity.mode == "patched" and front:
-            self._store_factors(state, formed, span, segment.encoded, fidelity)
+        served = choice.front.computed(choice.placed.chunk_id, "formed")
+        served = served.model_copy(update={"base": choice.served.base})
+        self._store(state, replace(choice, served=served), span, segment.encoded, fidelity, laid.absorbed(index))
         placed = list(state.placed)
         placed[index] = placed[index].replace(kv=served, seen=True, unseen=())
         return state.replace(placed=tuple(placed))
@@ -382,10 +426,10 @@ class Assembly:
             mean.add(span, base[0])
         self.know_basis(fidelity)
         patch = compressed(mean.mean, spec.model, spec.kv, fidelity)
-        patch.meta.update(orders=mean.count, spread=mean.spread)
-        key = orbit_key(
-            state.system_prompt_key, target.chunk_id, [p.chunk_id for p in state.placed[:index]], fidelity.patch_name
-        )
+        contents = [p.chunk_id for p in state.placed[:index]]
+        absorbed = [content_name(content) for content in contents]
+        patch.meta.update(orders=mean.count, spread=mean.spread, chunk=target.chunk_id, absorbed=absorbed)
+        key = orbit_key(state.system_prompt_key, target.chunk_id, contents, fidelity.patch_name)
         self.repo.put_patch(key, patch)
         self.missing.discard(key)
         return key

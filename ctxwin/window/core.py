@@ -236,11 +236,9 @@ class WindowCore:
             self.commit(adopted, "adopt", other=branch.id)
             self.fidelity = resolve(theirs.fidelity, self.engine.spec.model)
 
-    def forget_history(self) -> list[State]:
-        """Drops every old version, for an edit that none of them may bring back; returns them."""
-        past = list(self._history.values())
+    def forget_history(self) -> None:
+        """Drops every old version, for an edit that none of them may bring back."""
         self._history.clear()
-        return past
 
     def take_back(self, placed: str) -> None:
         """Returns to the version before the current one where appending ``placed`` is all that happened since."""
@@ -289,4 +287,5 @@ def restored(engine: Engine, state: State | dict[str, Any] | str, seed: str | No
         raise ValueError(f"snapshot format must be 1, got {state.format}; use the ctxwin version that wrote it")
     if not state.window:
         state = state.replace(window=uuid.uuid4().hex[:12])
-    return WindowCore(engine, placement.rebind(engine, state), seed=seed)
+    name = resolve(state.fidelity, engine.spec.model).patch_name
+    return WindowCore(engine, placement.rebind(engine, state, name), seed=seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
-from itertools import islice, permutations
+from itertools import permutations
 from random import Random
 from typing import Any
 
@@ -13,6 +13,8 @@ from ctxwin.window.state import Placed, State
 
 # Evicted chunks a window remembers; the oldest are dropped, so that an endless stream stays bounded.
 MAX_EVICTED = 4096
+MAX_ORDERS = 1024
+"""Most orders that an orbit patch is formed from."""
 
 
 def checked_index(index: int, length: int) -> int:
@@ -84,39 +86,18 @@ def evicted(state: State, leaving: Sequence[Placed]) -> State:
     return state.edited(placed=kept, evicted=gone)
 
 
-def forgotten(state: State, gone: Placed) -> tuple[State, list[Placed]]:
-    """Without ``gone`` and without anything it left in others; also the placements whose KV carried something of it."""
-    tainted = absorbers(state, gone.id)
+def forgotten(state: State, gone: Placed) -> State:
+    """Without ``gone`` and without any KV that may carry something of it, directly or through what it was served behind."""
 
     def clean(placed: Placed) -> Placed:
-        if placed.id in tainted:
+        if placed.kv and placed.kv.carries(gone.id, gone.arrival):
             return placed.replace(kv=None, unseen=())
         return placed.replace(unseen=tuple(u for u in placed.unseen if u != gone.id))
 
-    new = state.edited(
+    return state.edited(
         placed=tuple(clean(p) for p in state.placed if p.id != gone.id),
         evicted=tuple(clean(p) for p in state.evicted if p.id != gone.id),
     )
-    return new, [p for p in (*state.placed, *state.evicted) if p.id in tainted]
-
-
-def absorbers(state: State, source: str) -> set[str]:
-    """Ids of placed and evicted chunks whose KV carries something of ``source``, directly or through others.
-
-    An antecedent that is no longer known (evicted too long ago) counts as a carrier: forgetting must not miss one.
-    """
-    known = {p.id: p for p in (*state.placed, *state.evicted)}
-    tainted = {source}
-    changed = True
-    while changed:
-        changed = False
-        for p in known.values():
-            if p.id in tainted or p.kv is None:
-                continue
-            if any(a in tainted or a not in known for a in p.kv.antecedents):
-                tainted.add(p.id)
-                changed = True
-    return tainted - {source}
 
 
 def leaving_for_budget(
@@ -149,10 +130,10 @@ def leaving_for_budget(
 
 def free_in_order(state: State, order: Iterable[str], stay: Iterable[str] = ()) -> Generator[Placed]:
     """The unpinned placed chunks that ``order`` names, each once, without ``stay``; UnknownChunk for others."""
-    taken = set(stay)
+    taken, by_id = set(stay), {p.id: p for p in state.placed}
     try:
         for placement in order:
-            placed = state.placed[state.index(placement)]
+            placed = by_id.get(placement) or state.placed[state.index(placement)]
             if not placed.pinned and placement not in taken:
                 taken.add(placement)
                 yield placed
@@ -164,10 +145,11 @@ def free_in_order(state: State, order: Iterable[str], stay: Iterable[str] = ()) 
 def sampled_orders(k: int, count: int, seed: int) -> list[tuple[int, ...]]:
     """Up to ``count`` distinct permutations of ``range(k)``: all of them where there are fewer."""
     rng = Random(seed)
-    every = list(islice(permutations(range(k)), 5041))  # 7! + 1: beyond that, sample
-    if len(every) <= 5040:
+    if k <= 7:
+        every = list(permutations(range(k)))
         rng.shuffle(every)
         return every[:count]
+    # So many that a few draws more find as many distinct ones: `MAX_ORDERS` is far below 8!.
     seen: dict[tuple[int, ...], None] = {}
     while len(seen) < count:
         seen[tuple(rng.sample(range(k), k))] = None

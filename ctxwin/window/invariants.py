@@ -24,8 +24,8 @@ def check_state(state: State, plan: Plan) -> None:
     holds(plan.tokens == state.tokens, "the plan counts other tokens than the state")
     holds(tuple(e.id for e in plan.entries) == tuple(ids), "the plan lists other chunks than the state")
 
-    offset, start = state.system_prompt_tokens, state.system_prompt_advance
-    for i, (p, e) in enumerate(zip(placed, plan.entries, strict=True)):
+    offset, start, exact, names = state.system_prompt_tokens, state.system_prompt_advance, True, set(ids)
+    for p, e in zip(placed, plan.entries, strict=True):
         holds((e.offset, e.start) == (offset, start), f"{p.id} does not follow the chunk in front of it")
         offset, start = offset + p.tokens, start + p.advance
         holds(p.tokens > 0 and p.advance > 0, f"{p.id} is empty")
@@ -39,7 +39,8 @@ def check_state(state: State, plan: Plan) -> None:
         if e.lane == "survivor":
             holds(not e.exact, f"{p.id} survives and is exact")
             holds(set(e.unseen) <= set(p.unseen), f"{p.id} survives behind chunks it should have absorbed")
-            holds(not set(e.missing) & set(ids), f"{p.id} lost an antecedent that is still placed")
+            holds(not names.intersection(e.missing), f"{p.id} lost an antecedent that is still placed")
         if e.lane in ("computed", "formed"):
             holds(e.compute == p.tokens, f"{p.id} is computed at no cost")
-            holds(e.exact == all(f.exact for f in plan.entries[:i]), f"{p.id} is exact behind an approximation")
+            holds(e.exact == exact, f"{p.id} is exact behind an approximation, or the other way round")
+        exact = exact and e.exact

@@ -8,12 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import Plan, PlanEntry, PlanRequest
-from ctxwin.window.state import Conditioning, Placed, State, orbit_key, patch_key, provenance_of, span_key
+from ctxwin.window.state import (
+    Antecedents,
+    Conditioning,
+    Front,
+    Order,
+    Placed,
+    State,
+    orbit_key,
+    patch_key,
+    provenance_of,
+    span_key,
+)
 
 Has = Callable[[str], bool]
+MAX_ORBIT = 64
+"""Most chunks that an orbit patch may stand behind; a mean over orders of more says nothing of any of them."""
 
 
 @dataclass(frozen=True)
@@ -21,18 +35,20 @@ class Choice:
     """How one placed chunk is served.
 
     Attributes:
+        front: what stands in front of it.
         served: provenance, exactness and keys of the KV as served; what later chunks are conditioned on.
         compute: whether a forward over the chunk runs in place (its KV is captured under ``served.span``).
         form_canonical: whether the canonical must first be formed by a forward behind the system prompt.
-        removal: base span that a removal patch should be formed against, once the chunk has been re-formed.
+        unseen: placement ids in front that its KV has not absorbed.
+        missing: placement ids it has absorbed that are gone.
     """
 
     placed: Placed
     lane: Lane
+    front: Front
     served: Conditioning
     compute: bool = False
     form_canonical: bool = False
-    removal: str | None = None
     unseen: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
 
@@ -41,7 +57,14 @@ class Choice:
         """Whether ``served`` becomes the placement's own conditioning (a survivor or toggled chunk keeps its old one)."""
         return self.lane not in ("survivor", "canonical")
 
+    @property
+    def in_place(self) -> bool:
+        """Whether a forward here, behind what is in front as it is served, gives exactly this KV."""
+        here = self.front.computed(self.placed.chunk_id, self.lane)
+        return self.compute or (self.served.patch is None and self.served.span == here.span)
+
     def computed_tokens(self) -> int:
+        """Tokens of the chunk that go through a forward, once or twice."""
         return self.placed.tokens * (int(self.compute) + int(self.form_canonical))
 
 
@@ -51,118 +74,137 @@ def canonical_key(state: State, chunk_id: str) -> tuple[str, str]:
     The canonical stands behind the window's system prompt, so a chunk that is recalled to the front is exact and free there;
     behind another system prompt it is another canonical.
     """
-    provenance = provenance_of(state.system_prompt_key, chunk_id, ())
+    provenance = provenance_of(state.system_prompt_key, chunk_id)
     return provenance, span_key(provenance)
 
 
-def _is_survivor(placed: Placed, front: Sequence[str], everywhere: set[str]) -> bool:
-    """Its antecedents now are those it was conditioned on minus evicted ones, in the same order.
+class _Survival:
+    """Who survives: what stands in front of a chunk now is what it was conditioned on minus evicted ones, in the same order.
 
-    Chunks put in front later by a recall or an insertion that was not repaired (``unseen``) do not count.
+    Chunks put in front later by a recall or an insertion (``Placed.unseen``) do not count. Chunks that were conditioned
+    together share an `Order` and are judged by running sums over it, so that a window of n chunks takes O(n).
     """
-    if placed.kv is None:
-        return False
-    known = [a for a in placed.kv.antecedents if a in front]
-    gone = [a for a in placed.kv.antecedents if a not in front]
-    if any(a in everywhere for a in gone):  # moved behind this chunk, not evicted
-        return False
-    fresh = [f for f in front if f not in placed.kv.antecedents]
-    return all(f in placed.unseen for f in fresh) and known == [f for f in front if f in placed.kv.antecedents]
+
+    def __init__(self, now: Order) -> None:
+        self._now = now
+        self._compared: dict[Order, _Comparison] = {}
+
+    def of(self, placed: Placed, index: int) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+        """``unseen`` and ``missing`` of the placed chunk at ``index`` if it survives; None if it does not."""
+        if placed.kv is None:
+            return None
+        was, n = placed.kv.antecedents, placed.kv.antecedents.length
+        if was.order not in self._compared:
+            self._compared[was.order] = _Comparison(was.order, self._now)
+        compared = self._compared[was.order]
+        if not compared.in_order[n] or compared.last[n] >= index:
+            return None
+        fresh: tuple[str, ...] = ()
+        if compared.left[n] < index:
+            fresh = tuple(f for f in self._now.ids[:index] if f not in was)
+            if not set(fresh) <= set(placed.unseen):
+                return None
+        missing = n - compared.left[n]
+        return fresh, compared.missing if missing == len(compared.missing) else compared.missing[:missing]
 
 
-def _approximate_depth(front: Sequence[Conditioning]) -> int:
-    return 0 if all(f.exact for f in front) else 1 + max(f.depth for f in front)
+class _Comparison:
+    """An earlier order against the present one. Each list is indexed by how many ids of the earlier order count.
+
+    Attributes:
+        left: how many of those are still placed.
+        last: the greatest present index of those, -1 where none is placed.
+        in_order: whether those still stand in the same order.
+        missing: all ids that are not placed any more.
+    """
+
+    def __init__(self, was: Order, now: Order) -> None:
+        places = [now.places.get(placement, -1) for placement in was.ids]
+        self.left = [0, *accumulate(int(place >= 0) for place in places)]
+        self.last = [-1, *accumulate(places, max)]
+        moved = [0 <= place < last for place, last in zip(places, self.last, strict=False)]
+        self.in_order = [True, *(not any_moved for any_moved in accumulate(moved, max))]
+        self.missing = tuple(p for p, place in zip(was.ids, places, strict=True) if place < 0)
 
 
 def choose(state: State, fidelity: Fidelity, has: Has) -> list[Choice]:
-    """The lane of every placed chunk, front to back. ``fidelity`` must be resolved. O(n^2) in placed chunks."""
+    """The lane of every placed chunk, front to back. ``fidelity`` must be resolved.
+
+    O(n) in placed chunks, as long as they were not conditioned in n different orders.
+    """
     if fidelity.mode == "auto":
         raise ValueError("fidelity must be resolved before lanes are chosen, got mode='auto'")
     choices: list[Choice] = []
-    everywhere = {p.id for p in state.placed}
+    front = Front.of(state)
+    survival = _Survival(front.order)
     for placed in state.placed:
-        choices.append(_choose_one(state, placed, choices, fidelity, has, everywhere))
+        choice = _choose_one(state, placed, front, survival, fidelity, has)
+        choices.append(choice)
+        front = front.behind(placed.arrival, choice.served)
     return choices
 
 
 def _choose_one(
-    state: State, placed: Placed, before: Sequence[Choice], fidelity: Fidelity, has: Has, everywhere: set[str]
+    state: State, placed: Placed, front: Front, survival: _Survival, fidelity: Fidelity, has: Has
 ) -> Choice:
-    front = [c.served for c in before]
-    ids = tuple(c.placed.id for c in before)
     canonical, base = canonical_key(state, placed.chunk_id)
     if not placed.conditioned or fidelity.mode == "blind":
         served = Conditioning(
-            provenance=canonical,
-            antecedents=(),
-            exact=not front,
-            depth=0 if not front else 1,
-            lane="canonical",
-            span=base,
-        )
-        return Choice(placed, "canonical", served, form_canonical=not has(base))
+            provenance=canonical, antecedents=Antecedents(), exact=not front.length, depth=int(front.length > 0),
+            lane="canonical", span=base,
+        )  # fmt: skip
+        return Choice(placed, "canonical", front, served, form_canonical=not has(base))
 
-    now = provenance_of(state.system_prompt_key, placed.chunk_id, [f.provenance for f in front])
-
-    def conditioned(lane: Lane, span: str, *, exact: bool, depth: int, patch: str | None = None) -> Conditioning:
-        return Conditioning(
-            provenance=now, antecedents=ids, exact=exact, depth=depth, lane=lane, span=span, patch=patch
-        )
+    here = front.computed(placed.chunk_id, "resident")
+    known = placed.kv
+    if known and known.provenance == here.provenance:
+        here = here.model_copy(update={"base": known.base})
+    own = known if known and has(known.span) and (known.patch is None or has(known.patch)) else None
 
     if fidelity.allows("resident"):
-        exactly = span_key(now)
+        exactly = span_key(here.provenance)
         if has(exactly):
-            return Choice(placed, "resident", conditioned("resident", exactly, exact=True, depth=0))
-        own = placed.kv
-        if fidelity.mode != "exact" and own and own.patch is None and own.provenance == now and _held(own, has):
-            return Choice(placed, "resident", own.model_copy(update={"antecedents": ids}))
-        if fidelity.mode != "exact" and has(roughly := span_key(now, front)):
-            depth = max(1, _approximate_depth(front))
-            return Choice(placed, "resident", conditioned("resident", roughly, exact=False, depth=depth))
+            served = here.model_copy(update={"exact": True, "depth": 0, "span": exactly})
+            return Choice(placed, "resident", front, served)
+        if fidelity.mode != "exact" and own and own.patch is None and own.provenance == here.provenance:
+            return Choice(placed, "resident", front, own.model_copy(update={"antecedents": here.antecedents}))
+        if fidelity.mode != "exact" and has(here.span):
+            return Choice(placed, "resident", front, here)
 
-    own = placed.kv
-    if own is not None and own.patch and own.provenance == now and _held(own, has):
+    if own and own.patch and own.provenance == here.provenance:
         kind: Lane = "orbit" if own.patch.startswith("orbit/") else "patched"
         if fidelity.allows(kind):
-            return Choice(placed, kind, own.model_copy(update={"antecedents": ids, "lane": kind}))
+            served = own.model_copy(update={"antecedents": here.antecedents, "lane": kind})
+            return Choice(placed, kind, front, served)
 
-    survivor = placed.kv is not None and _is_survivor(placed, ids, everywhere) and _held(placed.kv, has)
-    if survivor and placed.kv is not None and fidelity.survivors == "keep" and fidelity.allows("survivor"):
-        served = placed.kv.model_copy(update={"exact": False, "depth": placed.kv.depth + 1, "lane": "survivor"})
-        seen = placed.kv.antecedents
-        return Choice(
-            placed, "survivor", served,
-            unseen=tuple(i for i in ids if i not in seen), missing=tuple(a for a in seen if a not in ids),
-        )  # fmt: skip
+    left = survival.of(placed, front.length) if own else None
+    if own and left and fidelity.survivors == "keep" and fidelity.allows("survivor"):
+        served = own.model_copy(update={"exact": False, "depth": own.depth + 1, "lane": "survivor"})
+        return Choice(placed, "survivor", front, served, unseen=left[0], missing=left[1])
 
-    removal = None
+    if own and left and own.patch is None and fidelity.survivors == "removal" and fidelity.allows("patched"):
+        here = here.model_copy(update={"base": own.span})
     if fidelity.allows("patched"):
-        bases = [base]
-        if survivor and placed.kv is not None and fidelity.survivors == "removal" and placed.kv.patch is None:
-            removal = placed.kv.span
-            bases.insert(0, removal)
-        for start in bases:
-            patch = patch_key(now, start, fidelity.patch_name)
+        for start in filter(None, (here.base, base)):
+            patch = patch_key(here.provenance, start, fidelity.patch_name)
             if has(patch) and has(start):
-                depth = 1 + _approximate_depth(front)
-                return Choice(placed, "patched", conditioned("patched", start, exact=False, depth=depth, patch=patch))
+                return Choice(placed, "patched", front, _patched(here, "patched", start, patch))
 
-    if fidelity.allows("orbit") and front:
-        patch = orbit_key(
-            state.system_prompt_key, placed.chunk_id, [c.placed.chunk_id for c in before], fidelity.patch_name
-        )
+    if fidelity.allows("orbit") and 0 < front.length <= MAX_ORBIT:
+        contents = [p.chunk_id for p in state.placed[: front.length]]
+        patch = orbit_key(state.system_prompt_key, placed.chunk_id, contents, fidelity.patch_name)
         if has(patch) and has(base):
-            depth = 1 + _approximate_depth(front)
-            return Choice(placed, "orbit", conditioned("orbit", base, exact=False, depth=depth, patch=patch))
+            return Choice(placed, "orbit", front, _patched(here, "orbit", base, patch))
 
-    exact, depth = all(f.exact for f in front), _approximate_depth(front)
     lane: Lane = "formed" if placed.seen and fidelity.mode != "exact" else "computed"
-    span = span_key(now, None if exact else front)
-    return Choice(placed, lane, conditioned(lane, span, exact=exact, depth=depth), compute=True, removal=removal)
+    return Choice(placed, lane, front, here.model_copy(update={"lane": lane}), compute=True)
 
 
-def _held(kv: Conditioning, has: Has) -> bool:
-    return has(kv.span) and (kv.patch is None or has(kv.patch))
+def _patched(here: Conditioning, lane: Lane, base: str, patch: str) -> Conditioning:
+    """KV of the provenance ``here`` that a patch makes of ``base``."""
+    return here.model_copy(
+        update={"exact": False, "depth": 1 + here.depth, "lane": lane, "span": base, "patch": patch}
+    )  # fmt: skip
 
 
 def plan_of(state: State, choices: Sequence[Choice], token_bytes: int, system_prompt_resident: bool) -> Plan:

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ctxwin.errors import BudgetExceeded, ChunkUnavailable
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.media import pack_frames
-from ctxwin.window.edits import absorbers
-from ctxwin.window.lanes import canonical_key
-from ctxwin.window.state import Placed, State, patch_key
+from ctxwin.window.state import (
+    ANYTHING,
+    Conditioning,
+    Placed,
+    State,
+    content_name,
+    hull,
+    orbit_key,
+    patch_key,
+    span_key,
+)
 
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
     from ctxwin.engines.base import Engine
+
+_KEY = re.compile(r"(span|patch|orbit)/[0-9a-f]{64}")
+_DEEPEST = 1 << 20  # approximation on approximation; a snapshot may claim more
 
 
 def opened(engine: Engine, system_prompt: str, budget: int, fidelity: Fidelity) -> State:
@@ -71,48 +83,90 @@ def keep_source(engine: Engine, chunk: Chunk) -> None:
             engine.repo.put_source(part.content, pack_frames(frames))
 
 
-def rebind(engine: Engine, state: State) -> State:
-    """``state`` for ``engine``: as it is on the same model, encoded again without KV on another one."""
+def rebind(engine: Engine, state: State, patch_name: str) -> State:
+    """A snapshot's state for ``engine``: on the same model with the KV that can be proven, on another one encoded again.
+
+    A snapshot may come from anybody. Ids of contents and the system prompt's length are derived; of KV only that is kept whose
+    keys follow from its provenance, or whose record will be compared with it when it is loaded. Tokens are compared when the
+    window is asked. Raises ValueError for a state that no window can have.
+
+    Args:
+        patch_name: `Fidelity.patch_name` of the resolved fidelity: patches of another one are not kept.
+    """
+    _check(state)
     mine = digest(engine.spec.name, engine.spec.identity)
-    if state.engine == mine:
-        return state
     system_prompt = engine.encode_system_prompt(state.system_prompt)
-
-    def again(placed: Placed) -> Placed:
-        encoded = engine.encode(placed.chunk)
-        return placed.replace(tokens=encoded.tokens, advance=encoded.advance, kv=None, seen=False, unseen=())
-
-    return state.replace(
+    same = state.engine == mine
+    state = state.replace(
         engine=mine, system_prompt_tokens=system_prompt.tokens, system_prompt_advance=system_prompt.advance,
         budget=min(state.budget, engine.spec.max_tokens),
-        placed=tuple(again(p) for p in state.placed),
-        evicted=tuple(p.replace(kv=None, seen=False, unseen=()) for p in state.evicted),
+    )  # fmt: skip
+    contents = {p.id: p.chunk.id for p in (*state.placed, *state.evicted)}
+    arrivals = {p.id: p.arrival for p in (*state.placed, *state.evicted)}
+
+    def bound(placed: Placed, encode: bool) -> Placed:
+        placed = placed.replace(chunk_id=contents[placed.id])
+        if same:
+            return placed.replace(kv=_proven(state, placed, contents, arrivals, patch_name))
+        placed = placed.replace(kv=None, seen=False, unseen=())
+        if not encode:
+            return placed
+        encoded = engine.encode(placed.chunk)
+        return placed.replace(tokens=encoded.tokens, advance=encoded.advance)
+
+    return state.replace(
+        placed=tuple(bound(p, True) for p in state.placed), evicted=tuple(bound(p, False) for p in state.evicted)
     )  # fmt: skip
 
 
-def forget(
-    engine: Engine, state: State, gone: Placed, tainted: Sequence[Placed], past: Sequence[State], patch: str
-) -> None:
-    """Deletes stored KV that carries something of ``gone``; its embeddings and source too, unless placed elsewhere.
+def _check(state: State) -> None:
+    everything = (*state.placed, *state.evicted)
+    if len({p.id for p in everything}) < len(everything) or len({p.arrival for p in everything}) < len(everything):
+        raise ValueError("a snapshot must hold every placement once; send it as the window gave it")
+    if state.version < 0 or state.budget < 1 or any(not 0 <= p.arrival < state.arrivals for p in everything):
+        raise ValueError("a snapshot must count versions, tokens and arrivals; send it as the window gave it")
+    if any(p.tokens < 1 or p.advance < 1 for p in everything):
+        raise ValueError("a snapshot's chunks must have at least one token and position each")
 
-    Keys that another window leases stay: it still shows the chunk.
+
+def _proven(
+    state: State, placed: Placed, contents: Mapping[str, str], arrivals: Mapping[str, int], patch_name: str
+) -> Conditioning | None:
+    """The conditioning of a placement as far as its keys prove it; None where they do not.
+
+    Whether KV is exact shows in its key. A patch's key names what it makes of what. That a span under any other key has the
+    provenance claimed is compared when it is loaded (`ctxwin.window.assembly`).
+    """
+    kv = placed.kv
+    if kv is None or not all(_KEY.fullmatch(key) for key in (kv.span, kv.patch, kv.base) if key is not None):
+        return None
+    if kv.patch is not None:
+        made = [patch_key(kv.provenance, kv.span, patch_name)]
+        if all(a in contents for a in kv.antecedents):
+            behind = [contents[a] for a in kv.antecedents]
+            made.append(orbit_key(state.system_prompt_key, placed.chunk_id, behind, patch_name))
+        if kv.patch not in made:
+            return None
+    exact = kv.patch is None and kv.span == span_key(kv.provenance)
+    absorbed = kv.absorbed if kv.absorbed or exact or not kv.antecedents else (0, state.arrivals)
+    for antecedent in kv.antecedents:
+        if antecedent in arrivals:
+            absorbed = hull(absorbed, (arrivals[antecedent], arrivals[antecedent]))
+    depth = 0 if exact else min(max(kv.depth, 1), _DEEPEST)
+    return kv.model_copy(update={"exact": exact, "depth": depth, "absorbed": absorbed})
+
+
+def forget(engine: Engine, state: State, gone: Placed) -> None:
+    """Deletes all that the store holds of ``gone``, unless its content is still in ``state``: its embeddings and source, its
+    KV, and the KV of whatever absorbed it, in any order, window or version.
+
+    Keys that another window leases stay: it still shows the chunk. Cost: a read of every stored span and patch.
     """
     repo = engine.repo
-    carriers = [gone, *tainted]
-    for old in past:  # KV of earlier orders absorbed it too
-        taint = absorbers(old, gone.id) | {gone.id}
-        carriers += [p for p in (*old.placed, *old.evicted) if p.id in taint]
-    keys: set[str] = set()
-    for p in carriers:
-        if p.kv:
-            base = canonical_key(state, p.chunk_id)[1]
-            keys |= {p.kv.span, patch_key(p.kv.provenance, base, patch)} | ({p.kv.patch} if p.kv.patch else set())
     left = (*state.placed, *state.evicted)
-    if all(p.chunk_id != gone.chunk_id for p in left):
-        keys.add(canonical_key(state, gone.chunk_id)[1])
     # The same picture may stand in another chunk, under another line of text.
     shown = {part.content for p in left for part in p.chunk.media}
-    keys |= {f"source/{part.content}" for part in gone.chunk.media if part.content not in shown}
+    keys = {f"source/{part.content}" for part in gone.chunk.media if part.content not in shown}
     try:
         seen = {m.key for m in engine.encode(gone.chunk).media}
     except ChunkUnavailable:
@@ -120,6 +174,14 @@ def forget(
     if seen:
         sharing = [p for p in left if {m.content for m in p.chunk.media} & {m.content for m in gone.chunk.media}]
         keys |= seen - {m.key for p in sharing for m in engine.encode(p.chunk).media}
+    if all(p.chunk_id != gone.chunk_id for p in left):
+        name = content_name(gone.chunk_id)
+        for key in list(repo.store.list()):
+            if key.startswith(("span/", "patch/", "orbit/")):
+                said = repo.record_of(key)
+                absorbed = said.get("absorbed", [ANYTHING])
+                if said.get("chunk") == gone.chunk_id or name in absorbed or ANYTHING in absorbed:
+                    keys.add(key)
     for key in keys - state.keys():
         if not repo.leased(key):
             repo.delete(key)

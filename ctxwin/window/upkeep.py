@@ -8,12 +8,15 @@ from ctxwin.errors import ReadOnlyWindow
 from ctxwin.window import edits
 from ctxwin.window.assembly import Work
 from ctxwin.window.core import WindowCore
+from ctxwin.window.lanes import MAX_ORBIT
 
 
 def refresh(core: WindowCore, count: int | None) -> list[str]:
     """See `Window.refresh`."""
     if core.read_only:
         raise ReadOnlyWindow("an old version must not be refreshed; fork() it first")
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
+        raise ValueError(f"count must be an int >= 0, got {count!r}")
     work, done = Work(background=True), []
     with core.writing() as state:
         plan = core.assembly.plan(state, core.fidelity)
@@ -49,7 +52,8 @@ def compress(core: WindowCore) -> int:
             if found is None:
                 continue
             base, _ = assembly.canonical(state, p, None, Work(background=True))
-            key = assembly.form(found[0], base, p.kv.provenance, encoded, core.fidelity)
+            absorbed = found[1].get("absorbed", ())
+            key = assembly.form(found[0], base, p.kv.provenance, encoded, core.fidelity, absorbed)
             patch = repo.get_patch(key) if key else None
             if key is None or patch is None or patch.nbytes >= found[0].nbytes:
                 continue
@@ -67,14 +71,16 @@ def compress(core: WindowCore) -> int:
 
 def prepare_orbit(core: WindowCore, ids: Sequence[str], orders: int, seed: int) -> list[str]:
     """See `Window.prepare_orbit`."""
-    if not isinstance(orders, int) or orders < 1:
-        raise ValueError(f"orders must be an int >= 1, got {orders!r}")
+    if not isinstance(orders, int) or not 1 <= orders <= edits.MAX_ORDERS:
+        raise ValueError(f"orders must be an int in 1..{edits.MAX_ORDERS}, got {orders!r}")
     with core.writing() as state:
         found = {state.index(i) for i in ids}
         k = len(found)
         if not k or found != set(range(k)):
             placed = [p.id for p in state.placed]
             raise ValueError(f"ids must be the first placed chunks in some order, got {list(ids)} of {placed}")
+        if k > MAX_ORBIT:
+            raise ValueError(f"ids must be at most {MAX_ORBIT} chunks, got {k}")
         if k == len(state.placed):
             raise ValueError("ids must leave a chunk behind them to form a patch for, got every placed chunk")
         sampled = edits.sampled_orders(k, orders, seed)

@@ -221,10 +221,10 @@ class Window:
                 self.core.commit(edits.evicted(state, [state.placed[state.index(placement)]]), "evict", [placement])
                 return
             gone = state.find(placement)
-            new, tainted = edits.forgotten(state, gone)
-            past = [state, *self.core.forget_history()]  # an old version would bring it back
+            self.core.forget_history()  # an old version would bring it back
+            new = edits.forgotten(state, gone)
             self.core.commit(new, "forget", [placement], remember=False)
-            placing.forget(self.engine, new, gone, tainted, past, self.core.fidelity.patch_name)
+            placing.forget(self.engine, new, gone)
 
     def slide(self, count: int | None = None, *, reserve_tokens: int = 0) -> list[str]:
         """Evicts unpinned chunks in the order of `eviction` (oldest first): ``count``, or until within the budget.
