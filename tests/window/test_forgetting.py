@@ -1,0 +1,128 @@
+"""Forgetting follows a chunk into all KV that ever absorbed it.
+
+The oracle runs a program twice, with two contents of equal length in the chunk that is forgotten. Afterwards the two stores
+must hold the same bytes under the same keys: whatever still differs carries something of the chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ctxwin import Chunk, Fidelity, Window
+from ctxwin.window.ask import Question
+from window.fake import FakeEngine
+
+KV = ("span/", "patch/", "orbit/")
+
+
+class Run:
+    """A window with two chunks, the first of which will be forgotten; chunks are named by arrival."""
+
+    def __init__(self, secret: str, fidelity: Fidelity) -> None:
+        self.engine = FakeEngine()
+        with Window(self.engine, "h", fidelity=fidelity) as opened:
+            state = opened.snapshot().replace(window="w")
+        self.window = Window.restore(self.engine, state, seed="s")
+        self.append(secret)
+        self.append("bb")
+
+    def append(self, text: str) -> None:
+        self.window.append(Chunk.text(text))
+
+    def id(self, arrival: int) -> str:
+        state = self.window.snapshot()
+        return next(p.id for p in (*state.placed, *state.evicted) if p.arrival == arrival)
+
+    def ask(self) -> tuple[int, ...]:
+        return self.window.answer(Question.of("q", 3)).token_ids
+
+    def do(self, op: str, which: int) -> None:
+        window = self.window
+        placed, evicted = window.snapshot().placed, window.snapshot().evicted
+        if op == "append":
+            self.append(f"n{which}" if which % 2 else "bb")
+        elif op == "ask":
+            self.ask()
+        elif op == "evict" and len(placed) > 1:
+            window.evict(placed[which % len(placed)].id)
+        elif op == "recall" and evicted:
+            window.recall(evicted[which % len(evicted)].id, repair=which % 3 == 0)
+        elif op == "reorder" and len(placed) > 1:
+            at = which % len(placed)
+            window.reorder([p.id for p in (*placed[at:], *placed[:at])])
+        elif op == "toggle" and placed:
+            chosen = placed[which % len(placed)]
+            window.toggle(chosen.id, conditioned=not chosen.conditioned)
+        elif op == "refresh":
+            window.refresh(1)
+        elif op == "compress":
+            window.compress()
+        elif op == "orbit" and len(placed) > 1:
+            window.prepare_orbit([p.id for p in placed[:-1]][:3], orders=2)
+        elif op == "fork":
+            with window.fork() as branch:
+                branch.evict(placed[0].id) if placed else None
+                branch.append(Chunk.text("ff"))
+                branch.ask("q")
+
+    def stored(self) -> dict[str, bytes | None]:
+        return {key: self.engine.store.get(key) for key in self.engine.store.list() if key.startswith(KV)}
+
+
+def both(fidelity: Fidelity, program: list[tuple[str, int]]) -> tuple[Run, Run]:
+    runs = Run("AAAA", fidelity), Run("ZZZZ", fidelity)
+    for run in runs:
+        for op, which in program:
+            run.do(op, which)
+        run.window.evict(run.id(0), forget=True)
+        run.window.check()
+    return runs
+
+
+OPS = st.sampled_from(
+    ["append", "ask", "ask", "evict", "recall", "reorder", "toggle", "refresh", "compress", "orbit", "fork"]
+)
+
+
+@given(
+    program=st.lists(st.tuples(OPS, st.integers(0, 9)), max_size=14),
+    survivors=st.sampled_from(["keep", "removal", "refresh"]),
+    mode=st.sampled_from(["patched", "patched", "blind", "exact"]),
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_nothing_stored_carries_a_forgotten_chunk(program: list[tuple[str, int]], survivors: Any, mode: Any) -> None:
+    one, other = both(Fidelity(mode, rank=2, survivors=survivors, orbit=True), program)
+    assert one.stored() == other.stored()
+    assert one.ask() == other.ask()
+    assert one.stored() == other.stored()
+
+
+@pytest.mark.parametrize("cleaned", [[("refresh", 0)], [("toggle", 0), ("ask", 0), ("toggle", 0), ("ask", 0)]])
+def test_it_follows_through_what_was_re_formed_since(cleaned: list[tuple[str, int]]) -> None:
+    """The chunk in between has let go of what it once handed on."""
+    program = [("ask", 0), ("evict", 0), ("append", 1), ("ask", 0), *cleaned]
+    one, other = both(Fidelity("patched", rank=2), program)
+    assert one.stored() == other.stored()
+    assert one.ask() == other.ask()
+
+
+def test_what_was_not_near_it_keeps_its_kv() -> None:
+    run = Run("AAAA", Fidelity("patched", rank=2))
+    with Window(run.engine, "other", fidelity=Fidelity("exact")) as other:
+        other.extend([Chunk.text("bb"), Chunk.text("cc")])
+        other.ask("q")
+        run.ask()
+        run.window.evict(run.id(0), forget=True)
+        assert other.plan().computed_tokens == 0
+
+
+def test_a_window_that_still_shows_it_keeps_its_kv() -> None:
+    run = Run("AAAA", Fidelity("exact"))
+    run.ask()
+    with run.window.fork() as branch:
+        run.window.evict(run.id(0), forget=True)
+        assert branch.plan().computed_tokens == 0
