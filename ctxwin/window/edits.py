@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from ctxwin.errors import BudgetExceeded
-from ctxwin.window.state import Placed, State
+from ctxwin.window.state import Placed, State, provenance_of, span_key
 
 # Evicted chunks a window remembers; the oldest are dropped, so that an endless stream stays bounded.
 MAX_EVICTED = 4096
@@ -90,9 +90,14 @@ def forgotten(state: State, gone: Placed) -> State:
     """Without ``gone`` and without any KV that may carry something of it, directly or through what it was served behind."""
 
     def clean(placed: Placed) -> Placed:
-        if placed.kv and placed.kv.carries(gone.id, gone.arrival):
+        kv = placed.kv
+        canonical = span_key(provenance_of(state.system_prompt_key, placed.chunk_id))
+        # A removal patch lies over KV that absorbed what it removes.
+        over_survivor = kv is not None and kv.patch is not None and kv.span != canonical
+        if kv and (over_survivor or kv.carries(gone.id, gone.arrival)):
             return placed.replace(kv=None, unseen=())
-        return placed.replace(unseen=tuple(u for u in placed.unseen if u != gone.id))
+        kv = kv and kv.model_copy(update={"base": None})
+        return placed.replace(kv=kv, unseen=tuple(u for u in placed.unseen if u != gone.id))
 
     return state.edited(
         placed=tuple(clean(p) for p in state.placed if p.id != gone.id),

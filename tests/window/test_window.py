@@ -121,8 +121,13 @@ def test_survivors_policy(engine: FakeEngine, survivors: Any) -> None:
     if survivors == "keep":
         return
     assert window.plan().exact
-    # Were the re-formed spans lost, the removal patch would serve on the old ones.
-    assert engine.repo.contains(window.snapshot().placed[1].kv.span)  # type: ignore[union-attr]
+    assert lanes(window) == ["resident"] * 2
+    engine.repo.delete(window.snapshot().placed[1].kv.span)  # type: ignore[union-attr]
+    # The removal patch that was formed beside the re-formed span serves on the span it survived with.
+    assert lanes(window) == ["resident", "patched" if survivors == "removal" else "formed"]
+    usage = window.ask("q").usage
+    assert usage.computed_tokens == 3 + (0 if survivors == "removal" else 2)
+    assert lanes(window) == ["resident", "patched" if survivors == "removal" else "resident"]
 
 
 def test_reorder_re_forms_what_moved_and_remembers_both_orders(engine: FakeEngine, window: Window) -> None:
