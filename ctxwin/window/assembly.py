@@ -246,6 +246,7 @@ class Assembly:
         encoded: Encoded,
         *,
         provenance: str,
+        exact: bool = True,
         absorbed: Sequence[str] = (),
         chunk: str = "",
     ) -> None:
