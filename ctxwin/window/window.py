@@ -376,10 +376,7 @@ class Window:
         stop: Stop | None = None,
         json_schema: Mapping[str, Any] | str | None = None,
     ) -> TokenStream:
-        """Like `ask`, yielding text as it is made; the stream's ``answer`` holds the Answer at the end.
-
-        Closing it early stops the engine and leaves the window unchanged.
-        """
+        """`ask`, yielding text as it is made; ``answer`` is there at the end. Closing it early changes nothing."""
         question = Question.of(
             query, max_tokens, remember=remember, logprobs=logprobs, temperature=temperature, top_p=top_p, top_k=top_k,
             seed=seed, stop=stop, json_schema=json_schema,
@@ -460,16 +457,16 @@ class Window:
     def prepare_orbit(self, ids: Sequence[str], orders: int = 6, seed: int = 0) -> list[str]:
         """Forms one patch per chunk that has all of ``ids`` (and nothing else) in front: served in any order of them.
 
-        Kamera, section 5 "Reorder". It holds what the orders share and must fail where the answer depends on the order;
-        used only with ``Fidelity(orbit=True)``. Up to ``orders`` permutations (all of them where there are fewer) are
-        averaged. Returns the placement ids that got one. Cost: ``orders`` forwards of everything in front, no encode.
+        Kamera, section 5 "Reorder". It is the mean over up to ``orders`` permutations, so it holds what they share and must
+        fail where the answer depends on the order; used only with ``Fidelity(orbit=True)``. At most 64 ids and 1,024 orders.
+        Returns the placement ids that got one. Cost: ``orders`` forwards of everything in front, no encode.
         """
         return upkeep.prepare_orbit(self.core, ids, orders, seed)
 
     def refresh(self, count: int | None = None) -> list[str]:
         """Re-forms the ``count`` front-most approximations (all by default) behind what is in front of them now.
 
-        For idle time: it bounds the drift of a long stream. Returns the ids, front to back. Cost: a forward each.
+        For idle time: it bounds the drift of a stream. Returns the ids, front to back. Cost: a forward each.
         """
         return upkeep.refresh(self.core, count)
 
