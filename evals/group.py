@@ -17,7 +17,6 @@ from ctxwin.engines.base import Encoded
 from ctxwin.evals.decoder import Decoder, Memory, Tokens, concatenated
 from ctxwin.evals.items import Item
 from ctxwin.evals.patching import Patcher
-from ctxwin.evals.streaming import streamed
 from ctxwin.kv.deficit import Deficit, deficit
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch, apply_patch
@@ -254,8 +253,38 @@ class Group:
 
     @cached_property
     def _streamed(self) -> list[list[SpanKV]]:
-        """What is left of a stream through a window of the items' size, where it was formed."""
-        return streamed(self, int(self.items[0].meta["stream_window"]))
+        """What is left of a stream through a window of the items' size, by item and place, where it was formed.
+
+        `earlier` conditions chunks on everything before them, in one forward. Along a stream a chunk meets survivors only,
+        which met earlier survivors: a full window loses its leading chunk before the next one comes, survivors are rotated,
+        each time from where they were formed, and the new chunk is computed behind them (Kamera, section 5, "Sliding-window
+        survival" and "The window mechanics, end to end"). Cost: a forward a chunk of the stream.
+
+        Raises ValueError for items whose ``placed`` is not the end of ``before``.
+        """
+        size = int(self.items[0].meta["stream_window"])
+        for item in self.items:
+            if item.placed != item.before[-size:]:
+                raise ValueError(
+                    f"a streamed item must place the last {size} chunks of before, got {item.placed} of {item.before}"
+                )
+        held: list[list[SpanKV]] = [[] for _ in self.items]
+        lead = self.system_prompt_span.tokens
+        for step in range(len(self.items[0].before)):
+            first = max(0, step + 1 - size)
+            orders = [item.before[first : step + 1] for item in self.items]
+            places = self.layout(orders[0])
+            held = [row[len(row) - (len(places) - 1) :] for row in held]
+            moved = [
+                [relocate(span, self.spec, p.start) for span, p in zip(row, places[:-1], strict=True)] for row in held
+            ]
+            new = self.decoder.tokens([row[order[-1]] for row, order in zip(self.chunks, orders, strict=True)])
+            memory, _ = self.decoder.append(new.moved(places[-1].start), self.memory(moved))
+            for b, order in enumerate(orders):
+                at = lead + places[-1].slot
+                positions = self.position_rows(order[-1])
+                held[b].append(memory.span(b, at, memory.slots, positions, places[-1].start))
+        return held
 
     @cached_property
     def kept(self) -> list[list[SpanKV]]:

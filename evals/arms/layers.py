@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ctxwin.evals.arms.base import RankedArm, Served, SharedArm
+from ctxwin.evals.arms.recall import came_back
 from ctxwin.evals.arms.select import highest, quota, served, serving, spans_of
 from ctxwin.evals.items import Setting
 from ctxwin.kv.layout import KVSpec, SpanKV
@@ -159,12 +160,7 @@ class ShallowReuse(SharedArm):
         """Places of the chunks that are reused."""
         if self.setting != "recall":
             return tuple(range(1, len(group.places)))
-        asked = group.items[b].asked
-        if asked is None:
-            raise ValueError(
-                f"a recalled item must say which chunk came back, got none for item {group.items[b].index}"
-            )
-        return (asked,)
+        return (came_back(group.items[b]),)
 
     def _batch(self, group: Group, places: tuple[int, ...], some: list[int]) -> dict[int, Served]:
         decoder, lead = group.decoder, group.system_prompt_span.tokens

@@ -10,6 +10,7 @@ import torch
 
 from ctxwin.baselines.policies import POLICIES, Policy, PrefixUser
 from ctxwin.evals.arms.base import Arm, Served
+from ctxwin.evals.arms.recall import came_back
 from ctxwin.evals.items import Item, Setting
 from ctxwin.kv.layout import SpanKV
 
@@ -103,11 +104,7 @@ class Prefix(Arm):
 
     def _back(self, item: Item) -> int | None:
         """The place of the chunk that came back; None in a slide."""
-        if self.setting != "recall":
-            return None
-        if item.asked is None:
-            raise ValueError(f"a recalled item must say which chunk came back, got none for item {item.index}")
-        return item.asked
+        return came_back(item) if self.setting == "recall" else None
 
     def _served(self, group: Group, b: int, order: tuple[int, ...], row: Sequence[SpanKV]) -> Served:
         item, chunks, places = group.items[b], group.chunks[b], group.layout(order)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,26 +50,23 @@ def probe(
 
         if not minutes > 0:
             raise ValueError(f"minutes must be > 0, got {minutes}")
-        if questions is not None and images is None and texts is None:
-            raise ValueError("questions need --images or --texts: generated contexts have their own")
         limits = Limits(flips=flips)
-        _check_folders(images, texts, questions)
-        engine = open_model(model, dtype, device, threads)
-        try:
+        asked = _checked(images, texts, questions)
+        with open_model(model, dtype, device, threads) as engine:
             if not threads and sum(p.numel() for p in engine.text_model.parameters()) < _SMALL:
-                _one_thread()
-            sources = _sources(engine, images, texts, questions, max_tokens, max_pixels or None)
+                import torch
+
+                torch.set_num_threads(1)
+            sources = _sources(engine, images, texts, asked, max_tokens, max_pixels or None)
             # A folder that cannot be made is better known before minutes of measuring.
             (output or Path(FOLDER)).mkdir(parents=True, exist_ok=True)
             with stages() as advance:
                 result = Probe(engine, sources, limits, seconds=60 * minutes, progress=advance).run()
-        finally:
-            engine.close()
         result["files"] = write(result, engine.spec.model, output, profile)
         if as_json:
             print_json(result)
         else:
-            show(result, followed=profile and _followed(result, engine.spec.model))
+            show(result, engine.spec.model)
 
 
 def write(result: dict[str, Any], model: str, output: Path | None, profile: bool) -> dict[str, str]:
@@ -79,85 +77,63 @@ def write(result: dict[str, Any], model: str, output: Path | None, profile: bool
 
     folder = output or Path(FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
-    files = {"report": str(folder / REPORT), "result": str(folder / RESULT)}
     # What was measured first, so that it is not lost where a profile cannot be written.
-    Path(files["result"]).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    Path(files["report"]).write_text(html(result), encoding="utf-8")
+    (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (folder / REPORT).write_text(html(result), encoding="utf-8")
+    files = {"report": str(folder / REPORT), "result": str(folder / RESULT)}
     if profile:
         files["profile"] = str(write_profile(as_profile(result, model), model, output))
     return files
 
 
-def show(result: dict[str, Any], *, followed: bool) -> None:
-    """The verdict, what it rests on, and where the rest is.
+def show(result: dict[str, Any], model: str) -> None:
+    """Prints the verdict, what it rests on, and where the rest is (the result's ``files``)."""
+    from ctxwin.profiles import find_profile
 
-    Args:
-        result: with its ``files``.
-        followed: whether the profile lies where windows find it.
-    """
-    verdict, source, files = result["verdict"], result["source"], result["files"]
+    verdict, files, limit = result["verdict"], result["files"], result["verdict"]["limits"]["flips"]
     say(verdict["sentence"], bold=True)
     for reason in verdict["reasons"]:
         say(f"  {reason}")
-    say(f"measured on {source['about']} in {result['seconds']:.0f} s; {_limits(result)}")
+    say(
+        f"measured on {result['source']['about']} in {result['seconds']:.0f} s; safe means at most {limit:.0%} other answers, "
+        "by the end of a 95 % interval"
+    )
     fidelity = ", ".join(f"{name}={value}" for name, value in result["fidelity"].items())
+    found = find_profile(model)
     if "profile" not in files:
         say(f"safe: {fidelity} (no profile was written)")
-    elif followed:
+    elif found is not None and found.date == result["date"]:
         say(f"Fidelity('auto') now means {fidelity}: {files['profile']}")
     else:
         say(f"safe: {fidelity}; Fidelity('auto') follows it once this lies beside the weights: {files['profile']}")
     say(f"report: {files['report']}")
 
 
-def _followed(result: dict[str, Any], model: str) -> bool:
-    """Whether windows of a model find the profile of this result."""
-    from ctxwin.profiles import find_profile
-
-    found = find_profile(model)
-    return found is not None and found.date == result["date"]
-
-
-def _one_thread() -> None:
-    import torch
-
-    torch.set_num_threads(1)
-
-
-def _limits(result: dict[str, Any]) -> str:
-    limits = result["verdict"]["limits"]
-    return f"safe means at most {limits['flips']:.0%} other answers, by the end of a 95 % interval"
-
-
 def _sources(
-    engine: HFEngine, images: Path | None, texts: Path | None, questions: Path | None, max_tokens: int,
-    max_pixels: int | None,
+    engine: HFEngine, images: Path | None, texts: Path | None, asked: Sequence[str], max_tokens: int, max_pixels: int | None
 ) -> list[Source]:  # fmt: skip
     """The user's own material, or what is generated."""
-    from ctxwin.evals.probe.folder import Images, Texts, read_questions
+    from ctxwin.evals.probe.folder import Images, Texts
     from ctxwin.evals.probe.generated import Scenes, World
 
-    asked = read_questions(questions) if questions is not None else []
-    if images is not None:
-        if not engine.spec.vision:
-            raise ValueError(f"{engine.spec.model!r} reads text only; probe it with --texts DIR instead of --images")
-        return [Images(images, asked, max_tokens, max_pixels)]
     if texts is not None:
         return [Texts(texts, asked, max_tokens, engine)]
     if not engine.spec.vision:
-        raise ValueError(f"{engine.spec.model!r} reads text only; give it texts to be probed with: --texts DIR")
-    return [World(), Scenes()]
+        instead = "instead of --images" if images else "to be probed with"
+        raise ValueError(f"{engine.spec.model!r} reads text only; give it texts {instead}: --texts DIR")
+    return [World(), Scenes()] if images is None else [Images(images, asked, max_tokens, max_pixels)]
 
 
-def _check_folders(images: Path | None, texts: Path | None, questions: Path | None) -> None:
-    """Raises ValueError for a bad argument before a model is loaded."""
+def _checked(images: Path | None, texts: Path | None, questions: Path | None) -> list[str]:
+    """The user's questions; ValueError for a bad argument, before a model is loaded."""
     from ctxwin.evals.probe.folder import PICTURES, TEXTS, VIDEOS, files_of, read_questions
 
     if images is not None and texts is not None:
         raise ValueError("a probe takes --images or --texts, got both; run it once for each")
     if images is not None:
         files_of(images, (*PICTURES, *VIDEOS), "pictures or videos")
-    if texts is not None:
+    elif texts is not None:
         files_of(texts, TEXTS, "text files")
-    if questions is not None:
-        read_questions(questions)
+    elif questions is not None:
+        raise ValueError("questions need --images or --texts: generated contexts have their own")
+    return [] if questions is None else read_questions(questions)

@@ -64,13 +64,12 @@ class Folder(Source):
         self.pieces = tuple(pieces)
         self.about, self.asked, self.max_tokens = about, tuple(questions), max_tokens
         self.system_prompt = f"You answer questions about {self.word}s."
-        enough = len(pieces) >= _FIT_EVERY * 2 * PLACED
-        self.fits = enough
-        self._fitting = tuple(p for i, p in enumerate(pieces) if i % _FIT_EVERY == _FIT_EVERY - 1) if enough else ()
+        self.fits = len(pieces) >= _FIT_EVERY * 2 * PLACED
+        self._fitting = tuple(pieces[_FIT_EVERY - 1 :: _FIT_EVERY]) if self.fits else ()
         fitting = set(self._fitting)
         self._probing = tuple(p for p in pieces if p not in fitting)
         said = [f"{len(pieces)} {self.word}s; sequences that end with the same one count as one observation", *notes]
-        if not enough:
+        if not self.fits:
             said.append(f"too few {self.word}s to fit a shared basis on some and test it on others")
         self.notes = tuple(said)
 
@@ -83,8 +82,9 @@ class Folder(Source):
         else:
             placed = [pool[int(i)] for i in rng.permutation(len(pool))[:PLACED]]
         others = [p for p in pool if p not in placed] or list(pool)
-        strangers = [self._stranger(rng, others, piece) for piece in placed]
-        load = partial(self._load, tuple(placed), tuple(strangers))
+        alike = [[p for p in others if p.size == piece.size] or others for piece in placed]
+        strangers = tuple(some[int(rng.integers(len(some)))] for some in alike)
+        load = partial(self._load, tuple(placed), strangers)
         return Context(load, tuple(p.size for p in placed), placed[-1].name, self._questions(rng))
 
     def stream(self, index: int, slides: int) -> Context:
@@ -116,10 +116,6 @@ class Folder(Source):
 
     def _shows(self, letter: str) -> str:
         return f"What does {self.word} {letter} show? Answer in a few words."
-
-    def _stranger(self, rng: np.random.Generator, others: Sequence[Piece], piece: Piece) -> Piece:
-        alike = [p for p in others if p.size == piece.size] or list(others)
-        return alike[int(rng.integers(len(alike)))]
 
     def _load(self, placed: Sequence[Piece], strangers: Sequence[Piece]) -> list[Chunk]:
         made = [self.chunk(p, p.size, LETTERS[i % len(LETTERS)]) for i, p in enumerate(placed)]

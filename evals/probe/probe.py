@@ -332,7 +332,7 @@ class Probe:
         recalls = []
         for turned in TURNED:
             items = of_kind(self.source.items(self.sizes.moving, strangers=True), kinds)
-            back = [came_back(item, turned) for item in items]
+            back = [recalled(item, turned) for item in items]
             found = heard(back, ("stale", "update"), BASES["recall"], "recalls")
             stale, fresh = (summary(found[name], self.source) for name in ("stale", "update"))
             recalls.append({"replaced": turned / (PLACED - 1), "stale": stale, "fresh": fresh})
@@ -419,7 +419,7 @@ def as_profile(result: Mapping[str, Any], model: str) -> Profile:
     )
 
 
-def came_back(item: Item, turned: int) -> Item:
+def recalled(item: Item, turned: int) -> Item:
     """The item whose last chunk was evicted, and returns after ``turned`` chunks in front were replaced by strangers."""
     last = len(item.placed) - 1
     placed = tuple(last + 1 + i if i < turned else i for i in range(last))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ctxwin.evals.report.columns import NONE, Cell, between, share
+from ctxwin.evals.report.columns import NONE, Cell, between, count, share
 from ctxwin.evals.report.figures import Picture, lines, render
 from ctxwin.evals.report.page import Section, render_page
 from ctxwin.evals.report.tables import Table
@@ -46,7 +46,7 @@ def html(result: Mapping[str, Any]) -> str:
 def _reading(reading: Mapping[str, Sequence[Mapping[str, Any]]]) -> Section:
     head = ("source, questions", "n", "right", "needed chunk swapped", "needed moves further by", "at least", "reads")
     rows = [
-        (f"{name}, {c['kind']}", _count(c["n"]), share(c["accuracy"]), share(c["swapped"]), _number(c["addressed"]),
+        (f"{name}, {c['kind']}", count(c["n"]), share(c["accuracy"]), share(c["swapped"]), _number(c["addressed"]),
          _number(c["addressed_low"]), "yes" if c["reads"] else "no")
         for name, found in reading.items()
         for c in found
@@ -64,7 +64,7 @@ def _reading(reading: Mapping[str, Sequence[Mapping[str, Any]]]) -> Section:
 def _arms(arms: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Section:
     head = ("questions, arm", "n", "other answers [95 %]", "KL a token", "KL, next token", "right", "KL to the oracle")
     rows = [
-        (f"{kind}, {name}", _count(a["n"]), _flips(a), _number(a["kl"]), _number(a["next_kl"]), share(a["right"]),
+        (f"{kind}, {name}", count(a["n"]), _flips(a), _number(a["kl"]), _number(a["next_kl"]), share(a["right"]),
          _number(a["to_oracle"]))
         for kind, found in arms.items()
         for name, a in found.items()
@@ -111,9 +111,9 @@ def _compression(result: Mapping[str, Any]) -> Section:
     )  # fmt: skip
     rows = []
     for way, best in result["cheapest"].items():
-        found = [_count(best["rank"]), share(best["share"]), _number(best["eta"]), _flips(best),
+        found = [count(best["rank"]), share(best["share"]), _number(best["eta"]), _flips(best),
                  Cell(f"{best['basis_bytes']:,}", best["basis_bytes"])] if best else [Cell(NONE)] * 5  # fmt: skip
-        rows.append((way, _count(ways[way][0]["n"]), *found))
+        rows.append((way, count(ways[way][0]["n"]), *found))
     head = ("smallest that is enough", "n", "rank", "bytes", "eta", "other answers [95 %]", "bytes of the basis, once")
     note = (
         "Enough by its means on these few contexts, which only chooses what is tried below; KL under a millionth is drawn at a "
@@ -131,7 +131,7 @@ def _proving(result: Mapping[str, Any]) -> Section:
         f = s["figures"]
         served = " (served)" if result["served"] and s["rank"] == result["served"]["rank"] else ""
         rows.append(
-            (f"rank {s['rank']}, {s['layers']}{served}", share(s["share"]), _count(f["n"]), _flips(f),
+            (f"rank {s['rank']}, {s['layers']}{served}", share(s["share"]), count(f["n"]), _flips(f),
              between(_number(f["eta"]), f["eta_ci95"], _number), "yes" if s["safe"] else "no")
         )  # fmt: skip
     return Section("Settings on fresh contexts", tables=[_table("Settings", head, rows)])
@@ -146,7 +146,7 @@ def _moves(result: Mapping[str, Any]) -> Section:
     )  # fmt: skip
     head = ("answers other than by", "n", "placed now [95 %]", "seen lately [95 %]", "both")
     lost: list[Row] = [
-        (f"after {s['slides']} slide{'s' if s['slides'] > 1 else ''}", _count(s["n"]),
+        (f"after {s['slides']} slide{'s' if s['slides'] > 1 else ''}", count(s["n"]),
          *(between(share(s[f"other_than_{name}"]), s[f"other_than_{name}_ci95"], share) for name in ("window", "stream")),
          share(s["other_than_both"]))
         for s in survivors
@@ -155,7 +155,7 @@ def _moves(result: Mapping[str, Any]) -> Section:
     for r in result["recall"]:
         moves += [(f"recall, {r['replaced']:.0%} replaced, {name} patch", r[name]) for name in ("stale", "fresh")]
     rows: list[Row] = [
-        (name, _count(f["n"]), _number(f["eta"]), _number(f["kl"]), _flips(f)) if f else (name, *[Cell(NONE)] * 4)
+        (name, count(f["n"]), _number(f["eta"]), _number(f["kl"]), _flips(f)) if f else (name, *[Cell(NONE)] * 4)
         for name, f in moves
     ]
     note = "The stricter of both references decides whether survivors may be kept."
@@ -173,7 +173,7 @@ def _costs(rows: Sequence[Mapping[str, Any]]) -> Section:
     }  # fmt: skip
     cells: list[Row] = [
         (str(r["tokens"]), *(Cell(f"{r[f'{name}_ms']:.2f} ms", r[f"{name}_ms"]) for name in named),
-         _count(r["uses"]) if r["uses"] else Cell("never"))
+         count(r["uses"]) if r["uses"] else Cell("never"))
         for r in rows
     ]  # fmt: skip
     table = _table("Costs", ("tokens", *named.values(), "pays from use"), cells)
@@ -191,10 +191,6 @@ def _drawn(*pictures: Picture) -> list[tuple[str, bytes]]:
 
 def _flips(figures: Mapping[str, Any]) -> Cell:
     return between(share(figures["flips"]), figures["flips_ci95"], share)
-
-
-def _count(value: int) -> Cell:
-    return Cell(str(value), value)
 
 
 def _number(value: float | None) -> Cell:

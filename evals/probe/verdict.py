@@ -143,17 +143,13 @@ def judge(found: Sequence[Competence], blind: Summaries, noise: Summaries, limit
     """
     reads = {c.kind for c in found if c.reads}
     # The user's own questions count where they are read, or where others are; of the others, those about several chunks.
-    kinds: list[Kind] = [kind for kind in ("yours", "cross") if kind in blind and reads & {kind, *_others(kind)}]
+    known: tuple[Kind, ...] = ("yours", "cross")
+    kinds = [kind for kind in known if kind in blind and (kind in reads or (kind == "yours" and reads))]
     if not kinds:
         return Judgement("unread", None, tuple(_read(c) for c in found), partly=bool(reads))
     made = [_judged(found, kind, blind[kind], noise[kind]["flips"], limits, last=last) for kind in kinds]
     # Windows do not know which questions will come: one kind that is lost, or may be, decides.
     return min(made, key=lambda judgement: ("binds", "unclear", "chains").index(judgement.finding))
-
-
-def _others(kind: Kind) -> set[Kind]:
-    """Kinds of which reading is enough for another one to count."""
-    return {"cross", "one"} if kind == "yours" else set()
 
 
 def _judged(

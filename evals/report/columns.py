@@ -57,6 +57,10 @@ def signed(value: float | None) -> Cell:
     return Cell(f"{value:+.3f}" if abs(value) >= 0.001 or value == 0 else f"{value:+.0e}", value)
 
 
+def count(value: int | None) -> Cell:
+    return Cell(NONE) if value is None else Cell(str(value), value)
+
+
 def between(value: Cell, interval: Sequence[float] | None, show: Callable[[float | None], Cell] = number) -> Cell:
     """A figure with its interval."""
     if interval is None or value.text == NONE:
@@ -74,7 +78,7 @@ def _flips(f: Figures) -> Cell:
     return Cell(f"{f['flip_recover']:.3f} of {f['flips']}", f["flip_recover"])
 
 
-def _count(value: float) -> Cell:
+def _mean(value: float) -> Cell:
     return Cell(f"{value:,.1f}".removesuffix(".0"), value)
 
 
@@ -89,7 +93,7 @@ def _first_token(f: Figures) -> Cell:
 
 
 COLUMNS: tuple[Column, ...] = (
-    Column("n", "Items that the arm served.", lambda f: Cell(str(f["n"]), f["n"]), short=True),
+    Column("n", "Items that the arm served.", lambda f: count(f["n"]), short=True),
     Column(
         "accuracy [95 %]",
         "Mean score under the task's own rule.",
@@ -131,7 +135,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         "clusters",
         "Groups of items that depend on each other (questions on one video, one document).",
-        lambda f: Cell(str(f["clusters"]), f["clusters"]),
+        lambda f: count(f["clusters"]),
     ),
     Column(
         "left out",
@@ -163,11 +167,9 @@ COLUMNS: tuple[Column, ...] = (
         "applied to: the axis on which patches and token arms are compared.",
         lambda f: share(f["spent_share"]),
     ),
-    Column("tokens", "Tokens of the prompt, mean.", lambda f: _count(f["tokens"])),
-    Column(
-        "tokens computed", "Of them computed when asked, mean, the question apart.", lambda f: _count(f["computed"])
-    ),
-    Column("forwards", "Decoder passes for them, mean.", lambda f: _count(f["forwards"])),
-    Column("encodes", "Runs of the vision encoder, mean.", lambda f: _count(f["encodes"])),
+    Column("tokens", "Tokens of the prompt, mean.", lambda f: _mean(f["tokens"])),
+    Column("tokens computed", "Of them computed when asked, mean, the question apart.", lambda f: _mean(f["computed"])),
+    Column("forwards", "Decoder passes for them, mean.", lambda f: _mean(f["forwards"])),
+    Column("encodes", "Runs of the vision encoder, mean.", lambda f: _mean(f["encodes"])),
     Column("first token", "Median seconds to the first token, of the items that were timed.", _first_token),
 )

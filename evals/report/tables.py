@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ctxwin.evals.report.columns import COLUMNS, NONE, Cell, between, number, share, signed
+from ctxwin.evals.report.columns import COLUMNS, NONE, Cell, between, count, number, share, signed
 from ctxwin.evals.report.runs import Run, configuration, tasks_of
 
 
@@ -25,10 +26,10 @@ def arm_table(runs: Sequence[Run], task: str, *, more: bool = False) -> Table:
     entries = [(run, arm, figures) for run in runs for arm, figures in run.arms(task).items()]
     found = [figures for _, _, figures in entries]
     columns = [c for c in COLUMNS if c.short != more and (c.held(found) or c.name == "accuracy [95 %]")]
-    names, label = _labelled(runs, ("arm", *(c.name for c in columns)))
-    rows = [(*label(run), Cell(arm), *(c.cell(figures) for c in columns)) for run, arm, figures in entries]
+    rows = [(run, Cell(arm), *(c.cell(figures) for c in columns)) for run, arm, figures in entries]
+    names = ("arm", *(c.name for c in columns))
     if more:
-        return Table(f"{task}: more figures", names, tuple(rows), labels=len(names) - len(columns))
+        return _table(runs, f"{task}: more figures", names, rows)
     about = tasks_of(runs)[task]
     kind = ", negative control" if about["control"] else ""
     left_out = [
@@ -38,46 +39,30 @@ def arm_table(runs: Sequence[Run], task: str, *, more: bool = False) -> Table:
     note = f"Left out. {'; '.join(left_out)}. " if left_out else ""
     if unread:
         note += f"No accuracy where the task's rule could read none of the answers: {', '.join(unread)}."
-    return Table(f"{task}: {about['about']}{kind}", names, tuple(rows), note.strip(), len(names) - len(columns))
+    return _table(runs, f"{task}: {about['about']}{kind}", names, rows, note=note.strip())
 
 
 def paired_table(runs: Sequence[Run], task: str) -> Table | None:
     """Every arm minus the chosen one on the same items; None where there is nothing to pair."""
-    rows, others = [], []
-    names, label = _labelled(
-        runs, ("arm", "minus", "n", "accuracy [95 %]", "gained", "lost", "McNemar p", "KL [95 %]", "eta [95 %]")
-    )
-    for run in runs:
-        found = run.result["paired"].get(task)
-        if not found or not found["arms"]:
-            continue
-        others.append(found["against"])
-        for arm, f in found["arms"].items():
-            counts = [Cell(NONE) if n is None else Cell(str(n), n) for n in (f["gained"], f["lost"])]
-            rows.append(
-                (
-                    *label(run), Cell(arm), Cell(found["against"]), Cell(str(f["n"]), f["n"]),
-                    between(signed(f["accuracy"]), f["accuracy_ci95"], signed), *counts, number(f["mcnemar_p"]),
-                    between(signed(f["kl"]), f["kl_ci95"], signed), between(signed(f["eta"]), f["eta_ci95"], signed),
-                )
-            )  # fmt: skip
-    title = f"{task}: each arm minus {' or '.join(dict.fromkeys(others))}"
-    return Table(title, names, tuple(rows), labels=len(names) - 7) if rows else None
+    found = [(run, pairs) for run in runs if (pairs := run.result["paired"].get(task)) and pairs["arms"]]
+    names = ("arm", "minus", "n", "accuracy [95 %]", "gained", "lost", "McNemar p", "KL [95 %]", "eta [95 %]")
+    rows = [
+        (
+            run, Cell(arm), Cell(pairs["against"]), count(f["n"]), between(signed(f["accuracy"]), f["accuracy_ci95"], signed),
+            count(f["gained"]), count(f["lost"]), number(f["mcnemar_p"]),
+            between(signed(f["kl"]), f["kl_ci95"], signed), between(signed(f["eta"]), f["eta_ci95"], signed),
+        )
+        for run, pairs in found
+        for arm, f in pairs["arms"].items()
+    ]  # fmt: skip
+    others = " or ".join(dict.fromkeys(pairs["against"] for _, pairs in found))
+    return _table(runs, f"{task}: each arm minus {others}", names, rows, labels=2) if rows else None
 
 
 def matched_table(runs: Sequence[Run], task: str) -> Table | None:
     """Patches minus token arms at the same bytes; None without both."""
-    heads = (
-        "patch",
-        "bytes",
-        "token arm",
-        "between",
-        "n",
-        "accuracy [95 %]",
-        "eta [95 %]",
-        "eta to the larger setting [95 %]",
-    )
-    names, label = _labelled(runs, heads)
+    names = ("patch", "bytes", "token arm", "between", "n", "accuracy [95 %]", "eta [95 %]",
+             "eta to the larger setting [95 %]")  # fmt: skip
     rows = []
     for run in runs:
         for f in run.result["matched"].get(task, []):
@@ -86,13 +71,12 @@ def matched_table(runs: Sequence[Run], task: str) -> Table | None:
             above = (f["above"]["eta"], f["above"]["eta_ci95"]) if f["above"] else (None, None)
             rows.append(
                 (
-                    *label(run), Cell(f["patch"]), share(f["share"]), Cell(f["family"]), Cell(span), Cell(str(f["n"]), f["n"]),
+                    run, Cell(f["patch"]), share(f["share"]), Cell(f["family"]), Cell(span), count(f["n"]),
                     between(signed(f["accuracy"]), f["accuracy_ci95"], signed),
-                    between(signed(f["eta"]), f["eta_ci95"], signed),
-                    between(signed(above[0]), above[1], signed),
+                    between(signed(f["eta"]), f["eta_ci95"], signed), between(signed(above[0]), above[1], signed),
                 )
             )  # fmt: skip
-    return Table(f"{task}: patches minus token arms at equal bytes", names, tuple(rows)) if rows else None
+    return _table(runs, f"{task}: patches minus token arms at equal bytes", names, rows) if rows else None
 
 
 def official_table(runs: Sequence[Run], task: str) -> Table | None:
@@ -117,15 +101,15 @@ def _official(name: str, value: float | None) -> Cell:
 
 def own_table(runs: Sequence[Run], task: str) -> Table | None:
     """Figures that arms left of their own accord; None where there is none."""
-    entries = [(run, arm, f["own"]) for run in runs for arm, f in run.arms(task).items() if "own" in f]
     # What was computed anew has a column of its own.
-    keys = list(dict.fromkeys(key for _, _, own in entries for key in own if key != "recomputed"))
-    if not keys:
-        return None
-    names, label = _labelled(runs, ("arm", *keys))
-    some = [entry for entry in entries if any(key in keys for key in entry[2])]
-    rows = [(*label(run), Cell(arm), *(number(own.get(key)) for key in keys)) for run, arm, own in some]
-    return Table(f"{task}: the arms' own figures, means", names, tuple(rows), labels=len(names) - len(keys))
+    entries = [
+        (run, arm, {k: v for k, v in f.get("own", {}).items() if k != "recomputed"})
+        for run in runs
+        for arm, f in run.arms(task).items()
+    ]
+    keys = list(dict.fromkeys(key for _, _, own in entries for key in own))
+    rows = [(run, Cell(arm), *(number(own.get(key)) for key in keys)) for run, arm, own in entries if own]
+    return _table(runs, f"{task}: the arms' own figures, means", ("arm", *keys), rows) if rows else None
 
 
 def frames_table(runs: Sequence[Run], task: str) -> Table | None:
@@ -134,15 +118,16 @@ def frames_table(runs: Sequence[Run], task: str) -> Table | None:
     counts = sorted({int(count) for _, _, found in entries for count in found})
     if len(counts) < 2:
         return None
-    names, label = _labelled(runs, ("arm", *(f"{c} chunks" for c in counts)))
-    rows = []
-    for run, arm, found in entries:
-        some = [found.get(str(c), {"n": 0, "accuracy": None}) for c in counts]
-        cells = (
-            Cell(NONE if s["accuracy"] is None else f"{s['accuracy']:.3f} of {s['n']}", s["accuracy"]) for s in some
-        )
-        rows.append((*label(run), Cell(arm), *cells))
-    return Table(f"{task}: accuracy by number of placed chunks", names, tuple(rows), labels=len(names) - len(counts))
+    rows = [(run, Cell(arm), *(_of(found.get(str(c))) for c in counts)) for run, arm, found in entries]
+    names = ("arm", *(f"{c} chunks" for c in counts))
+    return _table(runs, f"{task}: accuracy by number of placed chunks", names, rows)
+
+
+def _of(some: Mapping[str, Any] | None) -> Cell:
+    """An accuracy, and of how many items."""
+    if some is None or some["accuracy"] is None:
+        return Cell(NONE)
+    return Cell(f"{some['accuracy']:.3f} of {some['n']}", some["accuracy"])
 
 
 def configuration_table(runs: Sequence[Run]) -> Table:
@@ -156,8 +141,16 @@ def configuration_table(runs: Sequence[Run]) -> Table:
     return Table("Configuration", ("setting", *(run.label for run in runs)), rows, note, labels=1 + len(runs))
 
 
-def _labelled(runs: Sequence[Run], names: Sequence[str]) -> tuple[tuple[str, ...], Callable[[Run], tuple[Cell, ...]]]:
-    """A leading column with the run's label where there are several."""
-    if len(runs) == 1:
-        return tuple(names), lambda run: ()
-    return ("run", *names), lambda run: (Cell(run.label),)
+def _table(
+    runs: Sequence[Run],
+    title: str,
+    names: Sequence[str],
+    rows: Sequence[tuple[Run, *tuple[Cell, ...]]],
+    *,
+    labels: int = 1,
+    note: str = "",
+) -> Table:
+    """A table with the run of each row in front, where there are several."""
+    lead = int(len(runs) > 1)
+    made = tuple((*([Cell(run.label)] * lead), *cells) for run, *cells in rows)
+    return Table(title, (*["run"] * lead, *names), made, note, labels + lead)

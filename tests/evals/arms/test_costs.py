@@ -79,11 +79,11 @@ def same(first: Served, second: Served) -> None:
 
 def test_survivors_of_a_stream_turn_from_where_they_were_formed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that is turned slide after slide is rounded every time; in bfloat16 that would be most of its error."""
-    from ctxwin.evals import streaming
+    from ctxwin.evals import group as module
 
     moves = []
-    relocate = streaming.relocate
-    monkeypatch.setattr(streaming, "relocate", lambda span, *rest: moves.append(span) or relocate(span, *rest))
+    relocate = module.relocate
+    monkeypatch.setattr(module, "relocate", lambda span, *rest: moves.append(span) or relocate(span, *rest))
     group = single(bench, "history", 4.0)
     formed = group._streamed[0]
     # The oldest of the four was met at three slides; each time it turned from the same frame.

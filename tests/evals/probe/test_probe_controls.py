@@ -18,7 +18,7 @@ from ctxwin.evals.probe.arms import Lately, Swapped
 from ctxwin.evals.probe.contexts import PLACED, Source
 from ctxwin.evals.probe.folder import Texts
 from ctxwin.evals.probe.generated import World
-from ctxwin.evals.probe.probe import BLIND, ORACLE, SURVIVOR, WAYS, Probe, Sizes, came_back, of_arm, spelling
+from ctxwin.evals.probe.probe import BLIND, ORACLE, SURVIVOR, WAYS, Probe, Sizes, of_arm, recalled, spelling
 from ctxwin.evals.probe.reading import readings
 from ctxwin.evals.probe.verdict import survival
 
@@ -163,7 +163,7 @@ def test_swapping_nothing_moves_nothing_and_swapping_something_does(world: Measu
 def test_a_window_that_has_not_lost_anything_needed_is_exact_after_a_recall_of_the_same(world: Measurer) -> None:
     items = [item for item in World().items(2, strangers=True) if item.meta["kind"] == "cross"]
     arms = [parse_arm("stale:66"), parse_arm("update:66")]
-    found = {n: list(world.samples([came_back(item, n) for item in items], arms)) for n in (0, PLACED - 1)}
+    found = {n: list(world.samples([recalled(item, n) for item in items], arms)) for n in (0, PLACED - 1)}
     assert max(h.kl for h in found[0]) < 1e-4
     assert max(h.kl for h in of_arm(found[PLACED - 1], "update:66")) < 1e-4
     assert max(h.kl for h in of_arm(found[PLACED - 1], "stale:66")) > 1e-4
