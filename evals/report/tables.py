@@ -26,7 +26,7 @@ def arm_table(runs: Sequence[Run], task: str, *, more: bool = False) -> Table:
     entries = [(run, arm, figures) for run in runs for arm, figures in run.arms(task).items()]
     found = [figures for _, _, figures in entries]
     columns = [c for c in COLUMNS if c.short != more and (c.held(found) or c.name == "accuracy [95 %]")]
-    rows = [(run, Cell(arm), *(c.cell(figures) for c in columns)) for run, arm, figures in entries]
+    rows = [(run, [Cell(arm), *(c.cell(figures) for c in columns)]) for run, arm, figures in entries]
     names = ("arm", *(c.name for c in columns))
     if more:
         return _table(runs, f"{task}: more figures", names, rows)
@@ -47,11 +47,11 @@ def paired_table(runs: Sequence[Run], task: str) -> Table | None:
     found = [(run, pairs) for run in runs if (pairs := run.result["paired"].get(task)) and pairs["arms"]]
     names = ("arm", "minus", "n", "accuracy [95 %]", "gained", "lost", "McNemar p", "KL [95 %]", "eta [95 %]")
     rows = [
-        (
-            run, Cell(arm), Cell(pairs["against"]), count(f["n"]), between(signed(f["accuracy"]), f["accuracy_ci95"], signed),
+        (run, [
+            Cell(arm), Cell(pairs["against"]), count(f["n"]), between(signed(f["accuracy"]), f["accuracy_ci95"], signed),
             count(f["gained"]), count(f["lost"]), number(f["mcnemar_p"]),
             between(signed(f["kl"]), f["kl_ci95"], signed), between(signed(f["eta"]), f["eta_ci95"], signed),
-        )
+        ])
         for run, pairs in found
         for arm, f in pairs["arms"].items()
     ]  # fmt: skip
@@ -69,13 +69,12 @@ def matched_table(runs: Sequence[Run], task: str) -> Table | None:
             (low, high), shares = f["settings"], f["shares"]
             span = f"{low} {shares[0]:.1%}" + (f" and {high} {shares[1]:.1%}" if high not in (None, low) else "")
             above = (f["above"]["eta"], f["above"]["eta_ci95"]) if f["above"] else (None, None)
-            rows.append(
-                (
-                    run, Cell(f["patch"]), share(f["share"]), Cell(f["family"]), Cell(span), count(f["n"]),
-                    between(signed(f["accuracy"]), f["accuracy_ci95"], signed),
-                    between(signed(f["eta"]), f["eta_ci95"], signed), between(signed(above[0]), above[1], signed),
-                )
-            )  # fmt: skip
+            cells = [
+                Cell(f["patch"]), share(f["share"]), Cell(f["family"]), Cell(span), count(f["n"]),
+                between(signed(f["accuracy"]), f["accuracy_ci95"], signed),
+                between(signed(f["eta"]), f["eta_ci95"], signed), between(signed(above[0]), above[1], signed),
+            ]  # fmt: skip
+            rows.append((run, cells))
     return _table(runs, f"{task}: patches minus token arms at equal bytes", names, rows) if rows else None
 
 
@@ -108,7 +107,7 @@ def own_table(runs: Sequence[Run], task: str) -> Table | None:
         for arm, f in run.arms(task).items()
     ]
     keys = list(dict.fromkeys(key for _, _, own in entries for key in own))
-    rows = [(run, Cell(arm), *(number(own.get(key)) for key in keys)) for run, arm, own in entries if own]
+    rows = [(run, [Cell(arm), *(number(own.get(key)) for key in keys)]) for run, arm, own in entries if own]
     return _table(runs, f"{task}: the arms' own figures, means", ("arm", *keys), rows) if rows else None
 
 
@@ -118,7 +117,7 @@ def frames_table(runs: Sequence[Run], task: str) -> Table | None:
     counts = sorted({int(count) for _, _, found in entries for count in found})
     if len(counts) < 2:
         return None
-    rows = [(run, Cell(arm), *(_of(found.get(str(c))) for c in counts)) for run, arm, found in entries]
+    rows = [(run, [Cell(arm), *(_of(found.get(str(c))) for c in counts)]) for run, arm, found in entries]
     names = ("arm", *(f"{c} chunks" for c in counts))
     return _table(runs, f"{task}: accuracy by number of placed chunks", names, rows)
 
@@ -145,12 +144,12 @@ def _table(
     runs: Sequence[Run],
     title: str,
     names: Sequence[str],
-    rows: Sequence[tuple[Run, *tuple[Cell, ...]]],
+    rows: Sequence[tuple[Run, Sequence[Cell]]],
     *,
     labels: int = 1,
     note: str = "",
 ) -> Table:
     """A table with the run of each row in front, where there are several."""
     lead = int(len(runs) > 1)
-    made = tuple((*([Cell(run.label)] * lead), *cells) for run, *cells in rows)
+    made = tuple((*([Cell(run.label)] * lead), *cells) for run, cells in rows)
     return Table(title, (*["run"] * lead, *names), made, note, labels + lead)

@@ -48,9 +48,9 @@ def test_benchmarks_run_from_files_to_a_report(family: str, data: Path, tmp_path
             assert all(cell["kl"] >= 0 for cell in cells.values())
         rows = read_samples(out).rows.values()
         assert len(rows) == len(tasks.split(",")) * len(ARMS.split(","))
-        assert all("unscored" not in row and row["answer"] is not None for row in rows)
+        assert all(row.unscored is None for row in rows)
         folders.append(str(out))
-    frames = next(row["meta"]["frame_indices"] for row in rows)
+    frames = next(row.meta["frame_indices"] for row in rows)
     assert len(frames) == 2
     made = CliRunner().invoke(app, ["report", *folders, "--output", str(tmp_path / "report")])
     assert made.exit_code == 0, made.output
@@ -72,4 +72,4 @@ def test_the_first_items_are_those_whose_media_are_there(model_dir: Path, tmp_pa
         assert all(cell["n"] + cell["unscored"] == n for arm in arms.values() for cell in arm.values())
     found = read_samples(tmp_path / "run")
     assert {index for _, _, index in found.rows} == {3, 4, 5}
-    assert {row["index"] for row in found.first(2)} == {3, 4}
+    assert {row.index for row in found.first(2)} == {3, 4}

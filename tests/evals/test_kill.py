@@ -23,13 +23,14 @@ SCRIPT = """
 import sys
 import time
 from pathlib import Path
-from ctxwin.evals.samples import FORMAT, open_samples
+from ctxwin.evals.samples import FORMAT, Sample, open_samples
 
+base = {"doc_id": "d", "cluster": "c", "case": "x" * 6_000, "frames": 1, "tokens": 1, "placed": 1}
+base |= {"question": "", "target": "", "meta": {}}  # long lines, so that kills tear some
 with open_samples(Path(sys.argv[1]), {"format": FORMAT}) as samples:
     for index in range(int(sys.argv[2])):
         arms = [arm for arm in ("blind", "patched:8") if not samples.has("made/words", arm, index)]
-        # Long lines, so that kills tear some.
-        samples.add({"task": "made/words", "arm": arm, "index": index, "kl": index / 7, "long": "x" * 6_000} for arm in arms)
+        samples.add(Sample(task="made/words", arm=arm, index=index, kl=index / 7, **base) for arm in arms)
         time.sleep(0.001 if arms else 0)  # a fast disk must not be done before the last kill
 """
 
