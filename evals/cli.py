@@ -16,6 +16,7 @@ from ctxwin.evals.console import (
     Model,
     Threads,
     errors,
+    new_table,
     numbers,
     open_model,
     print_json,
@@ -179,14 +180,9 @@ def list_(as_json: Json = False) -> None:
             }
         )
         return
-    from rich.table import Table
-
-    listed: list[tuple[str, dict[str, dict[str, Any]]]] = [("tasks", tasks), ("arms", arms)]
-    for title, entries in listed:
-        made = Table(title=title, title_justify="left")
-        columns = list(next(iter(entries.values())))
-        for column in ("name", *columns):
-            made.add_column(column)
+    for title, entries in (("tasks", tasks), ("arms", arms)):
+        columns = ["name", *next(iter(entries.values()))]
+        made = new_table(title, "|".join(columns), left=range(len(columns)))
         for name, entry in entries.items():
             made.add_row(name, *(", ".join(v) if isinstance(v, list) else str(v) for v in entry.values()))
         terminal().print(made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,8 @@ from ctxwin.errors import CtxwinError
 from ctxwin.extras import missing_extra
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ctxwin.engines.hf.engine import HFEngine
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -74,6 +76,22 @@ def terminal() -> Any:
 
     # A file or a pipe gets whole rows.
     return Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=150)
+
+
+def new_table(title: str, columns: str, *, left: Collection[int] = (0,)) -> Table:
+    """A table without rows.
+
+    Args:
+        title: above it.
+        columns: headings, separated by ``|``.
+        left: columns, by number, whose text is aligned left; numbers are aligned right.
+    """
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns.split("|")):
+        table.add_column(column.strip(), justify="left" if i in left else "right")
+    return table
 
 
 def say(text: str, *, bold: bool = False) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ctxwin.evals.console import new_table
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -12,29 +14,13 @@ if TYPE_CHECKING:
 
 def reuse_table(result: Result) -> Table:
     """One line a move and size; times are milliseconds to the first token, medians."""
-    from rich.table import Table
-
     machine, model = result["meta"]["machine"], result["meta"]["model"]
     runs = result["meta"]["settings"]["runs"]
-    table = Table(
-        title=f"time to the first token behind an edit, {result['meta']['engine']}, medians of {runs} paired runs (ms)",
-        title_justify="left",
-    )
-    columns = (
-        "op",
-        "tokens",
-        "rank",
-        "ctxwin",
-        "prefix cache",
-        "floor",
-        "speedup",
-        "over floor",
-        "by CPU",
-        "forward",
-        "lanes",
-    )
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i in (0, 10) else "right", no_wrap=i != 10)
+    title = f"time to the first token behind an edit, {result['meta']['engine']}, medians of {runs} paired runs (ms)"
+    columns = "op|tokens|rank|ctxwin|prefix cache|floor|speedup|over floor|by CPU|forward|lanes"
+    table = new_table(title, columns, left=(0, 10))
+    for column in table.columns[:-1]:
+        column.no_wrap = True
     for row in result["rows"]:
         table.add_row(
             row["op"], str(row["tokens"]), str(row["rank"]), _ms(row["ttft_s"]), _ms(row["ttft_prefix_cache_s"]),

@@ -25,6 +25,7 @@ from ctxwin.evals.console import (
     Model,
     Threads,
     errors,
+    new_table,
     numbers,
     open_model,
     progress,
@@ -299,13 +300,8 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def drift_table(result: dict[str, Any]) -> Table:
     """The result for a terminal."""
-    from rich.table import Table
-
-    made = Table(title="KL of answers after slides (nats, mean)", title_justify="left")
-    for i, column in enumerate(
-        ("run", "slides", "n", "accuracy", "to window", "to stream", "to the nearer", "agreed", "agree")
-    ):
-        made.add_column(column, justify="left" if i == 0 else "right")
+    columns = "run|slides|n|accuracy|to window|to stream|to the nearer|agreed|agree"
+    made = new_table("KL of answers after slides (nats, mean)", columns)
     for name, points in result["drift"].items():
         for slides, p in points.items():
             shown = (

@@ -17,7 +17,7 @@ import typer
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.open import open_engine
-from ctxwin.evals.console import Dtype, Json, Model, errors, progress, show, write_result
+from ctxwin.evals.console import Dtype, Json, Model, errors, new_table, progress, show, write_result
 from ctxwin.evals.report.figures import BASE, OTHER, PATCH
 from ctxwin.evals.report.figures import render as rendered
 from ctxwin.fidelity import Fidelity
@@ -226,16 +226,12 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 def engines_table(result: dict[str, Any]) -> Table:
     """The result for a terminal."""
-    from rich.table import Table
-
     config = result["config"]
     title = (
         f"KL of the next token, {config['dtype']}: {config['serving']}'s re-prefill against its window of patches "
         f"({config['layout']}, {config['layers']} layers), and against {config['other']}'s re-prefill"
     )
-    table = Table(title=title, title_justify="left")
-    for column in ("gap", "bytes", "n", "median", "p95", "p95 interval", "max", "answers changed"):
-        table.add_column(column, justify="left" if column == "gap" else "right")
+    table = new_table(title, "gap|bytes|n|median|p95|p95 interval|max|answers changed")
     for name, row in result["kl"].items():
         low, high = row["p95_interval"]
         table.add_row(

@@ -24,6 +24,7 @@ from ctxwin.evals.console import (
     Model,
     Threads,
     errors,
+    new_table,
     numbers,
     open_model,
     progress,
@@ -295,26 +296,13 @@ def _mean_cost(costs: Sequence[Cost]) -> dict[str, float]:
 
 def toggles_tables(result: dict[str, Any]) -> list[Table]:
     """The result for a terminal."""
-    from rich.table import Table
-
-    trips = Table(title="toggled clean and back (counts)", title_justify="left")
-    for column in (
-        "lane",
-        "n",
-        "clean meanwhile",
-        "same lane",
-        "same bytes",
-        "identical logits",
-        "other answer meanwhile",
-    ):
-        trips.add_column(column, justify="left" if column == "lane" else "right")
+    columns = "lane|n|clean meanwhile|same lane|same bytes|identical logits|other answer meanwhile"
+    trips = new_table("toggled clean and back (counts)", columns)
     for lane, t in result["toggles"].items():
         shown = (t[name] for name in ("n", "clean_lane", "same_lane", "same_bytes", "identical", "changed"))
         trips.add_row(lane, *(str(x) for x in shown))
-    tests = Table(title="is a chunk disposable? the test's verdict against the truth", title_justify="left")
-    columns = ("test", "truth", "n", "right", "drops needed", "keeps disposable", "asks", "forwards", "tokens")
-    for i, column in enumerate(columns):
-        tests.add_column(column, justify="left" if i < 2 else "right")
+    columns = "test|truth|n|right|drops needed|keeps disposable|asks|forwards|tokens"
+    tests = new_table("is a chunk disposable? the test's verdict against the truth", columns, left=(0, 1))
     for test, by_truth in result["disposability"].items():
         cost = result["cost"][test]
         for truth, c in by_truth.items():

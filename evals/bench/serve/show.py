@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ctxwin.evals.bench.measures import LEVEL
 from ctxwin.evals.bench.serve.policies import POLICIES
+from ctxwin.evals.console import new_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,23 +19,17 @@ COLORS = {"ctxwin": "#0b6e4f", "naive": "#b23a48", "trim": "#c98a1b", "append": 
 
 def serve_table(result: Result) -> Table:
     """One line a policy and rate; times in milliseconds."""
-    from rich.table import Table
-
     settings = result["meta"]["settings"]
     slo = result["comparison"]["slo_s"]
-    table = Table(
-        title=(
-            f"{settings['windows']} sessions of {settings['frames']} frames of {settings['tokens']} tokens, one vLLM "
-            f"({settings['processes']}), look-back trace; latency from when a request was due (ms)"
-        ),
-        title_justify="left",
+    title = (
+        f"{settings['windows']} sessions of {settings['frames']} frames of {settings['tokens']} tokens, one vLLM "
+        f"({settings['processes']}), look-back trace; latency from when a request was due (ms)"
     )
     columns = (
-        "rate", "policy", "done/s", "goodput/s", "TTFT p50", "p95", "p99", "inter-token p50", "p95", "p99",
-        "computed", "prefix hits", "loads", "CPU s/request", "load",
-    )  # fmt: skip
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 1 else "right")
+        "rate|policy|done/s|goodput/s|TTFT p50|p95|p99|inter-token p50|p95|p99|"
+        "computed|prefix hits|loads|CPU s/request|load"
+    )
+    table = new_table(title, columns, left=(1,))
     for row in result["rows"]:
         ttft, gap = row["ttft_s"], row["inter_token_s"]
         done = row["completed"]
