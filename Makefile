@@ -28,7 +28,7 @@ APT_INSTALL = apt-get install -y --no-install-recommends
 # The environment with the earlier vLLM, and what is tested there: whatever touches vLLM, in a few minutes.
 EARLIER := .venv-earlier
 EARLIER_TESTS ?= tests/engines/test_vllm_versions.py tests/engines/test_vllm.py tests/engines/test_vllm_families.py \
-	tests/engines/test_vllm_ec.py tests/engines/test_vllm_again.py \
+	tests/engines/test_vllm_encoder_cache.py tests/engines/test_vllm_requests.py \
 	tests/window/test_on_engines.py
 
 .PHONY: demo check test test-slow test-earlier guard docs lint install system-deps system-deps-if-root clean

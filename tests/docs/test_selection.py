@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from doc_pages import ROOT
 
 TESTS = ROOT / "tests"
@@ -22,3 +24,11 @@ def test_guards_name_tests_that_exist() -> None:
         found = (TESTS / name).read_text()
         assert test.rstrip(":") in found, guard
         assert "slow" in found, guard
+
+
+def test_files_for_the_earlier_vllm_exist() -> None:
+    listed = re.search(r"EARLIER_TESTS \?= ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text())
+    assert listed is not None
+    files = listed[1].replace("\\", " ").split()
+    assert len(files) > 3
+    assert not [name for name in files if not (ROOT / name).is_file()]
