@@ -107,8 +107,6 @@ class ChatCtxwin(BaseChatModel):
             self.model = f"{self.engine.spec.name}:{self.engine.spec.model}"
         return self
 
-    # -- engine -----------------------------------------------------------------------------------------------------
-
     def open(self) -> Engine:
         """The engine, opened where it was not yet."""
         with self._opening:
@@ -148,8 +146,6 @@ class ChatCtxwin(BaseChatModel):
         fidelity = None if self.fidelity is None else self.fidelity.model_dump_json()
         names = ("model", "budget", "max_tokens", "temperature", "seed", "stop")
         return {name: getattr(self, name) for name in names} | {"fidelity": fidelity}
-
-    # -- tools and counting -------------------------------------------------------------------------------------------
 
     def bind_tools(
         self,
@@ -226,8 +222,6 @@ class ChatCtxwin(BaseChatModel):
             engine, messages, tools, ask=ask, bare=True, seen=self._seen,
             allowed_local_media_path=self.allowed_local_media_path,
         )  # fmt: skip
-
-    # -- answering ----------------------------------------------------------------------------------------------------
 
     def _generate(
         self,

@@ -113,8 +113,6 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
         request, decided = await asyncio.to_thread(self._decide, request)
         return _kept(await handler(request), decided)
 
-    # -- inside -------------------------------------------------------------------------------------------------------
-
     def _decide(self, request: ModelRequest) -> tuple[ModelRequest, dict[str, Omitted]]:
         """The request as the model gets it, and new decisions."""
         ever: dict[str, Omitted] = dict(request.state.get(KEY) or {})  # type: ignore[call-overload]

@@ -120,8 +120,6 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
             answer = await window.aask(reading.talk.query, **self._asking)
             return await asyncio.to_thread(self._answered, window, reading, answer)
 
-    # -- inside -----------------------------------------------------------------------------------------------------
-
     def _read(self, state: Any, runtime: Runtime[Any]) -> _Reading:
         """The conversation, as far as the window has not read it."""
         engine = engine_of(runtime.context)

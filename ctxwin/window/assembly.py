@@ -116,8 +116,6 @@ class Assembly:
     def encode(self, placed: Placed) -> Encoded:
         return self.engine.encode(placed.chunk)
 
-    # -- planning ------------------------------------------------------------------------------------------------
-
     def system_prompt_key(self, state: State) -> str:
         return span_key(provenance_of(state.system_prompt_key, "system_prompt"))
 
@@ -131,8 +129,6 @@ class Assembly:
             kv.span_bytes(1, itemsize),
             self.has(self.system_prompt_key(state)),
         )
-
-    # -- laying out ----------------------------------------------------------------------------------------------
 
     def lay_out(self, state: State, fidelity: Fidelity, work: Work) -> Laid:
         """Chooses lanes, fetches their KV, forms missing canonicals. Repeats with what turned out to be missing."""
@@ -279,8 +275,6 @@ class Assembly:
         self.put(key, span, encoded, provenance=provenance)
         return key, span
 
-    # -- running -------------------------------------------------------------------------------------------------
-
     def run(
         self,
         laid: Laid,
@@ -370,8 +364,6 @@ class Assembly:
         self.missing.discard(key)
         self.repo.put_patch(key, patch)
         return key
-
-    # -- background and offline work -------------------------------------------------------------------------------
 
     def reform(self, state: State, index: int, laid: Laid, fidelity: Fidelity, work: Work) -> State:
         """Re-forms one placed chunk behind what is in front of it now: one forward, no vision encode."""

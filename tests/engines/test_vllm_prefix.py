@@ -111,9 +111,6 @@ def gap(p: dict[int, float], q: dict[int, float]) -> float:
     return max(abs(p[token] - q[token]) for token in p)
 
 
-# -- plain requests, as vLLM's own users make them ---------------------------------------------------------------------
-
-
 def prompt_of(engine: Any, window: Window, query: str = QUERY) -> tuple[list[int], list[MediaSpan]]:
     """The tokens that ``window`` asks with, and their media."""
     from ctxwin.engines.vllm.engine import _joined
@@ -603,9 +600,6 @@ class TestTenants:
                 plain(engine, plain_request(a, window))
         assert all(len(names) > 3 for names in found.values())
         assert not found["a"] & found["b"] and not (found["a"] | found["b"]) & found["plain"]
-
-
-# -- names of blocks -----------------------------------------------------------------------------------------------------
 
 
 @st.composite

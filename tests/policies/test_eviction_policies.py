@@ -138,9 +138,6 @@ def test_an_order_names_each_chunk_once_and_only_placed_ones(engine: FakeEngine)
     window.check()
 
 
-# -- disposability
-
-
 def naive_leaving(texts: dict[str, str], queries: Sequence[str]) -> tuple[list[str], list[str]]:
     """(disposable, needed), oldest first, by a plain list: an answer is the query's letters that are somewhere."""
 

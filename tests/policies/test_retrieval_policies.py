@@ -36,9 +36,6 @@ def looking(engine: FakeEngine) -> Window:
     return window
 
 
-# -- by id
-
-
 def test_by_id_brings_back_what_is_named_in_the_order_it_is_named(looking: Window) -> None:
     a, b, c, d, e = looking.evicted
     assert looking.look_back(f"what of {d} and {b}, or {d}? Not {looking.ids[0]}.") == [d, b]
@@ -46,9 +43,6 @@ def test_by_id_brings_back_what_is_named_in_the_order_it_is_named(looking: Windo
     assert looking.evicted == (a, c, e)
     assert looking.look_back("nothing is named") == []
     assert looking.look_back(Chunk.text(a)) == []
-
-
-# -- by tool call
 
 
 def hermes(name: str, arguments: Any, key: str = "arguments") -> str:
@@ -110,9 +104,6 @@ def test_ids_that_are_not_evicted_are_ignored_and_logged(looking: Window, caplog
     assert [r.getMessage() for r in caplog.records] == [
         f"a call of recall names {i!r}, which is not evicted; ignored" for i in ("nope", placed)
     ]
-
-
-# -- by similarity
 
 
 class Seeing(FakeEngine):
@@ -235,9 +226,6 @@ def test_held_chunks_are_never_encoded_again() -> None:
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BySimilarity(**arguments)
-
-
-# -- looking back
 
 
 def test_a_look_back_makes_room_by_the_eviction_policy(engine: FakeEngine) -> None:

@@ -91,9 +91,6 @@ class TestBehindMemory(StoreConformance):
         return open_store(url, max_bytes=max_bytes or LARGE, ttl=ttl, tenant=uuid.uuid4().hex)
 
 
-# -- what stands under a key
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -183,9 +180,6 @@ def test_the_index_mends_itself(store: RedisStore, client: Any) -> None:
     assert (store.get("span/b"), store.stats().items, store.stats().bytes) == (None, 0, 0)
 
 
-# -- limits, leases, time
-
-
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_a_put_that_cannot_be_indexed_leaves_nothing_for_ever(store: RedisStore, client: Any, index: int) -> None:
     client.set(store._index[index], "of another type")
@@ -264,9 +258,6 @@ def test_a_server_without_memory_refuses_puts_and_still_reads(mortal: Server) ->
         assert store.get("span/a") == b"x"
         assert store.put("span/b", bytes(1000))
         assert sorted(store.list()) == ["span/a", "span/b"]
-
-
-# -- a server that is gone
 
 
 def every_call(store: Store) -> list[Any]:
@@ -359,9 +350,6 @@ def test_opening_says_that_the_server_is_not_there(mortal: Server) -> None:
     mortal.kill()
     with pytest.raises(OSError, match=rf"redis://127.0.0.1:{mortal.port}/0 cannot be reached .*start the server"):
         open_store(mortal.url)
-
-
-# -- names, tenants, processes
 
 
 def test_a_login_is_used_and_never_shown(mortal: Server, caplog: pytest.LogCaptureFixture) -> None:

@@ -62,8 +62,6 @@ class FakeEngine(Engine):
         self.delay = 0.0
         self.fail: Exception | None = None
 
-    # -- encoding
-
     def _text(self, text: str) -> list[int]:
         return [100 + b for b in text.encode()]
 
@@ -117,8 +115,6 @@ class FakeEngine(Engine):
         if held is None:
             raise ChunkUnavailable(key)
         return held
-
-    # -- computing
 
     def _forward(self, front: list[SpanKV], encoded: Encoded, start: int) -> SpanKV:
         parts = [torch.stack([relocate(s, KV, 0).k, s.v])[:, :, :, 0] for s in front]  # [2, L, T, D] each

@@ -22,8 +22,6 @@ from ctxwin import (
 from ctxwin.profiles import Profile, model_digest, write_profile
 from window.fake import FakeEngine
 
-# -- bad input: the documented error, the window unchanged
-
 
 @pytest.mark.parametrize(
     ("act", "error", "message"),
@@ -86,9 +84,6 @@ def test_budgets_of_the_window_itself(engine: FakeEngine) -> None:
     window.append(Chunk.text("dddd", pin=True))
     with pytest.raises(BudgetExceeded, match="pinned chunks must fit"):
         window.slide()
-
-
-# -- what a review found, so that it stays mended
 
 
 def test_a_store_that_refuses_everything_costs_time_only() -> None:

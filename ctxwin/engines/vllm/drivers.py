@@ -194,8 +194,6 @@ class StepDriver(Driver):
         llm, self.llm, self._engine = self.llm, None, None
         self._stop(llm)
 
-    # -- vLLM's thread -----------------------------------------------------------------------------------------------
-
     def _post(self, task: Callable[[], None]) -> None:
         with self._wake:
             if self._closing:

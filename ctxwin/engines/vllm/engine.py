@@ -259,8 +259,6 @@ class VLLMEngine(EncodingEngine):
             self._closed = True
         self._core.release()
 
-    # -- serving -------------------------------------------------------------------------------------------------------
-
     def _serve(self, layout: Sequence[Segment], ask: _Ask) -> tuple[_Work, Outcome, int]:
         """Serves a layout: with its spans, again with them where loading fails, then without (the last value counts that).
 

@@ -254,9 +254,6 @@ def test_numbers_are_never_given_twice() -> None:
     assert [e["number"] for e in ask(middleware, talk("h", "a", "h", "a", "h"), **{KEY: gone})[1].values()] == [8]
 
 
-# -- in agents
-
-
 @tool
 def look(at: int) -> str:
     """Looks at a second of the video."""

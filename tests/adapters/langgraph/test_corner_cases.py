@@ -40,9 +40,6 @@ def execution(engine: Any, told: list[Any] | None = None, task: str = "t") -> Ru
     return Runtime(context=WindowContext(engine), stream_writer=writer, execution_info=info)
 
 
-# -- the reducer ----------------------------------------------------------------------------------------------------
-
-
 def test_notes_that_change_alone_are_kept(engine: Any) -> None:
     with open_window(None, execution(engine), system_prompt="hd") as window:
         before = window.ref()
@@ -64,9 +61,6 @@ def test_a_budget_that_changes_alone_is_kept(engine: Any, budget: int) -> None:
     with open_window(before, execution(engine, task="u"), budget=budget) as window:
         after = window.ref()
     assert merge_windows(before, after) == after and after["budget"] == budget
-
-
-# -- opening --------------------------------------------------------------------------------------------------------
 
 
 def test_no_budget_is_no_budget(engine: Any) -> None:
@@ -104,9 +98,6 @@ def test_two_windows_of_one_node_share_no_placements(engine: Any) -> None:
         assert second.evicted == (b,)
 
 
-# -- answers that were kept -----------------------------------------------------------------------------------------
-
-
 def test_an_answer_kept_by_another_version_is_computed_again(engine: Any, picture: Picture) -> None:
     def once() -> str:
         with open_window(None, execution(engine), system_prompt="hd") as window:
@@ -139,9 +130,6 @@ def test_a_stream_read_late_keeps_what_it_answered_over(engine: Any, picture: Pi
     assert engine.asked == 1
 
 
-# -- events ---------------------------------------------------------------------------------------------------------
-
-
 def test_no_two_events_of_a_run_have_one_key(engine: Any, picture: Picture) -> None:
     def once() -> list[str]:
         told: list[Any] = []
@@ -156,9 +144,6 @@ def test_no_two_events_of_a_run_have_one_key(engine: Any, picture: Picture) -> N
     keys = once()
     assert len(set(keys)) == len(keys) > 6
     assert once() == keys
-
-
-# -- conversations --------------------------------------------------------------------------------------------------
 
 
 def _trimmed(node: WindowNode, engine: Any, turns: int, other: bool) -> list[int]:
@@ -224,9 +209,6 @@ def test_pictures_seen_again_by_sync_are_counted(engine: Any, picture: Picture) 
             engine.store.delete(key)
         sync(window, [picture(1)])
         assert window.ask("what?", max_tokens=2).usage.vision_encodes == 1
-
-
-# -- fidelity and leases ----------------------------------------------------------------------------------------------
 
 
 def test_an_answer_kept_under_another_profile_is_computed_again(
@@ -319,9 +301,6 @@ def test_a_window_closed_while_a_thread_still_edits_it_keeps_no_lease(
     window.append(picture(1))
     closing.join()
     assert held(engine) == 0
-
-
-# -- what a question is about -----------------------------------------------------------------------------------------
 
 
 class NewestFirst:

@@ -322,9 +322,6 @@ def test_bad_input(engine: Chatty) -> None:
         app.invoke({"messages": [HumanMessage("x")]}, CONFIG)
 
 
-# -- on the bundled model -------------------------------------------------------------------------------------------
-
-
 def test_turns_on_the_model_equal_a_re_prefill(saver: Any) -> None:
     """Over more turns than fit: the same token ids as a window made from nothing out of the same content."""
     stream = world.make_stream(seed=5, n_frames=9)
