@@ -56,6 +56,9 @@ class _Reading:
     asked: int
 
 
+_SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop", "json_schema")
+
+
 class WindowNode(Runnable[Any, dict[str, Any]]):
     """A node that asks the last human text over a window of what stands before it.
 
@@ -75,7 +78,7 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         reserve_tokens: tokens left free beside the question and its answer.
         allowed_local_media_path: folder whose files messages may name, by path or ``file:`` url; None: files are refused. A
             picture on disk survives a store that lost its content, one in a message does not.
-        sampling: ``temperature``, ``seed``, ``stop_ids`` as for `Window.ask`.
+        sampling: ``temperature``, ``top_p``, ``top_k``, ``seed``, ``stop``, ``json_schema`` as for `Window.ask`.
 
     The engine comes from the run's context (`WindowContext`). Cost of a turn: encoding the new messages, and an ask; where
     earlier messages changed, decoding all of them once.
@@ -90,8 +93,8 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         eviction: Eviction | None = None, retrieval: Retrieval | None = None, reserve_tokens: int = 0,
         allowed_local_media_path: str | Path | None = None, **sampling: Any,
     ) -> None:  # fmt: skip
-        if unknown := sampling.keys() - {"temperature", "seed", "stop_ids"}:
-            raise TypeError(f"sampling must be temperature, seed or stop_ids, got {sorted(unknown)}")
+        if unknown := sampling.keys() - set(_SAMPLING):
+            raise TypeError(f"sampling must be of {', '.join(_SAMPLING)}, got {sorted(unknown)}")
         self.name = name
         self.messages_key, self.window_key = messages_key, window_key
         self._asking: dict[str, Any] = {"max_tokens": max_tokens, "remember": True, **sampling}

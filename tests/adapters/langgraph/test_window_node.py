@@ -310,8 +310,8 @@ def test_files_are_read_only_where_they_are_allowed(tmp_path: Path) -> None:
 
 
 def test_bad_input(engine: Chatty) -> None:
-    with pytest.raises(TypeError, match=r"sampling must be temperature, seed or stop_ids, got \['top_p'\]"):
-        WindowNode(top_p=1)
+    with pytest.raises(TypeError, match=r"sampling must be of temperature, top_p, .*, got \['min_p'\]"):
+        WindowNode(min_p=1)
     app = graph_of(WindowNode(system_prompt="hd", budget=40, max_tokens=3))
     context = WindowContext(engine)
     with pytest.raises(ValueError, match="must end with a text to answer"):
