@@ -206,7 +206,7 @@ def test_an_orbit_over_the_models_basis(own: Path) -> None:
         assert [p is not None and (p.layout, p.rank, p.meta["orders"]) for p in patches] == [("shared", 48, 2)]
 
 
-def test_a_basis_that_is_gone_is_a_counted_miss(tmp_path: Path, own: Path) -> None:
+def test_patches_of_another_basis_are_not_served(tmp_path: Path, own: Path) -> None:
     """Patches lie on disk, the basis beside the model; with another one they are computed anew, with it they are served."""
     folder = tmp_path / "store"
     with open_engine("tiny:hf", dtype="float32", store=f"disk:{folder}") as engine:
