@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ctxwin.errors import BudgetExceeded
 from ctxwin.evals.arms import REFERENCE, Arm, Served
 from ctxwin.evals.decoder import Decoder, Memory
 from ctxwin.evals.generation import Policy, forced_logits, generate
@@ -90,14 +91,21 @@ class Measurer:
 
         Cost: the reference, and for each arm its serving and its answers.
         """
-        group = self.group(items) if group is None else group
         limit = self.decoder.engine.spec.max_tokens
+        try:
+            group = self.group(items) if group is None else group
+        except BudgetExceeded as error:  # a text that the model could not read even alone
+            reason = f"the prompt of at least {error.needed} tokens is longer than the model's {limit}"
+            for arm in arms:
+                for item in items:
+                    yield self._sample(item, arm, unscored=reason, placed=error.needed, tokens=error.needed, media=0)
+            return
         longest = max(self.decoder.query(item.query).tokens + item.max_tokens for item in items)
         total = group.system_prompt.tokens + group.context_tokens + longest
         if total > limit:
             reason = f"the prompt of {total} tokens is longer than the model's {limit}"
             for arm in arms:
-                yield from (self._sample(item, arm, group, unscored=reason) for item in items)
+                yield from (self._sample(item, arm, **self._sizes(item, group), unscored=reason) for item in items)
             return
         numbers = {item.context or item.index: b for b, item in enumerate(group.items)}
         rows = [numbers[item.context or item.index] for item in items]
@@ -111,14 +119,15 @@ class Measurer:
             for i, item in enumerate(items):
                 one, said, first, before = heard[arm][0][i], heard[arm][1][i], heard[reference][1][i], heard[base][1][i]
                 if one is None or said is None or first is None or before is None:
-                    yield self._sample(item, arm, group, unscored="the arm has no meaning for this item")
+                    reason = "the arm has no meaning for this item"
+                    yield self._sample(item, arm, **self._sizes(item, group), unscored=reason)
                     continue
                 extra = dict(one.extra)
                 if control is not None and (other := heard[control][1][i]) is not None:
                     along = _forced_kl(other, said)
                     extra["to_control"] = kl_divergence(other.logits, said.logits) if along is None else along
                 yield self._sample(
-                    item, arm, group, answer=said.answer, reference=first.answer, base=before.answer,
+                    item, arm, **self._sizes(item, group), answer=said.answer, reference=first.answer, base=before.answer,
                     kl=kl_divergence(first.logits, said.logits), base_kl=kl_divergence(first.logits, before.logits),
                     forced_kl=_forced_kl(first, said), base_forced_kl=_forced_kl(first, before), stored=one.stored,
                     over=one.over, computed=one.computed, forwards=one.forwards, encodes=one.encodes, extra=extra,
@@ -144,14 +153,16 @@ class Measurer:
         """An answer's text."""
         return self.decoder.engine.decode(token_ids).strip()
 
-    def _sample(self, item: Item, arm: Arm, group: Group, **more: Any) -> Sample:
+    def _sample(self, item: Item, arm: Arm, **more: Any) -> Sample:
         return Sample(
             task=item.task, arm=arm.name, index=item.index, doc_id=item.doc_id, cluster=item.cluster, case=item.digest,
-            frames=len(item.placed), placed=group.context_tokens,
-            tokens=group.system_prompt.tokens + group.context_tokens + self.decoder.query(item.query).tokens,
-            media=sum(len(group.chunks[0][f].media) for f in group.items[0].placed), question=item.query,
-            target=item.target, meta=dict(item.meta), **more,
+            frames=len(item.placed), question=item.query, target=item.target, meta=dict(item.meta), **more,
         )  # fmt: skip
+
+    def _sizes(self, item: Item, group: Group) -> dict[str, int]:
+        asked = group.system_prompt.tokens + group.context_tokens + self.decoder.query(item.query).tokens
+        media = sum(len(group.chunks[0][f].media) for f in group.items[0].placed)
+        return {"placed": group.context_tokens, "tokens": asked, "media": media}
 
     def _ask(
         self, group: Group, items: Sequence[Item], served: Sequence[Served | None], first: Sequence[Said | None] | None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment, Tally
@@ -125,7 +125,7 @@ class Assembly:
         itemsize = 4 if kv.dtype == "float32" else 2
         return plan_of(
             state,
-            choose(state, fidelity, self.has),
+            choose(state, fidelity, cache(self.has)),
             kv.span_bytes(1, itemsize),
             self.has(self.system_prompt_key(state)),
         )
@@ -136,7 +136,7 @@ class Assembly:
         self.know_basis(fidelity)
         # Each round either succeeds or learns of at least one missing key, so it ends.
         while True:
-            choices = choose(state, fidelity, self.has)
+            choices = choose(state, fidelity, cache(self.has))  # one answer for each key, though a store may lose it
             fetched = self._fetched(state, choices, work)
             if fetched is not None:
                 return fetched

@@ -183,7 +183,7 @@ class Texts(Folder):
         paths, notes = _spread(files_of(folder, TEXTS, "text files"))
         for path in paths:
             with path.open(encoding="utf-8", errors="replace") as file:
-                ids = engine.text_ids(file.read(CHARACTERS))
+                ids = engine.encoder.tokens.document(file.read(CHARACTERS))
                 if file.read(1):
                     notes.append(f"only the first {CHARACTERS:,} characters of {path.name}")
             for i in range(len(ids) // block):

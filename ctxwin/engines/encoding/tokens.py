@@ -48,6 +48,10 @@ class Tokens:
         """Ids of content: special tokens spelled out in it stay text. Raises BudgetExceeded, see `check`."""
         return self._ids(text, special=False)
 
+    def document(self, text: str) -> list[int]:
+        """Ids of a content that will be cut into chunks: of any length, so its size is the caller's to bound."""
+        return self._encoded(text, special=False) if text else []
+
     def template(self, text: str) -> list[int]:
         """Ids of a piece of a template: special tokens count. Raises BudgetExceeded, see `check`."""
         return self._ids(text, special=True)
