@@ -504,6 +504,8 @@ def assert_killed_well(engine: Any, name: str) -> None:
         return "".join(stream)
 
     faults.endless(engine)
+    folder = engine._core.transport.path
+    assert folder.exists()
 
     def see() -> None:
         """Vision encodes, one after the other."""
@@ -529,7 +531,7 @@ def assert_killed_well(engine: Any, name: str) -> None:
     begin = time.monotonic()
     engine.close()
     assert time.monotonic() - begin < 20
-    assert faults.folders(os.getpid()) == []
+    assert not folder.exists()
     assert faults.wait_until(lambda: not faults.running(below), 30), faults.running(below)
     assert files and faults.wait_until(lambda: not faults.left(files), 10), faults.left(files)
 
