@@ -467,7 +467,7 @@ class TestKilled:
             from pathlib import Path
             from ctxwin.engines.torchvision_repair import repair
             repair()
-            from ctxwin.engines.vllm import VLLMEngine
+            from ctxwin.engines.vllm.engine import VLLMEngine
             if __name__ == "__main__":
                 engine = VLLMEngine(Path({str(model_dir)!r}), dtype="float32", processes={processes!r})
                 print("up", flush=True)

@@ -130,7 +130,7 @@ def test_killed_while_vllm_starts(tmp_path: Path, processes: str, started: int) 
         from pathlib import Path
         from ctxwin.engines.torchvision_repair import repair
         repair()
-        from ctxwin.engines.vllm import VLLMEngine
+        from ctxwin.engines.vllm.engine import VLLMEngine
         if __name__ == "__main__":
             VLLMEngine(Path({str(model)!r}), dtype="float32", processes={processes!r})
     """
