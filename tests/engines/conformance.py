@@ -82,6 +82,7 @@ class EngineConformance:
 
     vision = True
     picture_tokens = (9, 4)  # of the 84 px and the 56 px picture
+    block = 1  # exact KV that would fill less than a block may be computed with what is new
 
     @classmethod
     def make_engine(cls, model_dir: Path, store: Store) -> Engine:
@@ -247,7 +248,7 @@ class EngineConformance:
             assert_same_answer(got, whole)
             missing = sum(e.tokens for i, e in enumerate(encoded) if i not in spans)
             assert got.computed_tokens + got.cached_tokens >= query.tokens + missing
-            assert got.computed_tokens <= query.tokens + missing
+            assert got.computed_tokens < query.tokens + missing + self.block
             assert sorted(got.captured) == [i for i in range(len(encoded)) if i not in spans]
             for i, span in got.captured.items():
                 assert_same_kv(span, whole.captured[i])
