@@ -64,8 +64,10 @@ def killed(arguments: Sequence[str], path: Path, delay: float) -> bool:
 
 
 def rows_of(folder: Path) -> dict[Key, dict[str, Any]]:
-    """Every line of the file; each sample must stand there once."""
+    """Every line of the file, times apart; each sample must stand there once."""
     lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.pop("ttft_s", None)
     rows = {(line["task"], line["arm"], line["index"]): line for line in lines}
     assert len(rows) == len(lines)
     return rows
