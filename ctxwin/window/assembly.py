@@ -401,7 +401,7 @@ class Assembly:
         base = self.repo.get_span(base_key, token_ids=encoded.token_ids)
         if base is None:
             return None
-        met: list[SpanKV] = []
+        mean = OrbitMean(spec.kv)
         for order in orders:
             segments, at = [system_prompt], state.system_prompt_advance
             for i in order:
@@ -413,10 +413,7 @@ class Assembly:
                 segments.append(Segment(front, at, span=span))
                 at += front.advance
             behind = partial(self.engine.prefill, tuple(segments), encoded, at, background=work.background, tally=work)
-            met.append(self._seen(state.placed[: index + 1], behind))
-        mean = OrbitMean(spec.kv)
-        for span in met:
-            mean.add(span, base[0])
+            mean.add(self._seen(state.placed[: index + 1], behind), base[0])  # holds one order's KV at a time
         self.know_basis(fidelity)
         patch = compressed(mean.mean, spec.model, spec.kv, fidelity)
         contents = [p.chunk_id for p in state.placed[:index]]
