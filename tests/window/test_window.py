@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ctxwin import (
     Chunk,
@@ -20,7 +21,10 @@ from ctxwin import (
     Window,
     WindowBusy,
 )
-from window.fake import FakeEngine
+from ctxwin.engines.base import Segment
+from ctxwin.kv.patch import apply_patch
+from ctxwin.window.lanes import canonical_key
+from window.fake import KV, FakeEngine
 
 
 def lanes(window: Window) -> list[str]:
@@ -227,6 +231,28 @@ def test_an_orbit_patch_serves_every_order_of_its_set(engine: FakeEngine) -> Non
         window.prepare_orbit([c])
     with pytest.raises(ValueError, match="leave a chunk behind"):
         window.prepare_orbit([a, b, c])
+
+
+def test_an_orbit_patch_holds_what_its_chunk_absorbed(engine: FakeEngine) -> None:
+    """At full rank the canonical with the patch is the mean of what forwards behind the others in either order give."""
+    window = Window(engine, "hd", fidelity=Fidelity("patched", rank=64, orbit=True))
+    a, b, c = window.extend([Chunk.text("aa"), Chunk.text("bb"), Chunk.text("cccccccccccc")])
+    window.prepare_orbit([a, b], orders=2)
+    [key] = engine.store.list("orbit/")
+    patch = engine.repo.get_patch(key)
+    canonical, _ = engine.repo.get_span(canonical_key(window.snapshot(), window.chunk(c).id)[1])
+    whole = []
+    for order in ((a, b), (b, a)):
+        front, at = [Segment(engine.encode_system_prompt("hd"), 0)], engine.encode_system_prompt("hd").advance
+        for placement in order:
+            encoded = engine.encode(window.chunk(placement))
+            front.append(Segment(encoded, at, span=engine.prefill(front, encoded, at)))
+            at += encoded.advance
+        whole.append(engine.prefill(front, engine.encode(window.chunk(c)), at))
+    served = apply_patch(canonical, patch, KV, at)
+    assert (whole[0].v - canonical.v).abs().max() > 0.01
+    torch.testing.assert_close(served.v, (whole[0].v + whole[1].v) / 2, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(served.k, (whole[0].k + whole[1].k) / 2, atol=1e-3, rtol=1e-3)
 
 
 def test_a_fork_shares_everything_and_its_edits_stay_its_own(engine: FakeEngine, window: Window) -> None:
