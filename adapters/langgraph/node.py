@@ -26,6 +26,7 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.policies.base import Eviction, Retrieval
 from ctxwin.window.answer import Answer
+from ctxwin.window.ask import AskOptions
 
 
 class WindowState(TypedDict, total=False):
@@ -56,7 +57,7 @@ class _Reading:
     asked: int
 
 
-_SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop", "json_schema")
+_SAMPLING = [name for name in AskOptions.__annotations__ if name not in ("remember", "logprobs")]
 
 
 class WindowNode(Runnable[Any, dict[str, Any]]):

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
@@ -26,6 +26,19 @@ OnToken = Callable[[int, str], bool]
 """Called with each token and the whole text so far; returning False ends the answer there."""
 Stop = str | int | Sequence[str | int]
 """Texts and token ids that end an answer."""
+
+
+class AskOptions(TypedDict, total=False):
+    """What `Window.ask` and its kin take beside the query and the length of the answer; None leaves the default."""
+
+    remember: bool
+    logprobs: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int | None
+    stop: Stop | None
+    json_schema: Mapping[str, Any] | str | None
 
 
 def never() -> bool:
@@ -66,31 +79,18 @@ class Question:
             raise ValueError(f"top_k must be an int >= 0 (0: all tokens), got {sampling.top_k!r}")
 
     @classmethod
-    def of(
-        cls,
-        query: str,
-        max_tokens: int = 32,
-        *,
-        remember: bool = False,
-        logprobs: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        seed: int | None = None,
-        stop: Stop | None = None,
-        json_schema: Mapping[str, Any] | str | None = None,
-    ) -> Question:
-        """The question that `Window.ask` asks for these arguments; None leaves the default of `Sampling`."""
-        stops = [stop] if isinstance(stop, str | int) else list(stop or ())
+    def of(cls, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Question:
+        """The question that `Window.ask` asks for these arguments. Raises TypeError for an option that there is not."""
+        if unknown := options.keys() - AskOptions.__annotations__.keys():
+            raise TypeError(f"options must be of {', '.join(AskOptions.__annotations__)}, got {sorted(unknown)}")
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        remember, stop, schema = given.pop("remember", False), given.pop("stop", ()), given.get("json_schema")
+        stops = [stop] if isinstance(stop, str | int) else list(stop)
         if any(not isinstance(s, str | int) or s == "" for s in stops):
             raise ValueError(f"stop must be non-empty texts or token ids, got {stop!r}")
-        schema = json_schema if json_schema is None or isinstance(json_schema, str) else json.dumps(dict(json_schema))
-        given = {
-            "logprobs": logprobs, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
-            "json_schema": schema,
-        }  # fmt: skip
-        chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        sampling = Sampling(max_tokens, stop_ids=tuple(s for s in stops if isinstance(s, int)), **chosen)
+        if schema is not None and not isinstance(schema, str):
+            given["json_schema"] = json.dumps(dict(schema))
+        sampling = Sampling(max_tokens, stop_ids=tuple(s for s in stops if isinstance(s, int)), **given)
         return cls(query, sampling, remember, tuple(s for s in stops if isinstance(s, str)))
 
 

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
@@ -23,7 +23,7 @@ from ctxwin.store import parse_bytes
 from ctxwin.window import edits, upkeep
 from ctxwin.window import placement as placing
 from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry
-from ctxwin.window.ask import OnToken, Question, Stop, ask, disposable, exchange, never
+from ctxwin.window.ask import AskOptions, OnToken, Question, Stop, ask, disposable, exchange, never
 from ctxwin.window.core import WindowCore, restored
 from ctxwin.window.events import Observer
 from ctxwin.window.state import State
@@ -362,68 +362,17 @@ class Window:
         )  # fmt: skip
         return self.answer(question)
 
-    def stream(
-        self,
-        query: str,
-        max_tokens: int = 32,
-        *,
-        remember: bool = False,
-        logprobs: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        seed: int | None = None,
-        stop: Stop | None = None,
-        json_schema: Mapping[str, Any] | str | None = None,
-    ) -> TokenStream:
+    def stream(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> TokenStream:
         """`ask`, yielding text as it is made; ``answer`` is there at the end. Closing it early changes nothing."""
-        question = Question.of(
-            query, max_tokens, remember=remember, logprobs=logprobs, temperature=temperature, top_p=top_p, top_k=top_k,
-            seed=seed, stop=stop, json_schema=json_schema,
-        )  # fmt: skip
-        return TokenStream(partial(self.answer, question))
+        return TokenStream(partial(self.answer, Question.of(query, max_tokens, **options)))
 
-    async def aask(
-        self,
-        query: str,
-        max_tokens: int = 32,
-        *,
-        remember: bool = False,
-        logprobs: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        seed: int | None = None,
-        stop: Stop | None = None,
-        json_schema: Mapping[str, Any] | str | None = None,
-    ) -> Answer:
+    async def aask(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Answer:
         """`ask` without blocking the event loop; cancelling it leaves the window unchanged."""
-        question = Question.of(
-            query, max_tokens, remember=remember, logprobs=logprobs, temperature=temperature, top_p=top_p, top_k=top_k,
-            seed=seed, stop=stop, json_schema=json_schema,
-        )  # fmt: skip
-        return await aask(self.core, partial(self.answer, question))
+        return await aask(self.core, partial(self.answer, Question.of(query, max_tokens, **options)))
 
-    def astream(
-        self,
-        query: str,
-        max_tokens: int = 32,
-        *,
-        remember: bool = False,
-        logprobs: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        seed: int | None = None,
-        stop: Stop | None = None,
-        json_schema: Mapping[str, Any] | str | None = None,
-    ) -> AsyncIterator[str]:
+    def astream(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> AsyncIterator[str]:
         """`stream` for async code."""
-        question = Question.of(
-            query, max_tokens, remember=remember, logprobs=logprobs, temperature=temperature, top_p=top_p, top_k=top_k,
-            seed=seed, stop=stop, json_schema=json_schema,
-        )  # fmt: skip
-        return astream(partial(self.answer, question))
+        return astream(partial(self.answer, Question.of(query, max_tokens, **options)))
 
     def answer(
         self, question: Question, *, on_token: OnToken | None = None, stopped: Callable[[], bool] = never

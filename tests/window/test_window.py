@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import json
 import threading
 from typing import Any
@@ -23,6 +24,7 @@ from ctxwin import (
 )
 from ctxwin.engines.base import Segment
 from ctxwin.kv.patch import apply_patch
+from ctxwin.window.ask import AskOptions
 from ctxwin.window.lanes import canonical_key
 from window.fake import KV, FakeEngine
 
@@ -216,6 +218,14 @@ def test_what_was_computed_behind_another_rank_is_not_taken(engine: FakeEngine) 
     with Window(engine, "hd", fidelity=Fidelity("patched", rank=4)) as again:
         again.extend([Chunk.text("aa"), Chunk.text("b" * 30), Chunk.text("cc")])
         assert lanes(again)[1:] == ["patched", "resident"], "of the same rank it is"
+
+
+def test_streams_and_async_asks_take_the_options_of_ask(window: Window) -> None:
+    parameters = inspect.signature(Window.ask).parameters.values()
+    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == set(AskOptions.__annotations__)
+    with pytest.raises(TypeError, match=r"options must be of remember, .*, got \['beams'\]"):
+        window.stream("q", beams=3)  # type: ignore[call-arg]
+    assert "".join(window.stream("q", stop=None, seed=1)) == window.ask("q").text
 
 
 def test_an_orbit_patch_serves_every_order_of_its_set(engine: FakeEngine) -> None:
