@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import queue
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -30,6 +31,8 @@ from ctxwin.errors import EngineFailed
 T = TypeVar("T")
 WATCH_S = 0.5
 """How often is looked whether vLLM's engine process still runs."""
+SETTLE_S = 2.0
+"""How long after a failed call of the workers vLLM may take to know that it is dead."""
 _serial = itertools.count()
 _turn, _next = threading.Lock(), threading.Lock()
 _running: weakref.WeakSet[Driver] = weakref.WeakSet()
@@ -99,6 +102,16 @@ class Driver(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends what the driver started; requests in flight get EngineFailed. Idempotent."""
+
+    def _reason(self, error: Exception) -> Exception:
+        """Why a call of the workers failed: the end of vLLM, or that very error.
+
+        Where a worker is killed, vLLM fails the calls under way as "cancelled" first, and knows that it is dead only then.
+        """
+        until = time.monotonic() + SETTLE_S
+        while self.dead is None and time.monotonic() < until:
+            time.sleep(0.02)
+        return error if self.dead is None else EngineFailed(_DEAD.format(_said(self.dead)))
 
 
 class StepDriver(Driver):
@@ -171,7 +184,10 @@ class StepDriver(Driver):
         return future.result()
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        found: list[Any] = self.call(lambda: self.llm.collective_rpc(method, args=args))
+        try:
+            found: list[Any] = self.call(lambda: self.llm.collective_rpc(method, args=args))
+        except Exception as error:
+            raise self._reason(error) from None
         return found
 
     def reset_prefix_cache(self) -> bool:
@@ -320,7 +336,10 @@ class LoopDriver(Driver):
     def rpc(self, method: str, *args: Any) -> list[Any]:
         if self.dead is not None:
             raise EngineFailed(_DEAD.format(_said(self.dead)))
-        found: list[Any] = self._wait(self._start(self.llm.collective_rpc(method, args=args)))
+        try:
+            found: list[Any] = self._wait(self._start(self.llm.collective_rpc(method, args=args)))
+        except Exception as error:
+            raise self._reason(error) from None
         return found
 
     def reset_prefix_cache(self) -> bool:
