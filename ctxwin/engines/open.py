@@ -19,12 +19,7 @@ _log = logging.getLogger("ctxwin.engines")
 
 
 def open_engine(
-    name: str,
-    *,
-    store: Store | str | None = None,
-    tenant: str = "",
-    engine: str | None = None,
-    **options: Any,
+    name: str, *, store: Store | str | None = None, tenant: str = "", engine: str | None = None, **options: Any
 ) -> Engine:
     """Opens an engine.
 

@@ -37,12 +37,7 @@ class FairPool:
     """
 
     def __init__(
-        self,
-        threads: int,
-        most: Mapping[str, int] | None = None,
-        *,
-        waiting: int = 1 << 20,
-        name: str = "ctxwin-serve",
+        self, threads: int, most: Mapping[str, int] | None = None, *, waiting: int = 1 << 20, name: str = "ctxwin-serve"
     ) -> None:
         self._name = name
         self._most = threads

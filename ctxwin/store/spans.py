@@ -99,12 +99,7 @@ class SpanRepository:
         self._lock = threading.Lock()
 
     def get_span(
-        self,
-        key: str,
-        token_ids: Sequence[int] | None = None,
-        *,
-        positions: np.ndarray | None = None,
-        **wanted: object,
+        self, key: str, token_ids: Sequence[int] | None = None, *, positions: np.ndarray | None = None, **wanted: object
     ) -> tuple[SpanKV, dict[str, Any]] | None:
         """The span and its meta, or None.
 

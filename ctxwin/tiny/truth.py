@@ -10,17 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ctxwin.tiny.sprites import (
-    COLORS,
-    GREY,
-    GRID,
-    N_COLORS,
-    N_MARKS,
-    N_SHAPES,
-    SHAPES,
-    TINT_PAIRS,
-    paint,
-)
+from ctxwin.tiny.sprites import COLORS, GREY, GRID, N_COLORS, N_MARKS, N_SHAPES, SHAPES, TINT_PAIRS, paint
 
 Role = Literal["legend", "scene"]
 Kind = Literal["single_hop", "multi_hop", "graded", "order", "graded_order", "unbound"]

@@ -211,13 +211,7 @@ def exchange(engine: Engine, query: str, ids: Sequence[int]) -> tuple[Chunk, Enc
 
 
 def _with_exchange(
-    core: WindowCore,
-    state: State,
-    laid: Laid,
-    query: str,
-    ids: Sequence[int],
-    generation: Generation,
-    work: Work,
+    core: WindowCore, state: State, laid: Laid, query: str, ids: Sequence[int], generation: Generation, work: Work
 ) -> tuple[State, str]:
     """Appends the exchange just made with the KV of that very pass; only the turn's closing tokens are computed."""
     chunk, encoded = exchange(core.engine, query, ids)

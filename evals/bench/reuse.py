@@ -353,10 +353,7 @@ def summary(runs: Sequence[Run], local: bool = True) -> Times:
         "speedup_paired": median(speedups),
         "over_floor_paired": median(over),
         "ttft_back_s": measures.median([r.back_s for r in runs if r.back_s is not None]),
-        "phases_s": {
-            "window": median(r.ttft_s - r.engine_s for r in runs),
-            "engine": median(r.engine_s for r in runs),
-        },
+        "phases_s": {"window": median(r.ttft_s - r.engine_s for r in runs), "engine": median(r.engine_s for r in runs)},
         "quartiles": {
             "ttft_s": quartiles(ours),
             "ttft_prefix_cache_s": quartiles(cache),

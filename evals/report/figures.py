@@ -241,12 +241,7 @@ def _curves(run: Run, task: str) -> Picture | None:
     )
 
 
-def _line(
-    axis: Axes,
-    points: Sequence[tuple[float, Measured]],
-    label: str,
-    style: dict[str, Any],
-) -> None:
+def _line(axis: Axes, points: Sequence[tuple[float, Measured]], label: str, style: dict[str, Any]) -> None:
     known = [(100 * share, value, span) for share, (value, span) in points if value is not None]
     if not known:
         return

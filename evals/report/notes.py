@@ -18,7 +18,7 @@ def caveats(runs: Sequence[Run]) -> list[str]:
     cells = [f for run in runs for task in run.tasks for f in run.arms(task).values()]
     said = [
         "Every arm is held against an exact re-prefill of the same model on the same prompt; accuracy says what that is "
-        "worth on the task, KL, eta and agreement how close the arm comes to it.",
+        "worth on the task, KL, eta and agreement how close the arm comes to it."
     ]
     if any(name.startswith("tiny/") for name in tasks):
         said.append(

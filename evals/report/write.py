@@ -17,11 +17,7 @@ _DRAWN = re.compile(r"\d{2,}-.*-(arms|bytes|layers|grid)(-\d+)?\.png")
 
 
 def write_report(
-    folders: Sequence[Path],
-    out: Path | None = None,
-    *,
-    against: str | None = None,
-    task_of: TaskOf | None = None,
+    folders: Sequence[Path], out: Path | None = None, *, against: str | None = None, task_of: TaskOf | None = None
 ) -> Path:
     """Writes ``report.html`` (self-contained), ``report.md`` and ``figures/*.png``; returns the path of the page.
 

@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
 from ctxwin.evals.items import Scored
-from ctxwin.evals.metrics import (
-    Outcome,
-    cell,
-    eta,
-    eta_interval,
-    kl_divergence,
-)
+from ctxwin.evals.metrics import Outcome, cell, eta, eta_interval, kl_divergence
 from ctxwin.evals.stats import wilson
 
 

@@ -46,11 +46,7 @@ def test_a_result_says_what_was_run(tmp_path: Path) -> None:
 
 
 def test_figures_of_an_arm_are_averaged_whatever_their_name() -> None:
-    rows = [
-        row("orbit:2", 0, orders=2, moved=0.5),
-        row("orbit:2", 1, orders=5),
-        row("orbit:2", 2),
-    ]
+    rows = [row("orbit:2", 0, orders=2, moved=0.5), row("orbit:2", 1, orders=5), row("orbit:2", 2)]
     made = table(rows, Words)["orbit:2"]["made/words"]
     assert made["own"] == {"orders": 3.5, "moved": 0.5}
     assert (made["tokens"], made["computed"], made["forwards"]) == (100, 0, 0)

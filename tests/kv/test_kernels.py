@@ -11,16 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import LAYOUTS, canonical, patch_of, stack
-from operator_oracle import (
-    make_spec,
-    oracle_rotate,
-    placed,
-    plain_rope,
-    random_positions,
-    random_span,
-    specs,
-    worst,
-)
+from operator_oracle import make_spec, oracle_rotate, placed, plain_rope, random_positions, random_span, specs, worst
 
 from ctxwin.kv.kernels import Part, Placing
 from ctxwin.kv.kernels.factors import rounds_once

@@ -55,10 +55,7 @@ def test_nothing_is_done_where_everything_is_there(target: str, uid: int, tmp_pa
 def test_root_installs_only_what_is_missing(target: str, tmp_path: Path) -> None:
     code, _, called = make(target, tmp_path, "redis-server")
     assert code == 0
-    assert called.splitlines() == [
-        "update -qq",
-        "install -y --no-install-recommends -qq chromium fonts-dejavu-core",
-    ]
+    assert called.splitlines() == ["update -qq", "install -y --no-install-recommends -qq chromium fonts-dejavu-core"]
 
 
 def test_others_are_told_the_command(tmp_path: Path) -> None:

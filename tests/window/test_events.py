@@ -299,11 +299,7 @@ def test_a_failing_engine_tells_nothing_and_the_next_event_is_its_own(
     window.slide(1)
     told.events.clear()
     engine.fail = EngineFailed("out of memory")
-    for failing in (
-        lambda: window.ask("q"),
-        lambda: window.refresh(),
-        lambda: window.ask("q", remember=True),
-    ):
+    for failing in (lambda: window.ask("q"), lambda: window.refresh(), lambda: window.ask("q", remember=True)):
         with pytest.raises(EngineFailed):
             failing()
     with pytest.raises(EngineFailed):

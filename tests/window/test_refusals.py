@@ -10,15 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ctxwin import (
-    BudgetExceeded,
-    Chunk,
-    EngineFailed,
-    Fidelity,
-    UnknownChunk,
-    Window,
-    open_store,
-)
+from ctxwin import BudgetExceeded, Chunk, EngineFailed, Fidelity, UnknownChunk, Window, open_store
 from ctxwin.profiles import Profile, model_digest, write_profile
 from window.fake import FakeEngine
 

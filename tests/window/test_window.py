@@ -13,15 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from ctxwin import (
-    Chunk,
-    ChunkUnavailable,
-    Fidelity,
-    ReadOnlyWindow,
-    UnknownChunk,
-    Window,
-    WindowBusy,
-)
+from ctxwin import Chunk, ChunkUnavailable, Fidelity, ReadOnlyWindow, UnknownChunk, Window, WindowBusy
 from ctxwin.engines.base import Segment
 from ctxwin.kv.patch import apply_patch
 from ctxwin.window.ask import AskOptions

@@ -46,12 +46,7 @@ class PagedKV:
     """
 
     def __init__(
-        self,
-        layers: Mapping[str, Any],
-        kv: KVSpec,
-        block_size: int,
-        kernel: Kernel | None = None,
-        alone: bool = False,
+        self, layers: Mapping[str, Any], kv: KVSpec, block_size: int, kernel: Kernel | None = None, alone: bool = False
     ) -> None:
         self._kv = kv
         self._layers = _ordered(layers)

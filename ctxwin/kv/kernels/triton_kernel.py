@@ -33,12 +33,7 @@ each would spill."""
 BLOCK_RANK = 16
 BLOCK_VALUES = 64
 _LEAST = 16  # what Triton's products need in each direction, in every version
-_DTYPES = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
+_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 class TritonKernel:
@@ -202,10 +197,7 @@ def _columns(spec: KVSpec, heads: tuple[int, int]) -> tuple[slice, slice]:
     """Columns of a patch's rows that are keys, and those that are values, of these heads."""
     first, last = heads
     keys = spec.heads * spec.k_dim
-    return (
-        slice(first * spec.k_dim, last * spec.k_dim),
-        slice(keys + first * spec.v_dim, keys + last * spec.v_dim),
-    )
+    return (slice(first * spec.k_dim, last * spec.k_dim), slice(keys + first * spec.v_dim, keys + last * spec.v_dim))
 
 
 def _block(size: int, most: int | None = None) -> int:

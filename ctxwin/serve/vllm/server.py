@@ -110,13 +110,7 @@ def _warn_of_clients(args: Namespace, tenants: Sequence[Tenant]) -> None:
 
 
 async def _with_windows(
-    client: Any,
-    address: str,
-    sock: Any,
-    args: Namespace,
-    options: Options,
-    tenants: Sequence[Tenant],
-    keys: Keys,
+    client: Any, address: str, sock: Any, args: Namespace, options: Options, tenants: Sequence[Tenant], keys: Keys
 ) -> Any:
     """Runs the HTTP server on a vLLM that is up; returns what is left to wait for."""
     from vllm import envs

@@ -85,10 +85,7 @@ def test_two_windows_of_one_node_share_no_placements(engine: Any) -> None:
         left = window.ref()
     with open_window(None, execution(engine, task="b"), system_prompt="hd") as window:
         right = window.ref()
-    with (
-        open_window(left, execution(engine)) as first,
-        open_window(right, execution(engine)) as second,
-    ):
+    with open_window(left, execution(engine)) as first, open_window(right, execution(engine)) as second:
         a, b = first.append(Chunk.text("the same")), second.append(Chunk.text("the same"))
         assert a != b
         second.evict(b)

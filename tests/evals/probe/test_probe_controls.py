@@ -97,9 +97,7 @@ def test_stepwise_is_a_reprefill(latent: tuple[Measurer, Source]) -> None:
             torch.testing.assert_close(ours.v, theirs.v, atol=1e-5, rtol=0)
 
 
-def test_every_way_to_compress_serves_latent_attention_and_a_full_one_is_exact(
-    latent: tuple[Measurer, Source],
-) -> None:
+def test_every_way_to_compress_serves_latent_attention_and_a_full_one_is_exact(latent: tuple[Measurer, Source]) -> None:
     measurer, source = latent
     probe = Probe(measurer.decoder.engine, [source], sizes=Sizes(fitting=2))
     ways = [way for way in WAYS if probe._allows(way)]

@@ -47,11 +47,7 @@ _open = 0
 
 
 def start(
-    model: str,
-    transport: Transport,
-    options: dict[str, Any],
-    processes: Processes = "single",
-    connector: bool = True,
+    model: str, transport: Transport, options: dict[str, Any], processes: Processes = "single", connector: bool = True
 ) -> Driver:
     """A running vLLM with the ctxwin connector.
 
