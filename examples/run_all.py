@@ -26,9 +26,7 @@ SUMS = (
     "asks", "known", "right", "right_reprefill", "compared", "agree", "seconds",
     *(what + who for what in ("computed_tokens", "vision_encodes") for who in ("", *(f"_{p}" for p in POLICIES))),
 )  # fmt: skip
-COLUMNS = (
-    "example", "asks", "right", "re-prefill", "tokens", *(f"of {p}" for p in POLICIES), "encodes", "theirs", "s"
-)  # fmt: skip
+COLUMNS = ("example", "asks", "right", "re-prefill", "tokens", *(f"of {p}" for p in POLICIES), "encodes", "theirs", "s")
 LAST_LINES = 15
 LIMIT_S = 600  # for one run
 

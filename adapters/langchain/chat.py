@@ -181,9 +181,7 @@ class ChatCtxwin(BaseChatModel):
             converse(engine, [], schemas, ask=False)  # refuses a template that takes no tools
         return self.bind(tools=schemas, **kwargs)
 
-    def get_num_tokens_from_messages(
-        self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
-    ) -> int:  # fmt: skip
+    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Tokens of the prompt these messages make, pictures and ``tools`` included.
 
         Cost: pictures that are new go through the vision tower; a later call finds them.
@@ -292,7 +290,7 @@ class ChatCtxwin(BaseChatModel):
 
     def _worker(
         self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
-    ) -> Worker[Part, AIMessageChunk]:  # fmt: skip
+    ) -> Worker[Part, AIMessageChunk]:
         call = self._options(stop, kwargs)
         return Worker(lambda tell, stopped: self._last_chunk(*self._answer(messages, call, tell, stopped)))
 

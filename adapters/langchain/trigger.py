@@ -63,6 +63,4 @@ def checked(size: object, name: str) -> Size:
             return size
         if kind in ("tokens", "messages") and isinstance(value, int) and number and value > 0:
             return size
-    raise ValueError(
-        f'{name} must be ("fraction", 0..1], ("tokens", int > 0) or ("messages", int > 0), got {size!r}'
-    )  # fmt: skip
+    raise ValueError(f'{name} must be ("fraction", 0..1], ("tokens", int > 0) or ("messages", int > 0), got {size!r}')

@@ -129,8 +129,9 @@ class Chat:
             raise BudgetExceeded(
                 f"the prompt ({window.tokens + asked} tokens) and its answer ({max(most, 1)}) must fit the "
                 f"{window.budget} tokens the model takes; send fewer chunks or lower max_tokens",
-                needed=window.tokens + asked + max(most, 1), budget=window.budget,
-            )  # fmt: skip
+                needed=window.tokens + asked + max(most, 1),
+                budget=window.budget,
+            )
         return most
 
 

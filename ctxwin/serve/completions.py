@@ -250,12 +250,13 @@ class Bodies:
             chat_completion.Choice(
                 index=reply.index,
                 message=ChatCompletionMessage(role="assistant", content=reply.text, refusal=None),
-                logprobs=None if (scores := self._scores(reply.answer.token_ids)) is None
+                logprobs=None
+                if (scores := self._scores(reply.answer.token_ids)) is None
                 else chat_completion.ChoiceLogprobs(content=scores, refusal=None),
                 finish_reason=reply.finish_reason,
             )
             for reply in replies
-        ]  # fmt: skip
+        ]
         made = ChatCompletion(
             id=self.id, object="chat.completion", created=self.created, model=self.model, choices=choices,
             usage=usage_of(replies), **_own_usage(replies),

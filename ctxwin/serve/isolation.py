@@ -148,8 +148,9 @@ class _Media:
             for key, item in value.items():
                 # Media hold no parts; arguments of a call and schemas of a tool are text of the prompt.
                 if key not in _MEDIA and (value.get("type"), key) not in (
-                    ("tool_use", "input"), ("tool_addition", "tool"),
-                ):  # fmt: skip
+                    ("tool_use", "input"),
+                    ("tool_addition", "tool"),
+                ):
                     self.rename(item)
 
     def _rename_part(self, part: dict[str, Any]) -> None:

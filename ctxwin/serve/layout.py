@@ -32,8 +32,9 @@ class Layout:
         if len(self.chunks) >= most:
             raise BudgetExceeded(
                 f"a chat must fit the {most} tokens the model takes, got more chunks than that; send fewer",
-                needed=len(self.chunks) + 1, budget=most,
-            )  # fmt: skip
+                needed=len(self.chunks) + 1,
+                budget=most,
+            )
 
 
 def lay_out(engine: Engine, uploads: Uploads, messages: Sequence[Message]) -> Layout:

@@ -169,8 +169,9 @@ class Allowance:
             raise BudgetExceeded(
                 f"a window must have at most {most} chunks (--max-chunks), evicted ones included, got {count}; evict some "
                 "with forget, open a window for them, or raise it",
-                needed=count, budget=most,
-            )  # fmt: skip
+                needed=count,
+                budget=most,
+            )
 
 
 class BodyBytes:

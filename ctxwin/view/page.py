@@ -65,7 +65,7 @@ def page(recording: Recording, title: str, *, limit: int = LIMIT, live: str | No
         "data": json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
         "script": script,
         "hash": "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-    }  # fmt: skip
+    }
     template = (_FOLDER / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
 

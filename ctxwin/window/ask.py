@@ -139,9 +139,7 @@ def ask(
         core.vision_encodes = 0
         answer = Answer(text, ids, usage, generation.logprobs, remembered=remembered)
         lanes = {c.placed.id: c.lane for c in laid.choices}
-        core.announce(
-            core.event("ask", (remembered,) if remembered else (), query=query, answer=answer, lanes=lanes)
-        )  # fmt: skip
+        core.announce(core.event("ask", (remembered,) if remembered else (), query=query, answer=answer, lanes=lanes))
     return answer
 
 

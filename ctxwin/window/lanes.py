@@ -202,9 +202,7 @@ def _choose_one(
 
 def _patched(here: Conditioning, lane: Lane, base: str, patch: str) -> Conditioning:
     """KV of the provenance ``here`` that a patch makes of ``base``."""
-    return here.model_copy(
-        update={"exact": False, "depth": 1 + here.depth, "lane": lane, "span": base, "patch": patch}
-    )  # fmt: skip
+    return here.model_copy(update={"exact": False, "depth": 1 + here.depth, "lane": lane, "span": base, "patch": patch})
 
 
 def plan_of(state: State, choices: Sequence[Choice], token_bytes: int, system_prompt_resident: bool) -> Plan:

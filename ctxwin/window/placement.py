@@ -64,8 +64,9 @@ def placement(engine: Engine, state: State, chunk: Chunk, seed: str) -> Placed:
         raise BudgetExceeded(
             f"a chunk must fit the budget of {state.budget} tokens beside the system prompt "
             f"({state.system_prompt_tokens}), got a chunk of {encoded.tokens}; raise the budget or split it",
-            needed=alone, budget=state.budget,
-        )  # fmt: skip
+            needed=alone,
+            budget=state.budget,
+        )
     keep_source(engine, chunk)
     return Placed(
         id=f"{state.arrivals}-{digest('placement', seed, state.arrivals, chunk.id)[:6]}", chunk=chunk.light(), chunk_id=chunk.id,
@@ -116,7 +117,7 @@ def rebind(engine: Engine, state: State, patch_name: str) -> State:
 
     return state.replace(
         placed=tuple(bound(p, True) for p in state.placed), evicted=tuple(bound(p, False) for p in state.evicted)
-    )  # fmt: skip
+    )
 
 
 def _check(state: State) -> None:

@@ -90,9 +90,7 @@ class TokenStream(Iterator[str]):
             self._thread.join()  # so that the window is free for whoever dropped the stream
 
 
-def _answer(
-    items: queue.SimpleQueue[str | Answer | BaseException | None], stop: threading.Event, asked: Asked
-) -> None:  # fmt: skip
+def _answer(items: queue.SimpleQueue[str | Answer | BaseException | None], stop: threading.Event, asked: Asked) -> None:
     delta = TextDelta()
 
     def on_token(_: int, text: str) -> bool:

@@ -106,9 +106,7 @@ def competence(found: Sequence[Reading], kind: Kind) -> Competence | None:
         changed = [float(r.changed) for r in some]
         low = share_interval(changed, clusters)[0]
         moved = float(np.mean([r.moved for r in some]))
-        return Competence(
-            kind, len(some), low > GAIN, moved=moved, changed=float(np.mean(changed)), changed_low=low
-        )  # fmt: skip
+        return Competence(kind, len(some), low > GAIN, moved=moved, changed=float(np.mean(changed)), changed_low=low)
     aimed = [r for r in some if r.needs and len(r.needs) < len(r.moved)]
     addressed = addressed_low = owed = None
     if len(aimed) > 1:

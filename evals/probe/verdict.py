@@ -172,9 +172,7 @@ def _judged(
     return Judgement("chains" if last and high <= limit and little else "unclear", kind, reasons)
 
 
-def proven(
-    rank: int, layers: Layers, own: Summary, every: Summary, noise: float, limits: Limits
-) -> Setting:  # fmt: skip
+def proven(rank: int, layers: Layers, own: Summary, every: Summary, noise: float, limits: Limits) -> Setting:
     """A setting held against the limits on held-out questions: those of the verdict, and all of them together.
 
     ``noise`` is the share of answers that arithmetic alone changes.

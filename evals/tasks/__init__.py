@@ -34,7 +34,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "milebench": tuple(
         f"milebench/{name}" for name in ("ActionSequence", "ActionPrediction", "ObjectShuffle", "StateChange")
     ),
-}  # fmt: skip
+}
 """Names that stand for several tasks."""
 
 

@@ -179,10 +179,11 @@ def test_a_stamped_video_against_the_real_model_path(frames: int, folders: Calla
     processor = AutoProcessor.from_pretrained(folder)
     inputs = processor(
         text=["<|vision_start|><|video_pad|><|vision_end|>"],
-        videos=[torch.from_numpy(np.stack(clip)).permute(0, 3, 1, 2)], do_sample_frames=False,
+        videos=[torch.from_numpy(np.stack(clip)).permute(0, 3, 1, 2)],
+        do_sample_frames=False,
         video_metadata=[VideoMetadata(total_num_frames=frames, fps=1.5, frames_indices=list(range(frames)))],
         return_tensors="pt",
-    )  # fmt: skip
+    )
     whole = processor.tokenizer.decode(inputs["input_ids"][0])
     assert whole.count("seconds>") == 2
     bare = whole.removeprefix("<|vision_start|>").removesuffix("<|vision_end|>")

@@ -241,8 +241,9 @@ def test_the_line_of_reprefill_stands_on_as_many_items_as_there_are(tmp_path: Pa
     """The first arm served one item, which re-prefill gets wrong."""
     rows = [row("orbit:8", 0, reference="blue"), *(unserved("orbit:8", i) for i in range(1, 10))]
     rows += [row("reprefill", i, reference="blue" if i == 0 else "red", recomputed=1.0) for i in range(10)]
-    rows += [row(f"patched:{m}", i, reference="blue" if i == 0 else "red", stored=10 * m)
-             for m in (1, 8) for i in range(10)]  # fmt: skip
+    rows += [
+        row(f"patched:{m}", i, reference="blue" if i == 0 else "red", stored=10 * m) for m in (1, 8) for i in range(10)
+    ]
     with open_samples(tmp_path / "run", CONFIG) as samples:
         samples.add(rows)
     made = read_runs([tmp_path / "run"], task_of=Words)

@@ -93,9 +93,10 @@ def test_what_may_be_drawn_is_what_transformers_allows() -> None:
         logits = 3 * torch.randn(50)
         expected = logits[None] / 0.8
         for wanted, warper in (
-            (min_p > 0, MinPLogitsWarper(min_p)), (top_k > 0, TopKLogitsWarper(max(top_k, 1))),
+            (min_p > 0, MinPLogitsWarper(min_p)),
+            (top_k > 0, TopKLogitsWarper(max(top_k, 1))),
             (top_p < 1, TopPLogitsWarper(top_p)),
-        ):  # fmt: skip
+        ):
             expected = warper(None, expected) if wanted else expected
         made = warped(logits, Sampling(temperature=0.8, top_p=top_p, top_k=top_k, min_p=min_p), [])
         assert torch.equal(made.isfinite(), expected[0].isfinite()) and 1 <= made.isfinite().sum() < 50

@@ -105,8 +105,9 @@ def _warn_of_clients(args: Namespace, tenants: Sequence[Tenant]) -> None:
         who = "everybody who has the key" if args.api_key else "everybody who reaches the port"
         _log.warning(
             "no tenants: %s shares windows, chunks, caches and quotas, and can affect every other client; give --tenants "
-            "FILE to keep clients apart", who,
-        )  # fmt: skip
+            "FILE to keep clients apart",
+            who,
+        )
 
 
 async def _with_windows(

@@ -306,10 +306,11 @@ def test_an_agent_calls_a_tool(caller: Engine) -> None:
     schema = {
         "type": "function",
         "function": {
-            "name": "look", "description": "Looks at a second of the video.",
+            "name": "look",
+            "description": "Looks at a second of the video.",
             "parameters": {"properties": {"at": {"type": "integer"}}, "required": ["at"], "type": "object"},
         },
-    }  # fmt: skip
+    }
     asked = [
         {"role": "system", "content": "Use tools."}, {"role": "user", "content": "what is it?"},
         {"role": "assistant", "content": "I look.", "tool_calls": [{"function": {"name": "look", "arguments": {"at": 3}}}]},

@@ -53,7 +53,7 @@ def served(group: Group, habit: str, setting: str) -> list[Served]:
         ((0, 1, 2, 3), (0, 1, 2, 3), 3, "trim", "recall", (2, 3)),
         ((1, 0), (2, 3, 0), 2, "trim", "recall", (3, 0)),
     ],
-)  # fmt: skip
+)
 def test_what_is_placed(
     before: tuple[int, ...], placed: tuple[int, ...], asked: int | None, habit: str, setting: str,
     order: tuple[int, ...] | None,
@@ -71,7 +71,7 @@ def test_what_is_placed(
         (mixed((3, 1, 0), (0, 1, 2, 3), 1), "append", "recall", (1,)),
         (mixed((3, 1, 0), (0, 1, 2, 3), 1), "trim", "recall", (1, 3)),
     ],
-)  # fmt: skip
+)
 def test_what_is_computed_stands_behind_the_longest_known_prefix(
     bench: Bench, item: Item, habit: str, setting: str, fresh: tuple[int, ...]
 ) -> None:

@@ -276,8 +276,9 @@ def test_plain_ratios_are_of_pairs() -> None:
     # Three pairs show nothing, however near to 1 their median is.
     checked = figures.checks(None, found)
     assert {c["check"]: (c["verdict"], c["holds"]) for c in checked} == {
-        "inter_token_p99": ("not shown", False), "throughput": ("not shown", False),
-    }  # fmt: skip
+        "inter_token_p99": ("not shown", False),
+        "throughput": ("not shown", False),
+    }
     told = lines({"rows": [], "comparison": {"at_slo": None}, "plain": found, "checks": checked})
     assert any("p99 between tokens: median of 3 pairs 1.020 (quartiles 1.010 to 1.060)" in line for line in told)
     assert sum(line.startswith("NOT SHOWN") for line in told) == 2
