@@ -1,6 +1,7 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
 # `make check` is for every save: lint, types, and the tests that need neither vLLM nor a browser, in under a minute.
 # `make docs` builds the documentation strictly; `make guard` runs the slow checks that nothing else stands for.
+# `make gpu-check` measures and checks the kernels on this machine's GPU (tools/gpu_check).
 # `make system-deps` adds Debian's packages that some tests need; `make test` does so itself when run as root.
 # `make test-earlier` runs the vLLM tests on the earlier of the two minor versions of vLLM that ctxwin works with, always
 # its CPU build, in an environment of its own.
@@ -31,7 +32,10 @@ EARLIER_TESTS ?= tests/engines/test_vllm_versions.py tests/engines/test_vllm.py 
 	tests/engines/test_vllm_encoder_cache.py tests/engines/test_vllm_requests.py \
 	tests/window/test_on_engines.py
 
-.PHONY: demo check test test-slow test-earlier guard docs lint install system-deps system-deps-if-root clean
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+GPU_PACKAGES := .gpu-packages
+
+.PHONY: demo check test test-slow test-earlier guard gpu-check gpu-packages docs lint install system-deps system-deps-if-root clean
 
 demo: install
 	$(BIN)/ctxwin demo
@@ -58,6 +62,18 @@ test-slow: install system-deps-if-root
 
 guard: install
 	$(BIN)/pytest -m guard --timeout 1800 $(PYTEST_ARGS)
+
+# On a machine with torch, Triton and transformers; vLLM and a network are not needed. GPU_ARGS="--quick" takes a minute
+# on a processor. What else `import ctxwin` needs is taken from .gpu-packages, if that is there.
+gpu-check:
+	PYTHONPATH=.:$(GPU_PACKAGES) $(GPU_PYTHON) tools/gpu_check $(GPU_ARGS)
+
+# The packages that a GPU machine without a network may lack (5 MB), for its Python: make gpu-packages GPU_VERSION=3.12
+GPU_VERSION ?= 3.12
+gpu-packages:
+	rm -rf $(GPU_PACKAGES)
+	$(BIN)/pip install -q $(PIP_ARGS) --target $(GPU_PACKAGES) --python-version $(GPU_VERSION) --platform manylinux2014_x86_64 \
+		--only-binary=:all: -c constraints.txt --no-deps pydantic pydantic_core annotated-types typing-inspection diskcache
 
 test-earlier: $(EARLIER)/.wheel
 	$(EARLIER)/bin/pytest $(EARLIER_TESTS) $(PYTEST_ARGS)

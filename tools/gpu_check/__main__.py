@@ -1,0 +1,133 @@
+"""Does ctxwin work on this GPU, and how fast? ``make gpu-check``, or ``python tools/gpu_check --help``.
+
+Needs torch, Triton, transformers and what ``import ctxwin`` needs; neither vLLM nor a network. Three sections, each as far
+as the time goes: load kernels against float64, loads against copies, and first tokens with chunks loaded or computed again.
+Writes ``gpu-check.json`` and ``gpu-check.png``. Exit status 1 where a number is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from correct import cases, check
+from figure import draw
+from shapes import DECODERS
+from timing import LENGTHS, bandwidth, break_even, usable
+
+Row = dict[str, Any]
+BOUNDS = {"bfloat16": 0.1, "float32": 1e-3}
+"""How far logits behind a loaded chunk may be from those behind the same chunk computed again, relative to their length. In
+bfloat16 a rounding can send a token to other experts; on tiny decoders it was 0.005."""
+
+
+class Clock:
+    """How much of the time is left, and lines of progress on stderr."""
+
+    def __init__(self, minutes: float) -> None:
+        self._begun, self._end = time.monotonic(), time.monotonic() + 60 * minutes
+
+    def tell(self, line: str) -> None:
+        """Prints a line with the seconds since the start."""
+        print(f"[{time.monotonic() - self._begun:4.0f} s] {line}", file=sys.stderr, flush=True)
+
+    def take(self, name: str, rows: Iterable[Row], share: float, say: Callable[[Row], str]) -> tuple[list[Row], bool]:
+        """Rows until they end or ``share`` of what is left is used up, and whether they ended."""
+        until = time.monotonic() + share * (self._end - time.monotonic())
+        found: list[Row] = []
+        for row in rows:
+            found.append(row)
+            self.tell(f"{name}: {say(row)}")
+            if time.monotonic() > until:
+                self.tell(f"{name}: stopped after {len(found)} rows, the time is used up")
+                return found, False
+        return found, True
+
+
+def main() -> int:
+    """Runs the check; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="gpu_check", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time for everything (default 8)")
+    parser.add_argument("--quick", action="store_true", help="tiny decoders and few lengths, a minute on a processor")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the decoders that are run whole (default 8)")
+    parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder of the results (default gpu-check)")
+    options = parser.parse_args()
+    device, clock = torch.device(options.device), Clock(options.minutes)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    options.out.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"machine": _machine(device), "quick": options.quick, "complete": {}}
+    clock.tell(f"{result['machine']['device']}, torch {torch.__version__}")
+
+    compared = (check(case, device) for case in cases(device, quick=options.quick))
+    result["correct"], result["complete"]["correct"] = clock.take("kernels", compared, 0.4, _say_correct)
+
+    decoders = [d.smaller() for d in DECODERS] if options.quick else list(DECODERS)
+    lengths, rounds = (LENGTHS[:3], 3) if options.quick else (LENGTHS, 7)
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    for name, run, share in (
+        ("bandwidth", lambda d, n: bandwidth(d, device, n, rounds), 0.5),
+        ("break_even", lambda d, n: break_even(d, device, n, rounds, options.layers, dtype), 1.0),
+    ):
+        result[name], whole = [], True
+        for i, decoder in enumerate(decoders):
+            fits = usable(decoder.spec("bfloat16"), lengths, device)
+            rows, ended = clock.take(name, run(decoder, fits), share / (len(decoders) - i), _say_time)
+            result[name] += rows
+            whole = whole and ended and fits == lengths
+        result["complete"][name] = whole
+        _write(options.out, result)
+    _write(options.out, result)
+    draw(result, options.out / "gpu-check.png")
+    wrong = [row for row in result["correct"] if row["fault"]]
+    wrong += [row for row in result["break_even"] if not row["away"] <= BOUNDS[dtype]]
+    for row in wrong:
+        print(f"wrong: {row}", file=sys.stderr)
+    compared_rows = f"{len(result['correct'])} comparisons, {len(wrong)} wrong"
+    print(f"{compared_rows}; {options.out / 'gpu-check.json'} and gpu-check.png written")
+    return 1 if wrong else 0
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    import transformers
+
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {"memory_gib": properties.total_memory / 2**30, "multiprocessors": properties.multi_processor_count}
+        found |= {"cuda": torch.version.cuda, "capability": list(torch.cuda.get_device_capability(device))}
+    return found
+
+
+def _say_correct(row: Row) -> str:
+    where = f"{row['layout']}, {row['dtype']}, {row['kernel']}, tokens {row['tokens']}"
+    return f"{where}: {row['fault'] or 'right'}"
+
+
+def _say_time(row: Row) -> str:
+    times = ", ".join(f"{name[:-3]} {value:.2f} ms" for name, value in row.items() if name.endswith("_ms") and value)
+    rank = f", rank {row['rank']}" if "rank" in row else ""
+    return f"{row['decoder']}, {row['tokens']} tokens{rank}: {times}"
+
+
+def _write(folder: Path, result: dict[str, Any]) -> None:
+    (folder / "gpu-check.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

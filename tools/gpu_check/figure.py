@@ -1,0 +1,41 @@
+"""The picture of a check: bandwidth of loads on the left, first tokens loaded and computed again on the right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Writes a PNG; sections without rows stay empty."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    decoders = sorted({row["decoder"] for row in result["bandwidth"] + result["break_even"]})
+    figure, grid = plt.subplots(2, max(len(decoders), 1), figsize=(5 * max(len(decoders), 1), 8), squeeze=False)
+    for column, name in enumerate(decoders):
+        above, below = grid[0][column], grid[1][column]
+        rows = [row for row in result["bandwidth"] if row["decoder"] == name]
+        for rank in sorted({row["rank"] for row in rows}):
+            of_rank = [row for row in rows if row["rank"] == rank]
+            above.plot(
+                [r["tokens"] for r in of_rank], [r["load_ms"] for r in of_rank], marker="o", label=f"rank {rank}"
+            )
+        plain = [row for row in rows if row["rank"] == 0]
+        above.plot([r["tokens"] for r in plain], [r["copy_ms"] for r in plain], "k--", label="copy of the bytes")
+        above.set_title(f"{name}: a load of all layers")
+        rows = [row for row in result["break_even"] if row["decoder"] == name]
+        for key, label in (("computed_ms", "computed"), ("loaded_ms", "loaded"), ("patched_ms", "loaded, rank 32")):
+            shown = [row for row in rows if key in row]
+            below.plot([r["tokens"] for r in shown], [r[key] for r in shown], marker="o", label=label)
+        layers = f" ({rows[0]['layers']} of {rows[0]['of_layers']} layers)" if rows else ""
+        below.set_title(f"{name}: first token{layers}")
+        for axes in (above, below):
+            axes.set(xscale="log", yscale="log", xlabel="tokens of the chunk", ylabel="milliseconds (median)")
+            axes.grid(alpha=0.3)
+            axes.legend()
+    figure.suptitle(f"{result['machine']['device']}, torch {result['machine']['torch']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)

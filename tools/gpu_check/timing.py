@@ -1,0 +1,164 @@
+"""How fast is it? Loads against a copy of the same bytes, and loads against computing the same tokens again."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from shapes import Decoder, random_part
+
+from ctxwin.kv.kernels.api import Placing
+from ctxwin.kv.layout import KVSpec
+
+Row = dict[str, Any]
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+RANKS = (0, 16, 32, 64)
+QUERY = 16
+"""Tokens of the question behind the chunk, which are computed either way."""
+FAR = 777
+"""Where the chunk stood before: a load turns its keys by this many positions."""
+
+
+def bandwidth(decoder: Decoder, device: torch.device, lengths: tuple[int, ...], rounds: int) -> Iterator[Row]:
+    """One row for each length and rank: a load of all layers and the copy of its bytes, run in turn.
+
+    ``load_ms`` begins with spans in the host's memory and ends with KV on the device; ``copy_ms`` is a copy of as many
+    bytes from page-locked memory. ``kernel_ms`` is the time the device itself was busy with the load kernel (GPUs only,
+    by torch's profiler), ``device_copy_ms`` a copy of as many bytes within the device.
+    """
+    spec = decoder.spec("bfloat16")
+    for tokens in lengths:
+        size = spec.span_bytes(tokens)
+        host = torch.empty(size // 2, dtype=torch.bfloat16, pin_memory=device.type == "cuda")
+        there = torch.empty_like(host, device=device)
+        beside = torch.empty_like(there)
+        for rank in RANKS:
+            part = random_part(spec, tokens, rank, torch.device("cpu"), FAR)
+
+            def load(part: Any = part) -> None:
+                placing = Placing([part], spec, dtype=torch.bfloat16, device=device)
+                for i in range(placing.layers):
+                    placing.layer(i)
+
+            moves: dict[str, Callable[[], object]] = {
+                "load_ms": load,
+                "copy_ms": lambda host=host, there=there: there.copy_(host, non_blocking=True),
+                "device_copy_ms": lambda there=there, beside=beside: beside.copy_(there),
+            }
+            row: Row = {"decoder": decoder.name, "tokens": tokens, "rank": rank, "megabytes": size / 1e6}
+            row |= alternate(moves, device, rounds)
+            row["kernel"] = Placing([part], spec, dtype=torch.bfloat16, device=device).kernel
+            if device.type == "cuda":
+                row["kernel_ms"] = _busy(load)
+                row["kernel_gb_per_s"] = 2 * size / 1e6 / row["kernel_ms"] if row["kernel_ms"] else None
+                row["device_copy_gb_per_s"] = 2 * size / 1e6 / row["device_copy_ms"]
+            yield row
+
+
+def break_even(
+    decoder: Decoder, device: torch.device, lengths: tuple[int, ...], rounds: int, layers: int, dtype: str
+) -> Iterator[Row]:
+    """One row for each length: first token with a chunk loaded, with it loaded and patched, and with it computed again.
+
+    The transformers engine on random weights of the decoder's shape, cut to ``layers`` layers. ``away`` is the distance of
+    the logits with the chunk loaded from those with it computed again, relative to their length.
+    """
+    from ctxwin.engines.base import Segment
+    from ctxwin.engines.hf.engine import HFEngine
+    from ctxwin.kv.patch import form_patch
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        write_model(decoder, Path(folder), layers, dtype)
+        engine = HFEngine(Path(folder), device=str(device), dtype=dtype)
+    spec, kept = engine.spec.kv, min(layers, decoder.layers)
+    query = engine.encode(_words(QUERY, 1))
+    first = engine.encode(_words(QUERY, 2))
+    for tokens in lengths:
+        if tokens + FAR + 3 * QUERY > engine.spec.max_tokens:
+            break
+        chunk = engine.encode(_words(tokens, 3))
+        span = engine.prefill([], chunk, FAR)
+        row: Row = {"decoder": decoder.name, "tokens": tokens, "layers": kept, "of_layers": decoder.layers}
+        here = engine.logits([Segment(chunk, 0, span)], query)
+        again = engine.logits([Segment(chunk, 0)], query)
+        row["away"] = float((here - again).norm() / again.norm())
+        moves: dict[str, Callable[[], object]] = {
+            "computed_ms": lambda chunk=chunk: engine.logits([Segment(chunk, 0)], query),
+            "loaded_ms": lambda chunk=chunk, span=span: engine.logits([Segment(chunk, 0, span)], query),
+            "captured_ms": lambda chunk=chunk: engine.prefill([], chunk, 0),
+        }
+        if tokens <= 4096:  # forming a patch takes an SVD of the chunk
+            behind = engine.prefill([Segment(first, 0)], chunk, QUERY)
+            patch = form_patch(behind, span, spec, rank=32, method="randomized")
+            moves["patched_ms"] = lambda chunk=chunk, span=span, patch=patch: engine.logits(
+                [Segment(chunk, 0, span, patch)], query
+            )
+        yield row | alternate(moves, device, rounds)
+    engine.close()
+
+
+def write_model(decoder: Decoder, folder: Path, layers: int, dtype: str) -> None:
+    """A folder that engines open: random weights drawn on the processor, and the bundled model's tokenizer."""
+    import transformers
+
+    from ctxwin.tiny.tokenizer import build_tokenizer
+
+    config = decoder.make_config(layers)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
+    model = model.to_empty(device="cpu")
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, 0.0, 0.02)
+        else:
+            torch.nn.init.constant_(parameter, float(not name.endswith("bias")))
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+
+
+def alternate(moves: dict[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, float]:
+    """Median milliseconds of each, all run once a round so that whatever disturbs disturbs them all; one round warms up."""
+    times: dict[str, list[float]] = {name: [] for name in moves}
+    for warm in [True, *[False] * rounds]:
+        for name, move in moves.items():
+            synchronize(device)
+            began = time.perf_counter()
+            move()
+            synchronize(device)
+            if not warm:
+                times[name].append((time.perf_counter() - began) * 1e3)
+    return {name: median(found) for name, found in times.items()}
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _busy(load: Callable[[], object]) -> float:
+    """Milliseconds that the load kernel kept the device busy."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        load()
+        torch.cuda.synchronize()
+    return sum(e.self_device_time_total for e in seen.key_averages() if "load_layer" in e.key) / 1e3
+
+
+def _words(tokens: int, seed: int) -> Any:
+    from ctxwin import Chunk
+
+    ids = torch.randint(100, 900, (tokens,), generator=torch.Generator().manual_seed(seed))
+    return Chunk.tokens([int(i) for i in ids])
+
+
+def usable(spec: KVSpec, lengths: tuple[int, ...], device: torch.device) -> tuple[int, ...]:
+    """The lengths whose KV fits a quarter of the device's free memory (of 2 GB on the processor)."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 2 << 30
+    return tuple(n for n in lengths if spec.span_bytes(n) <= free // 4)
