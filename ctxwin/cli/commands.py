@@ -14,7 +14,7 @@ from ctxwin.extras import missing_extra
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 AFTER_CTRL_C = {
-    "bench": "`bench serve` continues from its folder when the same command is given again; `bench reuse` starts anew",
+    "bench": "nothing is kept; give the same command again to start anew",
     "demo": "give the same command again to start anew",
     "eval": "`eval run` continues when the same command is given again: samples in its folder are not computed twice",
     "store": "nothing is half done; give the same command again",

@@ -6,12 +6,14 @@ cost is that of a trained model of the same size, including the vocabulary's sha
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
+
+import typer
 
 from ctxwin.hashing import digest
 
@@ -43,43 +45,57 @@ class Sizes:
         return self.hidden // self.heads
 
 
-def cache_folder() -> Path:
-    """The default folder of generated models: ``ctxwin/bench`` in the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "ctxwin" / "bench"
+SMALL = Sizes(512, 12, 8, 1, 2816, vocabulary=32_000, vision_depth=2)
+"""79 million parameters, for quick runs and for load: a CPU serves several requests a second. Queries per KV head and the
+inner width are to one another as in Qwen2-0.5B, so a forward over a token costs about as much beside its KV."""
 
 
 def model_folder(sizes: Sizes, seed: int, where: Path | None = None) -> Path:
-    """The folder of one generated model below ``where`` (default `cache_folder`); it may not exist yet."""
+    """The folder of a generated model, which may not exist yet.
+
+    It is below ``where``; by default below ``ctxwin/bench`` in the user's cache folder.
+    """
     name = f"qwen2-vl-random-{sizes.layers}x{sizes.hidden}-{digest('bench', FORMAT, asdict(sizes), seed)[:8]}"
-    return (cache_folder() if where is None else where) / name
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return (cache / "ctxwin" / "bench" if where is None else where) / name
 
 
 def ensure_model(sizes: Sizes, seed: int, where: Path | None = None) -> tuple[Path, bool]:
-    """Returns the folder of a generated model and whether it had to be written.
+    """The folder of a generated model, and whether it had to be written.
 
-
-
-    It appears as a whole or not at all; what a killed run left behind is cleared away by the next one.
+    It appears as a whole or not at all. Processes take turns, and what a killed one left behind is cleared away.
     Cost: 10-20 s and 1 GB of disk for the default sizes, once. Raises OSError where the folder cannot be written.
     """
     folder = model_folder(sizes, seed, where)
-    if (folder / "config.json").is_file():
-        return folder, False
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(f"{folder.name}.*.partial"):
-        if not _alive(int(left.name.split(".")[-2].partition("-")[0])):
-            shutil.rmtree(left, ignore_errors=True)
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}-{uuid4().hex[:6]}.partial")
-    try:
-        write_model(partial, sizes, seed)
-        partial.rename(folder)
-    except OSError:
-        if not (folder / "config.json").is_file():  # else another process was faster, and wrote the same
-            raise
-    finally:
+    with (folder.parent / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.is_dir():
+            return folder, False
+        partial = folder.with_name(f"{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
+        try:
+            write_model(partial, sizes, seed)
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     return folder, True
+
+
+def check_model(model: str, where: Path | None) -> None:
+    """Raises ValueError where a model and a folder for generated ones do not go together, or the model is no folder."""
+    if model and where is not None:
+        raise ValueError("--model-dir is where a generated model goes; give it or --model, not both")
+    if model and not Path(model).expanduser().is_dir():
+        raise ValueError(f"--model must be a local model folder, got {model!r}")
+
+
+def open_model(model: str, sizes: Sizes, seed: int, where: Path | None) -> str:
+    """The folder of the model to measure; without a ``model`` one is generated, unless that has been done before."""
+    if model:
+        return str(Path(model).expanduser())
+    typer.echo(f"model: random Qwen2-VL in {model_folder(sizes, seed, where)} (written once)", err=True)
+    return str(ensure_model(sizes, seed, where)[0])
 
 
 def write_model(folder: Path, sizes: Sizes, seed: int) -> None:
@@ -154,13 +170,3 @@ def _random(library: Any, config: Any, seed: int) -> Any:
             else:
                 parameter.normal_(0.0, 0.02, generator=generator)
     return model
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # somebody else's
-        return True
-    return True

@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from ctxwin.evals.bench import measures
-from ctxwin.evals.bench.measures import quartiles
+import numpy as np
+
 from ctxwin.evals.bench.moves import MOVES, QUERY, Scene, ask, system_prompt_of
 from ctxwin.evals.bench.opponent import Opponent, Plain, opponent_of
+from ctxwin.evals.bench.provenance import load, provenance
 from ctxwin.fidelity import Fidelity
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ def measure(engine: Engine, settings: Settings, on_progress: OnProgress = lambda
         ValueError: sizes that do not fit the engine, or a rank at which patches outweigh the KV they stand for.
     """
     settings.check(engine)
-    load = measures.load()
+    load_before = load()
     clocked, opponent = Clocked(engine), opponent_of(engine)
     cells = [(op, tokens) for tokens in sorted(settings.tokens) for op in settings.ops]
     done, total = 0, sum(tokens for _, tokens in cells) * (_PREPARING + settings.runs)
@@ -270,9 +271,9 @@ def measure(engine: Engine, settings: Settings, on_progress: OnProgress = lambda
             }
         )
         _check_patches(rows[-1], move.patches)
-    found = measures.provenance(engine)
+    found = provenance(engine)
     machine = found["machine"]
-    machine |= {"load_before": load, "load_after": machine.pop("load")}
+    machine |= {"load_before": load_before, "load_after": machine.pop("load")}
     return {
         "rows": rows,
         "checks": checks(rows),
@@ -352,7 +353,7 @@ def summary(runs: Sequence[Run], local: bool = True) -> Times:
         "over_floor": ttft / hit,
         "speedup_paired": median(speedups),
         "over_floor_paired": median(over),
-        "ttft_back_s": measures.median([r.back_s for r in runs if r.back_s is not None]),
+        "ttft_back_s": _median([r.back_s for r in runs if r.back_s is not None]),
         "phases_s": {"window": median(r.ttft_s - r.engine_s for r in runs), "engine": median(r.engine_s for r in runs)},
         "quartiles": {
             "ttft_s": quartiles(ours),
@@ -368,12 +369,22 @@ def summary(runs: Sequence[Run], local: bool = True) -> Times:
     }
 
 
+def quartiles(values: Sequence[float]) -> list[float]:
+    """The lower and the upper quartile; of a single value, that value twice."""
+    made: list[float] = np.quantile(values, (0.25, 0.75)).tolist()
+    return made
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
+
+
 def _cpu_seconds(runs: Sequence[Run]) -> dict[str, float | None]:
     return {
         "ask": median(r.cpu_s for r in runs),
         "prefix_cache": median(r.plain.prefix_cpu_s for r in runs),
         "local_hit": median(r.plain.local_cpu_s for r in runs),
-        "over_floor_paired": measures.median([r.cpu_s / r.plain.local_cpu_s for r in runs if r.plain.local_cpu_s]),
+        "over_floor_paired": _median([r.cpu_s / r.plain.local_cpu_s for r in runs if r.plain.local_cpu_s]),
     }
 
 

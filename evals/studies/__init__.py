@@ -6,6 +6,7 @@
 | ``python -m evals.studies.toggles``     | toggling chunks clean and back; telling which chunks are disposable                  |
 | ``python -m evals.studies.serving_gap`` | what a patch costs on vLLM, beside what vLLM and transformers differ by              |
 | ``python -m evals.studies.elastic``     | Elastic Cache's own claims: perplexity, ROUGE-L and speed over KV budgets            |
+| ``python -m evals.studies.serve``       | windows and users of vLLM's prefix cache on one vLLM under a rising request rate     |
 | ``python -m evals.studies.canonical``   | canonicals behind the system prompt or behind a neutral prefix                       |
 | ``python -m evals.studies.gate``        | whether a divergence threshold could gate reuse, over the samples of a run           |
 

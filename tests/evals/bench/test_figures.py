@@ -10,9 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ctxwin.cli.main import app
-from ctxwin.evals.bench.measures import quartiles
 from ctxwin.evals.bench.opponent import Plain
-from ctxwin.evals.bench.reuse import Run, Settings, checks, summary
+from ctxwin.evals.bench.reuse import Run, Settings, checks, quartiles, summary
 from ctxwin.evals.bench.show import check_lines, note_lines, reuse_table
 
 
@@ -161,27 +160,3 @@ def test_quick_measures_less_and_flags_still_win(tmp_path: Path, monkeypatch: py
     for more in ([], ["--quick"], ["--quick", "--runs", "3"]):
         CliRunner().invoke(app, ["bench", "reuse", "--engine", "hf", "--model", str(tmp_path), *more])
     assert measured == [Settings(), *(Settings(tokens=(256, 512), rank=16, runs=runs) for runs in (2, 3))]
-
-
-def test_quick_of_serve_measures_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("vllm")
-    from ctxwin.evals.bench.serve import plain
-    from ctxwin.evals.bench.serve.sweep import Settings as ServeSettings
-
-    seen: list[ServeSettings] = []
-    monkeypatch.setattr(plain, "measure_plain", lambda folder, settings, *_: seen.append(settings))
-    options = [
-        "--quick",
-        "--json",
-        "--plain-only",
-        "--plain-pairs",
-        "1",
-        "--model",
-        str(tmp_path),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    CliRunner().invoke(app, ["bench", "serve", *options])
-    (settings,) = seen
-    assert (settings.windows, settings.frames, settings.requests) == (6, 4, 12)
-    assert settings.ladder == (0.5, 1.0, 2.0)

@@ -9,18 +9,26 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NotRequired, TypedDict
 
-from ctxwin.evals.bench.measures import Quantiles, median_interval, quantiles, quartiles
-
 OURS = "ctxwin"
 WANTED = 1.5
-"""Least ratio that `bench serve` is to show."""
+"""The ratio that the study is to show, at least."""
 BOUNDS = (1.25, 1.5, 2.0, 3.0, 4.0)
 """Bounds to compare at, in p95 of the best prefix-cache policy at the lowest rate."""
 SLO = 2.0
 """The one among `BOUNDS` that counts unless a bound is given."""
 SIDES = ("without", "with")
 BESIDE = "windows"
+LEVEL = 0.95
+"""Of `median_interval`."""
 _NEVER = 1e6  # seconds; stands for a first token that did not come
+
+
+class Quantiles(TypedDict):
+    """None where there are no values, or the quantile is infinite."""
+
+    p50: float | None
+    p95: float | None
+    p99: float | None
 
 
 class Cell(TypedDict):
@@ -160,6 +168,46 @@ def highest_rate(points: Sequence[tuple[float, float | None]], bound: float) -> 
         if b > wanted:
             return Highest(low + (high - low) * float((wanted - a) / (b - a)))
     return Highest(rates[-1], at_least=True)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that ``share`` of the values do not exceed, between neighbours; infinite where one of those is."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
+    if math.isinf(low) or math.isinf(high):
+        return high if at > math.floor(at) else low
+    return low + (high - low) * (at - math.floor(at))
+
+
+def quantiles(values: Sequence[float]) -> Quantiles:
+    """p50, p95 and p99."""
+    found = [quantile(values, share) for share in (0.5, 0.95, 0.99)]
+    p50, p95, p99 = (value if math.isfinite(value) else None for value in found)
+    return {"p50": p50, "p95": p95, "p99": p99}
+
+
+def median_interval(values: Sequence[float]) -> list[float] | None:
+    """Interval that covers the median of the values' distribution with a probability of at least `LEVEL`.
+
+    The k-th lowest and k-th highest value, exact whatever the distribution: the median lies beyond one of them as rarely as a
+    fair coin falls fewer than k times on one of its sides (the sign test). None for fewer than six values, of which not even
+    the lowest and the highest are far enough apart; a bootstrap of so few would give an interval that is too narrow.
+    """
+    n = len(values)
+    k, beyond = 0, 2 * 0.5**n  # chance that the median is beyond the (k + 1)-th lowest or highest
+    while beyond <= 1 - LEVEL:
+        k += 1
+        beyond += 2 * math.comb(n, k) * 0.5**n
+    ordered = sorted(values)
+    return [ordered[k - 1], ordered[n - k]] if k else None
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """The lower and the upper quartile; of a single value, that value twice."""
+    return [quantile(values, 0.25), quantile(values, 0.75)]
 
 
 def goodput(cell: Cell, slo_s: float) -> float:

@@ -1,4 +1,4 @@
-"""`ctxwin bench serve` on the bundled model: answers, a run that is killed and continued, its schema, the command."""
+"""The serving study on the bundled model: answers, a run that is killed and continued, its schema, the command."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import typer
 from typer.testing import CliRunner
 
-from ctxwin.cli.main import app
 from ctxwin.engines.open import open_engine
-from ctxwin.evals.bench.serve import plain, sweep
-from ctxwin.evals.bench.serve.figures import plain_figures
-from ctxwin.evals.bench.serve.policies import POLICIES, Film, Prompts, Windows, budget_of
-from ctxwin.evals.bench.serve.show import lines, picture, serve_table
-from ctxwin.evals.bench.serve.trace import Mix, Turn, frames_of, trace
+from ctxwin.evals.studies.serve import plain, sweep
+from ctxwin.evals.studies.serve.__main__ import main
+from ctxwin.evals.studies.serve.figures import plain_figures
+from ctxwin.evals.studies.serve.policies import POLICIES, Film, Prompts, Windows, budget_of
+from ctxwin.evals.studies.serve.show import lines, picture, serve_table
+from ctxwin.evals.studies.serve.trace import Mix, Turn, frames_of, trace
 from ctxwin.fidelity import Fidelity
 from ctxwin.window.window import Window
 
 if TYPE_CHECKING:
     from ctxwin.engines.vllm.engine import VLLMEngine
 
+ROOT = Path(__file__).parents[2]
 MIX = Mix(sessions=2, frames=3, look_backs=0.4)
 TOKENS = 32
 SETTINGS = sweep.Settings(
@@ -96,7 +98,7 @@ def turn(kind: Any, frame: int, *placed: int) -> Turn:
 def test_users_of_the_prefix_cache_hold_what_the_ledger_says(engine: VLLMEngine, film: Film) -> None:
     """The same moves in a window that a `Ledger` watches: the same frames in the same order, branches aside."""
     from ctxwin.baselines.ledger import Ledger
-    from ctxwin.evals.bench.serve.policies import SYSTEM_PROMPT
+    from ctxwin.evals.studies.serve.policies import SYSTEM_PROMPT
 
     mix, answer = MIX, 4
     turns = [t for t in trace(mix, 60, seed=0) if t.session == 0 and t.kind in ("now", "back")]
@@ -242,8 +244,8 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     }
     for options, told in cases.items():
         found = subprocess.run(
-            [sys.executable, "-m", "ctxwin", "bench", "serve", "--out", str(tmp_path / "out"), *options],
-            capture_output=True, text=True, timeout=60,
+            [sys.executable, "-m", "evals.studies.serve", "--out", str(tmp_path / "out"), *options],
+            capture_output=True, text=True, timeout=60, cwd=ROOT,
         )  # fmt: skip
         assert found.returncode == 2, found.stderr
         assert told in found.stderr
@@ -251,10 +253,40 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
         assert found.stdout == ""
 
 
+def command() -> typer.Typer:
+    app = typer.Typer()
+    app.command()(main)
+    return app
+
+
 def test_help_names_the_options() -> None:
-    shown = CliRunner().invoke(app, ["bench", "serve", "--help"], env={"COLUMNS": "200"}).output
+    shown = CliRunner().invoke(command(), ["--help"], env={"COLUMNS": "200"}).output
     for option in ("--windows", "--rates", "--duration", "--model", "--processes", "--seed", "--out", "--json"):
         assert option in shown
+
+
+def test_quick_measures_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from ctxwin.evals.studies.serve import plain
+    from ctxwin.evals.studies.serve.sweep import Settings as ServeSettings
+
+    seen: list[ServeSettings] = []
+    monkeypatch.setattr(plain, "measure_plain", lambda folder, settings, *_: seen.append(settings))
+    options = [
+        "--quick",
+        "--json",
+        "--plain-only",
+        "--plain-pairs",
+        "1",
+        "--model",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    CliRunner().invoke(command(), options)
+    (settings,) = seen
+    assert (settings.windows, settings.frames, settings.requests) == (6, 4, 12)
+    assert settings.ladder == (0.5, 1.0, 2.0)
 
 
 @pytest.mark.slow

@@ -1,18 +1,19 @@
-"""The result of `ctxwin bench serve` for a terminal, and as a picture."""
+"""The result in a terminal, and as a picture."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ctxwin.evals.bench.measures import LEVEL
-from ctxwin.evals.bench.serve.policies import POLICIES
 from ctxwin.evals.console import new_table
+
+from .figures import LEVEL
+from .policies import POLICIES
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ctxwin.evals.bench.serve.sweep import Result
+    from .sweep import Result
 
 COLORS = {"ctxwin": "#0b6e4f", "naive": "#b23a48", "trim": "#c98a1b", "append": "#3a5a98"}
 

@@ -26,19 +26,21 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from ctxwin.errors import EngineFailed
-from ctxwin.evals.bench.serve.figures import BESIDE, SIDES, Slice
-from ctxwin.evals.bench.serve.load import Record, open_loop
-from ctxwin.evals.bench.serve.policies import Film, Windows, budget_of
-from ctxwin.evals.bench.serve.requests import Served, request
-from ctxwin.evals.bench.serve.trace import Mix, Turn, arrivals, frames_of, trace
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
+
+from .figures import BESIDE, SIDES, Slice
+from .load import Record, open_loop
+from .policies import Film, Windows, budget_of
+from .requests import Served, request
+from .trace import Mix, Turn, arrivals, frames_of, trace
 
 if TYPE_CHECKING:
     from ctxwin.engines.vllm.drivers import Driver
     from ctxwin.engines.vllm.engine import VLLMEngine
-    from ctxwin.evals.bench.serve.sweep import Progress, Settings
     from ctxwin.evals.console import OnProgress
+
+    from .sweep import Progress, Settings
 
 _WARM_S = 3.0
 SHARE = 0.5
@@ -86,9 +88,11 @@ class Worker:
 
     def __init__(self, start: Order, log: Path) -> None:
         self._log = log
+        paths = [str(Path(__file__).resolve().parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ctxwin.evals.bench.serve.plain", json.dumps(start)],
+                [sys.executable, "-m", "evals.studies.serve.plain", json.dumps(start)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

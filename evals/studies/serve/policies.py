@@ -18,11 +18,12 @@ from ctxwin.baselines.policies import Policy as PrefixPolicy
 from ctxwin.baselines.policies import PrefixUser
 from ctxwin.engines.base import Engine
 from ctxwin.evals.bench.content import make_chunk
-from ctxwin.evals.bench.serve.requests import Plain, Served
-from ctxwin.evals.bench.serve.trace import QUESTIONS, REACH, Mix, Turn
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.window.window import Window
+
+from .requests import Plain, Served
+from .trace import QUESTIONS, REACH, Mix, Turn
 
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk

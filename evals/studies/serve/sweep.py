@@ -14,27 +14,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, get_args
 
-from ctxwin.evals.bench.measures import provenance
-from ctxwin.evals.bench.model import Sizes
-from ctxwin.evals.bench.serve import figures
-from ctxwin.evals.bench.serve.figures import Cell, Check, Comparison, Slice, goodput
-from ctxwin.evals.bench.serve.load import CLOCKS, Run, cell_of, open_loop
-from ctxwin.evals.bench.serve.policies import POLICIES, Film, Policy, budget_of, make_policy
-from ctxwin.evals.bench.serve.trace import Mix, arrivals, frames_of, trace
+from ctxwin.evals.bench.provenance import provenance
 from ctxwin.fidelity import Fidelity, Mode
 from ctxwin.files import atomic_write
 from ctxwin.profiles import resolve
+
+from . import figures
+from .figures import Cell, Check, Comparison, Slice, goodput
+from .load import CLOCKS, Run, cell_of, open_loop
+from .policies import POLICIES, Film, Policy, budget_of, make_policy
+from .trace import Mix, arrivals, frames_of, trace
 
 if TYPE_CHECKING:
     from ctxwin.engines.vllm.engine import VLLMEngine
     from ctxwin.evals.console import OnProgress
 
 FORMAT = 2
-SIZES = Sizes(
-    hidden=512, layers=12, heads=8, kv_heads=1, intermediate=2816, vocabulary=32_000, vision_depth=2, vision_width=256
-)
-"""Of the model unless one is given: 79 million parameters, so that a CPU serves several requests a second. Queries a KV head and
-inner width stand to one another as in Qwen2-0.5B, so what a forward over a token costs beside its KV is of that order."""
 STATE, RESULT, PICTURE = "state.json", "result.json", "ttft.png"
 LADDER = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 1.9, 2.4, 3.0)
 """Rates unless given, in what the `append` policy serves when everything is asked at once."""
@@ -182,7 +177,7 @@ class Progress:
             found = json.loads(self._path.read_bytes())
             theirs, form = found["settings"], found["format"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self._path} must be the state of a run of bench serve; give another --out") from error
+            raise ValueError(f"{self._path} must be the state of a run of this study; give another --out") from error
         if form != FORMAT or theirs != settings:
             differ = sorted(k for k in {*theirs, *settings} if theirs.get(k) != settings.get(k)) or ["format"]
             raise ValueError(

@@ -9,7 +9,7 @@ A session holds the newest frames of a stream. Its turns:
 | fork    | another question in a branch, which is then dropped                     |
 | reorder | the newest two frames swapped, in a branch, and a question              |
 
-Frames are numbered from 0 in each session; what policies make of the turns is `serve_policies`.
+Frames are numbered from 0 in each session; what policies make of the turns is in `policies`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Figures of `ctxwin bench serve` from records and curves that are known, and the trace; no engine."""
+"""Figures of the serving study from records and curves that are known, and the trace; no engine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from ctxwin.evals.bench.measures import median_interval, quantile
-from ctxwin.evals.bench.serve import figures, plain, sweep
-from ctxwin.evals.bench.serve.load import Record, Run, cell_of, open_loop
-from ctxwin.evals.bench.serve.requests import Served
-from ctxwin.evals.bench.serve.show import lines
-from ctxwin.evals.bench.serve.trace import KINDS, Mix, Turn, arrivals, frames_of, trace
+from ctxwin.evals.studies.serve import figures, plain, sweep
+from ctxwin.evals.studies.serve.figures import median_interval, quantile
+from ctxwin.evals.studies.serve.load import Record, Run, cell_of, open_loop
+from ctxwin.evals.studies.serve.requests import Served
+from ctxwin.evals.studies.serve.show import lines
+from ctxwin.evals.studies.serve.trace import KINDS, Mix, Turn, arrivals, frames_of, trace
 
 
 def turn(session: int = 0, number: int = 0) -> Turn:

@@ -20,10 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ctxwin.evals.bench.measures import quantiles
-from ctxwin.evals.bench.serve.figures import Cell
-from ctxwin.evals.bench.serve.requests import Served
-from ctxwin.evals.bench.serve.trace import Turn
+from .figures import Cell, quantiles
+from .requests import Served
+from .trace import Turn
 
 
 class Clock:
