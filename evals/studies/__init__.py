@@ -3,6 +3,7 @@
 | command, in the root of a checkout | what it measures                                                                        |
 |------------------------------------|-----------------------------------------------------------------------------------------|
 | ``python -m evals.studies.drift``       | how far answers drift from a re-prefill as a window slides, with and without refresh |
+| ``python -m evals.studies.gaps``        | survivors that keep their positions (vLLM's RFC #51948) or move together             |
 | ``python -m evals.studies.toggles``     | toggling chunks clean and back; telling which chunks are disposable                  |
 | ``python -m evals.studies.serving_gap`` | what a patch costs on vLLM, beside what vLLM and transformers differ by              |
 | ``python -m evals.studies.elastic``     | Elastic Cache's own claims: perplexity, ROUGE-L and speed over KV budgets            |
