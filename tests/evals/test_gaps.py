@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ctxwin import open_engine
-from evals.studies.gaps import GapSettings, gaps_table, measure
+from ctxwin.evals.studies.gaps import GapSettings, gaps_table, measure
 
 
 @pytest.fixture(scope="module")
