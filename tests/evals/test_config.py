@@ -83,7 +83,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert made.exit_code == 2 and "none.yaml" in made.stderr
 
 
-@pytest.mark.parametrize("command", [["eval", "run"], ["eval", "probe"], ["bench", "reuse"], ["bench", "serve"]])
+@pytest.mark.parametrize("command", [["eval", "run"], ["eval", "probe"], ["bench", "reuse"]])
 def test_long_commands_take_a_file_and_name_the_nearest_option(written: Path, command: list[str]) -> None:
     from ctxwin.cli.main import app as ctxwin
 
