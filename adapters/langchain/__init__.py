@@ -8,26 +8,28 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ctxwin.extras import optional_imports
+
 if TYPE_CHECKING:
     from ctxwin.adapters.langchain.chat import ChatCtxwin
     from ctxwin.adapters.langchain.messages import Conversation, converse
     from ctxwin.adapters.langchain.middleware import WindowMiddleware
     from ctxwin.adapters.langchain.units import LeastRecentlyReadMessages, MessagePolicy, OldestMessages
 
-_MODULES = {
-    "ChatCtxwin": "chat", "Conversation": "messages", "converse": "messages", "WindowMiddleware": "middleware",
-    "LeastRecentlyReadMessages": "units", "MessagePolicy": "units", "OldestMessages": "units",
-}  # fmt: skip
-
 __all__ = [
-    "ChatCtxwin", "Conversation", "LeastRecentlyReadMessages", "MessagePolicy", "OldestMessages", "WindowMiddleware", "converse",
-]  # fmt: skip
+    "ChatCtxwin",
+    "Conversation",
+    "LeastRecentlyReadMessages",
+    "MessagePolicy",
+    "OldestMessages",
+    "WindowMiddleware",
+    "converse",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ctxwin.extras import optional_imports
-
+    home = {"ChatCtxwin": "chat", "WindowMiddleware": "middleware", "Conversation": "messages", "converse": "messages"}
     with optional_imports():
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return getattr(import_module(f"{__name__}.{home.get(name, 'units')}"), name)

@@ -5,8 +5,8 @@ one user turn: its media and texts are bare chunks, and its last text is what a 
 makes that question an exchange, in the form `Window.remember` gives it, so that the KV of an answered question is found
 again. What a chat template writes around tool calls and their results is read off the template.
 
-Header, chunks and query tokenised one after the other are the chat template's own rendering of the conversation,
-consecutive messages of one author joined to one turn.
+System prompt, chunks and query, tokenised one after the other, are the chat template's own rendering of the conversation,
+with consecutive messages of one author joined to one turn.
 """
 
 from __future__ import annotations
@@ -26,22 +26,19 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
     convert_to_messages,
+    message_chunk_to_message,
 )
 
-from ctxwin.adapters.langchain.blocks import Seen, identity, parts, text_of
+from ctxwin.adapters.langchain.blocks import identity, parts, text_of
+from ctxwin.adapters.langchain.toolcalls import spelled, template_of
 from ctxwin.chunk import Chunk, TextPart, TokensPart
 from ctxwin.engines.base import Engine
-from ctxwin.engines.encoding.templates import PROBE_CALL, Template
+from ctxwin.engines.encoding.templates import PROBE_CALL
 from ctxwin.errors import UnsupportedModel
 from ctxwin.hashing import digest
-from ctxwin.window.placement import keep_source
+from ctxwin.store.recent import Recent
 
-_CHAT_ROLES: dict[str, type[BaseMessage]] = {
-    "system": SystemMessage, "developer": SystemMessage, "user": HumanMessage, "human": HumanMessage,
-    "assistant": AIMessage, "ai": AIMessage,
-}  # fmt: skip
-
-
+_CHAT_ROLES = ("ai", "assistant", "developer", "human", "system", "user")
 _PROBE_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 
 
@@ -72,55 +69,52 @@ def converse(
     *,
     ask: bool = True,
     bare: bool = False,
-    seen: Seen | None = None,
+    seen: Recent[Chunk] | None = None,
     allowed_local_media_path: str | Path | None = None,
 ) -> Conversation:
-    """The conversation that ``messages`` (anything LangChain takes for messages) are for ``engine``'s model.
+    """What ``messages`` (anything that LangChain takes for messages) are for a window of ``engine``.
 
     Args:
         tools: JSON schemas in OpenAI's form; the chat template shows them in the system prompt.
-        ask: whether the last text is a query; without, it is a chunk like the others.
+        ask: whether the last text is a query; otherwise it is a chunk like the others.
         bare: whether the query may be empty behind a picture or a tool's empty result that ends the messages.
-        seen: remembers decoded pictures over calls; their chunks then hold no pixels.
+        seen: remembers decoded pictures between calls, see `parts`; their chunks then hold no pixels.
         allowed_local_media_path: folder whose files messages may name, by path or ``file:`` url; None: files are refused.
 
     Raises:
         ValueError: no text to ask at the end, a system message behind others, a tool result nobody asked for, or a block
             that is neither text, image nor video, would have to be downloaded or names a file elsewhere (BadMedia: cannot
             be decoded).
-        UnsupportedModel: tools, and a chat template that does not take them.
+        UnsupportedModel: there are tools, and the chat template does not take them.
 
     Cost: decoding and hashing every picture that was not ``seen``.
     """
     given = [_plain_type(m) for m in convert_to_messages(list(messages))]
-    front = 0
-    while front < len(given) and isinstance(given[front], SystemMessage):
-        front += 1
-    system_prompt = "\n".join(filter(None, (text_of(m.content) for m in given[:front])))
+    runs = [(kind, list(run)) for kind, run in groupby(given, lambda message: message.type)]
+    front = runs.pop(0)[1] if runs and runs[0][0] == "system" else []
+    system_prompt = "\n".join(filter(None, (text_of(m.content) for m in front)))
     if tools:
-        _check_spelled(engine, _template(engine).system("", [_PROBE_TOOL]))
-        system_prompt = _template(engine).system(system_prompt, tools)
+        _check_spelled(engine, template_of(engine).system("", [_PROBE_TOOL]))
+        system_prompt = template_of(engine).system(system_prompt, tools)
     builder = _Builder(engine, seen, allowed_local_media_path)
-    runs = [(kind, list(run)) for kind, run in groupby(given[front:], type)]
+    asked: Any = None  # the message in front of a run
     for i, (kind, run) in enumerate(runs):
-        if issubclass(kind, HumanMessage):
+        if kind == "human":
             for message in run:
                 builder.human(message)
-        elif issubclass(kind, AIMessage):
-            builder.answer(run, called=i + 1 < len(runs) and issubclass(runs[i + 1][0], ToolMessage))
-        elif issubclass(kind, ToolMessage):
-            asked = runs[i - 1][1][-1] if i else None
-            if not isinstance(asked, AIMessage) or not asked.tool_calls:
-                raise ValueError(
-                    "a ToolMessage must follow the AIMessage whose tool calls it answers, got none before it"
-                )
-            for at, message in enumerate(run):
-                builder.result(message, first=at == 0)
-        else:
+        elif kind == "ai":
+            builder.answer(run, called=i + 1 < len(runs) and runs[i + 1][0] == "tool")
+        elif kind == "system":
             raise ValueError(
-                f"a {kind.__name__} must stand in front of all others, got one behind them; "
+                "a SystemMessage must stand in front of all others, got one behind them; "
                 "put it at the front, or say the same in a HumanMessage"
             )
+        elif not isinstance(asked, AIMessage) or not asked.tool_calls:
+            raise ValueError("a ToolMessage must follow the AIMessage whose tool calls it answers, got none before it")
+        else:
+            for message in run:
+                builder.result(message, first=message is run[0])
+        asked = run[-1]
     if not ask:
         builder.end()
         return Conversation(system_prompt, builder.pieces)
@@ -133,19 +127,8 @@ def converse(
     return Conversation(system_prompt, builder.pieces, query)
 
 
-def encoded(engine: Engine, talk: Conversation) -> Conversation:
-    """``talk`` with every chunk encoded and its source kept: what placing and counting needs is then in the store.
-
-    Raises like `Engine.encode`; cost: the vision tower over media that are new.
-    """
-    for chunk in talk.chunks:
-        engine.encode(chunk)
-        keep_source(engine, chunk)
-    return talk
-
-
 def message_key(message: BaseMessage) -> str:
-    """Content identity of a message: its type, content and tool calls, without the ids LangChain makes up. O(content)."""
+    """Content identity of a message: its type, content and tool calls, without the ids that LangChain makes up. O(content)."""
     calls = [
         [c["name"], json.dumps(c["args"], sort_keys=True, default=str)] for c in getattr(message, "tool_calls", ())
     ]
@@ -153,38 +136,23 @@ def message_key(message: BaseMessage) -> str:
 
 
 def _plain_type(message: BaseMessage) -> BaseMessage:
-    """One of the four plain types: streamed chunks and roles given by name, too."""
+    """A system, human, AI or tool message, also of a streamed chunk or a message whose role is given by name."""
     if isinstance(message, ChatMessage):
-        kind = _CHAT_ROLES.get(message.role)
-        if kind is None:
-            raise ValueError(f"a message's role must be one of {sorted(_CHAT_ROLES)}, got {message.role!r}")
-        return kind(content=message.content)
-    for kind in (SystemMessage, HumanMessage, AIMessage, ToolMessage):
-        if isinstance(message, kind):
-            if type(message) is kind:
-                return message
-            fields = {k: v for k, v in message.model_dump().items() if k in kind.model_fields and k != "type"}
-            return kind(**fields)
-    raise ValueError(f"a message must be system, human, ai or tool, got {type(message).__name__}")
-
-
-def _template(engine: Engine) -> Template:
-    template = engine.template
-    if template is None:
-        raise UnsupportedModel(f"the {engine.spec.name} engine shows no chat template, so it takes no tools")
-    return template
+        if message.role not in _CHAT_ROLES:
+            raise ValueError(f"a message's role must be one of {_CHAT_ROLES}, got {message.role!r}")
+        return convert_to_messages([(message.role, message.content)])[0]
+    if not isinstance(message, SystemMessage | HumanMessage | AIMessage | ToolMessage):
+        raise ValueError(f"a message must be system, human, ai or tool, got {type(message).__name__}")
+    return message_chunk_to_message(message)
 
 
 class _Builder:
-    """Turns put into chunks one after the other; ``text`` is the last text of the open turn, which is no chunk yet."""
+    """Turns the conversation into chunks, front to back; ``text`` is the last text of the open turn, which is no chunk yet."""
 
-    def __init__(self, engine: Engine, seen: Seen | None, folder: str | Path | None) -> None:
+    def __init__(self, engine: Engine, seen: Recent[Chunk] | None, folder: str | Path | None) -> None:
         self.pieces: list[tuple[str, Chunk]] = []
-        self._engine = engine
-        self._seen = seen
-        self._folder = folder
-        self._text = ""
-        self._key = ""
+        self._engine, self._seen, self._folder = engine, seen, folder
+        self._text = self._key = ""
         self._in_tools = False  # the open turn holds tool results, not a user's text
 
     def human(self, message: BaseMessage) -> None:
@@ -192,63 +160,64 @@ class _Builder:
         if not shown:
             return
         if self._in_tools:
-            self._cut(_template(self._engine).tool_turn().reopening)
+            self._cut(template_of(self._engine).tool_turn().reopening)
             self._in_tools = False
         elif self._text:
-            # Texts of two messages must not run into each other; the blank goes to the one that has become a chunk.
+            # Texts of two messages must not run into each other; the line end goes to the one that becomes a chunk.
             if isinstance(shown[0], str) and not self._text.endswith("\n"):
                 self._text += "\n"
             self._cut()
         self._add(key, shown)
 
     def answer(self, run: Sequence[Any], *, called: bool) -> None:
+        engine, template = self._engine, self._engine.template
         text = "\n".join(filter(None, (text_of(m.content) for m in run)))
-        calls = [_call(c) for m in run for c in m.tool_calls]
+        calls = [
+            {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["args"]}}
+            for m in run
+            for c in m.tool_calls
+        ]
         keys = [message_key(m) for m in run]
         query, self._text = self.query(), ""
-        template = self._engine.template
         if template is None or template.plain:
             if calls:
-                _template(self._engine).answer(text, calls)  # says why not
-            ids = self._engine.encode_exchange(query, self._engine.text_ids(text)).token_ids
+                template_of(engine).answer(text, calls)  # says why not
+            ids = engine.encode_exchange(query, engine.text_ids(text)).token_ids
         else:
             before, after = template.turns("assistant")
             if called:
                 opening = template.tool_turn().opening
-                left = opening.removeprefix(after)
-                if opening.startswith(after) and self._spelled(left):
-                    self._text = left
+                if opening.startswith(after) and spelled(engine, opening.removeprefix(after)):
+                    self._text = opening.removeprefix(after)
                 else:
                     after = opening
             if calls:
-                _check_spelled(self._engine, template.answer("", [PROBE_CALL]))
+                _check_spelled(engine, template.answer("", [PROBE_CALL]))
             text = template.answer(text, calls)
-            ids = (
-                *self._engine.text_ids(query), *self._engine.template_ids(before),
-                *self._engine.text_ids(text), *self._engine.template_ids(after),
-            )  # fmt: skip
+            ids = (*engine.text_ids(query), *engine.template_ids(before))
+            ids += (*engine.text_ids(text), *engine.template_ids(after))
         label = f"{query.strip()} {text.strip()}".strip()
         self.pieces.append((keys[0] if len(keys) == 1 else digest("messages", keys), Chunk.tokens(ids, label=label)))
         self._key, self._in_tools = "", called
 
     def result(self, message: BaseMessage, *, first: bool) -> None:
         if not first:
-            turn = _template(self._engine).tool_turn()
+            turn = template_of(self._engine).tool_turn()
             left = turn.between.removeprefix(turn.tail)
-            if turn.between.startswith(turn.tail) and self._spelled(turn.tail) and self._spelled(left):
+            if turn.between.startswith(turn.tail) and all(spelled(self._engine, t) for t in (turn.tail, left)):
                 self._text += turn.tail
                 self._cut()
                 self._text = left
             else:
                 self._cut(turn.between)
-        self._add(message_key(message), list(parts(message.content, self._seen, self._folder)))
+        self._add(message_key(message), parts(message.content, self._seen, self._folder))
 
     def query(self) -> str:
         """The text that ends the open turn."""
         if not self._in_tools:
             return self._text
-        tail = _template(self._engine).tool_turn().tail
-        if not self._spelled(tail):
+        tail = template_of(self._engine).tool_turn().tail
+        if not spelled(self._engine, tail):
             raise UnsupportedModel("the chat template ends tool results with special tokens, which a query cannot hold")
         return self._text + tail
 
@@ -262,14 +231,17 @@ class _Builder:
         self._text = self.query()
         self._cut()
 
-    def _add(self, key: str, shown: Sequence[str | Chunk]) -> None:
+    def _add(self, key: str, shown: Iterable[str | Chunk]) -> None:
         self._key = key
         for part in shown:
             if isinstance(part, str):
                 self._text += part
-            else:
-                self.pieces.append((key, _labelled(self._text, part)))
-                self._text = ""
+                continue
+            if self._text:  # stands right in front, as `Chunk.image` puts its ``text``
+                both = (TextPart(text=self._text), *part.parts)
+                part = part.model_copy(update={"parts": both, "label": self._text.strip()})
+            self.pieces.append((key, part))
+            self._text = ""
 
     def _cut(self, glue: str = "") -> None:
         """What is open becomes a chunk, with a piece of the template behind it."""
@@ -280,32 +252,10 @@ class _Builder:
             self.pieces.append((self._key, Chunk(parts=tuple(made), label=self._text.strip())))
         self._text = ""
 
-    def _spelled(self, text: str) -> bool:
-        """Whether a piece of the template may be written as content, having no special token in it."""
-        return _spelled(self._engine, text)
-
-
-def _spelled(engine: Engine, text: str) -> bool:
-    return engine.text_ids(text) == engine.template_ids(text)
-
 
 def _check_spelled(engine: Engine, text: str) -> None:
     """Raises UnsupportedModel where special tokens are in what the template writes for tools."""
-    if not _spelled(engine, text):
+    if not spelled(engine, text):
         raise UnsupportedModel(
-            "the chat template writes tools with special tokens, which headers and answers cannot hold"
+            "the chat template writes tools with special tokens, which system prompts and answers cannot hold"
         )
-
-
-def _labelled(text: str, media: Chunk) -> Chunk:
-    """``media`` with a text right in front of it, as `Chunk.image` puts its ``text``."""
-    if not text:
-        return media
-    made = Chunk(parts=(TextPart(text=text), *media.parts), label=text.strip())
-    made._frames.update(media._frames)
-    return made
-
-
-def _call(call: Any) -> dict[str, Any]:
-    """A tool call as chat templates take it."""
-    return {"id": call.get("id"), "type": "function", "function": {"name": call["name"], "arguments": call["args"]}}

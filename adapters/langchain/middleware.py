@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Annotated, Any, NotRequired, TypedDict
 
+from langchain.agents.middleware.summarization import ContextSize
 from langchain.agents.middleware.types import (
     AgentMiddleware,
     AgentState,
@@ -25,7 +26,7 @@ from langchain_core.tools import BaseTool, tool
 from langgraph.types import Command
 
 from ctxwin.adapters.langchain.chat import ChatCtxwin
-from ctxwin.adapters.langchain.trigger import Measure, Size, Trigger, checked, clauses
+from ctxwin.adapters.langchain.trigger import Measure, Trigger, checked, clauses
 from ctxwin.adapters.langchain.units import MessagePolicy, OldestMessages, Unit, shown, spans, units_of
 
 KEY = "ctxwin_omitted"
@@ -56,21 +57,20 @@ class WindowState(AgentState[Any]):
 class WindowMiddleware(AgentMiddleware[WindowState, Any]):
     """Keeps what the model sees within bounds: messages leave by a policy, and a tool brings them back.
 
-    The user's messages stay in the state as they are. An answer that calls tools and their results leave together. The
-    question being answered, what came last and what that recalled never leave; what was recalled for this question leaves
-    after all others. With `ChatCtxwin` every
-    decision is a cache edit; it works with any chat model.
+    The user's messages stay in the state as they are. An answer that calls tools leaves together with their results. The
+    question being answered, what came last and what that recalled never leave; what was recalled earlier for this question
+    leaves after all others. With `ChatCtxwin` every decision is a cache edit; any other chat model works as well.
 
     Args:
         trigger: when to evict: ``("fraction"|"tokens"|"messages", n)``, a dict of thresholds that must all be met, or a list
             of which any is enough; None: never.
-        keep: how much stays then, in the same terms: tokens are those of the whole prompt, system prompt and tools included.
+        keep: how much stays then, in the same terms; tokens count the whole prompt, system prompt and tools included.
         policy: who leaves first.
         recall: whether a line stands in place of what left, and the model gets a tool ``recall(number)``. The tool is offered
-            from the first eviction on, so that until then the prompt is the one without this middleware; that one time the
-            whole prompt changes. ``"always"`` offers it from the start.
-        media_only: only pictures and videos leave, and the text around them stays; ``messages`` then counts messages that
-            show some. What WebVoyager does with its screenshots.
+            from the first eviction on: until then the prompt is the one without this middleware, and that one time all of
+            it changes. ``"always"`` offers it from the start.
+        media_only: only pictures and videos leave, and the text around them stays, as WebVoyager does with its screenshots;
+            ``messages`` then counts messages that show some.
         token_counter: counts messages; default: the model's own count for `ChatCtxwin`, else LangChain's estimate.
 
     Raises ValueError for a trigger or keep of another form, and for a fraction where the model's profile has no limit.
@@ -82,7 +82,7 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
         self,
         *,
         trigger: Trigger | None = None,
-        keep: Size = ("messages", 20),
+        keep: ContextSize = ("messages", 20),
         policy: MessagePolicy | None = None,
         recall: bool | str = True,
         media_only: bool = False,
@@ -102,14 +102,14 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
     def wrap_model_call(
         self, request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse[Any]]
     ) -> ModelCallResult[Any]:
-        """Shows the model what is left; the decision is kept with its answer."""
+        """Shows the model what is left, and keeps the decision beside its answer."""
         request, decided = self._decide(request)
         return _kept(handler(request), decided)
 
     async def awrap_model_call(
         self, request: ModelRequest, handler: Callable[[ModelRequest], Awaitable[ModelResponse[Any]]]
     ) -> ModelCallResult[Any]:
-        """See `wrap_model_call`."""
+        """`wrap_model_call` for async agents."""
         request, decided = await asyncio.to_thread(self._decide, request)
         return _kept(await handler(request), decided)
 
@@ -119,76 +119,65 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
         units = units_of(request.messages, {key: entry["read"] for key, entry in ever.items()})
         known = {unit.key: ever[unit.key] for unit in units if unit.key in ever}
         decided: dict[str, Omitted] = {}
-        view = self._view(units, known)
         if self._clauses:
-            counter = self._counting(request)
-            candidates = [u for u in units if not _out(known, u) and (u.has_media or not self._media_only)]
-            size = sum(1 if self._media_only else len(u.messages) for u in candidates)
+            counter, view = self._counting(request), self._view(units, known)
+            here = [u for u in units if not _out(known, u)]
+            size = sum(map(self._size, here))
             measure = Measure(size, cache(lambda: counter(view)), cache(lambda: _limit(request.model)))
-            if any(measure.reached(clause) for clause in self._clauses):
-                given = max((entry["number"] for entry in ever.values()), default=0)
-                decided = self._leaving(units, candidates, counter, measure, known, given)
+            if any(all(measure.of(kind) >= least for kind, least in clause.items()) for clause in self._clauses):
+                # Numbers are not given again, even where the user has removed the message since.
+                number = max((entry["number"] for entry in ever.values()), default=0)
+                for unit in self._leaving(units, here, counter, measure):
+                    number += unit.key not in known
+                    given = known[unit.key]["number"] if unit.key in known else number
+                    decided[unit.key] = Omitted(number=given, out=True, read=unit.read)
                 known |= decided
-                view = self._view(units, known)
-        if not any(entry["out"] for entry in known.values()):
-            view = list(request.messages)
+        omitted = any(entry["out"] for entry in known.values())
+        view = self._view(units, known) if omitted else list(request.messages)
         return request.override(messages=view, tools=self._offered(request, known)), decided
+
+    def _size(self, unit: Unit) -> int:
+        """How many of ``messages`` a unit is."""
+        return int(unit.has_media) if self._media_only else len(unit.messages)
 
     def _view(self, units: Sequence[Unit], known: Mapping[str, Omitted]) -> list[Any]:
         out = {key for key, entry in known.items() if entry["out"]}
         numbers = {key: known[key]["number"] for key in out} if self._recall else None
         return shown(units, out, numbers, media_only=self._media_only)
 
-    def _rest(self, unit: Unit) -> list[Any]:
-        """What stays of a unit that leaves; the line in place of whole messages is shared, and does not count."""
-        return (
-            shown([unit], {unit.key}, {unit.key: 1} if self._recall else None, media_only=True)
-            if self._media_only
-            else []
-        )
-
     def _leaving(
-        self,
-        units: Sequence[Unit],
-        candidates: Sequence[Unit],
-        counter: TokenCounter,
-        measure: Measure,
-        known: Mapping[str, Omitted],
-        number: int,
-    ) -> dict[str, Omitted]:
-        """Decisions that bring ``candidates`` down to what is kept, as far as policy and protection allow.
-
-        ``number`` is the largest that was given yet, also to messages that the user has removed since.
-        """
+        self, units: Sequence[Unit], here: Sequence[Unit], counter: TokenCounter, measure: Measure
+    ) -> list[Unit]:
+        """Who of ``here`` leaves to get down to what is kept, as far as policy and protection allow, in prompt order."""
         kind, wanted = self._keep
+        candidates = [u for u in here if self._size(u)]
+        sizes = {u.key: self._size(u) for u in candidates}
+        # Tokens are those of the whole prompt, as for the trigger: with a long system prompt it would be reached again at once.
+        left = measure.of("messages" if kind == "messages" else "tokens")
         if kind != "messages":
             wanted = wanted * measure.limit() if kind == "fraction" else wanted
-            candidates = [replace(u, tokens=counter(list(u.messages)) - counter(self._rest(u))) for u in candidates]
-        sizes = {
-            u.key: u.tokens if kind != "messages" else 1 if self._media_only else len(u.messages) for u in candidates
-        }
-        # Tokens are those of the whole prompt, as for the trigger: with a long system prompt it would be reached again at once.
-        left = sum(sizes.values()) if kind == "messages" else measure.tokens()
+            sizes = {u.key: counter(u.messages) - counter(self._rest(u)) for u in candidates}
+            candidates = [replace(u, tokens=sizes[u.key]) for u in candidates]
         protected, late = _protected(units)
-        leaving: dict[str, Unit] = {}
+        leaving: set[str] = set()
         for unit in sorted(self._policy.order(candidates), key=lambda u: u.key in late):
             if left <= wanted:
                 break
-            if unit.key not in protected and unit.key not in leaving:
-                leaving[unit.key] = unit
+            if unit.key not in protected | leaving:
+                leaving.add(unit.key)
                 left -= sizes[unit.key]
         if leaving and not self._recall and not self._media_only:
             # Many models want a conversation to begin with its user: answers leave with their question.
-            for unit in (u for u in units if not _out(known, u) and u.key not in leaving):
+            for unit in (u for u in here if u.key not in leaving):
                 if isinstance(unit.messages[0], HumanMessage) or unit.key in protected:
                     break
-                leaving[unit.key] = unit
-        decided: dict[str, Omitted] = {}
-        for unit in sorted(leaving.values(), key=lambda u: u.position):
-            before = known.get(unit.key)
-            number += before is None
-            decided[unit.key] = Omitted(number=before["number"] if before else number, out=True, read=unit.read)
-        return decided
+                leaving.add(unit.key)
+        return [u for u in units if u.key in leaving]
+
+    def _rest(self, unit: Unit) -> list[Any]:
+        """What stays of a unit that leaves; the line in place of whole messages is shared, and does not count."""
+        numbers = {unit.key: 1} if self._recall else None
+        return shown([unit], {unit.key}, numbers, media_only=True) if self._media_only else []
 
     def _offered(self, request: ModelRequest, known: Mapping[str, Omitted]) -> list[Any]:
         """The tools of this call: ``recall`` only where there is something to recall."""
@@ -209,9 +198,9 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
 
 
 def _protected(units: Sequence[Unit]) -> tuple[set[str], set[str]]:
-    """What never leaves: the question being answered, what came last, and what that recalled.
+    """Who never leaves (the question being answered, what came last, what that recalled), and who leaves after all others.
 
-    Also what leaves only after all others: what was recalled since the question.
+    The latter is what was recalled since the question.
     """
     last = units[-1].position if units else 0
     asked = max((u.position for u in units if isinstance(u.messages[0], HumanMessage)), default=0)

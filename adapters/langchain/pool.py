@@ -4,34 +4,107 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
+from langchain_core.language_models import ModelProfile
+from langchain_core.messages import BaseMessage
+
+from ctxwin.adapters.langchain.messages import Conversation, converse
+from ctxwin.adapters.langchain.toolcalls import Syntax, learn
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
+from ctxwin.errors import ChunkUnavailable, UnsupportedModel
 from ctxwin.fidelity import Fidelity
+from ctxwin.store.recent import Recent
 from ctxwin.window.events import Observer
+from ctxwin.window.placement import keep_source
 from ctxwin.window.sync import sync
 from ctxwin.window.window import Window
 
+T = TypeVar("T")
+_PICTURES = 4096  # remembered as chunks without their pixels
+_NO_INPUTS = ("image_url_inputs", "pdf_inputs", "audio_inputs")
+_NO_OUTPUTS = (
+    "image_outputs",
+    "audio_outputs",
+    "video_outputs",
+    "tool_choice",
+    "structured_output",
+    "reasoning_output",
+)
+
 
 class Pool:
-    """At most ``size`` windows, least recently used out. Thread-safe: a call works on a fork of its own.
+    """At most ``size`` windows; the least recently used leave. Thread-safe: every call works on a fork of its own.
 
     Args:
-        observers: told of every edit and answer, see `Window.observe`.
+        observers: called after every edit and answer, see `Window.observe`.
     """
 
     def __init__(
-        self, engine: Engine, budget: int | None, fidelity: Fidelity | None, size: int, observers: Sequence[Observer] = ()
-    ) -> None:  # fmt: skip
-        self._engine = engine
-        self._budget = budget
-        self._fidelity = fidelity
-        self._size = size
-        self._observers = observers
+        self,
+        engine: Engine,
+        budget: int | None,
+        fidelity: Fidelity | None,
+        size: int,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self.engine = engine
+        self._budget, self._fidelity, self._size, self._observers = budget, fidelity, size, observers
+        self._seen: Recent[Chunk] = Recent(_PICTURES)
         self._windows: list[Window] = []  # least recently used first
         self._lock = threading.Lock()
+
+    @cached_property
+    def syntax(self) -> Syntax:
+        """How the model writes tool calls; raises UnsupportedModel, see `learn`."""
+        return learn(self.engine)
+
+    @cached_property
+    def remembers(self) -> bool:
+        """Whether plain answers read the same as earlier turns, see `remembers`."""
+        return remembers(self.engine)
+
+    def over(
+        self,
+        messages: list[BaseMessage],
+        tools: Sequence[dict[str, Any]],
+        files: Path | None,
+        use: Callable[[Conversation], T],
+        *,
+        ask: bool = True,
+    ) -> T:
+        """What ``use`` makes of the conversation (see `converse`).
+
+        Pictures that were seen before are decoded again only where the store has lost them; that costs a run of the vision
+        tower for each.
+        """
+
+        def talk() -> Conversation:
+            return converse(
+                self.engine, messages, tools, ask=ask, bare=True, seen=self._seen, allowed_local_media_path=files
+            )
+
+        try:
+            return use(talk())
+        except ChunkUnavailable:
+            self._seen = Recent(_PICTURES)
+            again = talk()
+            self.tokens(again)
+            return use(again)
+
+    def tokens(self, talk: Conversation) -> int:
+        """Tokens of the prompt that a conversation makes; its chunks are encoded, and their sources kept."""
+        engine, closing = self.engine, self.engine.encode_query("x").tokens - len(self.engine.text_ids("x"))
+        count = engine.encode_system_prompt(talk.system_prompt).tokens + closing
+        for chunk in talk.chunks:
+            count += engine.encode(chunk).tokens
+            keep_source(engine, chunk)
+        return count
 
     @contextmanager
     def window(self, system_prompt: str, chunks: Sequence[Chunk]) -> Iterator[Window]:
@@ -66,7 +139,7 @@ class Pool:
             base = max(known, key=lambda w: _shared(w, wanted), default=None)
             if base is not None and any(_shared(base, wanted)):
                 return base, base.fork()
-        window = Window(self._engine, system_prompt, self._budget, self._fidelity)
+        window = Window(self.engine, system_prompt, self._budget, self._fidelity)
         for observer in self._observers:
             window.observe(observer)
         return None, window
@@ -85,21 +158,40 @@ class Pool:
             old.close()
 
 
+def profile_of(engine: Engine, budget: int | None) -> ModelProfile:
+    """`BaseChatModel.profile` of an engine's model; ``max_input_tokens`` is the window's budget."""
+    try:
+        tools = bool(learn(engine))
+    except UnsupportedModel:
+        tools = False
+    vision = engine.spec.vision
+    limit = min(budget or engine.spec.max_tokens, engine.spec.max_tokens)
+    taken = {"text_inputs": True, "text_outputs": True, "image_inputs": vision, "video_inputs": vision}
+    taken |= {"tool_calling": tools, "tool_call_streaming": tools, "image_tool_message": vision and tools}
+    return cast("ModelProfile", {"max_input_tokens": limit, **taken, **dict.fromkeys(_NO_INPUTS + _NO_OUTPUTS, False)})
+
+
+def remembers(engine: Engine, answer: str = "") -> bool:
+    """Whether ``answer`` reads the same as an earlier turn: the template strips no thinking and opens the turn alike."""
+    template = engine.template
+    try:
+        if template is not None and not template.plain:
+            template.exchange("", answer)
+    except UnsupportedModel:
+        return False
+    return True
+
+
 def _same(window: Window, placed: Counter[str]) -> bool:
-    """Whether at least half of its chunks are ``placed``; headers are alike between conversations, and do not count."""
+    """Whether at least half of its chunks are ``placed``; system prompts are often shared, and do not count."""
     state = window.snapshot()
     return 2 * _shared(window, placed)[0] >= state.tokens - state.system_prompt_tokens
 
 
 def _shared(window: Window, wanted: Counter[str]) -> tuple[int, int]:
     """Tokens of placed chunks that are wanted, and of evicted ones that are wanted beside them."""
-    state, left = window.snapshot(), Counter(wanted)
-    counts = []
-    for group in (state.placed, state.evicted):
-        count = 0
-        for p in group:
-            if left[p.chunk_id] > 0:
-                left[p.chunk_id] -= 1
-                count += p.tokens
-        counts.append(count)
-    return counts[0], counts[1]
+    state = window.snapshot()
+    tokens = {p.chunk_id: p.tokens for p in (*state.placed, *state.evicted)}
+    here = wanted & Counter(p.chunk_id for p in state.placed)
+    back = (wanted - here) & Counter(p.chunk_id for p in state.evicted)
+    return sum(tokens[i] * n for i, n in here.items()), sum(tokens[i] * n for i, n in back.items())

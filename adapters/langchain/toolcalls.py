@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +13,11 @@ from langchain_core.messages import InvalidToolCall, ToolCall
 from langchain_core.messages.tool import invalid_tool_call, tool_call
 
 from ctxwin.engines.base import Engine
-from ctxwin.engines.encoding.templates import PROBE_CALL
+from ctxwin.engines.encoding.templates import PROBE_CALL, Template
 from ctxwin.errors import UnsupportedModel
+from ctxwin.window.ask import until_stop
 
 Part = str | ToolCall | InvalidToolCall
-
-
 _NAME, _ARGUMENTS = PROBE_CALL["function"]["name"], PROBE_CALL["function"]["arguments"]
 _JSON = json.JSONDecoder()
 
@@ -34,16 +32,25 @@ class Syntax:
     arguments: str
 
 
+def template_of(engine: Engine) -> Template:
+    """The chat template, where one is needed for tools; UnsupportedModel where there is none."""
+    if engine.template is None:
+        raise UnsupportedModel(f"the {engine.spec.name} engine shows no chat template, so it takes no tools")
+    return engine.template
+
+
+def spelled(engine: Engine, text: str) -> bool:
+    """Whether a piece of the template may be written as content, because there is no special token in it."""
+    return engine.text_ids(text) == engine.template_ids(text)
+
+
 def learn(engine: Engine) -> Syntax:
     """The syntax, read off a probe call that the chat template renders.
 
     Raises UnsupportedModel: the template takes no tool calls, does not write them as JSON between two marks, or marks them
     with special tokens, which are no part of an answer's text.
     """
-    template = engine.template
-    if template is None:
-        raise UnsupportedModel(f"the {engine.spec.name} engine shows no chat template, so it takes no tools")
-    shown = template.answer("", [PROBE_CALL])
+    shown = template_of(engine).answer("", [PROBE_CALL])
     for start in (i for i, char in enumerate(shown) if char == "{"):
         try:
             found, end = _JSON.raw_decode(shown, start)
@@ -55,25 +62,17 @@ def learn(engine: Engine) -> Syntax:
         opening, closing = shown[:start].strip(), shown[end:].strip()
         if name is None or arguments is None or not opening or not closing or set("{[") & set(opening):
             break
-        if engine.text_ids(opening) != engine.template_ids(opening):
+        if not spelled(engine, opening):
             raise UnsupportedModel(f"the chat template marks tool calls with the special token {opening!r}")
         return Syntax(opening, closing, name, arguments)
     raise UnsupportedModel(f"the chat template must write tool calls as JSON between two marks, got {shown!r}")
 
 
 class Reader:
-    """Reads an answer as it grows: text, calls, and calls that cannot be read; ends at a stop sequence.
+    """Reads an answer as it grows: text, calls, and calls that cannot be read."""
 
-    Attributes:
-        stopped: whether a stop sequence was reached; nothing is read from there on.
-        calls: calls read so far, those that cannot be used among them.
-    """
-
-    def __init__(self, syntax: Syntax | None, stops: Sequence[str] = ()) -> None:
-        self.stopped = False
-        self.calls = 0
+    def __init__(self, syntax: Syntax | None) -> None:
         self._syntax = syntax
-        self._stops = [s for s in stops if s]
         self._at = 0
         self._after_call = False
 
@@ -85,11 +84,6 @@ class Reader:
             last: whether nothing follows.
         """
         text = text if last else text.rstrip("\ufffd")  # half a character: its text changes with the next token
-        cut = min((at for at in (text.find(s) for s in self._stops) if at >= 0), default=-1)
-        if cut >= 0:
-            text, last, self.stopped = text[:cut], True, True
-        elif not last:
-            text = text[: _certain(text, 0, self._stops)]
         parts: list[Part] = []
         while True:
             at = -1 if self._syntax is None else text.find(self._syntax.opening, self._at)
@@ -98,14 +92,16 @@ class Reader:
                 return parts
 
     def _read_text(self, text: str, call: int, last: bool, parts: list[Part]) -> None:
-        end = call
-        if call < 0:
-            end = len(text) if last or self._syntax is None else _certain(text, self._at, [self._syntax.opening])
-        shown = text[self._at : end]
+        if call < 0:  # an end that may become the opening of a call is held back
+            marks = [] if self._syntax is None else [self._syntax.opening]
+            shown = until_stop(text[self._at :], marks, last=last)[0]
+        else:
+            shown = text[self._at : call]
+        end = self._at + len(shown)
         if self._after_call:
             shown = shown.lstrip()
         if self._syntax is not None and (call >= 0 or not last):
-            # Blanks in front of a call are its syntax.
+            # Blanks in front of a call belong to it.
             end -= 0 if call >= 0 else len(shown) - len(shown.rstrip())
             shown = shown.rstrip()
         if shown:
@@ -120,17 +116,16 @@ class Reader:
         begin = self._at + len(syntax.opening)
         begin += len(text[begin:]) - len(text[begin:].lstrip())
         closed = _outside_strings(text, syntax.closing, begin)
+        if closed < 0 and not last:
+            return False
         found: Any = None
         with suppress(json.JSONDecodeError):
             found, end = _JSON.raw_decode(text, begin)
             if text[end : closed if closed >= 0 else len(text)].strip():
                 found = None  # there is more than the object
-        if closed < 0 and not last:
-            return False
         after = len(text) if closed < 0 else closed + len(syntax.closing)
         parts.append(_call(syntax, found, text[self._at : after], complete=closed >= 0))
         self._at, self._after_call = after, True
-        self.calls += 1
         return True
 
 
@@ -153,16 +148,6 @@ def _call(syntax: Syntax, found: Any, raw: str, *, complete: bool) -> Part:
 def _outside_strings(text: str, mark: str, start: int) -> int:
     """Where ``mark`` stands outside JSON strings, which may spell it; -1 where it does not (yet)."""
     for match in re.compile(rf'({re.escape(mark)})|"(?:[^"\\]|\\.)*("?)', re.DOTALL).finditer(text, start):
-        if match[1]:
-            return match.start()
-        if not match[2]:
-            return -1
+        if match[1] or not match[2]:
+            return match.start() if match[1] else -1
     return -1
-
-
-def _certain(text: str, start: int, marks: Sequence[str]) -> int:
-    """The end of what cannot be the beginning of a mark that is still to be completed."""
-    for end in range(max(start, len(text) - max(map(len, marks), default=0) + 1), len(text)):
-        if any(mark.startswith(text[end:]) for mark in marks):
-            return end
-    return len(text)

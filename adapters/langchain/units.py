@@ -1,17 +1,16 @@
-"""What of a message list leaves together, what stands in its place, and who leaves first."""
+"""Which messages leave together, what stands in their place, and who leaves first."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, HumanMessage, ToolMessage
 
 from ctxwin.adapters.langchain.messages import message_key
-
-_MEDIA = ("image", "image_url", "video", "video_url")
 
 
 @dataclass(frozen=True)
@@ -19,12 +18,11 @@ class Unit:
     """Messages that leave and come back together: one message, or an answer that calls tools with their results.
 
     Attributes:
-        key: id of its first message (its content, and the how manieth with that, where it has none); what a decision about
-            it is kept under.
+        key: names it in the decisions: the id of its first message; where that has none, its content, counted.
         messages: in order.
         position: of its first message in the conversation; larger is newer.
-        read: the conversation's length when it was last read: as it arrived, or was recalled.
-        tokens: what it takes of the context.
+        read: the conversation's length when it was last read: when it arrived, or was recalled.
+        tokens: how many of the context it takes; 0 where tokens do not decide.
     """
 
     key: str
@@ -40,10 +38,10 @@ class Unit:
 
 
 class MessagePolicy(Protocol):
-    """Who leaves first. Policies of `ctxwin.policies` order a window's chunks; here there is no window, and any chat model."""
+    """Who leaves first. It orders messages for any chat model, as `ctxwin.policies` order the chunks of a window."""
 
     def order(self, units: Sequence[Unit]) -> Iterable[Unit]:
-        """``units`` (in prompt order), the one to leave first first; one that is left out never leaves."""
+        """``units`` (given in prompt order) in the order in which they leave; one that is left out never leaves."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +49,16 @@ class OldestMessages:
     """The oldest message leaves first."""
 
     def order(self, units: Sequence[Unit]) -> Iterable[Unit]:
-        """Units, the one to leave first at the front."""
+        """The units in prompt order."""
         return units
 
 
 @dataclass(frozen=True)
 class LeastRecentlyReadMessages:
-    """What was neither written nor recalled for the longest time leaves first."""
+    """What has not been written or recalled for the longest time leaves first."""
 
     def order(self, units: Sequence[Unit]) -> Iterable[Unit]:
-        """Units, the one to leave first at the front."""
+        """The units by when they were last read."""
         return sorted(units, key=lambda unit: unit.read)
 
 
@@ -71,26 +69,26 @@ def blocks(message: BaseMessage) -> list[Any]:
 
 def is_media(block: Any) -> bool:
     """Whether a content block is a picture or a video."""
-    return isinstance(block, dict) and block.get("type") in _MEDIA
+    return isinstance(block, dict) and block.get("type") in ("image", "image_url", "video", "video_url")
 
 
 def units_of(messages: Sequence[AnyMessage], read: Mapping[str, int]) -> list[Unit]:
     """``messages`` as units; ``read`` by key, for those that were recalled."""
-    groups: list[list[int]] = []
-    for i, message in enumerate(messages):
-        if isinstance(message, ToolMessage) and groups and isinstance(messages[groups[-1][0]], AIMessage):
-            groups[-1].append(i)
+    groups: list[list[AnyMessage]] = []
+    for message in messages:
+        if isinstance(message, ToolMessage) and groups and isinstance(groups[-1][0], AIMessage):
+            groups[-1].append(message)
         else:
-            groups.append([i])
-    out = []
+            groups.append([message])
+    out: list[Unit] = []
     same: Counter[str] = Counter()
+    at = 0
     for group in groups:
-        first = messages[group[0]]
-        key = first.id or message_key(first)
-        same[key] += 1
-        if same[key] > 1:
-            key = f"{key}#{same[key]}"
-        out.append(Unit(key, tuple(messages[i] for i in group), group[0], read.get(key, group[-1] + 1)))
+        name = group[0].id or message_key(group[0])
+        same[name] += 1
+        key = name if same[name] == 1 else f"{name}#{same[name]}"
+        out.append(Unit(key, tuple(group), at, read.get(key, at + len(group))))
+        at += len(group)
     return out
 
 
@@ -101,8 +99,8 @@ def shown(
 
     Args:
         out: keys of the units that left.
-        numbers: of those units, for placeholders that name what to recall; None for no placeholders.
-        media_only: what left is the pictures and videos of a unit, and its text stays.
+        numbers: of those units, so that placeholders name what to recall; None for no placeholders.
+        media_only: only the pictures and videos of a unit left, and its text stays.
     """
     view: list[AnyMessage] = []
     run: list[int] = []
@@ -121,29 +119,19 @@ def shown(
 
 def spans(numbers: Sequence[int]) -> str:
     """``1-3, 7`` for 1, 2, 3 and 7."""
-    out: list[list[int]] = []
-    for number in sorted(numbers):
-        if out and number == out[-1][1] + 1:
-            out[-1][1] = number
-        else:
-            out.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
+    steps = groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in steps]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _placeholder(run: Sequence[int]) -> list[AnyMessage]:
-    """One line for all that left between two messages, so that what is shown stays bounded."""
-    if not run:
-        return []
-    return [HumanMessage(f"(Omitted in context: {spans(run)}. recall(number) shows one again.)")]
+    """One line for everything that left between two messages, so that what is shown stays bounded."""
+    return [HumanMessage(f"(Omitted in context: {spans(run)}. recall(number) shows one again.)")] if run else []
 
 
 def _without_media(message: AnyMessage, note: str) -> AnyMessage:
-    kept: list[Any] = []
-    for block in blocks(message):
-        if not is_media(block):
-            kept.append(block)
-        elif note:
-            kept.append({"type": "text", "text": note})
-    if len(kept) == len(blocks(message)) and not any(map(is_media, blocks(message))):
+    if not any(map(is_media, blocks(message))):
         return message
+    told: list[Any] = [{"type": "text", "text": note}] if note else []
+    kept = [part for block in blocks(message) for part in (told if is_media(block) else [block])]
     return message.model_copy(update={"content": kept or note})

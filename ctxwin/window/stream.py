@@ -58,7 +58,7 @@ class TokenStream(Iterator[str]):
         self._stop = threading.Event()
         # The thread holds no reference to the stream: one that is dropped (a ``break``) must stop, see `__del__`.
         run = partial(contextvars.copy_context().run, _answer, self._items, self._stop, asked)
-        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread = threading.Thread(target=run, name="ctxwin-answer", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> TokenStream:
@@ -107,8 +107,8 @@ def _answer(items: queue.SimpleQueue[str | Answer | BaseException | None], stop:
         items.put(error)
 
 
-async def aask(core: WindowCore, asked: Asked) -> Answer:
-    """Runs a question of ``core`` in a thread; cancelling stops the engine and leaves the window unchanged."""
+async def aask(core: WindowCore | None, asked: Asked) -> Answer:
+    """Runs a question in a thread; cancelling stops the engine and leaves the window of ``core``, if given, unchanged."""
     stop = threading.Event()
     task = asyncio.ensure_future(in_thread(asked, stopped=stop.is_set))
     try:
@@ -117,7 +117,8 @@ async def aask(core: WindowCore, asked: Asked) -> Answer:
         stop.set()
         # The engine is given the time to stop, so that the window is free again when the caller goes on.
         await asyncio.wait([task])
-        if not task.cancelled() and task.exception() is None and (late := task.result().remembered):
+        done = not task.cancelled() and task.exception() is None
+        if core is not None and done and (late := task.result().remembered):
             core.take_back(late)  # it was committed just before the cancellation arrived
         raise
 

@@ -252,7 +252,7 @@ def test_closing_while_a_call_is_in_flight_leaves_nothing_behind(caller: Engine)
         chat.close()
         engine.steps.release(20)
         assert answer.result(60).content == "one two three"
-    assert chat._engine is None  # not opened again
+    assert chat._pool is None  # not opened again
     assert held(caller) == before
 
 
@@ -440,13 +440,13 @@ def test_leases_are_given_back(caller: Engine) -> None:
 def test_a_model_by_name_is_opened_late_and_closed() -> None:
     chat = ChatCtxwin(model="tiny:hf", max_tokens=4)
     assert chat.profile is None
-    assert chat._engine is None
+    assert chat._pool is None
     with chat:
         engine = chat.open()
         assert chat.profile is not None
         assert (chat.profile["image_inputs"], chat.profile["tool_calling"]) == (True, False)
         assert chat.invoke("color of 12?").response_metadata["model_name"] == "tiny:hf"
-    assert chat._engine is None
+    assert chat._pool is None
     assert engine is not None
     with pytest.raises(ValueError, match="an engine or the model"):
         ChatCtxwin()
@@ -456,7 +456,7 @@ def test_binding_tools_opens_no_engine() -> None:
     """Agents bind in their event loop, which opening a model would block."""
     with ChatCtxwin(model="tiny:hf", max_tokens=4) as chat:
         bound = chat.bind_tools([look])
-        assert chat._engine is None
+        assert chat._pool is None
         with pytest.raises(UnsupportedModel, match="drops tool calls"):
             bound.invoke("q")
 

@@ -16,10 +16,10 @@ from langchain_core.messages import AIMessage, AIMessageChunk, ChatMessage, Huma
 from PIL import Image
 
 from ctxwin import Chunk, Window, open_engine
-from ctxwin.adapters.langchain.blocks import Seen
 from ctxwin.adapters.langchain.messages import Conversation, converse, message_key
 from ctxwin.engines.base import Engine
 from ctxwin.errors import BadMedia, UnsupportedModel
+from ctxwin.store.recent import Recent
 from engines.tool_models import HERMES, TOOL_ROLE, write_tool_model
 from window.fake import FakeEngine
 
@@ -271,7 +271,7 @@ def test_files_must_be_allowed(forms: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_files_are_read_again_and_data_is_not(forms: dict[str, Any], tmp_path: Path) -> None:
-    engine, seen = FakeEngine(), Seen(size=4)
+    engine, seen = FakeEngine(), Recent[Chunk](4)
     names = ("v1 base64", "ours", "bytes", *FILES)
 
     def read(name: str) -> Chunk:
@@ -284,7 +284,7 @@ def test_files_are_read_again_and_data_is_not(forms: dict[str, Any], tmp_path: P
     assert [a.id == b.id for a, b in zip(first, again, strict=True)] == [True] * 3 + [False] * len(FILES)
     assert [b.pixels(b.media[0]) is None for b in again] == [True] + [False] * (2 + len(FILES))
     for value in range(6):
-        seen.put(str(value), first[0])
+        seen.put(str(value), first[0], 1)
     assert [seen.get(str(value)) is None for value in range(6)] == [True, True, False, False, False, False]
 
 
