@@ -219,17 +219,19 @@ def stack_frames(frames: Sequence[Any]) -> np.ndarray:
     return np.stack(arrays)
 
 
-def pack_frames(frames: np.ndarray) -> bytes:
-    """Lossless bytes of frames: PNG each, length-prefixed."""
+def png(frame: np.ndarray) -> bytes:
+    """An RGB picture ``[H, W, 3]`` uint8, encoded without loss."""
     from PIL import Image
 
-    out = [_FRAMES, struct.pack(">I", len(frames))]
-    for frame in frames:
-        buffer = io.BytesIO()
-        Image.fromarray(frame).save(buffer, "PNG", compress_level=1)
-        raw = buffer.getvalue()
-        out += [struct.pack(">Q", len(raw)), raw]
-    return b"".join(out)
+    buffer = io.BytesIO()
+    Image.fromarray(frame).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def pack_frames(frames: np.ndarray) -> bytes:
+    """Lossless bytes of frames: PNG each, length-prefixed."""
+    packed = [struct.pack(">Q", len(raw)) + raw for raw in map(png, frames)]
+    return b"".join([_FRAMES, struct.pack(">I", len(frames)), *packed])
 
 
 def unpack_frames(data: bytes) -> np.ndarray:

@@ -15,9 +15,9 @@ A node of your own opens the window that the state names and returns the referen
             print(window.ask("What moved?").text)
             return {"window": window.ref()}
 
-It may be interrupted, tried again, replayed and gone back to: versions never change, edits give the same ids again, and
-answers are computed once. Branches (``Send``, parallel nodes) fork and leave their references under a key of their own; the
-node that joins them adopts one::
+It may be interrupted, retried, replayed and returned to: versions never change, edits give the same ids again, and answers
+are computed once. Branches (``Send``, parallel nodes) fork and leave their references under a key of their own; the node that
+joins them adopts one::
 
     def branch(state: State, runtime: Runtime[WindowContext]) -> State:  # Send("branch", {"window": ..., "page": 2})
         with open_window(state["window"], runtime) as window, window.fork() as mine:
@@ -33,7 +33,7 @@ Parallel nodes that write the window's own key are settled by `merge_windows`. T
 ``update_state``, write ``Overwrite(reference)``: the reducer prefers the newer one.
 
 A thread outlives the store's content: what a window places is computed again from its sources. A picture given by its path
-survives a lost store, one given in memory has its pixels in that store only. What was evicted before cannot be recalled then.
+survives a lost store, one given in memory has its pixels only in that store. What was evicted cannot be recalled then.
 """
 
 from __future__ import annotations
@@ -46,7 +46,5 @@ with optional_imports():
     from ctxwin.adapters.langgraph.reference import load, merge_windows, save
     from ctxwin.adapters.langgraph.session import Session, open_window
 
-__all__ = [
-    "Session", "Watcher", "WindowContext", "WindowNode", "WindowState", "load", "merge_windows",
-    "open_window", "save",
-]  # fmt: skip
+__all__ = ["Session", "Watcher", "WindowContext", "WindowNode", "WindowState"]
+__all__ += ["load", "merge_windows", "open_window", "save"]

@@ -1,7 +1,7 @@
 """A window brought up to date with a conversation: new messages arrive, edited and removed ones leave.
 
 What the window's policy has evicted stays out, for a window holds the newest part of a conversation and not all of it. What
-other nodes have placed is left alone.
+other nodes have placed stays where it is.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def follow(
         removed: placements that an earlier call took out; they come back if they are in ``chunks`` again.
         others: placements that are not of the conversation.
 
-    Returns the placements that are not in the conversation any more. Raises like `Window.append`; what was done until then
-    stays. Cost: encoding what is new.
+    Returns the placements that are not in the conversation any more. Raises like `Window.append`; edits made before the
+    error stay. Cost: encoding what is new.
     """
     state = window.snapshot()
     mine = [p for p in (*state.placed, *state.evicted) if p.id not in others]
@@ -43,9 +43,7 @@ def follow(
     for placement in gone:
         if placement in window.ids:
             window.evict(placement)
-    tail = len(names)
-    while tail and names[tail - 1] is None:
-        tail -= 1
+    tail = max((i + 1 for i, name in enumerate(names) if name is not None), default=0)  # all behind it is new
     held, back = set(window.ids), set(window.evicted)
     for i, (chunk, name) in enumerate(zip(chunks[:tail], names[:tail], strict=True)):
         if name is None or (name in removed and name not in held):
@@ -70,6 +68,7 @@ class Without:
     removed: frozenset[str]
 
     def choose(self, window: WindowView, query: str | Chunk) -> Iterable[str]:
+        """What ``retrieval`` picks, less what was removed."""
         return [placement for placement in self.retrieval.choose(window, query) if placement not in self.removed]
 
 
@@ -81,6 +80,7 @@ class Sparing:
     spared: frozenset[str]
 
     def order(self, window: WindowView) -> Iterator[str]:
+        """The order of ``eviction``, less what is spared."""
         order = self.eviction.order(window)
         try:
             yield from (placement for placement in order if placement not in self.spared)

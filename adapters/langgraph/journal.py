@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ctxwin.adapters.langgraph import manifest
 from ctxwin.hashing import digest
-from ctxwin.window.answer import Answer, Usage
+from ctxwin.serve import wire
 
 if TYPE_CHECKING:
     from ctxwin.store.spans import SpanRepository
+    from ctxwin.window.answer import Answer
     from ctxwin.window.ask import Question
     from ctxwin.window.state import State
 
@@ -31,11 +32,11 @@ class Operation:
 
     @property
     def seed(self) -> str:
-        """Of everything random in a session: placement ids, ids of new windows and forks."""
+        """Seed of everything random in a session: placement ids, ids of new windows and forks."""
         return digest("session", self.checkpoint, self.task, self.name)
 
     def key(self, index: int) -> str:
-        """For people and for consumers that drop repeated events."""
+        """Names the session's ``index``-th event, for people and for consumers that drop repeated events."""
         return ":".join(filter(None, [self.checkpoint, self.task, self.name, str(index)]))
 
 
@@ -47,7 +48,7 @@ class Journal:
         self._operation = operation
 
     def key(self, index: int, state: State, question: Question) -> str:
-        """Of an ask: who asks, the version it asks, and what."""
+        """Store key of an ask: who asks, which version, and what."""
         sampling = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(question.sampling).items()}
         asked = [question.query, bool(question.remember), list(question.stop), sampling]
         base = manifest.describe(self._repo, state).digest
@@ -56,21 +57,13 @@ class Journal:
     def get(self, key: str) -> tuple[Answer, State] | None:
         """The answer and the state it left; None where there is none, or the state cannot be had in full."""
         record = self._repo.get_json(key)
-        if record is None:
-            return None
-        found = manifest.read(self._repo, record["manifest"])
+        found = manifest.read(self._repo, record["manifest"]) if record is not None else None
         if found is None or found[1] or found[2]:
             return None
-        made = record["answer"]
-        try:
-            logprobs = {int(k): -math.inf if v is None else v for k, v in made["first_token_logprobs"].items()}
-            made |= {"usage": Usage(**made["usage"]), "token_ids": tuple(made["token_ids"])}
-            return Answer(**{**made, "first_token_logprobs": logprobs}), found[0]
-        except (KeyError, TypeError):  # of a version that wrote other fields: a miss
-            return None
+        with suppress(KeyError, TypeError):  # of a version that wrote other fields: a miss
+            return wire.answer_from(record["answer"]), found[0]
+        return None
 
     def put(self, key: str, answer: Answer, state: State) -> None:
-        made = answer.to_json()
-        logprobs = made["first_token_logprobs"]
-        made["first_token_logprobs"] = {str(k): v if math.isfinite(v) else None for k, v in logprobs.items()}
-        self._repo.put_json(key, {"answer": made, "manifest": manifest.write(self._repo, state)})
+        """Keeps an answer, and the state it left."""
+        self._repo.put_json(key, {"answer": wire.answer_to(answer), "manifest": manifest.write(self._repo, state)})

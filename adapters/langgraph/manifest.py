@@ -1,7 +1,7 @@
 """Full window states in a store, so that a checkpoint needs to hold little more than a digest.
 
-Everything is content-addressed. An *entry* is one placed or evicted chunk; it is written once and never again. A *page*
-lists entries; where one ends follows from the digests in it, so that a step rewrites the last page only. A *manifest* lists
+Everything is content-addressed. An *entry* is one placed or evicted chunk, written once and never changed. A *page* lists
+entries; where it ends follows from the digests in it, so that a step rewrites the last page only. A *manifest* lists
 the entries in the window, the pages of what was evicted, and the rest of the state. A step writes a few KB, however long the
 session is. Nothing here is leased: what the store drops is rebuilt (`ctxwin.adapters.langgraph.reference`) or counted as lost.
 """
@@ -9,15 +9,17 @@ session is. Nothing here is leased: what the store drops is rebuilt (`ctxwin.ada
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 
 from ctxwin.hashing import digest
+from ctxwin.store.recent import Recent
 from ctxwin.window.state import Placed, State
 
 if TYPE_CHECKING:
@@ -25,61 +27,41 @@ if TYPE_CHECKING:
 
 _PAGE = 32  # entries a page on average
 _LONGEST = 4 * _PAGE
-_REFRESHED = 32  # evicted entries a save looks at, in turn
+_REFRESHED = 32  # evicted entries that a save checks, in turn
 _CACHED = 8192  # entries held decoded, per repository
 
 
-class _Entries:
-    """Entries that were written or read in this process, decoded; the least recently used leave."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._by_digest: OrderedDict[str, Placed] = OrderedDict()
-        self._by_object: dict[int, str] = {}  # of objects held above, so that no id is used again
-
-    def get(self, name: str) -> Placed | None:
-        with self._lock:
-            found = self._by_digest.get(name)
-            if found is not None:
-                self._by_digest.move_to_end(name)
-            return found
-
-    def name(self, placed: Placed) -> str | None:
-        with self._lock:
-            return self._by_object.get(id(placed))
-
-    def add(self, name: str, placed: Placed) -> None:
-        with self._lock:
-            old = self._by_digest.pop(name, None)
-            if old is not None:
-                self._by_object.pop(id(old), None)
-            self._by_digest[name] = placed
-            self._by_object[id(placed)] = name
-            while len(self._by_digest) > _CACHED:
-                _, gone = self._by_digest.popitem(last=False)
-                self._by_object.pop(id(gone), None)
-
-    def drop(self, placement: str) -> list[str]:
-        """Lets go of every entry of a placement; returns their digests."""
-        with self._lock:
-            names = [name for name, placed in self._by_digest.items() if placed.id == placement]
-            for name in names:
-                self._by_object.pop(id(self._by_digest.pop(name)), None)
-        return names
-
-
-_entries: WeakKeyDictionary[SpanRepository, _Entries] = WeakKeyDictionary()
+_entries: WeakKeyDictionary[SpanRepository, Recent[Placed]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def _known(repo: SpanRepository) -> _Entries:
+def _known(repo: SpanRepository) -> Recent[Placed]:
+    """Entries that this process has written or read, decoded, by digest."""
     with _lock:
-        return _entries.setdefault(repo, _Entries())
+        return _entries.setdefault(repo, Recent(_CACHED))
+
+
+class _Same:
+    """A placed chunk by its identity: comparing its content would cost what `_name` saves."""
+
+    def __init__(self, placed: Placed) -> None:
+        self.placed = placed
+
+    def __hash__(self) -> int:
+        return id(self.placed)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.placed is other.placed
+
+
+@lru_cache(_CACHED)
+def _name(same: _Same) -> str:
+    return digest("entry", _json(same.placed))
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is to be written for one state.
+    """What has to be written for one state.
 
     Attributes:
         digest: of the manifest, and so of everything in the state.
@@ -95,14 +77,10 @@ class Manifest:
 
 def describe(repo: SpanRepository, state: State) -> Manifest:
     """The manifest of ``state``; writes nothing. Cost: JSON and a digest of each chunk not met before."""
-    known = _known(repo)
-    names = []
+    known, names = _known(repo), []
     for placed in (*state.placed, *state.evicted):
-        name = known.name(placed)
-        if name is None:
-            name = digest("entry", _json(placed))
-            known.add(name, placed)
-        names.append(name)
+        names.append(_name(_Same(placed)))
+        known.put(names[-1], placed, 1)
     count = len(state.placed)
     pages = {digest("page", page): page for page in _paged(names[count:])}
     record = {
@@ -123,7 +101,7 @@ def write(repo: SpanRepository, state: State) -> str:
         return manifest.digest
     chunks = (*state.placed, *state.evicted)
     count, gone = len(state.placed), len(state.evicted)
-    # What was evicted long ago is looked at in turn: that marks it as used, and what the store dropped comes back.
+    # What was evicted long ago is checked in turn: that marks it as used, and what the store has dropped comes back.
     first = state.version * _REFRESHED
     turn = {count + (first + i) % gone for i in range(min(gone, _REFRESHED))}
     fresh = {name: page for name, page in manifest.pages.items() if not repo.contains(f"page/{name}")}
@@ -138,9 +116,9 @@ def write(repo: SpanRepository, state: State) -> str:
 
 
 def read(repo: SpanRepository, name: str) -> tuple[State, list[int], int] | None:
-    """The state of a manifest; None where the manifest is not in the store or cannot be read.
+    """The state of a manifest, the indices of placed chunks whose entries are gone (the state lacks them), and how many
+    evicted ones are gone; None where the manifest is not in the store or cannot be read.
 
-    Also the indices of placed chunks whose entries are gone (the state lacks them), and how many evicted ones are.
     Cost: a read for each chunk that this process has not met.
     """
     record = repo.get_json(f"manifest/{name}", bound=False)
@@ -164,22 +142,20 @@ def read(repo: SpanRepository, name: str) -> tuple[State, list[int], int] | None
 
 def forget(repo: SpanRepository, placement: str) -> None:
     """Deletes the entries of a placement that this process has met; manifests that list them then lack them."""
-    for name in _known(repo).drop(placement):
-        repo.delete(f"entry/{name}")
+    known = _known(repo)
+    for name, placed in known.items():
+        if placed.id == placement:
+            known.pop(name)
+            repo.delete(f"entry/{name}")
 
 
 def _entry(repo: SpanRepository, name: str) -> Placed | None:
     known = _known(repo)
     found = known.get(name)
-    if found is None:
-        record = repo.get_json(f"entry/{name}", bound=False)
-        if record is None:
-            return None
-        try:
+    if found is None and (record := repo.get_json(f"entry/{name}", bound=False)) is not None:
+        with suppress(ValidationError):  # of a version that wrote other fields: a miss
             found = Placed.model_validate(record)
-        except ValidationError:  # of a version that wrote other fields: a miss
-            return None
-        known.add(name, found)
+            known.put(name, found, 1)
     return found
 
 
@@ -188,7 +164,7 @@ def _json(placed: Placed) -> dict[str, Any]:
 
 
 def _paged(names: Sequence[str]) -> list[list[str]]:
-    """``names`` in pages. A page ends behind a digest that says so, so a change anywhere changes the page it is in."""
+    """``names`` in pages. Digests decide where a page ends, so that a change changes only the page it is in."""
     pages: list[list[str]] = []
     for name in names:
         if not pages or len(pages[-1]) >= _LONGEST or (pages[-1] and int(pages[-1][-1][-8:], 16) % _PAGE == 0):

@@ -1,9 +1,9 @@
 """The small JSON value that stands for a window in graph state, and the way back from it.
 
-A reference names a version of a window that never changes: its manifest is in the engine's store. Beside the digest it
+A reference names a version of a window, which never changes; its manifest is in the engine's store. Beside the digest it
 holds the placed chunks (text, path or digest of pictures, sampling; no KV bookkeeping), about 400 bytes each plus their text.
-So a thread goes on where the store lost its content: what is placed is rebuilt from its sources, what was evicted cannot be
-recalled any more. A picture with a path survives a lost store; one that was given in memory has its pixels only there.
+So a thread goes on where the store has lost its content: what is placed is rebuilt from its sources, what was evicted cannot
+be recalled any more. A picture with a path survives a lost store; one that was given in memory has its pixels only there.
 
 Plain dict, list, str, int, float: safe for every checkpoint serializer, ``LANGGRAPH_STRICT_MSGPACK=true`` included.
 """
@@ -58,8 +58,8 @@ def save(
     """Stores the window's state and returns its reference.
 
     Args:
-        operations: how many led here, over all nodes; `merge_windows` goes by it where versions are equal.
-        adopted: how often a branch was declared the one to go on with; it goes before the version.
+        operations: how many led here, over all nodes; `merge_windows` compares them where versions are equal.
+        adopted: how often a branch was declared the one to go on with; `merge_windows` compares it before the version.
         parent: id of the window it was forked from.
         notes: plain JSON of the caller's, carried along.
 
@@ -71,19 +71,24 @@ def save(
     for p in state.placed:
         record = p.model_dump(mode="json", exclude_defaults=True)
         placed.append({key: value for key, value in record.items() if key not in _DROPPED})
-    # Encodes of this node belong to the next answer, which may be another node's.
     beside: dict[str, Any] = {
         "parent": parent,
         "notes": copy.deepcopy(dict(notes or {})),
-        "encodes": window.core.vision_encodes,
+        "encodes": window.core.vision_encodes,  # they belong to the next answer, which may be another node's
     }
-    # What `merge_windows` goes by stands there even where it is 0.
     return {
-        **head, **{key: value for key, value in beside.items() if value}, "format": FORMAT, "window": state.window,
-        "version": state.version, "operations": operations, "adopted": adopted,
-        "manifest": manifest.write(window.engine.repo, state), "tokens": state.tokens, "evicted": len(state.evicted),
+        **head,
+        **{key: value for key, value in beside.items() if value},
+        "format": FORMAT,
+        "window": state.window,
+        "version": state.version,  # as what else `merge_windows` compares, also where it is 0
+        "operations": operations,
+        "adopted": adopted,
+        "manifest": manifest.write(window.engine.repo, state),
+        "tokens": state.tokens,
+        "evicted": len(state.evicted),
         "placed": placed,
-    }  # fmt: skip
+    }
 
 
 def load(engine: Engine, reference: Mapping[str, Any], **options: Any) -> Window:
@@ -109,9 +114,9 @@ def restore(repo: SpanRepository, reference: Mapping[str, Any]) -> Restored:
         state = found[0].replace(placed=tuple(held.get(p.id, p) for p in light.placed))
         lost, rebuilt = found[2], len(found[1])
     log.warning(
-        "the store lost content of window %s version %d: %d evicted chunks cannot be recalled, %d placed ones are rebuilt",
-        state.window, state.version, lost, rebuilt,
-    )  # fmt: skip
+        f"the store lost content of window {state.window} version {state.version}: {lost} evicted chunks cannot be "
+        f"recalled, {rebuilt} placed ones are rebuilt"
+    )
     return Restored(state, lost, rebuilt)
 
 
@@ -137,25 +142,22 @@ def _rebuilt(reference: Mapping[str, Any]) -> State:
     head = {key: value for key, value in reference.items() if key in State.model_fields and key not in beside}
     try:
         state = State.model_validate(head)
-        placed = []
-        for record in reference["placed"]:
-            p = Placed.model_validate({**record, "chunk_id": ""})
-            placed.append(p.replace(chunk_id=p.chunk.id, read=state.version))
+        placed = [Placed.model_validate({**record, "chunk_id": ""}) for record in reference["placed"]]
     except ValidationError as error:
         raise ValueError(
             f"a window reference must be what Session.ref() returned, got another dict: {error}"
         ) from error
-    return state.replace(placed=tuple(placed))
+    return state.replace(placed=tuple(p.replace(chunk_id=p.chunk.id, read=state.version) for p in placed))
 
 
 def merge_windows(left: dict[str, Any] | None, right: dict[str, Any] | None) -> dict[str, Any] | None:
     """The reducer of a window key: which reference the state goes on with.
 
     Same window: the one that was adopted more often (`Session.ref` with ``adopt=True``), then the higher version, then
-    more operations, then the greater digest. So the order in which parallel branches finish does not matter,
-    the others' edits are not in the result, and a node goes back to an older version with ``adopt=True`` only. Another
-    window: the one written last (LangGraph applies the writes of a step in a fixed order). None changes nothing, nor
-    does the empty dict that LangGraph starts a key with.
+    more operations, then the greater digest. So the order in which parallel branches finish does not matter, the other
+    branches' edits are not in the result, and a node goes back to an older version only with ``adopt=True``. Another
+    window: the one written last (LangGraph applies the writes of a step in a fixed order). None changes nothing, and
+    neither does the empty dict that LangGraph starts a key with.
     """
     if not left or not right:
         return right or left
@@ -163,9 +165,5 @@ def merge_windows(left: dict[str, Any] | None, right: dict[str, Any] | None) -> 
     check(right)
     if left["window"] != right["window"]:
         return right
-    return max(left, right, key=_rank)
-
-
-def _rank(reference: Mapping[str, Any]) -> tuple[int, int, int, str, str]:
-    notes = digest(reference.get("notes", {}))
-    return reference["adopted"], reference["version"], reference["operations"], reference["manifest"], notes
+    ranks = ("adopted", "version", "operations", "manifest")
+    return max(left, right, key=lambda made: (*(made[name] for name in ranks), digest(made.get("notes", {}))))

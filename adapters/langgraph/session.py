@@ -1,8 +1,8 @@
 """`open_window`: a window inside a LangGraph node, which may run again at any time.
 
-LangGraph runs a node again from its top after an interrupt, a failure or a step back in time, and tells nobody. So a
-session starts from the immutable version in the state, replays the node's edits with the same placement ids, and takes
-the answers it has already computed from the engine's store.
+LangGraph runs a node again from its top after an interrupt, a failure or a step back in time, without saying so. A session
+therefore starts from the immutable version in the state, gives the node's edits the same placement ids as before, and takes
+the answers that were already computed from the engine's store.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.adapters.langgraph import manifest
-from ctxwin.adapters.langgraph.context import attend, engine_of
-from ctxwin.adapters.langgraph.events import describe_event
+from ctxwin.adapters.langgraph.context import attend, describe_event, engine_of
 from ctxwin.adapters.langgraph.journal import Journal, Operation
 from ctxwin.adapters.langgraph.reference import Restored, restore, save
 from ctxwin.engines.base import Engine
@@ -37,12 +36,12 @@ class Session(Window):
     """A `Window` for one execution of a node; make one with `open_window`, and use it as a context manager.
 
     When the node runs again behind the same checkpoint, the same edits give the same placement ids, and answers come from
-    the engine's store. Other work (`disposable`, `refresh`, `compress`, `prepare_orbit`) is done again.
+    the engine's store. Everything else (`disposable`, `refresh`, `compress`, `prepare_orbit`) is computed again.
 
     Attributes:
         lost: evicted chunks that the store no longer knows; they cannot be recalled.
         rebuilt: placed chunks whose KV bookkeeping was lost; they are computed again from their sources.
-        notes: small plain JSON that a node wants to find again beside the window; it travels in the reference.
+        notes: small plain JSON that a node wants to keep with the window; it travels in the reference.
     """
 
     def __init__(
@@ -56,14 +55,12 @@ class Session(Window):
         retrieval: Retrieval | None,
     ) -> None:
         self._bind(core, eviction, retrieval)
-        self.lost = self.rebuilt = 0
+        self.lost = self.rebuilt = self._events = 0
         self.notes: dict[str, Any] = copy.deepcopy(dict(notes))
         self._noted = copy.deepcopy(self.notes)  # `ref` counts a change of them
-        self._runtime = runtime
-        self._operation = operation
+        self._runtime, self._operation = runtime, operation
         self._journal = Journal(core.engine.repo, operation) if operation else None
         self._base = base  # operations and adoptions before this session
-        self._events = 0
         self._last_ask: Event | None = None
         self._run_context = contextvars.copy_context()  # the stream writer looks for the run's config there
         core.heartbeat = runtime.heartbeat
@@ -83,7 +80,7 @@ class Session(Window):
     def answer(
         self, question: Question, *, on_token: OnToken | None = None, stopped: Callable[[], bool] = never
     ) -> Answer:
-        """`Window.answer`; an answer this operation has already given is not computed again (``on_token`` gets it whole)."""
+        """`Window.answer`; what this execution has answered before is not computed again (``on_token`` gets it whole)."""
         if self._journal is None or callable(question.remember):
             return super().answer(question, on_token=on_token, stopped=stopped)
         state = self.snapshot().replace(fidelity=self.fidelity)  # ``auto`` may be resolved otherwise next time
@@ -105,14 +102,14 @@ class Session(Window):
         if on_token is not None and answer.token_ids:
             on_token(answer.token_ids[-1], answer.text)
         ids = (answer.remembered,) if answer.remembered else ()
-        # Only the run's stream is told: the engine was asked nothing.
+        # Only the run's stream is told, as the engine was not asked.
         self.tell(self.core.event("ask", ids, query=question.query, answer=answer, note="again"))
         return answer
 
     def fork(self, system_prompt: str | None = None) -> Session:
         """`Window.fork` as a session: its ids are the same when the node runs again; `ref` gives its own reference."""
         core = self.core.fork(system_prompt)
-        operation = self._operation and Operation(self._operation.checkpoint, self._operation.task, core.id)
+        operation = self._operation and replace(self._operation, name=core.id)
         base = (self._base[0] + self.core.operations, self._base[1])
         branch = Session(core, self._runtime, operation, base, self.notes, self.eviction, self.retrieval)
         core.observers = (*(o for o in core.observers if o != self.tell), branch.tell)
@@ -121,8 +118,8 @@ class Session(Window):
     def adopt(self, branch: Window | Mapping[str, Any], *, force: bool = False) -> None:
         """`Window.adopt`, also of a branch's reference, as another node left it: its state becomes this window's.
 
-        A reference is adopted where it was forked from this window (else ValueError, unless ``force``), whether or not this
-        window has moved since: the node that joins branches decides.
+        A reference must come from a fork of this window (else ValueError, unless ``force``). This window may have moved since:
+        the node that joins branches decides.
         """
         if isinstance(branch, Window):
             super().adopt(branch, force=force)
@@ -178,8 +175,8 @@ def open_window(
     """The window of ``reference``, or a new one, for a node that may run again.
 
     Args:
-        reference: the state's value: what a node returned as ``session.ref()``; None (or the empty dict that LangGraph
-            starts a key with) opens a new window.
+        reference: what a node returned as ``session.ref()``, from the state; None (or the empty dict that LangGraph starts a
+            key with) opens a new window.
         runtime: LangGraph's, as injected into the node; its context holds the engine (`WindowContext`).
         system_prompt: of a new window. One that exists keeps its own (ValueError for another).
         budget, fidelity: as for `Window`; a window that exists keeps its own where they are left out.
@@ -190,8 +187,8 @@ def open_window(
     token of an answer; an ``idle_timeout`` must be longer than the longest prefill. In an async node use `Session.aask` and
     `Session.astream`: the others block the event loop.
 
-    Raises TypeError where the context has no engine, ValueError for what is no reference.
-    Cost: reading the manifest and what this process has not met; nothing is computed.
+    Raises TypeError where the context has no engine, ValueError for what is not a reference.
+    Cost: reading the manifest and the entries that are new to this process; nothing is computed.
 
     Example::
 
@@ -207,7 +204,7 @@ def open_window(
     if reference:
         found = restore(engine.repo, reference)
         state = _opened_as(engine, found.state, system_prompt, budget, fidelity)
-        base = (reference["operations"] + (state is not found.state), reference["adopted"])
+        base = (reference["operations"] + (state != found.state), reference["adopted"])
         found = replace(found, state=state)
     else:
         with Window(engine, system_prompt or "", budget, fidelity) as fresh:
@@ -218,9 +215,9 @@ def open_window(
     # Of two windows that one node edits, neither has the other's placement ids.
     seed = digest("edits", operation.seed, found.state.window) if operation is not None else None
     core = restored(engine, found.state, seed)
-    before: Mapping[str, Any] = reference or {}
-    core.vision_encodes, core.parent = before.get("encodes", 0), before.get("parent")
-    session = Session(core, runtime, operation, base, before.get("notes", {}), eviction, retrieval)
+    beside: Mapping[str, Any] = reference or {}
+    core.vision_encodes, core.parent = beside.get("encodes", 0), beside.get("parent")
+    session = Session(core, runtime, operation, base, beside.get("notes", {}), eviction, retrieval)
     attend(runtime.context, session)
     session.observe(session.tell)
     session.report_losses(found)
@@ -238,8 +235,7 @@ def _opened_as(
         )
     if budget is None and fidelity is None:
         return state
-    # A window checks both. One that comes from a larger engine gets what this one takes.
-    kept = min(state.budget, engine.spec.max_tokens)
-    with Window(engine, state.system_prompt, kept if budget is None else budget, fidelity or state.fidelity) as like:
-        asked = state.replace(budget=like.budget, fidelity=like.snapshot().fidelity)
-    return state if asked == state else asked
+    if budget is None:  # one that comes from a larger engine gets what this one takes
+        budget = min(state.budget, engine.spec.max_tokens)
+    with Window(engine, state.system_prompt, budget, fidelity or state.fidelity) as like:  # checks both
+        return state.replace(budget=like.budget, fidelity=like.snapshot().fidelity)

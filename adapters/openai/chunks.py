@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import json
 import threading
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ctxwin.adapters.openai import transport
 from ctxwin.chunk import Chunk, MediaPart, TextPart
 from ctxwin.errors import ChunkUnavailable
+from ctxwin.media import png
 from ctxwin.serve.errors import UnknownUpload
 from ctxwin.serve.specs import REFERENCE
+from ctxwin.store.recent import Recent
 
 if TYPE_CHECKING:
-    import numpy as np
     from openai import OpenAI
 
 _MOST_KNOWN = 65536
-_known: WeakKeyDictionary[OpenAI, OrderedDict[str, None]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[OpenAI, Recent[None]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -30,9 +29,9 @@ def chunk_part(chunk: Chunk | str) -> Any:
 
 
 def upload(client: OpenAI, chunk: Chunk) -> str:
-    """Uploads a chunk and returns its id. Idempotent: media that the server has now are not sent again.
+    """Uploads a chunk and returns its id. Idempotent: media that the server still has are not sent again.
 
-    Pixels travel as PNG, so the server sees exactly them; paths stay here.
+    Pixels travel as PNG, so the server sees exactly the same; paths stay here.
 
     Raises:
         ChunkUnavailable: neither this process nor the server has its pixels. BadMedia, UnsupportedModel: see
@@ -42,30 +41,26 @@ def upload(client: OpenAI, chunk: Chunk) -> str:
     """
     if not chunk.media:
         transport.post(client, "/chunks", _described(chunk, {}))
-    elif not _is_there(client, chunk.id):
-        files: dict[str, tuple[str, bytes, str]] = {}
-        fields = {"chunk": json.dumps(_described(chunk, files))}
-        transport.post_files(client, "/chunks", fields, files)
-    _remember(client, chunk.id)
+    else:
+        try:
+            transport.get(client, f"/chunks/{chunk.id}")
+        except UnknownUpload:
+            files: dict[str, tuple[str, bytes, str]] = {}
+            fields = {"chunk": json.dumps(_described(chunk, files))}
+            transport.post_files(client, "/chunks", fields, files)
+    _known_by(client).put(chunk.id, None, 1)
     return chunk.id
 
 
 def upload_once(client: OpenAI, chunk: Chunk) -> None:
-    """`upload` without asking again what this client has uploaded: for callers that do so where it is unknown after all."""
-    if not _is_known(client, chunk.id):
+    """`upload`, unless this client has uploaded the chunk before: for callers who upload it again when the server lacks it."""
+    if chunk.id not in _known_by(client):
         upload(client, chunk)
-
-
-def forget_known(client: OpenAI, chunk_id: str) -> None:
-    """The server has it no more: the next `upload_once` sends it."""
-    with _lock:
-        _known.get(client, OrderedDict()).pop(chunk_id, None)
 
 
 def reference(chunk: Chunk) -> dict[str, Any]:
     """How an uploaded chunk stands in a window's request, with what is not part of its id."""
-    part: dict[str, Any] = {"type": REFERENCE, "chunk": chunk.id, "keep_source": chunk.keep_source}
-    return part | {"label": chunk.label, "pin": chunk.pin, "priority": chunk.priority}
+    return {"type": REFERENCE, "chunk": chunk.id, **_metadata(chunk)}
 
 
 def _described(chunk: Chunk, files: dict[str, tuple[str, bytes, str]]) -> dict[str, Any]:
@@ -79,10 +74,11 @@ def _described(chunk: Chunk, files: dict[str, tuple[str, bytes, str]]) -> dict[s
         else:
             content.append({"type": "tokens", "ids": list(part.ids)})
     turn = {"type": "parts"} if chunk.role is None else {"type": "message", "role": chunk.role}
-    return {
-        **turn, "content": content, "as_frames": chunk.as_frames, "id": chunk.id, "keep_source": chunk.keep_source,
-        "label": chunk.label, "pin": chunk.pin, "priority": chunk.priority,
-    }  # fmt: skip
+    return {**turn, "content": content, "as_frames": chunk.as_frames, "id": chunk.id, **_metadata(chunk)}
+
+
+def _metadata(chunk: Chunk) -> dict[str, Any]:
+    return {name: getattr(chunk, name) for name in ("keep_source", "label", "pin", "priority")}
 
 
 def _medium(chunk: Chunk, part: MediaPart, files: dict[str, tuple[str, bytes, str]]) -> dict[str, Any]:
@@ -94,37 +90,14 @@ def _medium(chunk: Chunk, part: MediaPart, files: dict[str, tuple[str, bytes, st
     names = []
     for frame in frames:
         name = f"medium-{len(files)}"
-        files[name] = (f"{name}.png", _png(frame), "image/png")
+        files[name] = (f"{name}.png", png(frame), "image/png")
         names.append({"file": name})
     if part.media == "image":
         return {"type": "image", "image": names[0]}
     return {"type": "video", "frames": names, "fps": part.fps}
 
 
-def _png(frame: np.ndarray) -> bytes:
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.fromarray(frame).save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
-
-
-def _is_there(client: OpenAI, chunk_id: str) -> bool:
-    try:
-        transport.get(client, f"/chunks/{chunk_id}")
-    except UnknownUpload:
-        return False
-    return True
-
-
-def _is_known(client: OpenAI, chunk_id: str) -> bool:
+def _known_by(client: OpenAI) -> Recent[None]:
+    """Ids of the chunks that ``client`` has uploaded."""
     with _lock:
-        return chunk_id in _known.get(client, {})
-
-
-def _remember(client: OpenAI, chunk_id: str) -> None:
-    with _lock:
-        known = _known.setdefault(client, OrderedDict())
-        known[chunk_id] = None
-        if len(known) > _MOST_KNOWN:
-            known.popitem(last=False)
+        return _known.setdefault(client, Recent(_MOST_KNOWN))

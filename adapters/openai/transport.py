@@ -5,13 +5,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, cast
+from typing import Any
 
-from openai import APIError, APIStatusError, AsyncOpenAI, AsyncStream, OpenAI, Stream
+from openai import APIError, AsyncOpenAI, AsyncStream, OpenAI, Stream
 
 from ctxwin.serve.errors import from_body
-
-JSON = dict[str, Any]
 
 
 @contextmanager
@@ -26,48 +24,43 @@ def our_errors() -> Iterator[None]:
         raise ours from error
 
 
-def get(client: OpenAI, path: str) -> JSON:
-    with our_errors():
-        return cast(JSON, client.get(path, cast_to=cast(Any, object)))
+@our_errors()
+def get(client: OpenAI, path: str) -> Any:
+    """The JSON at ``path``."""
+    return client.get(path, cast_to=object)
 
 
-def delete(client: OpenAI, path: str) -> JSON:
-    with our_errors():
-        return cast(JSON, client.delete(path, cast_to=cast(Any, object)))
+@our_errors()
+def delete(client: OpenAI, path: str) -> Any:
+    """Deletes what is at ``path``; returns the JSON that the server answers."""
+    return client.delete(path, cast_to=object)
 
 
-def post(client: OpenAI, path: str, body: Mapping[str, Any]) -> JSON:
+@our_errors()
+def post(client: OpenAI, path: str, body: Mapping[str, Any]) -> Any:
     """Posts JSON. A retry after a broken connection carries the same Idempotency-Key, so that it is done once."""
-    with our_errors():
-        return cast(JSON, client.post(path, cast_to=cast(Any, object), body=dict(body), options=_options()))
+    return client.post(path, **_json(body))
 
 
+@our_errors()
 def post_files(
     client: OpenAI, path: str, fields: Mapping[str, str], files: Mapping[str, tuple[str, bytes, str]]
-) -> JSON:
+) -> Any:
     """Posts a multipart body."""
     options: Any = {"headers": {"Content-Type": "multipart/form-data"}}
-    with our_errors():
-        made = client.post(path, cast_to=cast(Any, object), body=dict(fields), files=dict(files), options=options)
-    return cast(JSON, made)
+    return client.post(path, cast_to=object, body=dict(fields), files=dict(files), options=options)
 
 
+@our_errors()
 def stream(client: OpenAI, path: str, body: Mapping[str, Any]) -> Stream[Any]:
     """Posts JSON and gives the server-sent events of the answer."""
-    with our_errors():
-        made = client.post(
-            path, cast_to=cast(Any, object), body=dict(body), options=_options(), stream=True, stream_cls=Stream[Any]
-        )
-    return made
+    return client.post(path, **_json(body), stream=True, stream_cls=Stream[Any])
 
 
 async def astream(client: AsyncOpenAI, path: str, body: Mapping[str, Any]) -> AsyncStream[Any]:
+    """`stream` for async code."""
     with our_errors():
-        made = await client.post(
-            path, cast_to=cast(Any, object), body=dict(body), options=_options(), stream=True,
-            stream_cls=AsyncStream[Any],
-        )  # fmt: skip
-    return made
+        return await client.post(path, **_json(body), stream=True, stream_cls=AsyncStream[Any])
 
 
 @asynccontextmanager
@@ -76,18 +69,11 @@ async def asynchronous(client: OpenAI, given: AsyncOpenAI | None) -> AsyncIterat
     if given is not None:
         yield given
         return
-    made = AsyncOpenAI(
-        api_key=client.api_key, base_url=client.base_url, timeout=client.timeout, max_retries=client.max_retries,
-        default_headers=client._custom_headers, default_query=client._custom_query,
-    )  # fmt: skip
-    async with made:
+    options: dict[str, Any] = {n: getattr(client, n) for n in ("api_key", "base_url", "timeout", "max_retries")}
+    options |= {"default_headers": client._custom_headers, "default_query": client._custom_query}
+    async with AsyncOpenAI(**options) as made:
         yield made
 
 
-def missing(error: Exception) -> bool:
-    """Whether a route is not there: another server than ``ctxwin serve``."""
-    return isinstance(error, APIStatusError) and error.status_code == 404
-
-
-def _options() -> Any:
-    return {"headers": {"Idempotency-Key": uuid.uuid4().hex}}
+def _json(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {"cast_to": object, "body": dict(body), "options": {"headers": {"Idempotency-Key": uuid.uuid4().hex}}}

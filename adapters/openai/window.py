@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, Self, TypedDict, TypeVar, Unpack
+import copy
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any, Self, Unpack
 
 from openai import AsyncOpenAI, OpenAI
 
@@ -15,22 +16,8 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.serve import wire
 from ctxwin.serve.errors import UnknownUpload, UnknownWindow
 from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry
+from ctxwin.window.ask import AskOptions
 from ctxwin.window.state import State
-
-T = TypeVar("T")
-
-
-class AskOptions(TypedDict, total=False):
-    """What `RemoteWindow.ask` and its kin take beside the query and the length of the answer; see `Window.ask`."""
-
-    remember: bool
-    logprobs: int | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    seed: int | None
-    stop: str | int | list[str | int] | None
-    json_schema: dict[str, Any] | None
 
 
 class RemoteWindow:
@@ -41,43 +28,51 @@ class RemoteWindow:
         system_prompt, budget, fidelity, budget_bytes: as for `ctxwin.Window`; fidelity: the server's by default.
         async_client: what `aask` and `astream` use; by default one is made for each call, set up as ``client`` is.
 
+    Attributes:
+        id: the server's name of this window; stays the same over edits and restarts of the server.
+        system_prompt: fixed for the life of the window.
+        budget: most tokens of system prompt, chunks, query and answer together.
+        fidelity: the one in force.
+
     Raises:
         BudgetExceeded: the system prompt alone does not fit. openai.APIError: no such server, a key it does not know.
 
     Every method is one request (`append` of a new chunk two or three), and raises what `ctxwin.Window` raises. The window
-    stays on the server until `close`, or until it was idle for the server's ``--window-ttl``; then it is brought back at
-    the next call. `attach` reaches a window by its id.
+    stays on the server until `close`. One that has been idle for the server's ``--window-ttl`` is put aside, and brought back
+    at the next call. `attach` reaches a window by its id.
     """
 
+    id: str
+    system_prompt: str
+    budget: int
+    fidelity: Fidelity
+
     def __init__(
-        self, client: OpenAI, system_prompt: str = "", budget: int | None = None, fidelity: Fidelity | None = None, *,
-        budget_bytes: int | str | None = None, async_client: AsyncOpenAI | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        client: OpenAI,
+        system_prompt: str = "",
+        budget: int | None = None,
+        fidelity: Fidelity | None = None,
+        *,
+        budget_bytes: int | str | None = None,
+        async_client: AsyncOpenAI | None = None,
+    ) -> None:
         wanted: dict[str, Any] = {"system_prompt": system_prompt, "budget": budget, "budget_bytes": budget_bytes}
+        wanted["fidelity"] = None if fidelity is None else fidelity.model_dump(mode="json")
         body = {name: value for name, value in wanted.items() if value is not None}
-        if fidelity is not None:
-            body["fidelity"] = fidelity.model_dump(mode="json")
         self._set_up(client, async_client, transport.post(client, "/windows", body))
 
-    def _set_up(self, client: OpenAI, async_client: AsyncOpenAI | None, window: dict[str, Any]) -> None:
-        self._client = client
-        self._async_client = async_client
-        self._id: str = window["id"]
-        self._system_prompt: str = window["system_prompt"]
-        self._budget: int = window["budget"]
-        self._fidelity = Fidelity(**window["fidelity"])
+    def _set_up(self, client: OpenAI, async_client: AsyncOpenAI | None, window: dict[str, Any]) -> Self:
+        self._client, self._async_client = client, async_client
+        self.id, self.system_prompt, self.budget = window["id"], window["system_prompt"], window["budget"]
+        self.fidelity = Fidelity(**window["fidelity"])
         self._closed = False
-
-    @classmethod
-    def _made(cls, client: OpenAI, async_client: AsyncOpenAI | None, window: dict[str, Any]) -> Self:
-        made = cls.__new__(cls)
-        made._set_up(client, async_client, window)
-        return made
+        return self
 
     @classmethod
     def attach(cls, client: OpenAI, window_id: str, *, async_client: AsyncOpenAI | None = None) -> Self:
         """A window that is on the server already, by its id; raises UnknownWindow."""
-        return cls._made(client, async_client, transport.get(client, f"/windows/{window_id}"))
+        return cls.__new__(cls)._set_up(client, async_client, transport.get(client, f"/windows/{window_id}"))
 
     @classmethod
     def restore(
@@ -87,52 +82,33 @@ class RemoteWindow:
         if isinstance(state, str):
             state = State.model_validate_json(state)
         data = state.model_dump(mode="json") if isinstance(state, State) else state
-        return cls._made(client, async_client, transport.post(client, "/windows", {"snapshot": data}))
-
-    @property
-    def id(self) -> str:
-        """The server's name of this window; stays over edits and restarts of the server."""
-        return self._id
-
-    @property
-    def system_prompt(self) -> str:
-        """The system prompt, fixed for the life of the window."""
-        return self._system_prompt
-
-    @property
-    def budget(self) -> int:
-        """Most tokens of system prompt, chunks, query and answer together."""
-        return self._budget
-
-    @property
-    def fidelity(self) -> Fidelity:
-        """The fidelity in force."""
-        return self._fidelity
+        made = transport.post(client, "/windows", {"snapshot": data})
+        return cls.__new__(cls)._set_up(client, async_client, made)
 
     @property
     def tokens(self) -> int:
         """Tokens of system prompt and placed chunks, as the server has them now."""
-        return int(self._now()["tokens"])
+        return int(self._get("summary")["tokens"])
 
     @property
     def bytes(self) -> int:
         """KV bytes of what is placed. Cost: a request."""
-        return int(self._now()["bytes"])
+        return int(self._get("summary")["bytes"])
 
     @property
     def version(self) -> int:
         """Counts edits. Cost: a request."""
-        return int(self._now()["version"])
+        return int(self._get("summary")["version"])
 
     @property
     def ids(self) -> tuple[str, ...]:
         """Placement ids in order. Cost: a request."""
-        return tuple(self._now()["ids"])
+        return tuple(self._get("summary")["ids"])
 
     @property
     def evicted(self) -> tuple[str, ...]:
         """Placement ids that can be recalled, the oldest first. Cost: a request."""
-        return tuple(self._now()["evicted"])
+        return tuple(self._get("summary")["evicted"])
 
     @property
     def chunks(self) -> tuple[PlanEntry, ...]:
@@ -161,15 +137,15 @@ class RemoteWindow:
 
     def append(self, chunk: Chunk) -> str:
         """Places a chunk behind all others; uploads it if the server does not have it. Returns the placement id."""
-        return str(self._placing([chunk], lambda refs: self._post("append", chunk=refs[0]))["placement"])
+        return str(self._place("append", "chunk", chunk)["placement"])
 
     def extend(self, chunks: Sequence[Chunk]) -> list[str]:
         """Places chunks in order, in one request. Returns their placement ids."""
-        return list(self._placing(list(chunks), lambda refs: self._post("extend", chunks=refs))["placements"])
+        return list(self._place("extend", "chunks", list(chunks))["placements"])
 
     def insert(self, index: int, chunk: Chunk) -> str:
         """Places a chunk at ``index``. Returns the placement id."""
-        return str(self._placing([chunk], lambda refs: self._post("insert", index=index, chunk=refs[0]))["placement"])
+        return str(self._place("insert", "chunk", chunk, index=index)["placement"])
 
     def evict(self, placement: str, *, forget: bool = False) -> None:
         """Takes a chunk out; with ``forget`` also what others absorbed from it."""
@@ -187,11 +163,7 @@ class RemoteWindow:
         """Recalls what fits ``query`` (an id, words or a picture) and makes room for it. Returns the ids."""
         if isinstance(query, str):
             return list(self._post("look_back", query=query, reserve_tokens=reserve_tokens)["recalled"])
-        return list(
-            self._placing([query], lambda refs: self._post("look_back", query=refs[0], reserve_tokens=reserve_tokens))[
-                "recalled"
-            ]
-        )
+        return list(self._place("look_back", "query", query, reserve_tokens=reserve_tokens)["recalled"])
 
     def reorder(self, ids: Sequence[str]) -> None:
         """Puts the placed chunks into another order; ``ids`` must be a permutation of them."""
@@ -211,12 +183,13 @@ class RemoteWindow:
 
     def fork(self, system_prompt: str | None = None) -> Self:
         """A branch on the server that shares every chunk; with ``system_prompt`` behind another one."""
-        return self._made(self._client, self._async_client, self._post("fork", system_prompt=system_prompt)["branch"])
+        branch = self._post("fork", system_prompt=system_prompt)["branch"]
+        return copy.copy(self)._set_up(self._client, self._async_client, branch)
 
     def adopt(self, branch: RemoteWindow, *, force: bool = False) -> None:
         """Takes over a branch's state; a conflict where this window moved since, unless ``force``."""
         self._post("adopt", id=branch.id, force=force)
-        self._fidelity = Fidelity(**self._now()["fidelity"])
+        self.fidelity = Fidelity(**self._get("summary")["fidelity"])
 
     def ask(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Answer:
         """Answers ``query`` over what is placed; takes the options of `ctxwin.Window.ask`. Cost: what `plan` says."""
@@ -227,13 +200,12 @@ class RemoteWindow:
 
         Closing the iterator early stops the server and leaves the window unchanged.
         """
-        self._check_open()
         body = {"query": query, "max_tokens": max_tokens, "stream": True, **options}
         return RemoteStream(transport.stream(self._client, self._path("ask"), body))
 
     async def aask(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Answer:
         """`ask` without blocking the event loop; cancelling it leaves the window unchanged."""
-        async with self._events(query, max_tokens, options) as events:
+        async with contextlib.aclosing(self._events(query, max_tokens, options)) as events:
             async for event in events:
                 if "answer" in event:
                     return wire.answer_from(event["answer"])
@@ -241,7 +213,7 @@ class RemoteWindow:
 
     async def astream(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> AsyncIterator[str]:
         """`stream` for async code."""
-        async with self._events(query, max_tokens, options) as events:
+        async with contextlib.aclosing(self._events(query, max_tokens, options)) as events:
             async for event in events:
                 if "text" in event:
                     yield event["text"]
@@ -273,7 +245,7 @@ class RemoteWindow:
         if not self._closed:
             self._closed = True
             with contextlib.suppress(UnknownWindow):
-                transport.delete(self._client, f"/windows/{self._id}")
+                transport.delete(self._client, f"/windows/{self.id}")
 
     def __enter__(self) -> Self:
         return self
@@ -282,53 +254,43 @@ class RemoteWindow:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<RemoteWindow {self._id} at {self._client.base_url}>"
+        return f"<RemoteWindow {self.id} at {self._client.base_url}>"
 
     def _path(self, what: str) -> str:
-        return f"/windows/{self._id}/{what}"
-
-    def _check_open(self) -> None:
         if self._closed:
             raise ReadOnlyWindow("this window is closed; restore its snapshot to go on")
+        return f"/windows/{self.id}/{what}"
 
     def _get(self, what: str) -> dict[str, Any]:
-        self._check_open()
-        return transport.get(self._client, self._path(what))
-
-    def _now(self) -> dict[str, Any]:
-        return self._get("summary")
+        return dict(transport.get(self._client, self._path(what)))
 
     def _post(self, operation: str, **body: Any) -> dict[str, Any]:
-        self._check_open()
-        return transport.post(self._client, self._path(operation), body)
+        return dict(transport.post(self._client, self._path(operation), body))
 
-    def _placing(self, placed: list[Chunk], send: Callable[[list[dict[str, Any]]], T]) -> T:
-        """Uploads what the server does not have, then sends; once more where it has dropped one meanwhile."""
-        self._check_open()
-        for chunk in placed:
+    def _place(self, operation: str, name: str, placed: Chunk | list[Chunk], **body: Any) -> dict[str, Any]:
+        """Posts with ``placed`` as ``name``; uploads what the server does not have, also where it has dropped it since."""
+        path, many = self._path(operation), placed if isinstance(placed, list) else [placed]
+        for chunk in many:
             if not isinstance(chunk, Chunk):
                 raise TypeError(f"chunk must be a ctxwin.Chunk, got {type(chunk).__name__}; make one with Chunk.text")
             chunks.upload_once(self._client, chunk)
-        refs = [chunks.reference(chunk) for chunk in placed]
+        references = [chunks.reference(chunk) for chunk in many]
+        body[name] = references if isinstance(placed, list) else references[0]
         try:
-            return send(refs)
+            return dict(transport.post(self._client, path, body))
         except UnknownUpload:
-            for chunk in placed:
-                chunks.forget_known(self._client, chunk.id)
+            for chunk in many:
                 chunks.upload(self._client, chunk)
-            return send(refs)
+            return dict(transport.post(self._client, path, body))
 
-    @contextlib.asynccontextmanager
-    async def _events(
-        self, query: str, max_tokens: int, options: AskOptions
-    ) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-        self._check_open()
+    async def _events(self, query: str, max_tokens: int, options: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         body = {"query": query, "max_tokens": max_tokens, "stream": True, **options}
         async with transport.asynchronous(self._client, self._async_client) as client:
             stream = await transport.astream(client, self._path("ask"), body)
             try:
                 with transport.our_errors():
-                    yield aiter(stream)
+                    async for event in stream:
+                        yield event
             finally:
                 await stream.close()  # closing the connection is what stops the server
 

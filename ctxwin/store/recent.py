@@ -42,6 +42,11 @@ class Recent(Generic[V]):
         with self._lock:
             self.nbytes -= self._held.pop(key, (None, 0))[1]
 
+    def items(self) -> list[tuple[str, V]]:
+        """What is held now, the least recently used first. O(n)."""
+        with self._lock:
+            return [(key, value) for key, (value, _) in self._held.items()]
+
     def __contains__(self, key: str) -> bool:
         with self._lock:
             return key in self._held
