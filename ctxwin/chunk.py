@@ -1,7 +1,7 @@
 """`Chunk`: a piece of context with a content-addressed id.
 
 The id is a digest of what the model will see (text, token ids, decoded pixels with their shape and mode, sampling of a
-video), never of where it came from: a PNG file and the array it decodes to are the same chunk. ``label``, ``pin``,
+video), never of where it came from: a PNG file and the array that it decodes to are the same chunk. ``label``, ``pin``,
 ``priority`` and ``source`` are metadata. Media are decoded once, here, so that a bad file is refused before a window changes.
 """
 
@@ -49,7 +49,7 @@ class MediaPart(BaseModel):
         shape: ``(frames, height, width)``; one frame for an image.
         fps: sampled frames per second; None for images.
         source: path the media came from; None for in-memory media.
-        start, end, stride_fps: the sampling of ``source`` (videos).
+        start, end, frames: how ``source`` was sampled (videos); ``frames`` where a number of frames was asked for.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -181,10 +181,9 @@ class Chunk(BaseModel):
             rate = 2.0 if fps is None else float(fps)
             check_rate(rate, len(video))
             pixels = stack_frames(video)
-        part = MediaPart(
-            media="video", content=pixels_digest(pixels), shape=pixels.shape[:3], fps=rate, source=_path(video),
-            start=start, end=end, frames=frames,
-        )  # fmt: skip
+        sampling: dict[str, Any] = {"fps": rate, "start": start, "end": end, "frames": frames}
+        content, source = pixels_digest(pixels), _path(video)
+        part = MediaPart(media="video", content=content, shape=pixels.shape[:3], source=source, **sampling)
         return cls._with_frames(part, pixels, text, metadata)
 
     @classmethod
@@ -205,16 +204,12 @@ class Chunk(BaseModel):
             pixels |= chunk._frames
         if not parts:
             raise ValueError("a message must have content, got none")
-        made = cls(parts=tuple(parts), role=role, **metadata)
-        made._frames.update(pixels)
-        return made
+        return cls(parts=tuple(parts), role=role, **metadata).holding(pixels)
 
     @classmethod
     def _with_frames(cls, part: MediaPart, frames: np.ndarray, text: str, metadata: dict[str, Any]) -> Chunk:
         lead: tuple[Part, ...] = (TextPart(text=text + "\n"),) if text else ()
-        chunk = cls(parts=(*lead, part), **metadata)
-        chunk._frames[part.content] = frames
-        return chunk
+        return cls(parts=(*lead, part), **metadata).holding({part.content: frames})
 
     def pixels(self, part: MediaPart) -> np.ndarray | None:
         """Decoded frames ``[F, H, W, 3]`` held in memory, or re-read from the source; None where both are gone.
@@ -242,7 +237,9 @@ class Chunk(BaseModel):
 
     def light(self) -> Chunk:
         """The same chunk without pixels in memory (same id)."""
-        return self.model_copy(update={}, deep=False) if not self._frames else Chunk(**self.model_dump())
+        made = self.model_copy()
+        made._frames = {}
+        return made
 
 
 def _path(media: Any) -> str | None:

@@ -7,26 +7,18 @@ from contextlib import contextmanager
 
 from ctxwin.errors import MissingExtra
 
-EXTRA_OF = {
-    "cv2": "video",
-    "fastapi": "serve",
-    "langchain": "langgraph",
-    "langchain_core": "langgraph",
-    "langgraph": "langgraph",
-    "matplotlib": "evals",
-    "openai": "openai",
-    "playwright": "web",
-    "prometheus_client": "serve",
-    "pyarrow": "evals",
-    "pypdfium2": "pdf",
-    "redis": "redis",
-    "rouge_score": "evals",
-    "scipy": "evals",
-    "srt": "evals",
-    "sse_starlette": "serve",
-    "uvicorn": "serve",
-    "vllm": "vllm",
+_MODULES = {
+    "evals": ("matplotlib", "pyarrow", "rouge_score", "scipy", "srt"),
+    "langgraph": ("langchain", "langchain_core", "langgraph"),
+    "openai": ("openai",),
+    "pdf": ("pypdfium2",),
+    "redis": ("redis",),
+    "serve": ("fastapi", "prometheus_client", "sse_starlette", "uvicorn"),
+    "video": ("cv2",),
+    "vllm": ("vllm",),
+    "web": ("playwright",),
 }
+EXTRA_OF = {module: extra for extra, modules in _MODULES.items() for module in modules}
 """The extra that installs a module, by the module's top-level name."""
 
 

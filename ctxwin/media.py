@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_PIXELS = 100_000_000
-"""Of one image, looked up in its header before it is decoded."""
+"""Of one image; read from its header before it is decoded."""
 MAX_FRAMES = 4096
 MAX_VIDEO_PIXELS = 1_000_000_000
 """Of all frames together; three bytes each."""
@@ -63,69 +63,49 @@ def as_rgb(image: Any) -> np.ndarray:
     """``[H, W, 3]`` uint8 RGB of a path, encoded bytes, PIL image or array.
 
     Raises BadMedia: empty, undecodable, over `MAX_PIXELS`, or of another format than PNG, JPEG, WebP, GIF, BMP and PPM
-    (open those with Pillow and pass its image). Sizes are looked up in the header, before anything is decoded.
+    (open those with Pillow and pass its image). Sizes are read from the header, before anything is decoded.
     """
     import numpy as np
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
-    picture: Image.Image
     if isinstance(image, np.ndarray):
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
             raise BadMedia(
                 f"an image array must be HxWx3 uint8 RGB, got shape {image.shape} dtype {image.dtype}; "
                 "convert it first, e.g. (x * 255).astype('uint8')"
             )
-        array = image
-    else:
-        try:
-            if isinstance(image, bytes | bytearray):
-                if not image:
-                    raise BadMedia("an image must not be empty, got 0 bytes")
-                picture = _opened(io.BytesIO(image))
-            elif isinstance(image, str | Path):
-                if not Path(image).is_file():
-                    raise BadMedia(f"an image path must be a readable file, got {str(image)!r}")
-                picture = _opened(image)
-            elif isinstance(image, Image.Image):
-                picture = image
-            else:
-                raise BadMedia(
-                    f"an image must be a path, PIL image, HxWx3 uint8 array or bytes, got {type(image).__name__}"
-                )
-            check_size(*picture.size)
-            array = np.asarray(picture.convert("RGB"))
-        except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-            raise BadMedia(f"an image must be decodable, got {_name(image)}: {error}") from error
-    check_size(array.shape[1], array.shape[0])
-    return np.ascontiguousarray(array)
+        check_size(image.shape[1], image.shape[0])
+        return np.ascontiguousarray(image)
+    try:
+        picture = image if isinstance(image, Image.Image) else _opened(image)
+        check_size(*picture.size)
+        return np.ascontiguousarray(np.asarray(picture.convert("RGB")))
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        name = repr(str(image)) if isinstance(image, str | Path) else "an image in memory"
+        raise BadMedia(f"an image must be decodable, got {name}: {error}") from error
 
 
-def _opened(file: Any) -> Any:
+def _opened(media: Any) -> Any:
     """A Pillow image whose header was read; raises BadMedia for another format, or a JPEG of too many scans."""
     from PIL import Image, UnidentifiedImageError
 
+    if not isinstance(media, str | Path | bytes | bytearray):
+        raise BadMedia(f"an image must be a path, PIL image, HxWx3 uint8 array or bytes, got {type(media).__name__}")
+    if isinstance(media, str | Path) and not Path(media).is_file():
+        raise BadMedia(f"an image path must be a readable file, got {str(media)!r}")
+    if not media:
+        raise BadMedia("an image must not be empty, got 0 bytes")
     try:
         with warnings.catch_warnings():  # Pillow's own bound only warns below twice its size; ours follows
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            picture = Image.open(file, formats=_FORMATS)
+            picture = Image.open(media if isinstance(media, str | Path) else io.BytesIO(media), formats=_FORMATS)
     except UnidentifiedImageError as error:
         raise BadMedia(f"an image must be decodable and of {', '.join(_FORMATS)}, got {error}") from error
     if picture.format == "JPEG":
-        raw = file.getvalue() if isinstance(file, io.BytesIO) else Path(file).read_bytes()
-        scans = raw.count(b"\xff\xda")
-        if scans > _MAX_SCANS:
+        raw = Path(media).read_bytes() if isinstance(media, str | Path) else media
+        if (scans := raw.count(b"\xff\xda")) > _MAX_SCANS:
             raise BadMedia(f"a progressive JPEG must have at most {_MAX_SCANS} scans, got {scans}; save it again")
     return picture
-
-
-def _name(media: Any) -> str:
-    return (
-        repr(str(media))
-        if isinstance(media, str | Path)
-        else f"{len(media)} bytes"
-        if isinstance(media, bytes)
-        else "an image"
-    )
 
 
 def decode_video(
@@ -158,31 +138,26 @@ def decode_video(
     capture = cv2.VideoCapture(str(path))
     try:
         rate = float(capture.get(cv2.CAP_PROP_FPS)) if capture.isOpened() else 0.0
-        declared = int(capture.get(cv2.CAP_PROP_FRAME_COUNT)) if capture.isOpened() else 0
-        if not capture.isOpened() or not rate > 0:
+        if not rate > 0:
             raise BadMedia(f"a video must be decodable by OpenCV, got {str(path)!r}; re-encode it, e.g. as mp4v")
-        step = None if frames is not None else 1.0 / (fps or 2.0)
+        declared = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
+        step = 0.0 if frames is not None else 1.0 / (fps or 2.0)
         kept: list[np.ndarray] = []
         count, due = 0, begin
-        while True:
-            time = count / rate
-            if end is not None and time >= end - 1e-9:
-                break
+        while end is None or count / rate < end - 1e-9:
             ok, bgr = capture.read()
             if not ok:
                 break
             count += 1
-            if time + 1e-9 < begin:
+            if (count - 1) / rate + 1e-9 < due:
                 continue
-            if step is None or time + 1e-9 >= due:
-                if (len(kept) + 1) * bgr.shape[0] * bgr.shape[1] > MAX_VIDEO_PIXELS:
-                    raise BadMedia(
-                        f"a video must have at most {MAX_VIDEO_PIXELS:,} pixels in all frames, got {len(kept) + 1} of "
-                        f"{bgr.shape[1]}x{bgr.shape[0]}; sample fewer by fps, or pass a shorter range"
-                    )
-                kept.append(cv2.cvtColor(bgr, cv2.COLOR_BGR2RGB))
-                if step is not None:
-                    due += step
+            if (len(kept) + 1) * bgr.shape[0] * bgr.shape[1] > MAX_VIDEO_PIXELS:
+                raise BadMedia(
+                    f"a video must have at most {MAX_VIDEO_PIXELS:,} pixels in all frames, got {len(kept) + 1} of "
+                    f"{bgr.shape[1]}x{bgr.shape[0]}; sample fewer by fps, or pass a shorter range"
+                )
+            kept.append(cv2.cvtColor(bgr, cv2.COLOR_BGR2RGB))
+            due += step
     finally:
         capture.release()
     wanted = end if end is not None else declared / rate
@@ -194,8 +169,7 @@ def decode_video(
     check_rate(None, len(kept) if frames is None else frames)
     if frames is not None:
         take = np.linspace(0, len(kept) - 1, frames).round().astype(int)
-        seconds = len(kept) / rate
-        return np.stack([kept[i] for i in take]), frames / seconds
+        return np.stack([kept[i] for i in take]), frames / (len(kept) / rate)
     return np.stack(kept), float(fps or 2.0)
 
 
@@ -236,7 +210,6 @@ def pack_frames(frames: np.ndarray) -> bytes:
 
 def unpack_frames(data: bytes) -> np.ndarray:
     """The inverse of `pack_frames`; raises BadMedia."""
-
     if data[:8] != _FRAMES or len(data) < 12:
         raise BadMedia("a stored source must start with the mark of packed frames, got other bytes")
     (count,) = struct.unpack_from(">I", data, 8)

@@ -1,15 +1,18 @@
-"""How every command ends: one line for an error with its remedy, an exit code, and what to do behind Ctrl-C."""
+"""How every command ends: one line for an error with its remedy, an exit code, and what to do after Ctrl-C."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import typer
 from typer.core import TyperGroup
 
 from ctxwin.errors import CtxwinError, EngineFailed, WindowBusy
 from ctxwin.extras import missing_extra
+
+if TYPE_CHECKING:
+    from ctxwin.fidelity import Mode
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -19,20 +22,17 @@ AFTER_CTRL_C = {
     "eval": "`eval run` continues when the same command is given again: samples in its folder are not computed twice",
     "store": "nothing is half done; give the same command again",
 }
-"""What a user should know who stopped a command, by the command's name."""
+"""What somebody who stopped a command should know, by the command's name."""
 
-_QUIET = {
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TQDM_DISABLE": "1",
-}
+_QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+_QUIET |= {"VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}
 
 
 class Commands(TyperGroup):
     """Shows what went wrong in one line: exit code 2 for bad input, 1 for a failure that the input did not cause."""
 
     def invoke(self, ctx: Any) -> Any:
+        """Runs a command; its errors become one line and an exit code."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -55,6 +55,15 @@ class Commands(TyperGroup):
             raise shown
         typer.echo(f"error: {one_line(shown)}", err=True)
         raise typer.Exit(FAILED if isinstance(shown, EngineFailed | WindowBusy) else BAD_INPUT)
+
+
+def checked_mode(option: str, mode: str) -> Mode:
+    """``mode`` as one of a `Fidelity`; ValueError for another one, by the name of the option."""
+    from ctxwin.fidelity import Mode
+
+    if mode not in get_args(Mode):
+        raise ValueError(f"{option} must be auto, exact, patched or blind, got {mode!r}")
+    return cast("Mode", mode)
 
 
 def one_line(error: BaseException) -> str:

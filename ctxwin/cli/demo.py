@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated
 
 import typer
 
-from ctxwin.cli.commands import quiet
+from ctxwin.cli.commands import checked_mode, quiet
 
 
 def demo(
@@ -47,23 +47,27 @@ def demo(
 
     from ctxwin.demo.figures import Rows, can_draw, final_tables
     from ctxwin.demo.run import Options, prepare, run
-    from ctxwin.fidelity import Fidelity, Mode
+    from ctxwin.fidelity import Fidelity
 
-    if mode not in get_args(Mode):
-        raise ValueError(f"--mode must be auto, exact, patched or blind, got {mode!r}")
     if rank is not None and rank < 1:
         raise ValueError(f"--rank must be at least 1, got {rank}")
     if rank is not None and mode != "patched":
         raise ValueError(f"--rank needs --mode patched, got --mode {mode}")
-    fidelity = Fidelity(cast(Mode, mode)) if rank is None else Fidelity("patched", rank=rank)
+    fidelity = Fidelity(checked_mode("--mode", mode), **({} if rank is None else {"rank": rank}))
     options = Options(
-        video=video, out=out, seeds=_seeds(seed, seeds), steps=steps, window=window, frames=frames, fps=fps,
-        questions=tuple(ask or ()), fidelity=fidelity,
-    )  # fmt: skip
+        video=video,
+        out=out,
+        seeds=_seeds(seed, seeds),
+        steps=steps,
+        window=window,
+        frames=frames,
+        fps=fps,
+        questions=tuple(ask or ()),
+        fidelity=fidelity,
+    )
     name = _engine_name(model, engine)
     footage = prepare(options)
-    # With --json the table goes where it does not mix with the result.
-    console = Console(stderr=as_json)
+    console = Console(stderr=as_json)  # with --json the table must not mix with the result
     from ctxwin.engines.open import open_engine
 
     if video is not None and model == "tiny":
@@ -83,9 +87,10 @@ def demo(
         typer.echo(json.dumps(result["summary"], indent=1))
         return
     console.print(final_tables(result["summary"]))
-    wrote = f"wrote {out / 'view.html'} (open it in a browser), result.json{' and timeline.png' if can_draw() else ''}"
+    drawn = can_draw()
+    wrote = f"wrote {out / 'view.html'} (open it in a browser), result.json{' and timeline.png' if drawn else ''}"
     console.print(wrote, highlight=False, soft_wrap=True)
-    if not can_draw():
+    if not drawn:
         typer.echo("no timeline.png: matplotlib is not installed; run pip install 'ctxwin[evals]'", err=True)
 
 

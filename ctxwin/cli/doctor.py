@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -33,9 +34,8 @@ def doctor(
         found = diagnose()
     broken = [finding for finding in found if finding.status == "broken"]
     if as_json:
-        typer.echo(
-            json.dumps({"findings": [f.as_json() for f in found], "fixed": done, "healthy": not broken}, indent=1)
-        )
+        told = {"findings": [asdict(finding) for finding in found], "fixed": done, "healthy": not broken}
+        typer.echo(json.dumps(told, indent=1))
     else:
         table = Table(box=None, show_header=False, pad_edge=False)
         for finding in found:

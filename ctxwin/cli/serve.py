@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ctxwin.cli.commands import checked_mode
+
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Arguments that are not ours are vLLM's."""
 
@@ -59,8 +61,7 @@ def serve(
     from ctxwin.store import parse_bytes
 
     require_vllm()
-    if fidelity not in ("auto", "exact", "patched", "blind"):
-        raise ValueError(f"--fidelity must be auto, exact, patched or blind, got {fidelity!r}")
+    mode = checked_mode("--fidelity", fidelity)
     if vllm_help:
         from ctxwin.serve.vllm.arguments import print_help
 
@@ -76,7 +77,7 @@ def serve(
         window_ttl_s=window_ttl,
         threads=max_concurrency,
         max_waiting=max_waiting,
-        fidelity=Fidelity(fidelity),  # type: ignore[arg-type]
+        fidelity=Fidelity(mode),
     )
     from ctxwin.engines import repair_install
 

