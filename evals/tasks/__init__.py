@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ctxwin.evals.benchmarks.options import DataOptions
+from ctxwin.evals.benchmarks.base import DataOptions
 from ctxwin.evals.items import Task
-from ctxwin.evals.tasks.tiny import FIT_SPACE, SPACE, TASKS, TURNOVERS, WORLD_TASKS, TinyOptions, TinyTask, fit_cases
+from ctxwin.evals.tasks.tiny import TASKS, WORLD_TASKS, TinyOptions, TinyTask
 
 _SLIDES = ("slide_distractor", "slide_needed", "slide_repeated")
 _DIVERGENT = ("reorder", "duplicate", "replace-one", "replace-all")
 
 
 def _tiny(*kinds: str) -> tuple[str, ...]:
-    """Generated tasks, each at every amount that it lists."""
+    """Generated tasks, each at every listed amount."""
     names: list[str] = []
     for kind in kinds:
         amount = TASKS[kind].amount
@@ -40,7 +40,7 @@ SUITES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """What items depend on beside their task; each task takes what concerns it.
+    """What items depend on besides their task; each task reads the options that concern it.
 
     Attributes:
         tiny: of generated items.
@@ -90,9 +90,3 @@ def expand(text: str) -> list[str]:
     if not found:
         raise ValueError(f"tasks must name at least one of {', '.join([*SUITES, *task_names()])}; got {text!r}")
     return list(found)
-
-
-__all__ = [
-    "FIT_SPACE", "SPACE", "SUITES", "TASKS", "TURNOVERS", "TaskOptions", "TinyOptions", "TinyTask", "expand", "fit_cases",
-    "open_task", "task_names",
-]  # fmt: skip

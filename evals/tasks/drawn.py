@@ -6,6 +6,7 @@ Everything is a pure function of a generator, the number of frames, the task's a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,9 +27,9 @@ from ctxwin.tiny.world import (
 from ctxwin.tiny.world import Task as WorldTask
 
 SAMPLED_ORDERS = 24
-"""Orders of six predecessors; all other orders of three and of four are taken (Kamera, section 5, "Reorder")."""
+"""Orders sampled for six predecessors; for three and four all other orders are taken (Kamera, section 5, "Reorder")."""
 TRAINED_FRAMES = 6
-"""The bundled model was trained on contexts of up to so many frames."""
+"""The bundled model was trained on contexts of up to this many frames."""
 _DRAWS = 400
 
 
@@ -55,153 +56,143 @@ Draw = Callable[[np.random.Generator, int, float, int], Drawn]
 in the same state."""
 
 
-def world(task: WorldTask) -> Draw:
+def world(rng: np.random.Generator, frames: int, amount: float, turn: int, *, task: WorldTask) -> Drawn:
     """A context without a history."""
-
-    def draw(rng: np.random.Generator, frames: int, amount: float, turn: int) -> Drawn:
-        item = make_item(rng, task, frames)
-        return Drawn(item.frames, (), range(frames), item.questions[0], {})
-
-    return draw
+    item = make_item(rng, task, frames)
+    return Drawn(item.frames, (), range(frames), item.questions[0], {})
 
 
-def slide(needed: bool) -> Draw:
-    """The leading frame leaves a window; it was the legend that decides what is asked, or has no part in it."""
+def _repeated(attempt: Callable[..., Drawn | None]) -> Callable[..., Drawn]:
+    """Draws until an attempt gives a context that has what its question needs; ValueError after `_DRAWS` of them."""
 
-    def draw(rng: np.random.Generator, frames: int, amount: float, turn: int) -> Drawn:
+    @wraps(attempt)
+    def draw(rng: np.random.Generator, frames: int, amount: float, turn: int, **options: Any) -> Drawn:
         for _ in range(_DRAWS):
-            first: Role = "legend" if needed or rng.random() < 0.5 else "scene"
-            roles: list[Role] = [first, *_roles(rng, frames - 1)]
-            drawn = sample_frames(rng, roles)
-            pool = [
-                q
-                for q in questions_for(drawn, 1000, rng, ("multi_hop",))
-                if q.frame > 0 and (q.antecedents == (0,) if needed else 0 not in q.antecedents)
-            ]
-            # Where older legends agree with the deciding one, the answer would not need the one that leaves.
-            pool = [q for q in pool if (answer(drawn[1:], q.text) != q.answer) == needed]
-            if pool:
-                return Drawn(drawn, range(frames), range(1, frames), _one(pool, rng), {})
-        raise ValueError(f"no sliding window of {frames} frames in {_DRAWS} draws")
+            if (made := attempt(rng, frames, amount, turn, **options)) is not None:
+                return made
+        raise ValueError(f"no {attempt.__name__} of {frames} frames at amount {amount:g} in {_DRAWS} draws")
 
     return draw
 
 
-def slide_repeated(rng: np.random.Generator, frames: int, amount: float, turn: int) -> Drawn:
+@_repeated
+def slide(rng: np.random.Generator, frames: int, amount: float, turn: int, *, needed: bool) -> Drawn | None:
+    """The leading frame leaves a window; it was the legend that decides what is asked, or has no part in it."""
+    first: Role = "legend" if needed or rng.random() < 0.5 else "scene"
+    drawn = sample_frames(rng, [first, *_roles(rng, frames - 1)])
+    pool = [
+        q
+        for q in _asked(drawn, rng, "multi_hop")
+        if q.frame > 0 and (q.antecedents == (0,) if needed else 0 not in q.antecedents)
+    ]
+    # Where older legends agree with the deciding one, the answer would not need the one that leaves.
+    pool = [q for q in pool if (answer(drawn[1:], q.text) != q.answer) == needed]
+    return Drawn(drawn, range(frames), range(1, frames), _one(pool, rng), {}) if pool else None
+
+
+@_repeated
+def slide_repeated(rng: np.random.Generator, frames: int, amount: float, turn: int) -> Drawn | None:
     """The leading legend leaves, and a frame between it and what is asked shows the same again: the answer stays."""
-    for _ in range(_DRAWS):
-        drawn = list(sample_frames(rng, ["legend", *_roles(rng, frames - 1)]))
-        pool = [q for q in questions_for(drawn, 1000, rng, ("multi_hop",)) if q.frame > 1 and q.antecedents == (0,)]
-        pool = [q for q in pool if answer(drawn[1:], q.text) != q.answer]
-        if pool:
-            question = _one(pool, rng)
-            drawn[int(rng.integers(1, question.frame))] = drawn[0]
-            if answer(drawn[1:], question.text) == question.answer:
-                return Drawn(drawn, range(frames), range(1, frames), question, {})
-    raise ValueError(f"no sliding window of {frames} frames with a repeated legend in {_DRAWS} draws")
+    drawn = list(sample_frames(rng, ["legend", *_roles(rng, frames - 1)]))
+    pool = [q for q in _asked(drawn, rng, "multi_hop") if q.frame > 1 and q.antecedents == (0,)]
+    pool = [q for q in pool if answer(drawn[1:], q.text) != q.answer]
+    if not pool:
+        return None
+    question = _one(pool, rng)
+    drawn[int(rng.integers(1, question.frame))] = drawn[0]
+    if answer(drawn[1:], question.text) != question.answer:
+        return None
+    return Drawn(drawn, range(frames), range(1, frames), question, {})
 
 
-def history(rng: np.random.Generator, frames: int, amount: float, turn: int) -> Drawn:
+@_repeated
+def history(rng: np.random.Generator, frames: int, amount: float, turn: int) -> Drawn | None:
     """A window of ``frames`` frames after ``amount`` slides of a longer stream; every frame met the window of its time.
 
     Asked about are coloured or grey things whose mark is unique in the whole stream.
     """
     length = frames + int(amount)
-    for _ in range(_DRAWS):
-        drawn = make_stream(rng, length, window=TRAINED_FRAMES)
-        placed = drawn[-frames:]
-        seen = [mark for frame in drawn for mark in frame.marks]
-        kinds: tuple[Kind, ...] = ("multi_hop", "order", "unbound")
-        pool = [q for q in questions_for(placed, 1000, rng, kinds) if q.frame and seen.count(q.mark) == 1]
-        if pool:
-            return Drawn(
-                drawn, range(length), range(length - frames, length), _one(pool, rng), {"stream_window": frames}
-            )
-    raise ValueError(f"no stream of {length} frames in {_DRAWS} draws")
+    drawn = make_stream(rng, length, window=TRAINED_FRAMES)
+    seen = [mark for frame in drawn for mark in frame.marks]
+    pool = _asked(drawn[-frames:], rng, "multi_hop", "order", "unbound")
+    pool = [q for q in pool if q.frame and seen.count(q.mark) == 1]
+    if not pool:
+        return None
+    return Drawn(drawn, range(length), range(length - frames, length), _one(pool, rng), {"stream_window": frames})
 
 
-def recall(rng: np.random.Generator, frames: int, amount: float, turn: int) -> Drawn:
-    """A scene behind ``frames - 1`` others is evicted; ``amount`` of those are replaced; it is recalled behind them.
+@_repeated
+def recall(rng: np.random.Generator, frames: int, amount: float, turn: int) -> Drawn | None:
+    """A scene behind ``frames - 1`` others is evicted; a share ``amount`` of those is replaced; it is recalled behind them.
 
     The asked thing is grey and decided by a legend in front both times, by a new one where the old one is gone. A
     replacement carries the marks of the frame it replaces, so that marks stay unique.
     """
     front = frames - 1
     swapped = int(np.floor(amount * front + 0.5))
-    for _ in range(_DRAWS):
-        roles: list[Role] = [*_roles(rng, front), "scene"]
-        drawn = sample_frames(rng, roles, conflict=1.0)
-        out = sorted(int(i) for i in rng.permutation(front)[:swapped])
-        fresh = sample_frames(rng, _roles(rng, swapped), marks=[drawn[i].marks for i in out], conflict=1.0)
-        placed = [*range(front), front]
-        for position, new in zip(out, range(front + 1, front + 1 + swapped), strict=True):
-            placed[position] = new
-        pool = [*drawn, *fresh]
-        now = [pool[i] for i in placed]
-        candidates = [q for q in questions_for(drawn, 1000, rng, ("multi_hop",)) if q.frame == front]
-        kept = [q for q in candidates if len(antecedents(now, q.mark)) == 1]
-        if kept:
-            return Drawn(pool, range(frames), placed, _one(kept, rng), {})
-    raise ValueError(f"no recall behind {front} frames at turnover {amount} in {_DRAWS} draws")
+    drawn = sample_frames(rng, [*_roles(rng, front), "scene"], conflict=1.0)
+    out = sorted(int(i) for i in rng.permutation(front)[:swapped])
+    fresh = sample_frames(rng, _roles(rng, swapped), marks=[drawn[i].marks for i in out], conflict=1.0)
+    placed = [*range(front), front]
+    for position, new in zip(out, range(front + 1, front + 1 + swapped), strict=True):
+        placed[position] = new
+    pool = [*drawn, *fresh]
+    now = [pool[i] for i in placed]
+    kept = [q for q in _asked(drawn, rng, "multi_hop") if q.frame == front and len(antecedents(now, q.mark)) == 1]
+    return Drawn(pool, range(frames), placed, _one(kept, rng), {}) if kept else None
 
 
-def changed(edit: Callable[[int], Edit]) -> Draw:
-    """A scene's patch was formed behind ``frames - 1`` others; it is served behind them as ``edit(amount)`` leaves them.
+@_repeated
+def changed(
+    rng: np.random.Generator, frames: int, amount: float, turn: int, *, edit: Edit, count: int | None = None
+) -> Drawn | None:
+    """A scene's patch was formed behind ``frames - 1`` others; it is served behind them as ``edit`` leaves them.
 
-    The asked thing is grey and was decided by one legend or by the last of several. Its answer may change.
+    The edit's amount is ``count``, or the task's. The asked thing is grey and was decided by one legend or by the last of
+    several. Its answer may change.
     """
-
-    def draw(rng: np.random.Generator, frames: int, amount: float, turn: int) -> Drawn:
-        front = frames - 1
-        for _ in range(_DRAWS):
-            drawn, others = _with_others(rng, front, front)
-            placed = [*edit(int(amount))(range(front), range(frames, frames + len(others)), rng), front]
-            kinds: tuple[Kind, ...] = ("multi_hop", "order")
-            pool = [q for q in questions_for(drawn, 1000, rng, kinds) if q.frame == front]
-            if pool:
-                return _used([*drawn, *others], range(frames), placed, _one(pool, rng))
-        raise ValueError(f"no changed antecedents behind {front} frames in {_DRAWS} draws")
-
-    return draw
+    front = frames - 1
+    drawn, others = _with_others(rng, front, front)
+    edited = edit(range(front), range(frames, frames + len(others)), rng, int(amount) if count is None else count)
+    pool = [q for q in _asked(drawn, rng, "multi_hop", "order") if q.frame == front]
+    return _used([*drawn, *others], range(frames), [*edited, front], _one(pool, rng)) if pool else None
 
 
-def excess(edit: Callable[[int], Edit]) -> Draw:
+@_repeated
+def excess(rng: np.random.Generator, frames: int, amount: float, turn: int, *, edit: Edit) -> Drawn | None:
     """A scene's patch was formed behind two frames; it is served with ``amount`` more that have no part in the answer."""
-
-    def draw(rng: np.random.Generator, frames: int, amount: float, turn: int) -> Drawn:
-        count = int(amount)
-        for _ in range(_DRAWS):
-            drawn, others = _with_others(rng, 2, count)
-            placed = [*edit(count)(range(2), range(3, 3 + count), rng), 2]
-            pool = [*drawn, *others]
-            asked = [q for q in questions_for(drawn, 1000, rng, ("multi_hop",)) if q.frame == 2]
-            now = [pool[i] for i in placed]
-            asked = [q for q in asked if tuple(placed[i] for i in antecedents(now, q.mark)) == q.antecedents]
-            if asked:
-                return Drawn(pool, range(3), placed, _one(asked, rng), {})
-        raise ValueError(f"no context with {count} frames more in {_DRAWS} draws")
-
-    return draw
+    count = int(amount)
+    drawn, others = _with_others(rng, 2, count)
+    placed = [*edit(range(2), range(3, 3 + count), rng, count), 2]
+    pool = [*drawn, *others]
+    now = [pool[i] for i in placed]
+    asked = [q for q in _asked(drawn, rng, "multi_hop") if q.frame == 2]
+    asked = [q for q in asked if tuple(placed[i] for i in antecedents(now, q.mark)) == q.antecedents]
+    return Drawn(pool, range(3), placed, _one(asked, rng), {}) if asked else None
 
 
 def reorder(rng: np.random.Generator, frames: int, amount: float, turn: int) -> Drawn:
     """``amount`` predecessors in the order of this turn; the stored patch is of their first order."""
-    count = int(amount)
-    order = other_order(count, turn, orders_of(amount), int(rng.integers(2**31)))
-    for _ in range(_DRAWS):
-        drawn = sample_frames(rng, [*_roles(rng, count), "scene"])
-        kinds: tuple[Kind, ...] = ("multi_hop", "order")
-        pool = [q for q in questions_for(drawn, 1000, rng, kinds) if q.frame == count]
-        if pool:
-            question = _one(pool, rng)
-            legends = len(antecedents(drawn, question.mark))
-            meta = {"order": list(order), "legends": legends}
-            return Drawn(drawn, range(count + 1), (*order, count), question, meta)
-    raise ValueError(f"no context behind {count} frames in {_DRAWS} draws")
+    order = other_order(int(amount), turn, orders_of(amount), int(rng.integers(2**31)))
+    return _reordered(rng, frames, amount, turn, order=order)
+
+
+@_repeated
+def _reordered(
+    rng: np.random.Generator, frames: int, amount: float, turn: int, *, order: tuple[int, ...]
+) -> Drawn | None:
+    count = len(order)
+    drawn = sample_frames(rng, [*_roles(rng, count), "scene"])
+    pool = [q for q in _asked(drawn, rng, "multi_hop", "order") if q.frame == count]
+    if not pool:
+        return None
+    question = _one(pool, rng)
+    meta = {"order": list(order), "legends": len(antecedents(drawn, question.mark))}
+    return Drawn(drawn, range(count + 1), (*order, count), question, meta)
 
 
 def orders_of(amount: float) -> int:
-    """How many orders of so many predecessors are asked about: every other one of three and four, 24 of six."""
+    """How many orders of that many predecessors are asked about: every other one of three and four, 24 of six."""
     return {3: 5, 4: 23}.get(int(amount), SAMPLED_ORDERS)
 
 
@@ -215,10 +206,14 @@ def _with_others(rng: np.random.Generator, front: int, others: int) -> tuple[lis
 
 
 def _used(frames: Sequence[Frame], before: Sequence[int], placed: Sequence[int], question: Question) -> Drawn:
-    """Without the frames that neither row names: nothing is drawn or encoded in vain."""
+    """Drops the frames that neither row names, so that nothing is drawn or encoded in vain."""
     names = {old: new for new, old in enumerate(sorted({*before, *placed}))}
     made = [frames[old] for old in names]
     return Drawn(made, [names[i] for i in before], [names[i] for i in placed], question, {})
+
+
+def _asked(frames: Sequence[Frame], rng: np.random.Generator, *kinds: Kind) -> list[Question]:
+    return questions_for(frames, 1000, rng, kinds)
 
 
 def _one(pool: Sequence[Question], rng: np.random.Generator) -> Question:

@@ -1,22 +1,54 @@
-"""Edits of what stands in front of a chunk, on indices: the perturbations of Kamera, section 5 and appendix D.
+"""Edits of what is in front of a chunk, on indices: the perturbations of Kamera, section 5 and appendix D.
 
-Each takes the chunks in front in order, others that may come in, and a generator, and gives the chunks then in front.
-Generated tasks and the protocols over data sets share them.
+Each takes the chunks in front in order, others that may come in, a generator and an amount, and returns the chunks that are
+then in front. Generated tasks and the protocols over data sets share them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import permutations
 from math import factorial
 
 import numpy as np
 
-Edit = Callable[[Sequence[int], Sequence[int], np.random.Generator], tuple[int, ...]]
-"""(in front, others, generator) -> then in front."""
+Edit = Callable[[Sequence[int], Sequence[int], np.random.Generator, int], tuple[int, ...]]
+"""(in front, others, generator, amount) -> then in front."""
 
 
-def reordered(front: Sequence[int], others: Sequence[int], rng: np.random.Generator) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class Amount:
+    """What the name of a task or a protocol says behind ``@``.
+
+    Attributes:
+        listed: the amounts that there are; of shares, those that `ctxwin.evals.tasks.task_names` lists.
+        share: any share 0..1 is taken.
+    """
+
+    what: str
+    listed: tuple[float, ...] = ()
+    share: bool = False
+
+
+def amount_in(name: str, amount: Amount | None) -> float:
+    """The amount that a name says, 0 where it takes none; ValueError that says what it must be."""
+    kind, at, text = name.partition("@")
+    if amount is None:
+        if at:
+            raise ValueError(f"{kind} must be named without an amount, got {name!r}")
+        return 0.0
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not (0 <= value <= 1 if amount.share else value in amount.listed):
+        known = "0..1" if amount.share else ", ".join(f"{x:g}" for x in amount.listed)
+        raise ValueError(f"{amount.what} must be {known}, got {name!r}")
+    return value
+
+
+def reordered(front: Sequence[int], others: Sequence[int], rng: np.random.Generator, amount: int) -> tuple[int, ...]:
     """Another order of the same chunks. Raises ValueError for fewer than two."""
     if len(front) < 2:
         raise ValueError(f"front must hold at least 2 chunks to have another order, got {len(front)}")
@@ -26,8 +58,8 @@ def reordered(front: Sequence[int], others: Sequence[int], rng: np.random.Genera
             return order
 
 
-def duplicated(front: Sequence[int], others: Sequence[int], rng: np.random.Generator) -> tuple[int, ...]:
-    """One chunk is dropped and its neighbour stands there, too. Raises ValueError for fewer than two."""
+def duplicated(front: Sequence[int], others: Sequence[int], rng: np.random.Generator, amount: int) -> tuple[int, ...]:
+    """One chunk is dropped, and its neighbour stands there as well. Raises ValueError for fewer than two."""
     if len(front) < 2:
         raise ValueError(f"front must hold at least 2 chunks to double one for another, got {len(front)}")
     gone = int(rng.integers(len(front)))
@@ -36,54 +68,41 @@ def duplicated(front: Sequence[int], others: Sequence[int], rng: np.random.Gener
     return tuple(made)
 
 
-def replaced(count: int) -> Edit:
-    """``count`` chunks at random places become others, in place; as many as there are where ``count`` is larger."""
-
-    def edit(front: Sequence[int], others: Sequence[int], rng: np.random.Generator) -> tuple[int, ...]:
-        n = min(count, len(front))
-        _enough(others, n)
-        made = list(front)
-        for place, new in zip(sorted(int(i) for i in rng.permutation(len(front))[:n]), others, strict=False):
-            made[place] = new
-        return tuple(made)
-
-    return edit
+def replaced(front: Sequence[int], others: Sequence[int], rng: np.random.Generator, amount: int) -> tuple[int, ...]:
+    """``amount`` chunks at random places become others, in place; all of them where ``amount`` is larger."""
+    n = min(amount, len(front))
+    made = list(front)
+    for place, new in zip(sorted(int(i) for i in rng.permutation(len(front))[:n]), _first(others, n), strict=True):
+        made[place] = new
+    return tuple(made)
 
 
-def replaced_share(share: float) -> Edit:
-    """As `replaced`, a share of them, rounded half up."""
-
-    def edit(front: Sequence[int], others: Sequence[int], rng: np.random.Generator) -> tuple[int, ...]:
-        return replaced(int(np.floor(share * len(front) + 0.5)))(front, others, rng)
-
-    return edit
+def shortened(front: Sequence[int], others: Sequence[int], rng: np.random.Generator, amount: int) -> tuple[int, ...]:
+    """The leading chunk is gone."""
+    return tuple(front[1:])
 
 
-def preceded(count: int) -> Edit:
-    """``count`` others stand in front of everything: all distances among what was there stay as they were.
+def preceded(front: Sequence[int], others: Sequence[int], rng: np.random.Generator, amount: int) -> tuple[int, ...]:
+    """``amount`` others come in front of everything: all distances among what was there remain the same.
 
     That is how excess context is position-matched here: keys are rotated relative to each other, so a patch formed without
     the others stands as far from the antecedents it knows as before.
     """
-
-    def edit(front: Sequence[int], others: Sequence[int], rng: np.random.Generator) -> tuple[int, ...]:
-        _enough(others, count)
-        return (*others[:count], *front)
-
-    return edit
+    return (*_first(others, amount), *front)
 
 
-def scattered(count: int) -> Edit:
-    """``count`` others stand between the chunks and behind them (a true superset): what was there moves apart."""
+def scattered(front: Sequence[int], others: Sequence[int], rng: np.random.Generator, amount: int) -> tuple[int, ...]:
+    """``amount`` others come between the chunks and behind them (a true superset): what was there moves apart."""
+    made = list(front)
+    for new in _first(others, amount):
+        made.insert(int(rng.integers(1, len(made) + 1)) if made else 0, new)
+    return tuple(made)
 
-    def edit(front: Sequence[int], others: Sequence[int], rng: np.random.Generator) -> tuple[int, ...]:
-        _enough(others, count)
-        made = list(front)
-        for new in others[:count]:
-            made.insert(int(rng.integers(1, len(made) + 1)) if made else 0, new)
-        return tuple(made)
 
-    return edit
+def _first(others: Sequence[int], count: int) -> Sequence[int]:
+    if len(others) < count:
+        raise ValueError(f"others must hold at least {count} chunks, got {len(others)}")
+    return others[:count]
 
 
 def other_order(count: int, turn: int, orders: int, seed: int) -> tuple[int, ...]:
@@ -104,8 +123,3 @@ def other_order(count: int, turn: int, orders: int, seed: int) -> tuple[int, ...
         if order != ascending:
             found[order] = None
     return list(found)[turn]
-
-
-def _enough(others: Sequence[int], count: int) -> None:
-    if len(others) < count:
-        raise ValueError(f"others must hold at least {count} chunks, got {len(others)}")

@@ -1,41 +1,39 @@
 """Windowed protocols on any task's items: ``recall@0.5:video-mme``, ``slide:mm-niah/retrieval-image``.
 
-A protocol gives an item a history. Where it can, the question is asked behind the item's own context and what is changed
-is the past (a patch was formed, or a survivor conditioned, behind other chunks): the data set's own truth then holds.
-Where what is placed differs from the item's own context, the data set's truth may not hold any more: such answers are not
-scored, and are compared with re-prefill alone.
+A protocol gives an item a history. Where possible, the question is asked behind the item's own context and only the past is
+changed (a patch was formed, or a survivor conditioned, behind other chunks), so the data set's truth holds. Where what is
+placed differs from the item's own context, that truth may no longer hold: such answers are not scored, only compared with
+re-prefill.
 
 The distractors are chunks of other items of the same task, never of the same cluster. Source: Kamera, section 5 and appendix D.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ctxwin.chunk import Chunk
 from ctxwin.evals.items import Item, Scored, Setting, Task
-from ctxwin.evals.tasks.edits import Edit, duplicated, preceded, reordered, replaced, replaced_share, scattered
+from ctxwin.evals.tasks.edits import (
+    Amount,
+    Edit,
+    amount_in,
+    duplicated,
+    preceded,
+    reordered,
+    replaced,
+    scattered,
+    shortened,
+)
 from ctxwin.hashing import digest
 
 BLOCK = 8
-"""Distractors of an item come from its block of so many items, so that an item never depends on how many are drawn."""
-
-
-class Rows(NamedTuple):
-    """Chunks before the edit and when the question comes: own ones as 0.., distractors behind them."""
-
-    before: tuple[int, ...]
-    placed: tuple[int, ...]
-
-
-Plan = Callable[[Sequence[int], int, Sequence[int], np.random.Generator], Rows]
-"""(own chunks in order, place of the asked one, distractors, generator) -> rows."""
+"""Distractors of an item come from its block of this many items, so that an item never depends on how many are drawn."""
 
 
 @dataclass(frozen=True)
@@ -45,90 +43,54 @@ class Protocol:
     Attributes:
         setting: what it is to the arms.
         front: fewest chunks in front of the asked one.
-        plan: makes it, for an amount.
-        amounts: largest amount, the pattern of its spelling; None where the name takes none.
-        others: how many distractors it needs, of an amount and a number of chunks in front.
+        edit: changes what is in front of the asked chunk.
+        amount: what its name takes behind ``@``; None for nothing.
+        others: how many distractors come in, for an amount and a number of chunks in front.
+        past: the item's own context is what is placed, and the edited one what was there before; else the reverse.
     """
 
     name: str
     about: str
     setting: Setting
     front: int
-    plan: Callable[[float], Plan]
-    amounts: tuple[float, str] | None = None
+    edit: Edit
+    amount: Amount | None = None
     others: Callable[[float, int], int] = lambda amount, front: 0
+    past: bool = True
 
-    def parse(self, spelling: str, text: str) -> float:
-        """The amount; ValueError naming the protocol where it is none."""
-        if self.amounts is None:
-            if text:
-                raise ValueError(f"protocol {self.name!r} must have no amount, got {spelling!r}")
-            return 0.0
-        most, pattern = self.amounts
-        if not re.fullmatch(pattern, text) or float(text) > most:
-            raise ValueError(
-                f"protocol {self.name!r} must have an amount 0..{most:g} ({self.name}@1), got {spelling!r}"
-            )
-        return float(text)
-
-
-def _past(edit: Callable[[float], Edit]) -> Callable[[float], Plan]:
-    """The asked chunk was conditioned behind what ``edit`` makes of what is in front of it now."""
-
-    def at(amount: float) -> Plan:
-        def plan(own: Sequence[int], asked: int, others: Sequence[int], rng: np.random.Generator) -> Rows:
-            return Rows((*edit(amount)(own[:asked], others, rng), own[asked]), tuple(own))
-
-        return plan
-
-    return at
+    def rows(
+        self, own: tuple[int, ...], asked: int, others: Sequence[int], rng: np.random.Generator
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Chunks before the edit and when the question comes: own ones as 0.., distractors behind them."""
+        then = self.edit(own[:asked], others, rng, len(others))
+        before, placed = ((*then, *own[asked:]), own) if self.past else (own, (*then, *own[asked:]))
+        if self.setting == "slide":
+            return before, placed
+        return before[
+            : 1 + (len(then) if self.past else asked)
+        ], placed  # up to the asked chunk, which was formed there
 
 
-def _present(edit: Callable[[float], Edit]) -> Callable[[float], Plan]:
-    """The asked chunk was conditioned behind the item's own chunks, and is served behind what ``edit`` makes of them."""
-
-    def at(amount: float) -> Plan:
-        def plan(own: Sequence[int], asked: int, others: Sequence[int], rng: np.random.Generator) -> Rows:
-            return Rows(tuple(own[: asked + 1]), (*edit(amount)(own[:asked], others, rng), *own[asked:]))
-
-        return plan
-
-    return at
-
-
-def _slide(needed: bool) -> Callable[[float], Plan]:
-    """A distractor stood in front and leaves; or the item's own leading chunk leaves."""
-
-    def plan(own: Sequence[int], asked: int, others: Sequence[int], rng: np.random.Generator) -> Rows:
-        return Rows(tuple(own), tuple(own[1:])) if needed else Rows((others[0], *own), tuple(own))
-
-    return lambda amount: plan
-
-
-_COUNT, _SHARE = (16.0, r"\d{1,2}"), (1.0, r"\d+(?:\.\d*)?|\.\d+")
+_COUNT, _SHARE = Amount("a number of chunks (excess@2)", tuple(range(17))), Amount("a share (recall@0.5)", share=True)
 PROTOCOLS: dict[str, Protocol] = {
     p.name: p
     for p in (
-        Protocol("slide", "a chunk of another item led the window and left", "slide", 0, _slide(False),
-                 others=lambda amount, front: 1),
-        Protocol("slide-needed", "the leading chunk left", "slide", 1, _slide(True)),
+        Protocol("slide", "a chunk of another item led the window and left", "slide", 0, preceded, None, lambda a, f: 1),
+        Protocol("slide-needed", "the leading chunk left", "slide", 1, shortened, past=False),
         Protocol("recall", "the asked chunk's patch was formed with a share of what is in front replaced", "recall", 1,
-                 _past(replaced_share), _SHARE, lambda amount, front: int(np.floor(amount * front + 0.5))),
-        Protocol("reorder", "the asked chunk's stored patch is of another order", "window", 2,
-                 _past(lambda amount: reordered)),
-        Protocol("divergent-reorder", "formed behind another order", "recall", 2, _past(lambda amount: reordered)),
-        Protocol("divergent-duplicate", "formed with one chunk dropped, its neighbour twice", "recall", 2,
-                 _past(lambda amount: duplicated)),
-        Protocol("divergent-replace-one", "formed with one chunk replaced", "recall", 1,
-                 _past(lambda amount: replaced(1)), others=lambda amount, front: 1),
-        Protocol("divergent-replace-all", "formed behind chunks of another item", "recall", 1,
-                 _past(lambda amount: replaced_share(1.0)), others=lambda amount, front: front),
-        Protocol("changed", "formed with so many chunks replaced", "recall", 1,
-                 _past(lambda amount: replaced(int(amount))), _COUNT, lambda amount, front: min(int(amount), front)),
-        Protocol("excess", "so many chunks of other items stand in front of all", "recall", 1,
-                 _present(lambda amount: preceded(int(amount))), _COUNT, lambda amount, front: int(amount)),
-        Protocol("superset", "so many chunks of other items stand between", "recall", 1,
-                 _present(lambda amount: scattered(int(amount))), _COUNT, lambda amount, front: int(amount)),
+                 replaced, _SHARE, lambda a, f: int(np.floor(a * f + 0.5))),
+        Protocol("reorder", "the asked chunk's stored patch is of another order", "window", 2, reordered),
+        Protocol("divergent-reorder", "formed behind another order", "recall", 2, reordered),
+        Protocol("divergent-duplicate", "formed with one chunk dropped, its neighbour twice", "recall", 2, duplicated),
+        Protocol("divergent-replace-one", "formed with one chunk replaced", "recall", 1, replaced, None, lambda a, f: 1),
+        Protocol("divergent-replace-all", "formed behind chunks of another item", "recall", 1, replaced, None,
+                 lambda a, f: f),
+        Protocol("changed", "formed with so many chunks replaced", "recall", 1, replaced, _COUNT,
+                 lambda a, f: min(int(a), f)),
+        Protocol("excess", "so many chunks of other items stand in front of all", "recall", 1, preceded, _COUNT,
+                 lambda a, f: int(a), past=False),
+        Protocol("superset", "so many chunks of other items stand between", "recall", 1, scattered, _COUNT,
+                 lambda a, f: int(a), past=False),
     )
 }  # fmt: skip
 
@@ -146,15 +108,15 @@ class ProtocolTask(Task):
     """
 
     def __init__(self, spelling: str, base: Task, seed: int = 0) -> None:
-        name, at, text = spelling.partition("@")
-        if name not in PROTOCOLS or (at and not text):
+        name, at, _ = spelling.partition("@")
+        if name not in PROTOCOLS:
             raise ValueError(f"a protocol must be one of {', '.join(PROTOCOLS)}; got {spelling!r}")
         if base.setting != "window":
             raise ValueError(
                 f"a protocol needs a task without a history of its own, got {base.name!r} ({base.setting})"
             )
         self.protocol = PROTOCOLS[name]
-        self.amount = self.protocol.parse(spelling, text)
+        self.amount = amount_in(spelling, self.protocol.amount)
         self.base, self.seed = base, seed
         self.name = f"{name}@{self.amount:g}:{base.name}" if at else f"{name}:{base.name}"
         self.about = f"{base.about}; {self.protocol.about}"
@@ -181,7 +143,7 @@ class ProtocolTask(Task):
         return made
 
     def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
-        """By the task's own rule; not scored where the item's own context is not what is placed."""
+        """The task's own rule; not scored where something other than the item's own context is placed."""
         scored = self.base.score(answer, target, meta)
         return scored if meta["own_context"] else replace(scored, score=None)
 
@@ -190,11 +152,12 @@ class ProtocolTask(Task):
 
 
 def with_history(item: Item, donors: Sequence[Item], task: ProtocolTask, rng: np.random.Generator) -> Item | None:
-    """An item under a protocol; None where too little stands in front of the asked chunk.
+    """An item under a protocol; None where too little is in front of the asked chunk.
 
     Raises ValueError where the donors have too few chunks.
     """
-    own, asked = range(len(item.placed)), len(item.placed) - 1 if item.asked is None else item.asked
+    own = tuple(range(len(item.placed)))
+    asked = own[-1] if item.asked is None else item.asked
     if asked < task.protocol.front:
         return None
     wanted = task.protocol.others(task.amount, asked)
@@ -205,23 +168,19 @@ def with_history(item: Item, donors: Sequence[Item], task: ProtocolTask, rng: np
             f"take a smaller amount"
         )
     picked = picked[:wanted]
-    rows = task.protocol.plan(task.amount)(own, asked, range(len(own), len(own) + wanted), rng)
+    before, placed = rows = task.protocol.rows(own, asked, range(len(own), len(own) + wanted), rng)
     shapes = (item.shape, *(d.shape for d, _ in picked))
     return replace(
         item,
         task=task.name,
         load=partial(_joined, item, tuple(picked)),
         count=len(own) + wanted,
-        before=() if rows.before == rows.placed and task.setting == "window" else rows.before,
-        placed=rows.placed,
-        asked=rows.placed.index(own[asked]),
+        before=() if before == placed and task.setting == "window" else before,
+        placed=placed,
+        asked=placed.index(asked),
         shape=None if None in shapes else (shapes, rows),
         digest=digest("protocol", task.name, item.digest, [[d.digest, c] for d, c in picked], *map(list, rows)),
-        meta={
-            **item.meta,
-            "own_context": rows.placed == tuple(own),
-            "control": rows.before == rows.placed[: len(rows.before)],
-        },
+        meta={**item.meta, "own_context": placed == own, "control": before == placed[: len(before)]},
     )
 
 

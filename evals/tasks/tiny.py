@@ -33,7 +33,7 @@ from ctxwin.evals.tasks.drawn import (
     slide_repeated,
     world,
 )
-from ctxwin.evals.tasks.edits import duplicated, preceded, reordered, replaced, scattered
+from ctxwin.evals.tasks.edits import Amount, amount_in, duplicated, preceded, reordered, replaced, scattered
 from ctxwin.hashing import digest
 from ctxwin.tiny.world import Frame, answer, render
 
@@ -79,31 +79,6 @@ class Case:
         """Content of the item, so that samples of another generator are noticed."""
         drawn = [[f.role, *(a.tobytes() for a in (f.shape, f.appearance, f.mark, f.jitter))] for f in self.frames]
         return digest("case", drawn, list(self.before), list(self.placed), self.question, self.truth)
-
-
-@dataclass(frozen=True)
-class Amount:
-    """What a task's name says behind ``@``.
-
-    Attributes:
-        listed: those that `ctxwin.evals.tasks.task_names` lists.
-        share: any share 0..1 is taken; else only ``listed``.
-    """
-
-    what: str
-    listed: tuple[float, ...]
-    share: bool = False
-
-    def parse(self, name: str, text: str) -> float:
-        """The amount; ValueError naming the task where it is none."""
-        try:
-            amount = float(text)
-        except ValueError:
-            amount = -1.0
-        if not (0 <= amount <= 1 if self.share else amount in self.listed):
-            known = "0..1" if self.share else ", ".join(f"{x:g}" for x in self.listed)
-            raise ValueError(f"{self.what} must be {known}, got {name!r}")
-        return amount
 
 
 @dataclass(frozen=True)
@@ -159,12 +134,14 @@ _PREDECESSORS = Amount("a number of predecessors (tiny/reorder@3)", (3, 4, 6))
 TASKS: dict[str, Generated] = {
     t.name: t
     for t in (
-        Generated("single_hop", "answered by one frame alone", "window", 2, world("single_hop")),
-        Generated("multi_hop", "needs the one earlier legend that decides it", "window", 2, world("multi_hop")),
-        Generated("graded", "as multi_hop, with a tint that leaves two colours open", "window", 2, world("graded")),
-        Generated("order", "earlier legends disagree: their order decides", "window", 3, world("order")),
-        Generated("slide_distractor", "the leading frame leaves; it has no part in it", "slide", 3, slide(False)),
-        Generated("slide_needed", "the leading frame leaves; it was the deciding legend", "slide", 2, slide(True)),
+        Generated("single_hop", "answered by one frame alone", "window", 2, partial(world, task="single_hop")),
+        Generated("multi_hop", "needs the one earlier legend that decides it", "window", 2, partial(world, task="multi_hop")),
+        Generated("graded", "as multi_hop, with a tint that leaves two colours open", "window", 2, partial(world, task="graded")),
+        Generated("order", "earlier legends disagree: their order decides", "window", 3, partial(world, task="order")),
+        Generated("slide_distractor", "the leading frame leaves; it has no part in it", "slide", 3,
+                  partial(slide, needed=False)),
+        Generated("slide_needed", "the leading frame leaves; it was the deciding legend", "slide", 2,
+                  partial(slide, needed=True)),
         Generated("slide_repeated", "the deciding legend leaves; a later frame repeats it", "slide", 3, slide_repeated),
         Generated("history", "a window after slides of a stream; survivors met what was placed then", "slide", 3, history,
                   _SLIDES),
@@ -173,28 +150,28 @@ TASKS: dict[str, Generated] = {
         Generated("reorder", "so many predecessors in another order than the patch was formed in", "window", 2, reorder,
                   _PREDECESSORS, orders_of),
         Generated("divergent-reorder", "antecedents in another order than at forming", "recall", 3,
-                  changed(lambda _: reordered)),
+                  partial(changed, edit=reordered)),
         Generated("divergent-duplicate", "an antecedent dropped, its neighbour there twice", "recall", 3,
-                  changed(lambda _: duplicated)),
+                  partial(changed, edit=duplicated)),
         Generated("divergent-replace-one", "an antecedent replaced by a frame of another clip", "recall", 3,
-                  changed(lambda _: replaced(1))),
+                  partial(changed, edit=replaced, count=1)),
         Generated("divergent-replace-all", "all antecedents replaced by frames of another clip", "recall", 3,
-                  changed(lambda _: replaced(TRAINED_FRAMES))),
-        Generated("changed", "so many antecedents replaced by frames of another clip", "recall", 4, changed(replaced),
-                  _MORE),
+                  partial(changed, edit=replaced, count=TRAINED_FRAMES)),
+        Generated("changed", "so many antecedents replaced by frames of another clip", "recall", 4,
+                  partial(changed, edit=replaced), _MORE),
         Generated("excess", "two antecedents, so many irrelevant frames in front of them", "recall", 2,
-                  excess(preceded), _MORE),
+                  partial(excess, edit=preceded), _MORE),
         Generated("superset", "two antecedents, so many irrelevant frames behind and between", "recall", 2,
-                  excess(scattered), _MORE),
+                  partial(excess, edit=scattered), _MORE),
     )
 }  # fmt: skip
 CONTROLS = ("single_hop", "slide_distractor", "slide_repeated")
-"""One frame alone answers these, or what leaves has no part in it: reuse should not change the answer."""
+"""One frame alone answers these, or what leaves does not matter: reuse should not change the answer."""
 WORLD_TASKS = ("single_hop", "multi_hop", "graded", "order")
 
 
 def fit_cases(seed: int, count: int, frames: Sequence[int]) -> list[Case]:
-    """Contexts that a shared basis is fitted on; from a seed space of their own."""
+    """Contexts to fit a shared basis on, from a seed space of their own."""
     fitting = [TASKS[name] for name in ("multi_hop", "order", "graded") if TASKS[name].least <= max(frames)]
     return [fitting[i % len(fitting)].case(seed, i, frames, space=FIT_SPACE) for i in range(count)]
 
@@ -229,18 +206,11 @@ class TinyTask(Task):
     endless = True
 
     def __init__(self, name: str, options: TinyOptions | None = None) -> None:
-        kind, at, text = name.removeprefix("tiny/").partition("@")
+        kind, at, _ = name.removeprefix("tiny/").partition("@")
         if kind not in TASKS:
             raise ValueError(f"a generated task must be one of {', '.join(f'tiny/{t}' for t in TASKS)}; got {name!r}")
         self.kind = TASKS[kind]
-        if bool(at) != (self.kind.amount is not None):
-            needs = (
-                f"{self.kind.amount.what} must be given"
-                if self.kind.amount
-                else f"tiny/{kind} must be named without an amount"
-            )
-            raise ValueError(f"{needs}, got {name!r}")
-        self.amount = self.kind.amount.parse(name, text) if self.kind.amount else 0.0
+        self.amount = amount_in(name, self.kind.amount)
         self.options = TinyOptions() if options is None else options
         self.name = f"tiny/{kind}@{self.amount:g}" if at else f"tiny/{kind}"
         self.about = self.kind.about

@@ -142,7 +142,7 @@ def test_a_toggled_chunk_is_its_canonical_behind_exact_ones(decoder: Decoder) ->
             assert torch.equal(span.k, want.k) and torch.equal(span.v, want.v)
 
 
-SPELLED = [f"{name}@{0.5 if name == 'recall' else 2}" if p.amounts else name for name, p in PROTOCOLS.items()]
+SPELLED = [f"{name}@{0.5 if name == 'recall' else 2}" if p.amount else name for name, p in PROTOCOLS.items()]
 
 
 @pytest.mark.parametrize("spelling", SPELLED)
@@ -209,10 +209,10 @@ def test_distractors_come_from_other_clusters_of_near_items() -> None:
     ("name", "told"),
     [
         ("other:tiny/multi_hop", "a protocol must be one of"),
-        ("recall:tiny/multi_hop", "protocol 'recall' must have an amount 0..1"),
-        ("recall@2:tiny/multi_hop", "protocol 'recall' must have an amount 0..1"),
-        ("slide@1:tiny/multi_hop", "protocol 'slide' must have no amount"),
-        ("excess@x:tiny/multi_hop", "protocol 'excess' must have an amount"),
+        ("recall:tiny/multi_hop", "a share .* must be 0..1, got 'recall"),
+        ("recall@2:tiny/multi_hop", "a share .* must be 0..1, got 'recall"),
+        ("slide@1:tiny/multi_hop", "slide must be named without an amount"),
+        ("excess@x:tiny/multi_hop", "a number of chunks .* must be 0, 1, 2.*, got 'excess@x'"),
         ("slide:tiny/recall@1", "a protocol needs a task without a history"),
         ("slide:tiny/none", "a generated task must be one of"),
     ],

@@ -5,8 +5,8 @@ from math import factorial
 import numpy as np
 import pytest
 
-from ctxwin.evals.tasks import FIT_SPACE, SPACE, SUITES, TASKS, TURNOVERS, TaskOptions, expand, open_task, task_names
-from ctxwin.evals.tasks.tiny import TinyOptions, TinyTask, fit_cases
+from ctxwin.evals.tasks import SUITES, TaskOptions, expand, open_task, task_names
+from ctxwin.evals.tasks.tiny import FIT_SPACE, SPACE, TASKS, TURNOVERS, TinyOptions, TinyTask, fit_cases
 from ctxwin.tiny.world import answer, antecedents, classify
 
 FRAMES = (2, 3, 4, 5, 6)
@@ -162,7 +162,7 @@ def test_every_task_and_suite_opens() -> None:
     ("name", "told"),
     [
         ("tiny/other", "a generated task must be one of"),
-        ("tiny/recall", "a turnover .* must be given"),
+        ("tiny/recall", "a turnover .* must be 0..1"),
         ("tiny/recall@2", "a turnover .* must be 0..1"),
         ("tiny/reorder@5", "a number of predecessors .* must be 3, 4, 6"),
         ("tiny/multi_hop@1", "tiny/multi_hop must be named without an amount"),
