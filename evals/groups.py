@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ctxwin.evals.benchmarks import mm_niah_score
+from ctxwin.evals.benchmarks import mm_niah
 from ctxwin.evals.samples import Sample
 
-LENGTHS = (0, *mm_niah_score.LENGTHS)
+LENGTHS = (0, *mm_niah.LENGTHS)
 """Lower edges in tokens of MM-NIAH's bins of context length, and the bin under 1,000 that its own figure leaves out."""
-DEPTH = 1 / mm_niah_score.DEPTHS
+DEPTH = 1 / mm_niah.DEPTHS
 """Width of a bin of the needle's depth, 0 (front) to 1 (end)."""
 
 

@@ -11,9 +11,8 @@ archives hold them together: 18 GB for MM-NIAH's val split, 44 GB for its test s
 from __future__ import annotations
 
 from ctxwin.evals.benchmarks import milebench, mm_niah, video_mme
-from ctxwin.evals.benchmarks.base import DataTask, Missing
+from ctxwin.evals.benchmarks.base import DataOptions, DataTask, Missing
 from ctxwin.evals.benchmarks.frames import FRAME_RULES
-from ctxwin.evals.benchmarks.options import DataOptions
 
 BENCHMARKS: dict[str, str] = {
     **mm_niah.TASKS,

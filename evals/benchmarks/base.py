@@ -1,4 +1,4 @@
-"""What the benchmarks share: their data folder, their options, and reading annotation files with errors that name lines."""
+"""What the benchmarks share: options, the data folder, and annotation files whose errors name the line."""
 
 from __future__ import annotations
 
@@ -6,22 +6,74 @@ import json
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from ctxwin.evals.benchmarks.options import DataOptions
+from pydantic import BaseModel, ValidationError
+
+from ctxwin.evals.benchmarks.frames import FRAME_RULES
 from ctxwin.evals.benchmarks.source import find_data, shown_data
 from ctxwin.evals.items import Item, Task
 from ctxwin.files import atomic_write
 
 _log = logging.getLogger("ctxwin.evals")
+_Row = TypeVar("_Row", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Where the data is and how it is shown to a model; each benchmark reads the options that concern it.
+
+    Attributes:
+        data: a folder in the data set's official layout, or ``hub:OWNER/NAME`` to download that from the Hugging Face
+            hub; None where answers are only scored.
+        split: ``val`` or ``test`` (MM-NIAH), ``test`` (Video-MME), ``test`` or ``adv`` (MileBench); empty takes the first.
+        frames: frames sampled from a video.
+        frame_rule: which ones; see `ctxwin.evals.benchmarks.frames.FRAME_RULES`.
+        max_pixels: larger pictures and frames are scaled down to this area, keeping their proportions; None leaves them.
+        as_video: frames go in as one native video instead of as pictures.
+        subtitles: Video-MME with the subtitles of the sampled frames.
+        times: each frame that goes in as a picture has its time in front. The official prompt has none.
+        skip_missing: items whose media are not there are left out instead of being an error.
+        max_tokens: longest answer; None takes the benchmark's.
+        text_words: longer texts between two pictures are cut into chunks of about that many words, at paragraph ends.
+    """
+
+    data: str | None = None
+    split: str = ""
+    frames: int = 8
+    frame_rule: str = "vlmevalkit"
+    max_pixels: int | None = None
+    as_video: bool = False
+    subtitles: bool = False
+    times: bool = False
+    skip_missing: bool = False
+    max_tokens: int | None = None
+    text_words: int = 512
+
+    def __post_init__(self) -> None:
+        for name, least in {"frames": 1, "max_pixels": 28 * 28, "max_tokens": 1, "text_words": 8}.items():
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"{name} must be >= {least}, got {value}")
+        if self.frame_rule not in FRAME_RULES:
+            raise ValueError(f"frame_rule must be one of {', '.join(FRAME_RULES)}; got {self.frame_rule!r}")
+        if self.data is not None and not self.data:
+            raise ValueError("data must be a folder or hub:OWNER/NAME, got an empty string")
 
 
 class Missing(ValueError):
-    """A medium that an item needs is not there; the message names the item and the file."""
+    """A medium that an item needs is missing; the message names the item and the file."""
+
+    @classmethod
+    def among(cls, paths: Iterable[Path], where: str) -> Missing | None:
+        """The error for the first path that is no file; None where all exist."""
+        gone = next((path for path in paths if not path.is_file()), None)
+        if gone is None:
+            return None
+        return cls(f"{where} must find its media, got no file {str(gone)!r}; unpack the data set's media there")
 
 
 class DataTask(Task):
@@ -30,7 +82,7 @@ class DataTask(Task):
     Attributes:
         options: how items are made.
         split: the one taken.
-        skipped: doc_ids that the last call of `items` left out because their media are missing.
+        skipped: doc_ids left out by the last call of `items` because their media are missing.
     """
 
     splits: ClassVar[tuple[str, ...]]
@@ -49,8 +101,8 @@ class DataTask(Task):
         """Files of the hub's data set that this task needs, as globs."""
 
     @abstractmethod
-    def read(self, root: Path) -> Iterator[Item | tuple[str, Missing]]:
-        """Items in file order; (doc_id, error) for one whose media are missing. Reads no media."""
+    def read(self, root: Path) -> Iterator[tuple[str, str, Item | Missing]]:
+        """(place for messages, doc_id, item) in file order; an error for an item whose media are missing. Reads no media."""
 
     @abstractmethod
     def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -98,26 +150,27 @@ class DataTask(Task):
         return made
 
     def _present(self, skipped: list[str]) -> Iterator[Item]:
-        for found in self.read(self.root):
+        seen: set[str] = set()
+        for where, name, found in self.read(self.root):
+            if name in seen:
+                raise ValueError(f"{where}: ids must be unique in a file, got {name} twice")
+            seen.add(name)
             if isinstance(found, Item):
-                # The official prompts have no system turn of their own.
-                yield replace(found, system_prompt="") if found.system_prompt is None else found
+                yield replace(found, system_prompt="")  # the official prompts have no system turn of their own
             elif self.options.skip_missing:
-                skipped.append(found[0])
+                skipped.append(name)
             else:
-                raise found[1]
+                raise found
+
+    def annotations(self, path: Path) -> Path:
+        """The path of an annotation file; ValueError where there is none."""
+        if not path.is_file():
+            raise ValueError(f"{self.name} must find its annotations, got no file {str(path)!r}")
+        return path
 
     def config(self) -> dict[str, Any]:
         made = {"data": shown_data(self.options.data), "split": self.split, "max_pixels": self.options.max_pixels}
         return {**super().config(), **made, "max_tokens": self.max_tokens, "skip_missing": self.options.skip_missing}
-
-
-def missing(paths: Iterable[Path], where: str) -> Missing | None:
-    """The error for the first path that is no file; None where all are there."""
-    for path in paths:
-        if not path.is_file():
-            return Missing(f"{where} must find its media, got no file {str(path)!r}; unpack the data set's media there")
-    return None
 
 
 def inside(folder: Path, name: Any, where: str) -> Path:
@@ -127,15 +180,21 @@ def inside(folder: Path, name: Any, where: str) -> Path:
     return folder / name
 
 
-def want(row: Any, name: str, kinds: type | tuple[type, ...], where: str) -> Any:
-    """``row[name]`` of one of the given types; ValueError naming the place."""
-    if not isinstance(row, dict) or name not in row:
-        raise ValueError(f"{where} must have a field {name!r}, got {_short(row)}")
-    value = row[name]
-    if not isinstance(value, kinds) or isinstance(value, bool):
-        wanted = " or ".join(k.__name__ for k in (kinds if isinstance(kinds, tuple) else (kinds,)))
-        raise ValueError(f"{where}: {name!r} must be {wanted}, got {_short(value)}")
-    return value
+def checked(kind: type[_Row], row: Any, where: str) -> _Row:
+    """A row as a model; ValueError that names the place and the field that is wrong."""
+    try:
+        return kind.model_validate(row)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "missing":
+            raise ValueError(f"{where} must have a field {first['loc'][-1]!r}, got {_short(row)}") from None
+        if first["type"] == "value_error":
+            raise ValueError(f"{where}: {first['ctx']['error']}") from None
+        # A field of several types has an error for each of them.
+        same = [e for e in error.errors() if e["loc"][:1] == first["loc"][:1]]
+        field = ".".join(map(str, first["loc"][: 1 if len(same) > 1 else None])) or "a row"
+        wanted = " or ".join(dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in same))
+        raise ValueError(f"{where}: {field} must be {wanted}, got {_short(first['input'])}") from None
 
 
 def _short(value: Any) -> str:

@@ -7,7 +7,8 @@ and seeking lands on other frames than counting does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,18 +23,6 @@ from ctxwin.media import as_rgb
 Pixels = NDArray[np.uint8]
 _LEAST_SHARE = 0.9
 """A file that yields less than this share of the frames its header promises is taken for cut short."""
-
-
-def _vlmevalkit(total: int, n: int) -> list[int]:
-    return [int(i * (total / (n + 1))) for i in range(1, n + 1)]
-
-
-def _linspace(total: int, n: int) -> list[int]:
-    return [int(i) for i in np.linspace(0, total - 1, n).round()]
-
-
-def _lmms_eval(total: int, n: int) -> list[int]:
-    return [int(i) for i in np.linspace(0, total - 1, n, dtype=int)]
 
 
 def _qwen_vl_utils(total: int, n: int) -> list[int]:
@@ -57,11 +46,11 @@ def _hf_qwen2_vl(total: int, n: int) -> list[int]:
 
 
 FRAME_RULES: dict[str, Callable[[int, int], list[int]]] = {
-    "vlmevalkit": _vlmevalkit,
+    "vlmevalkit": lambda total, n: [int(i * (total / (n + 1))) for i in range(1, n + 1)],
     "qwen-vl-utils": _qwen_vl_utils,
-    "linspace": _linspace,
+    "linspace": lambda total, n: [int(i) for i in np.linspace(0, total - 1, n).round()],
     "hf-qwen2-vl": _hf_qwen2_vl,
-    "lmms-eval": _lmms_eval,
+    "lmms-eval": lambda total, n: [int(i) for i in np.linspace(0, total - 1, n, dtype=int)],
 }
 """Indices of ``n`` of ``total`` frames. A video with fewer frames than asked for repeats some, except under qwen-vl-utils.
 
@@ -118,19 +107,22 @@ def sample_frames(path: Path, rule: str, n: int, max_pixels: int | None = None) 
     Raises BadMedia where the file cannot be decoded, is cut short, or has too few frames for the rule. Cost: the file is
     decoded twice the first time (to count, then to read up to the last index), once from then on; F frames are held.
     """
-    stat = path.stat() if path.is_file() else None
-    if stat is None:
+    if not path.is_file():
         raise BadMedia(f"a video must be a readable file, got {str(path)!r}")
+    stat = path.stat()
     total, declared, rate = _counted(str(path), stat.st_size, stat.st_mtime_ns)
     indices = frame_indices(rule, total, n)
     wanted = set(indices)
     found: dict[int, Pixels] = {}
-    with _Capture(path) as capture:
+    with _opened(path) as capture:
         for at in range(max(wanted) + 1):
             if not capture.grab():
                 raise BadMedia(f"{str(path)!r} must decode the same way twice, got {at} of {total} frames this time")
             if at in wanted:
-                found[at] = fit(capture.frame(), max_pixels)
+                ok, bgr = capture.retrieve()
+                if not ok:
+                    raise BadMedia(f"{str(path)!r} must be decodable, got a frame that is not")
+                found[at] = fit(np.ascontiguousarray(bgr[..., ::-1], dtype=np.uint8), max_pixels)
     pixels = np.stack([found[i] for i in indices])
     return Sampled(pixels, tuple(indices), tuple(i / rate for i in indices), rate, total, declared)
 
@@ -156,46 +148,32 @@ def load_picture(path: Path, max_pixels: int | None) -> Path | Pixels:
     return path if smaller is pixels else smaller
 
 
-class _Capture:
-    """An opened video, released on leaving."""
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A video as OpenCV reads it; BadMedia where it cannot."""
+    import cv2
 
-    def __init__(self, path: Path) -> None:
-        import cv2
-
-        self._path = path
-        self._capture: Any = cv2.VideoCapture(str(path))
-        self.rate = float(self._capture.get(cv2.CAP_PROP_FPS)) if self._capture.isOpened() else 0.0
-        self.declared = int(self._capture.get(cv2.CAP_PROP_FRAME_COUNT)) if self._capture.isOpened() else 0
-        if not self.rate > 0:
-            self._capture.release()
+    capture = cv2.VideoCapture(str(path))
+    try:
+        if not capture.isOpened() or not capture.get(cv2.CAP_PROP_FPS) > 0:
             raise BadMedia(f"a video must be decodable by OpenCV, got {str(path)!r}; re-encode it, e.g. as mp4v")
-
-    def __enter__(self) -> _Capture:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._capture.release()
-
-    def grab(self) -> bool:
-        return bool(self._capture.grab())
-
-    def frame(self) -> Pixels:
-        ok, bgr = self._capture.retrieve()
-        if not ok:
-            raise BadMedia(f"{str(self._path)!r} must be decodable, got a frame that is not")
-        return np.ascontiguousarray(bgr[..., ::-1], dtype=np.uint8)
+        yield capture
+    finally:
+        capture.release()
 
 
 @lru_cache(maxsize=4096)
 def _counted(path: str, size: int, mtime_ns: int) -> tuple[int, int, float]:
     """(frames that come back, frames declared, frames per second); size and time stand for the content."""
-    with _Capture(Path(path)) as capture:
-        total = 0
+    import cv2
+
+    with _opened(Path(path)) as capture:
+        declared, total = int(capture.get(cv2.CAP_PROP_FRAME_COUNT)), 0
         while capture.grab():
             total += 1
-        if total == 0 or total < _LEAST_SHARE * capture.declared:
+        if total == 0 or total < _LEAST_SHARE * declared:
             raise BadMedia(
-                f"{path!r} must hold the frames its header promises, got {total} of {capture.declared}: the file is cut "
-                "short; fetch or encode it again"
+                f"{path!r} must hold the frames its header promises, got {total} of {declared}: the file is cut short; fetch "
+                "or encode it again"
             )
-        return total, capture.declared, capture.rate
+        return total, declared, float(capture.get(cv2.CAP_PROP_FPS))

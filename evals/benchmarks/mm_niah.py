@@ -3,21 +3,24 @@
 Layout, prompt and result lines follow the official repository (commit 2fd03dd: README "Data Format", ``utils/tools.py``,
 ``eval_internvl.py``). The central paper evaluates on retrieval-image and reasoning-image (arXiv 2606.23581, section 6
 and table 3).
+
+Scores: ``calculate_scores.py`` and ``eval_internvl.py`` of MM-NIAH (arXiv 2406.07230; commit 2fd03dd).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
 
 from ctxwin.chunk import Chunk
-from ctxwin.evals.benchmarks.base import DataTask, Missing, inside, missing, read_line_at, read_lines, want
-from ctxwin.evals.benchmarks.mm_niah_score import aggregate, score_answer
-from ctxwin.evals.benchmarks.options import DataOptions
+from ctxwin.evals.benchmarks.base import DataOptions, DataTask, Missing, checked, inside, read_line_at, read_lines
 from ctxwin.evals.benchmarks.prompt import Picture, Piece, Prompt, interleave
+from ctxwin.evals.benchmarks.vqa import holds_word, normalise
 from ctxwin.evals.items import Item, Scored
 from ctxwin.hashing import digest
 
@@ -32,65 +35,60 @@ TASKS = {
 PLACEHOLDER = "<image>"
 _LETTERS = "\nAnswer with the option's letter from the given choices directly."
 _SHORT = "\nAnswer the question using a single word or phrase."
+_Depth = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(BaseModel, strict=True):
     """One line of an annotation file.
 
     Attributes:
-        context: the document, with a placeholder a picture.
-        question: with choices and instruction, as it is asked.
-        images: of the document and the question, then the choices', as relative paths.
+        context: the document, with a placeholder for each picture.
+        question: as it is asked, with choices and instruction once `parse_row` has added them.
+        images: relative paths of the pictures of document, question and choices.
         answer: what is scored against.
-        meta: as in the file.
     """
 
     id: int
     context: str
     question: str
-    images: tuple[str, ...]
+    images: Annotated[list[str], Field(alias="images_list")]
     answer: int | str | list[Any]
-    meta: Mapping[str, Any]
+    meta: dict[str, Any]
 
 
-def parse_row(row: Any, where: str, counting: bool = False) -> Row:
+class _Meta(BaseModel, strict=True):
+    context_length: int
+    placed_depth: _Depth | Annotated[list[_Depth], Field(min_length=1)]
+    choices: list[Any] | None = None
+    choices_image_path: list[str] | None = None
+
+
+def parse_row(line: Any, where: str, counting: bool = False) -> Row:
     """Reads one line; raises ValueError naming the place and the field."""
-    context, question = want(row, "context", str, where), want(row, "question", str, where)
-    images = list(want(row, "images_list", list, where))
-    placeholders = (context + question).count(PLACEHOLDER)
-    if placeholders != len(images):
+    row = checked(Row, line, where)
+    meta = checked(_Meta, row.meta, f"{where} meta")
+    placeholders = (row.context + row.question).count(PLACEHOLDER)
+    if placeholders != len(row.images):
         raise ValueError(
             f"{where}: {PLACEHOLDER} must occur once a picture in context and question, got {placeholders} of them and "
-            f"{len(images)} pictures"
+            f"{len(row.images)} pictures"
         )
-    answer = want(row, "answer", (int, str, list), where)
-    if counting and isinstance(answer, str):
-        try:
-            answer = json.loads(answer)
-        except json.JSONDecodeError:
-            answer = None
-    if (counting and not isinstance(answer, list)) or answer == []:
-        raise ValueError(
-            f"{where}: the answer must be {'a list of counts' if counting else 'given'}, got {row['answer']!r}"
-        )
-    meta = want(row, "meta", dict, where)
-    choices, pictured = meta.get("choices"), meta.get("choices_image_path")
-    if choices and pictured:
+    if counting and isinstance(row.answer, str):
+        with suppress(json.JSONDecodeError):
+            row.answer = json.loads(row.answer)
+    if (counting and not isinstance(row.answer, list)) or row.answer == []:
+        wanted = "a list of counts" if counting else "given"
+        raise ValueError(f"{where}: the answer must be {wanted}, got {row.answer!r}")
+    if meta.choices and meta.choices_image_path:
         raise ValueError(f"{where}: only one of choices and choices_image_path must be set, got both")
-    if choices or pictured:
-        if not isinstance(answer, int) or not 0 <= answer < len(choices or pictured):
-            raise ValueError(f"{where}: the answer must be the index of a choice, got {answer!r}")
-        for i, choice in enumerate(choices or pictured):
-            question += f"\n{chr(ord('A') + i)}. {choice if choices else PLACEHOLDER}"
-        images += pictured or []
-    question += _LETTERS if choices or pictured else _SHORT
-    want(meta, "context_length", int, f"{where} meta")
-    placed = want(meta, "placed_depth", (int, float, list), f"{where} meta")
-    depths = placed if isinstance(placed, list) else [placed]
-    if not depths or not all(isinstance(d, int | float) and 0 <= d <= 1 for d in depths):
-        raise ValueError(f"{where} meta: placed_depth must be in 0..1, got {placed!r}")
-    return Row(want(row, "id", int, where), context, question, tuple(images), answer, meta)
+    if choices := meta.choices or meta.choices_image_path:
+        if not isinstance(row.answer, int) or not 0 <= row.answer < len(choices):
+            raise ValueError(f"{where}: the answer must be the index of a choice, got {row.answer!r}")
+        for i, choice in enumerate(choices):
+            row.question += f"\n{chr(ord('A') + i)}. {choice if meta.choices else PLACEHOLDER}"
+        row.images += meta.choices_image_path or []
+    row.question += _LETTERS if choices else _SHORT
+    return row
 
 
 def compose(row: Row, folder: Path, where: str, words: int) -> Prompt:
@@ -109,8 +107,6 @@ class MMNiah(DataTask):
     splits = ("val", "test")
 
     def __init__(self, name: str, options: DataOptions) -> None:
-        if name not in TASKS:
-            raise ValueError(f"a task must be one of {', '.join(TASKS)}; got {name!r}")
         super().__init__(name, TASKS[name], options, control=name.endswith("retrieval-text"))
         self.kind = name.partition("/")[2]
         self.answer_tokens = 32 if self.kind.startswith("counting") else 16
@@ -122,27 +118,16 @@ class MMNiah(DataTask):
     def config(self) -> dict[str, Any]:
         return {**super().config(), "text_words": self.options.text_words}
 
-    def read(self, root: Path) -> Iterator[Item | tuple[str, Missing]]:
+    def read(self, root: Path) -> Iterator[tuple[str, str, Item | Missing]]:
         base = root if root.name == f"mm_niah_{self.split}" else root / f"mm_niah_{self.split}"
-        path, folder = base / "annotations" / f"{self.kind}.jsonl", base / "images"
-        if not path.is_file():
-            raise ValueError(f"{self.name} must find its annotations, got no file {str(path)!r}")
-        seen: set[int] = set()
+        path, folder = self.annotations(base / "annotations" / f"{self.kind}.jsonl"), base / "images"
         for index, (where, offset, line) in enumerate(read_lines(path)):
             row = parse_row(line, where, self.kind.startswith("counting"))
-            if row.id in seen:
-                raise ValueError(f"{where}: ids must be unique in a file, got {row.id} twice")
-            seen.add(row.id)
             prompt = compose(row, folder, where, self.options.text_words)
-            paths = [p.path for p in prompt.pieces if isinstance(p, Picture)]
-            if (error := missing(paths, where)) is not None:
-                yield str(row.id), error
-            else:
-                yield self._item(index, row, prompt, path, offset, folder, [p.stat().st_size for p in paths])
+            missing = Missing.among(prompt.pictures, where)
+            yield where, str(row.id), missing or self._item(index, row, prompt, path, offset, folder)
 
-    def _item(
-        self, index: int, row: Row, prompt: Prompt, path: Path, offset: int, folder: Path, sizes: list[int]
-    ) -> Item:
+    def _item(self, index: int, row: Row, prompt: Prompt, path: Path, offset: int, folder: Path) -> Item:
         counting, options, shown = self.kind.startswith("counting"), self.options, _digest(row)
         name = row.id  # not the row, which holds the document
 
@@ -164,7 +149,9 @@ class MMNiah(DataTask):
             target=row.answer,
             doc_id=str(row.id),
             cluster=document_of(row),
-            digest=digest("mm-niah", shown, sizes, options.max_pixels, options.text_words),
+            digest=digest(
+                "mm-niah", shown, [p.stat().st_size for p in prompt.pictures], options.max_pixels, options.text_words
+            ),
             asked=needles[0] if len(needles) == 1 else None,
             max_tokens=self.max_tokens,
             meta={
@@ -181,7 +168,7 @@ class MMNiah(DataTask):
         return score_answer(answer, target)
 
     def official(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """See `ctxwin.evals.benchmarks.mm_niah_score.aggregate`."""
+        """See `ctxwin.evals.benchmarks.mm_niah.aggregate`."""
         return aggregate(rows)
 
     def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -243,3 +230,107 @@ def document_of(row: Row) -> str:
 def result_name(model: str, task: str, split: str) -> str:
     """The file name under which the official script finds a task's results."""
     return f"{model}_{task.removeprefix('mm-niah/')}-{split}.jsonl"
+
+
+LENGTHS = (1000, 2000, 4000, 8000, 12000, 16000, 24000, 32000, 40000, 48000, 64000)
+"""Lower bounds of the length bins; a context shorter than the first is in none of them."""
+DEPTHS = 5
+_CAMERA = {"the camera is moving left": "a", "the camera is moving right": "b"}
+
+
+def score_answer(answer: str, target: Any) -> Scored:
+    """One answer under the official rule; the target's type decides which one.
+
+    int (a choice, 0-based): an answer of digits is an index. Else lower case, "the answer is" and ``*`` dropped, cut at the
+    first full stop, and what is left must be one character, so that "(B)" and "B," score 0. list: JSON, fenced or not,
+    compared place by place, over the length of the truth; the lists of a JSON object are put together. str: the normalised
+    truth as a whole word inside the normalised answer.
+
+    Raises ValueError for a target of another type.
+    """
+    response = answer.strip().strip(".")
+    if isinstance(target, bool) or not isinstance(target, int | list | str) or target == []:
+        raise ValueError(f"a target must be an int, a str or a list that is not empty, got {target!r}")
+    if isinstance(target, int):
+        return _choice(response, target)
+    if isinstance(target, list):
+        return _counts(response, target)
+    read = normalise(response)
+    return Scored(float(holds_word(read, normalise(target))), read)
+
+
+def _choice(response: str, target: int) -> Scored:
+    if response.isdecimal():
+        return Scored(float(int(response) == target), _letter(int(response)))
+    text = response.lower().replace("the answer is", "").replace("*", "")
+    if "." in text:
+        text = text.split(".")[0].replace(",", "")
+    text = text.strip()
+    text = next((letter for phrase, letter in _CAMERA.items() if phrase in text), text)
+    if len(text) != 1:
+        return Scored(0.0, "")
+    return Scored(float(ord(text) - ord("a") == target), text.upper())
+
+
+def _letter(index: int) -> str:
+    return chr(ord("A") + index) if index < 26 else str(index)
+
+
+def _counts(response: str, target: Sequence[Any]) -> Scored:
+    try:
+        found = json.loads(response.replace("json", "").replace("```", "").strip())
+    except (ValueError, RecursionError):
+        return Scored(0.0, "")
+    if isinstance(found, dict) and all(isinstance(v, list) for v in found.values()):
+        found = [count for counts in found.values() for count in counts]
+    if not isinstance(found, list):
+        return Scored(0.0, "")
+    matched = sum(a == b for a, b in zip(found, target, strict=False))
+    return Scored(matched / len(target), json.dumps(found))
+
+
+def depth_of(placed: float | Sequence[float]) -> float:
+    """The mean depth of the needles, in 0..1."""
+    return float(placed) if isinstance(placed, int | float) else sum(placed) / len(placed)
+
+
+def cell_of(length: int, placed: float | Sequence[float]) -> tuple[int, int]:
+    """(length bin, depth bin) of a context; length bin 0 is under 1,000 tokens.
+
+    The depth bin is ``int(depth / 0.2)`` in floating point, as in the source, so that 0.6 falls into the third bin.
+    """
+    depth = depth_of(placed)
+    return sum(length >= bound for bound in LENGTHS), int((0.99 if depth == 1.0 else depth) / 0.2)
+
+
+def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The official figures of one task, and what they leave out.
+
+    ``binned``: mean over 11 length bins of the mean over 5 depth bins, ``binned/1k`` ...: each length's. Two traps are
+    part of the rule: contexts under 1,000 tokens are thrown away (``under_1000`` says how many), and a cell without items
+    counts as 0 (``empty_cells`` of 55 says how many). ``mean``: plain mean over all ``n`` answers.
+
+    Raises ValueError where no row is scored.
+    """
+    totals = [[0] * DEPTHS for _ in range(len(LENGTHS) + 1)]
+    sums = [[0.0] * DEPTHS for _ in range(len(LENGTHS) + 1)]
+    scores = [float(row["score"]) for row in rows if row["score"] is not None]
+    if not scores:
+        raise ValueError("rows must hold at least one scored answer, got none")
+    for row in rows:
+        if row["score"] is not None:
+            at, depth = cell_of(row["meta"]["context_length"], row["meta"]["placed_depth"])
+            totals[at][depth] += 1
+            sums[at][depth] += row["score"]
+    by_length = [
+        sum(s / t if t else 0.0 for s, t in zip(sums[i], totals[i], strict=True)) / DEPTHS
+        for i in range(1, len(LENGTHS) + 1)
+    ]
+    return {
+        "mean": sum(scores) / len(scores),
+        "n": float(len(scores)),
+        "binned": sum(by_length) / len(by_length),
+        "empty_cells": float(sum(t == 0 for line in totals[1:] for t in line)),
+        "under_1000": float(sum(totals[0])),
+        **{f"binned/{b // 1000}k": round(v, 6) for b, v in zip(LENGTHS, by_length, strict=True)},
+    }

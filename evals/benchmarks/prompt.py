@@ -33,6 +33,11 @@ class Prompt:
     pieces: tuple[Piece, ...]
     query: str
 
+    @property
+    def pictures(self) -> list[Path]:
+        """The pictures' files, in order."""
+        return [p.path for p in self.pieces if isinstance(p, Picture)]
+
     def chunks(self, max_pixels: int | None = None) -> list[Chunk]:
         """Decodes the pictures. Raises BadMedia, naming the file."""
         return [

@@ -47,77 +47,55 @@ def find_data(data: str, patterns: list[str]) -> Path:
 
 
 def shown_data(data: str | None) -> str | None:
-    """How a run's configuration names its data: a folder by its whole path, however it was spelled."""
+    """How a run's configuration names its data: a folder by its full path, however it was spelled."""
     return data if data is None or data.startswith(HUB) else str(Path(data).expanduser().resolve())
 
 
 def unpack_all(root: Path) -> None:
-    """Unpacks the archives of the three data sets where they belong; what is unpacked already stays.
+    """Unpacks the archives of the three data sets where they belong, each once.
 
-    ``mm_niah_*/images.tar.gz`` gives ``mm_niah_*/images``; ``MileBench_part*.tar.gz`` give the sets' folders;
-    ``videos_chunked_*.zip`` and ``subtitle.zip`` give ``video`` and ``subtitle``. An archive that does not hold what it
-    should raises ValueError.
+    ``mm_niah_*/images.tar.gz`` gives ``mm_niah_*/images``; ``MileBench_part*.tar.gz`` give the sets' folders, which hold a
+    JSON file of their own name; ``videos_chunked_*.zip`` and ``subtitle.zip`` give ``video`` and ``subtitle``. An archive
+    that does not hold what it should raises ValueError.
     """
     for archive in sorted(root.glob("mm_niah_*/images.tar.gz")):
-        if not (archive.parent / "images").is_dir():
-            _unpack_folder(archive, archive.parent / "images")
-    for archive in sorted(root.glob("MileBench_part*.tar.gz")):
-        done = archive.with_name(archive.name + ".unpacked")
-        if not done.exists():
-            _unpack_sets(archive, root)
-            done.touch()
-    for pattern, folder in (("videos_chunked_*.zip", "video"), ("subtitle.zip", "subtitle")):
+        if not (target := archive.parent / "images").is_dir():
+            with _content(archive) as content:
+                source = next((p for p in sorted(content.rglob("images")) if p.is_dir()), content)
+                if not any(source.iterdir()):
+                    raise ValueError(f"{archive} must hold pictures, got nothing; remove it to fetch it again")
+                source.rename(target)
+    for pattern, folder in (
+        ("MileBench_part*.tar.gz", ""),
+        ("videos_chunked_*.zip", "video"),
+        ("subtitle.zip", "subtitle"),
+    ):
         for archive in sorted(root.glob(pattern)):
-            _unpack_flat(archive, root / folder)
+            if (done := archive.with_name(archive.name + ".unpacked")).exists():
+                continue
+            with _content(archive) as content:
+                if folder:
+                    (root / folder).mkdir(exist_ok=True)
+                    found = {p: root / folder / p.name for p in content.rglob("*") if p.is_file()}
+                else:
+                    sets = (p.parent for p in content.rglob("*.json") if p.stem == p.parent.name)
+                    found = {p: root / p.name for p in sets if not (root / p.name).exists()}
+                for path, target in found.items():
+                    path.replace(target)
+            done.touch()
 
 
 @contextmanager
-def _opened(archive: Path, beside: Path) -> Iterator[Path]:
-    """A temporary folder with the archive's content, gone afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=beside))
-    try:
+def _content(archive: Path) -> Iterator[Path]:
+    """A temporary folder beside an archive with its content; gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=archive.parent) as folder:
         try:
-            with tarfile.open(archive) as tar:
-                tar.extractall(folder, filter="data")
-        except (tarfile.TarError, EOFError, OSError) as error:
+            # A zip's names cannot lead out of the folder; a tar's need the filter.
+            options = {} if archive.suffix == ".zip" else {"filter": "data"}
+            shutil.unpack_archive(archive, folder, **options)  # type: ignore[arg-type]
+        except (shutil.ReadError, tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
+            kind = "zip" if archive.suffix == ".zip" else "tar"
             raise ValueError(
-                f"{archive} must be a whole tar archive, got {error}; remove it to fetch it again"
+                f"{archive} must be a whole {kind} archive, got {error}; remove it to fetch it again"
             ) from error
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _unpack_folder(archive: Path, target: Path) -> None:
-    """The folder of that name inside the archive, at any depth; the archive's whole content where there is none."""
-    with _opened(archive, target.parent) as content:
-        source = next((p for p in sorted(content.rglob(target.name)) if p.is_dir()), content)
-        if not any(source.iterdir()):
-            raise ValueError(f"{archive} must hold pictures, got nothing; remove it to fetch it again")
-        source.rename(target)
-
-
-def _unpack_sets(archive: Path, root: Path) -> None:
-    """Folders that hold a JSON file of their own name."""
-    with _opened(archive, root) as content:
-        for annotation in sorted(content.rglob("*.json")):
-            target = root / annotation.stem
-            if annotation.stem == annotation.parent.name and not target.exists():
-                annotation.parent.rename(target)
-
-
-def _unpack_flat(archive: Path, folder: Path) -> None:
-    """Every file of a zip straight into a folder; each whole or not at all."""
-    folder.mkdir(exist_ok=True)
-    try:
-        with zipfile.ZipFile(archive) as zipped:
-            for member in zipped.infolist():
-                target = folder / Path(member.filename).name
-                if member.is_dir() or (target.exists() and target.stat().st_size == member.file_size):
-                    continue
-                temporary = target.with_name(target.name + ".tmp")
-                with zipped.open(member) as source, temporary.open("wb") as sink:
-                    shutil.copyfileobj(source, sink)
-                temporary.replace(target)
-    except zipfile.BadZipFile as error:
-        raise ValueError(f"{archive} must be a whole zip archive, got {error}; remove it to fetch it again") from error
+        yield Path(folder)

@@ -3,31 +3,30 @@
 Columns, prompt and result file follow the official repository (commit 06c2315: README "Evaluation Pipeline",
 ``evaluation/output_test_template.json``); media lie where VLMEvalKit or lmms-eval keep them. The prompt has the frames
 first, then the subtitles, then instruction, question and options.
+
+Scores: the official ``eval_your_results.py`` (thanku-all/parse_answer, named by the Video-MME repository at 06c2315;
+arXiv 2405.21075) and lmms-eval at 75571cf (``tasks/_task_utils/mcq_extract.py``).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, model_validator
 
 from ctxwin.chunk import Chunk
-from ctxwin.evals.benchmarks.base import DataTask, Missing, want
+from ctxwin.evals.benchmarks.base import DataOptions, DataTask, Missing, checked
 from ctxwin.evals.benchmarks.frames import frames_taken, sample_frames
-from ctxwin.evals.benchmarks.options import DataOptions
-from ctxwin.evals.benchmarks.subtitles import cues_at
-from ctxwin.evals.benchmarks.video_mme_score import DURATIONS, LETTERS, aggregate, extract_lmms_eval, extract_official
 from ctxwin.evals.items import Item, Scored
 from ctxwin.hashing import digest
 
 NAME = "video-mme"
 PARQUET = "videomme/test-00000-of-00001.parquet"
-COLUMNS = (
-    "video_id", "duration", "domain", "sub_category", "url", "videoID", "question_id", "task_type", "question",
-    "options", "answer",
-)  # fmt: skip
 MEDIA = ("video/{}.mp4", "data/{}.mp4", "data/{}.MP4", "data/{}.mkv")
 """Where a video may lie: VLMEvalKit's place, then lmms-eval's."""
 INSTRUCTION = (
@@ -36,6 +35,34 @@ INSTRUCTION = (
 )
 SUBTITLES = "This video's subtitles are listed below:\n"
 _BATCH = 256
+_TAG = re.compile(r"<[^<>]*>|\{\\[^{}]*\}")
+
+
+class Row(BaseModel, strict=True):
+    """One question, as in the official file."""
+
+    video_id: str
+    duration: Literal["short", "medium", "long"]
+    domain: str
+    sub_category: str
+    url: str
+    videoID: str  # noqa: N815  # the column's name
+    question_id: str
+    task_type: str
+    question: str
+    options: list[str]
+    answer: Literal["A", "B", "C", "D"]
+
+    @model_validator(mode="after")
+    def _plain(self) -> Self:
+        if not self.videoID or Path(self.videoID).name != self.videoID:
+            raise ValueError(f"videoID must be a plain name, got {self.videoID!r}")
+        if [option[:2] for option in self.options] != [f"{letter}." for letter in LETTERS]:
+            raise ValueError(f"options must be 'A. ...' to 'D. ...', got {self.options!r}")
+        return self
+
+
+COLUMNS = tuple(Row.model_fields)
 
 
 class VideoMME(DataTask):
@@ -65,34 +92,45 @@ class VideoMME(DataTask):
             "times": o.times and not o.as_video,
         }
 
-    def read(self, root: Path) -> Iterator[Item | tuple[str, Missing]]:
+    def read(self, root: Path) -> Iterator[tuple[str, str, Item | Missing]]:
         if self.options.subtitles and not (root / "subtitle").is_dir():
             raise ValueError(f"{self.name} with subtitles must find them, got no folder {str(root / 'subtitle')!r}")
-        seen: set[str] = set()
-        for index, (where, row) in enumerate(_rows(root / PARQUET)):
-            check_row(row, where)
-            if row["question_id"] in seen:
-                raise ValueError(f"{where}: question_id must be unique, got {row['question_id']!r} twice")
-            seen.add(row["question_id"])
-            found = next((p for p in (root / m.format(row["videoID"]) for m in MEDIA) if p.is_file()), None)
-            if found is None:
-                places = ", ".join(m.format(row["videoID"]) for m in MEDIA)
-                error = Missing(
-                    f"{where} must find its video, got none of {places} in {str(root)!r}; pass skip_missing to leave such "
-                    "questions out"
+        for index, (where, row) in enumerate(self._rows(self.annotations(root / PARQUET))):
+            places = [p.format(row.videoID) for p in MEDIA]
+            video = next((root / p for p in places if (root / p).is_file()), None)
+            if video is None:
+                found: Item | Missing = Missing(
+                    f"{where} must find its video, got none of {', '.join(places)} in {str(root)!r}; pass skip_missing to "
+                    "leave such questions out"
                 )
-                yield row["question_id"], error
-                continue
-            yield self._item(index, row, found, root / "subtitle" / f"{row['videoID']}.srt")
+            else:
+                found = self._item(index, row, video, root / "subtitle" / f"{row.videoID}.srt")
+            yield where, row.question_id, found
 
-    def _item(self, index: int, row: Mapping[str, Any], video: Path, subtitles: Path) -> Item:
+    def _rows(self, path: Path) -> Iterator[tuple[str, Row]]:
+        import pyarrow as pa  # type: ignore[import-untyped]
+        import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+        try:
+            with pq.ParquetFile(path) as file:
+                lacking = [c for c in COLUMNS if c not in file.schema_arrow.names]
+                if lacking:
+                    raise ValueError(f"{path} must have the columns of Video-MME, got none named {', '.join(lacking)}")
+                batches = file.iter_batches(_BATCH, columns=list(COLUMNS))
+                for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+                    where = f"{path} row {number}"
+                    yield where, checked(Row, row, where)
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{path} must be a whole parquet file, got {error}") from error
+
+    def _item(self, index: int, row: Row, video: Path, subtitles: Path) -> Item:
         o = self.options
         # 156 of the 900 videos have no subtitle file; they are asked without.
         used = o.subtitles and subtitles.is_file()
         frames = frames_taken(o.frame_rule, o.frames)
         count = (1 if o.as_video else frames) + used
         meta = {
-            **{k: row[k] for k in COLUMNS if k not in ("url", "answer")},
+            **row.model_dump(exclude={"url", "answer"}),
             "subtitles": "used" if used else "missing" if o.subtitles else "off",
             "form": "video" if o.as_video else "images",
             "frames": frames,
@@ -108,11 +146,11 @@ class VideoMME(DataTask):
             count=count,
             placed=tuple(range(count)),
             query=query_of(row),
-            target=row["answer"],
-            doc_id=row["question_id"],
-            cluster=row["videoID"],
+            target=row.answer,
+            doc_id=row.question_id,
+            cluster=row.videoID,
             digest=digest(
-                NAME, [row[k] for k in COLUMNS], media, frames, o.frame_rule, o.max_pixels, o.as_video, o.times
+                NAME, [*row.model_dump().values()], media, frames, o.frame_rule, o.max_pixels, o.as_video, o.times
             ),
             max_tokens=self.max_tokens,
             meta=meta,
@@ -143,7 +181,7 @@ class VideoMME(DataTask):
         return Scored(float(letter == target) if letter else None, letter, other)
 
     def official(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """See `ctxwin.evals.benchmarks.video_mme_score.aggregate`."""
+        """See `ctxwin.evals.benchmarks.video_mme.aggregate`."""
         return aggregate(rows)
 
     def exported(self, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -158,43 +196,135 @@ class VideoMME(DataTask):
         return json.dumps(list(videos.values()), ensure_ascii=False, indent=1) + "\n"
 
 
-def query_of(row: Mapping[str, Any]) -> str:
+def query_of(row: Row) -> str:
     """The official prompt behind video and subtitles."""
-    options = "\n".join(row["options"])
-    return f"{INSTRUCTION}{row['question']}\n{options}\nThe best answer is:"
+    options = "\n".join(row.options)
+    return f"{INSTRUCTION}{row.question}\n{options}\nThe best answer is:"
 
 
-def check_row(row: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError naming the row and the column that is not as in the official file."""
-    for column in COLUMNS:
-        want(row, column, list if column == "options" else str, where)
-    if not row["videoID"] or Path(row["videoID"]).name != row["videoID"]:
-        raise ValueError(f"{where}: videoID must be a plain name, got {row['videoID']!r}")
-    if row["duration"] not in DURATIONS:
-        raise ValueError(f"{where}: duration must be one of {', '.join(DURATIONS)}, got {row['duration']!r}")
-    if row["answer"] not in LETTERS or len(row["answer"]) != 1:
-        raise ValueError(f"{where}: answer must be one of A, B, C, D, got {row['answer']!r}")
-    if len(row["options"]) != len(LETTERS) or not all(
-        isinstance(o, str) and o.startswith(f"{c}.") for o, c in zip(row["options"], LETTERS, strict=True)
-    ):
-        raise ValueError(f"{where}: options must be 'A. ...' to 'D. ...', got {row['options']!r}")
+def cues_at(path: Path, times: Sequence[float]) -> list[str]:
+    """The cues of an .srt file that are on screen at some of these seconds, in order, each once.
 
+    Text only: tags are dropped and line ends become spaces. A cue is on screen from its start up to, not including, its
+    end. (VLMEvalKit repeats a cue for each frame that it covers; lmms-eval takes each once, as here.)
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    import pyarrow as pa  # type: ignore[import-untyped]
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    Raises ValueError where the file is no .srt file in UTF-8.
+    """
+    import srt  # type: ignore[import-untyped]
 
-    if not path.is_file():
-        raise ValueError(f"{NAME} must find its questions, got no file {str(path)!r}")
     try:
-        with pq.ParquetFile(path) as file:
-            lacking = [c for c in COLUMNS if c not in file.schema_arrow.names]
-            if lacking:
-                raise ValueError(f"{path} must have the columns of Video-MME, got none named {', '.join(lacking)}")
-            number = 0
-            for batch in file.iter_batches(_BATCH, columns=list(COLUMNS)):
-                for row in batch.to_pylist():
-                    yield f"{path} row {number}", row
-                    number += 1
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} must be a whole parquet file, got {error}") from error
+        cues = list(srt.parse(path.read_text(encoding="utf-8-sig")))
+    except (srt.SRTParseError, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(f"{path} must be a subtitle file (.srt, UTF-8), got {error}") from error
+    shown = []
+    for cue in sorted(cues, key=lambda c: c.start):
+        if any(cue.start.total_seconds() <= t < cue.end.total_seconds() for t in times):
+            text = " ".join(_TAG.sub("", cue.content).split())
+            if text:
+                shown.append(text)
+    return shown
+
+
+LETTERS = "ABCD"
+DURATIONS = ("short", "medium", "long")
+VIDEOS = 300
+"""Videos of each duration in the whole data set."""
+
+# Two commas are missing in the source, so that two prefixes are glued together and never match; "Best answer: C" is read
+# as B, therefore.
+_PREFIXES = (
+    "The best answer is",
+    "The correct answer is",
+    "The answer is",
+    "The answer",
+    "The best option isThe correct option is",
+    "Best answer:Best option:",
+    "Answer:",
+    "Option:",
+    "The correct answer",
+    "The correct option",
+)
+
+
+def extract_official(answer: str) -> str:
+    """The first letter A-D anywhere once known prefixes are gone; "" where there is none."""
+    text = answer.strip()
+    for prefix in _PREFIXES:
+        text = text.replace(prefix, "")
+    found = re.search("[ABCD]", text)
+    return found[0] if found else ""
+
+
+_NOUNS = ("answer", "correct answer", "best answer", "correct option", "best option", "choice", "correct choice")
+_PHRASES = (
+    *(f"{the}{what} is" for what in _NOUNS for the in ("the ", "")),
+    *("i choose", "i select", "i pick", "my answer is", "my choice is"),
+    *("옵션", "정답은", "답은", "답:", "答案是", "答案为", "选", "答えは"),
+)
+_FORMS = (("({})", 6), ("{}.", 5), ("{}:", 4), ("{})", 3), ("{} ", 2))
+
+
+def extract_lmms_eval(answer: str) -> str:
+    """The letter in the most telling form: alone at the start or end, behind a phrase, in brackets, before a mark.
+
+    Among equals the later one wins. A phrase counts for every letter that occurs behind it.
+    """
+    text = answer.strip()
+    for mark in ",.!?;:'\"":
+        text = text.strip(mark)
+    bare = text.strip()
+    if not bare:
+        return ""
+    text, lower = f" {text} ", f" {text} ".lower()
+    found: list[tuple[int, int, str]] = []
+    for form, weight in _FORMS:
+        found += [(weight, text.rfind(form.format(c)), c) for c in LETTERS if form.format(c) in text]
+    for phrase in _PHRASES:
+        at = lower.find(phrase)
+        if at >= 0:
+            places = ((text.find(c, at + len(phrase)), c) for c in LETTERS)
+            found += [(7, place, c) for place, c in places if place >= 0]
+    for c in LETTERS:
+        if bare.startswith(c) and not bare[1:2].isalpha():
+            found.append((10, 0, c))
+        if bare.endswith(c) and not bare[-2:-1].isalpha():
+            found.append((9, len(text) - 1, c))
+    if not found:
+        found = [(0, text.rfind(c), c) for c in LETTERS if c in text]
+    return max(found, key=lambda one: one[:2])[2] if found else ""
+
+
+def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Accuracies overall and by duration, domain, sub-category and task type.
+
+    ``accuracy...`` is the official one: answers without a letter leave the denominator, and a group of which none has a
+    letter counts 0. ``accuracy_all`` keeps them as wrong. ``lmms_eval...`` is lmms-eval's, which keeps them as well and reads
+    answers by another rule; it needs the rows' ``answer`` and is left out where one has none. ``unscored`` of ``n``
+    answers had no letter. ``complete`` is 1 where every duration has the 300 videos that the official script insists on;
+    ``videos/<duration>`` says how many there are, ``without_subtitles`` how many questions should have had some.
+
+    Raises ValueError for no rows.
+    """
+    if not rows:
+        raise ValueError("rows must hold at least one answer, got none")
+    answered = all(isinstance(row.get("answer"), str) for row in rows)
+    groups: dict[str, list[Mapping[str, Any]]] = {"": list(rows)}
+    for row in rows:
+        for by in ("duration", "domain", "sub_category", "task_type"):
+            groups.setdefault(f"/{by}/{row['meta'][by]}", []).append(row)
+    made: dict[str, float] = {}
+    for name, some in groups.items():
+        scores = [row["score"] for row in some if row["score"] is not None]
+        made[f"accuracy{name}"] = sum(scores) / len(scores) if scores else 0.0
+        if answered:
+            made[f"lmms_eval{name}"] = sum(extract_lmms_eval(r["answer"]) == r["target"] for r in some) / len(some)
+    videos = {d: {row["meta"]["videoID"] for row in rows if row["meta"]["duration"] == d} for d in DURATIONS}
+    return {
+        **made,
+        "accuracy_all": sum(row["score"] or 0.0 for row in rows) / len(rows),
+        "n": float(len(rows)),
+        "unscored": float(sum(row["score"] is None for row in rows)),
+        "complete": float(all(len(found) == VIDEOS for found in videos.values())),
+        **{f"videos/{d}": float(len(found)) for d, found in videos.items()},
+        "without_subtitles": float(sum(row["meta"].get("subtitles") == "missing" for row in rows)),
+    }

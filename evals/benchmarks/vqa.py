@@ -1,7 +1,7 @@
 """Answer normalisation of the VQA evaluation, in the variant that MM-NIAH and MileBench score with.
 
-Source: ``utils/tools.py`` of MM-NIAH (commit 2fd03dd) and ``evaluate.py`` of MileBench (9583e1f). Where the rule is odd it
-is kept: scores must be theirs.
+Source: ``utils/tools.py`` of MM-NIAH (commit 2fd03dd) and ``evaluate.py`` of MileBench (9583e1f). Odd rules
+are kept: scores must be theirs.
 """
 
 from __future__ import annotations

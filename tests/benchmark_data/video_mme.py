@@ -13,8 +13,7 @@ import numpy as np
 
 from benchmark_data import drawing
 from benchmark_data.drawing import Pixels, Thing
-from ctxwin.evals.benchmarks.video_mme import COLUMNS, PARQUET
-from ctxwin.evals.benchmarks.video_mme_score import DURATIONS, LETTERS
+from ctxwin.evals.benchmarks.video_mme import COLUMNS, DURATIONS, LETTERS, PARQUET
 from ctxwin.tiny.clip import write_clip
 from ctxwin.tiny.sprites import COLORS, SHAPES
 

@@ -9,7 +9,7 @@ import pytest
 
 from ctxwin.errors import BadMedia
 from ctxwin.evals.benchmarks.frames import FRAME_RULES, fit, frame_indices, frames_taken, sample_frames
-from ctxwin.evals.benchmarks.subtitles import cues_at
+from ctxwin.evals.benchmarks.video_mme import cues_at
 from ctxwin.tiny.clip import write_clip
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ctxwin.evals.benchmarks import benchmark
-from ctxwin.evals.benchmarks.mm_niah import result_name
-from ctxwin.evals.benchmarks.mm_niah_score import aggregate, cell_of, score_answer
+from ctxwin.evals.benchmarks.mm_niah import aggregate, cell_of, result_name, score_answer
 from ctxwin.evals.benchmarks.vqa import normalise, strip_punctuation
 
 

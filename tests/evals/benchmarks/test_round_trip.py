@@ -15,7 +15,7 @@ from benchmark_data import write_milebench, write_mm_niah, write_video_mme
 from benchmark_data.prose import PICTURE, Needle, write_document
 from benchmark_data.reading import as_text
 from ctxwin.evals.benchmarks import BENCHMARKS, DataOptions, benchmark
-from ctxwin.evals.benchmarks.mm_niah_score import cell_of
+from ctxwin.evals.benchmarks.mm_niah import cell_of
 from ctxwin.evals.items import Item
 
 SIZE = 56
