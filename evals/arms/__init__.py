@@ -1,14 +1,24 @@
-"""The arms: every way to serve placed chunks that is measured, one small class each with its source."""
+"""The arms: every measured way to serve placed chunks, one small class each, with its source."""
 
 from __future__ import annotations
 
 from ctxwin.evals.arms.base import Arm, Served
 from ctxwin.evals.arms.compress import ElasticCache, HeavyHitters, MostRecent
-from ctxwin.evals.arms.controls import Oracle, Stepwise
 from ctxwin.evals.arms.layers import Cacheblend, LowRankKeys, ShallowReuse, VlCache
 from ctxwin.evals.arms.prefix import Prefix
 from ctxwin.evals.arms.recall import Recall, Recalled, Refresh, Stale, Update
-from ctxwin.evals.arms.reuse import Blind, Orbit, Patched, Removal, Reprefill, Survivor, Toggled, Transfer
+from ctxwin.evals.arms.reuse import (
+    Blind,
+    Oracle,
+    Orbit,
+    Patched,
+    Removal,
+    Reprefill,
+    Stepwise,
+    Survivor,
+    Toggled,
+    Transfer,
+)
 from ctxwin.evals.arms.tokens import CacheblendOracle, Epic, FirstK, FullReuse, Mpic, Quest
 from ctxwin.evals.items import Setting
 
@@ -26,14 +36,14 @@ ARM_FORMS = ", ".join(kind.form for kind in ARMS.values()) + (
 
 REFERENCE: Arm = Reprefill("reprefill")
 BASES: dict[Setting, Arm] = {"window": Blind("blind"), "slide": Survivor("survivor"), "recall": Recalled("blind")}
-"""What doing nothing would serve: the base of eta and of flips."""
+"""What would be served without repair: the base of eta and of flips."""
 
 
 def parse_arm(text: str) -> Arm:
-    """The arm a name stands for; ValueError, naming the forms, for anything else."""
+    """The arm that a name stands for; ValueError, listing the forms, for anything else."""
     name = text.strip()
-    head, _, argument = name.partition(":")
-    arm = ARMS[head].parse(name, argument) if head in ARMS else None
+    head = name.partition(":")[0]
+    arm = ARMS[head].parse(name) if head in ARMS else None
     if arm is None:
         raise ValueError(f"an arm must be one of {ARM_FORMS}; got {text!r}")
     return arm

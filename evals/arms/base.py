@@ -1,4 +1,4 @@
-"""What every arm is: a dataclass that turns a group of items into what is placed, ready to be asked behind."""
+"""What every arm is: a dataclass that turns a group of items into the KV that a question is asked behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, Unpack
 
 from ctxwin.evals.items import Setting
 from ctxwin.kv.layout import SpanKV
@@ -21,9 +21,9 @@ class Served:
     """What an arm serves for one item.
 
     Attributes:
-        spans: what stands between the system prompt and the question, rotated in place; one a placed chunk, or rows that an arm
-            has thinned out.
-        stored: bytes kept for the patched chunks beyond the KV they are applied to; where that is nothing, of the chunks.
+        spans: what stands between the system prompt and the question, rotated in place; one for each placed chunk, or
+            rows that an arm has thinned out.
+        stored: bytes kept for the patched chunks beyond the KV they are applied to; without such KV, bytes of the chunks.
         over: bytes of those chunks' KV in bf16.
         computed: placed tokens that go through the decoder when the question comes. What is formed once for these chunks
             in this order and then kept is not counted here, but in ``extra["formed"]``; canonicals are formed once for all.
@@ -45,68 +45,87 @@ class Served:
     extra: dict[str, float] = field(default_factory=dict)
 
 
+class _Told(TypedDict, total=False):
+    form: str
+    source: str
+    settings: tuple[Setting, ...]
+    found: tuple[str, ...]
+    argument: str
+
+
 @dataclass(frozen=True)
 class Arm(ABC):
-    """A way to serve. ``name`` is the spelling it was asked for by, and does not count in comparisons.
+    """A way to serve, which never reads an answer. ``name`` is the spelling it was requested by; comparisons ignore it.
 
-    An arm never reads an answer. ``form`` is its spelling, ``source`` where it is from.
+    A subclass declares in its head how it is spelled (``form``), where it comes from (``source``), the ``settings`` in which
+    it is meaningful, and the pattern of its ``argument``, whose groups are fields. ``found`` names the KV that is already in
+    place when the question comes (see `Group.rewind`), besides what is stored for it; what an oracle looks at counts as
+    found, since knowing costs an oracle no time.
     """
 
     name: str = field(compare=False)
 
     form: ClassVar[str]
     source: ClassVar[str]
-    settings: ClassVar[tuple[Setting, ...]]
+    settings: ClassVar[tuple[Setting, ...]] = ("window", "slide")
+    found: ClassVar[tuple[str, ...]] = ()
+    argument: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **told: Unpack[_Told]) -> None:
+        """Sets what a subclass declares in its head; the rest is inherited."""
+        super().__init_subclass__()
+        for name, value in told.items():
+            setattr(cls, name, value)
 
     @property
     def rank(self) -> int | None:
-        """Rank of its patches; None where it has none, or full ones."""
+        """The rank of its patches; None where it has none, or full ones."""
         return None
 
     @property
     def turnover(self) -> float | None:
-        """The one turnover it was asked for at; None where it runs at any."""
+        """The only turnover that it was requested for; None where it runs at any."""
         return None
 
     def on(self, setting: Setting) -> Arm:
-        """This arm on tasks of a setting; itself, where it does the same in all of its settings."""
+        """This arm for tasks of a setting; itself where all of its settings are served alike."""
         return self
 
-    @property
-    def found(self) -> tuple[str, ...]:
-        """KV in place that is there when the question comes (see `Group.rewind`), beside what is stored for it.
-
-        What an oracle looks at belongs to it, too: knowing costs it no time.
-        """
-        return ()
-
     def prepared(self, group: Group) -> Callable[[], Served | None]:
-        """Does what is done before the question comes for a group of one; what the call then does is timed."""
+        """Does the work that precedes the question, for a group of one; the returned call is what is timed."""
         self.serve(group)
         group.rewind(self.found)
         return lambda: self.serve(group)[0]
 
     @abstractmethod
     def serve(self, group: Group) -> list[Served | None]:
-        """One entry an item; None where this arm has no meaning for the item, which is then unscored."""
+        """One entry for each item; None where the arm is meaningless for the item, which is then not scored."""
 
     @classmethod
-    @abstractmethod
-    def parse(cls, name: str, argument: str) -> Self | None:
-        """The arm of this spelling, ``argument`` being what stands behind the colon ("" for nothing); None if there is none."""
+    def parse(cls, name: str) -> Self | None:
+        """The arm of a spelling whose part before the colon has been matched; None where the rest is not a valid argument."""
+        _, colon, text = name.partition(":")
+        match = re.fullmatch(cls.argument, text)
+        if match is None or (colon and not text):
+            return None
+        return cls(name, **{key: _value(key, part) for key, part in match.groupdict().items() if part is not None})
+
+
+RANK, COUNT, SHARE = r"\d+|full", r"\d+|all", r"0+(?:\.\d*)?|0*1(?:\.0*)?|\.\d+"
+"""Patterns of arguments: a rank, a number of tokens, a share 0..1."""
+
+
+def _value(field: str, text: str) -> Any:
+    """The value of a field as an argument spells it; texts are left alone."""
+    if field in ("share", "at"):
+        return float(text)
+    if field in ("size", "stale", "count", "orders"):
+        return None if text in ("full", "all") else int(text)
+    return text
 
 
 @dataclass(frozen=True)
-class PlainArm(Arm):
-    """An arm without an argument."""
-
-    @classmethod
-    def parse(cls, name: str, argument: str) -> Self | None:
-        return None if argument or name.endswith(":") else cls(name)
-
-
-@dataclass(frozen=True)
-class RankedArm(Arm):
+class RankedArm(Arm, argument=f"(?P<size>{RANK})"):
     """An arm of a rank; None for all directions."""
 
     size: int | None
@@ -115,38 +134,21 @@ class RankedArm(Arm):
     def rank(self) -> int | None:
         return self.size
 
-    @classmethod
-    def parse(cls, name: str, argument: str) -> Self | None:
-        match = re.fullmatch(r"(\d+)|full", argument)
-        return cls(name, int(match[1]) if match[1] else None) if match else None
-
 
 @dataclass(frozen=True)
-class CountedArm(Arm):
+class CountedArm(Arm, argument=f"(?P<count>{COUNT})"):
     """An arm of a number of tokens; None for all."""
 
     count: int | None
 
-    @classmethod
-    def parse(cls, name: str, argument: str) -> Self | None:
-        match = re.fullmatch(r"(\d+)|all", argument)
-        return cls(name, int(match[1]) if match[1] else None) if match else None
-
 
 @dataclass(frozen=True)
-class SharedArm(Arm):
+class SharedArm(Arm, argument=f"(?P<share>{SHARE})"):
     """An arm of a share, 0..1."""
 
     share: float
 
-    @classmethod
-    def parse(cls, name: str, argument: str) -> Self | None:
-        share = parse_share(argument)
-        return None if share is None else cls(name, share)
-
 
 def parse_share(text: str) -> float | None:
     """A number 0..1, or None."""
-    if not re.fullmatch(r"\d+(?:\.\d*)?|\.\d+", text):
-        return None
-    return share if (share := float(text)) <= 1 else None
+    return float(text) if re.fullmatch(SHARE, text) else None

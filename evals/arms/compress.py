@@ -1,52 +1,41 @@
 """Arms that hold fewer KV than tokens: Elastic Cache's merging, and eviction by attention (H2O) or by age (local).
 
-By default the placed chunks' exact KV is thinned out before the question comes, which is what a window would hold, and
-changes the first token. ``@prompt`` is the paper's moment: system prompt, chunks and question are encoded exactly, then thinned
-out together, and only the rest of the answer is affected. Slots differ by layer, and the KV served stands at no
-positions of its own: it cannot be moved.
+By default the placed chunks' exact KV is thinned out before the question comes, which is what a window would hold; the
+first token changes. ``@prompt`` is the paper's moment: system prompt, chunks and question are encoded exactly, then thinned
+out together, and only the rest of the answer is affected. Slots differ by layer, and the KV that is served has no positions
+of its own, so it cannot be moved.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from ctxwin.evals.arms.base import Served, SharedArm
+from ctxwin.evals.arms.base import SHARE, Served, SharedArm
 from ctxwin.evals.decoder import Memory, concatenated
-from ctxwin.evals.elastic.merging import Attended
-from ctxwin.evals.elastic.policies import H2O, Budgeted, Elastic, Local, Window
-from ctxwin.evals.items import Setting
+from ctxwin.evals.elastic import H2O, Attended, Budgeted, Elastic, Local, Window
 
 if TYPE_CHECKING:
     from ctxwin.evals.group import Group
 
 WEIGHTS_AT_ONCE = 1 << 26
-"""Attention weights of a layer that are looked at together."""
+"""Attention weights of a layer that are held at once, at most."""
 
 _ATTENTION: WeakKeyDictionary[Group, Tensor] = WeakKeyDictionary()
-"""See `attention_of`; looked at once for all arms."""
+"""See `attention_of`; computed once for all arms."""
 _HELD: WeakKeyDictionary[Group, dict[_Compressed, list[Served | None]]] = WeakKeyDictionary()
-"""Chunks thinned out before the question came: they are stored like that, an ask finds them there."""
+"""Chunks thinned out before the question came; they are stored in that form, so an ask finds them."""
 
 
 @dataclass(frozen=True)
-class _Compressed(SharedArm):
+class _Compressed(SharedArm, settings=("window",), argument=f"(?P<share>{SHARE})(?:@(?P<moment>prompt))?"):
     moment: Literal["window", "prompt"] = "window"
 
-    settings: ClassVar[tuple[Setting, ...]] = ("window",)
     policy: ClassVar[type[Budgeted]]
-
-    @classmethod
-    def parse(cls, name: str, argument: str) -> Self | None:
-        share, at, moment = argument.partition("@")
-        plain = super().parse(name, share)
-        if plain is None or not at:
-            return plain
-        return replace(plain, moment="prompt") if moment == "prompt" else None
 
     def serve(self, group: Group) -> list[Served | None]:
         if self.moment == "prompt":
@@ -66,7 +55,7 @@ class _Compressed(SharedArm):
         ]
 
     def _in_front(self, group: Group) -> list[Served | None]:
-        """Chunks that are thinned out already, which is all that is stored of them; the system prompt is left as it is."""
+        """Chunks that have been thinned out, which is all that is stored of them; the system prompt is kept whole."""
         kept, policy = thinned(self.policy, self.share, group)
         nowhere = torch.zeros(3, kept.slots, dtype=torch.int64)
         extra = {"kv_share": kept.slots / group.context_tokens}
@@ -77,35 +66,26 @@ class _Compressed(SharedArm):
         ]
 
 
-@dataclass(frozen=True)
-class ElasticCache(_Compressed):
+class ElasticCache(_Compressed, form="elastic:B", source="Elastic Cache, sections 3.2-3.3, eq. 1-3, algorithm 1"):
     """The chunks' KV merged around the most attended tokens, layer by layer; first and last token are among them."""
 
-    form: ClassVar[str] = "elastic:B"
-    source: ClassVar[str] = "Elastic Cache, sections 3.2-3.3, eq. 1-3, algorithm 1"
     policy: ClassVar[type[Budgeted]] = Elastic
 
 
-@dataclass(frozen=True)
-class HeavyHitters(_Compressed):
-    """Only the KV of the most attended tokens is kept, layer by layer; the least attended go while generating, too."""
+class HeavyHitters(_Compressed, form="h2o:B", source="Elastic Cache, section 4.1 (H2O, Frequency Cache)"):
+    """Only the KV of the most attended tokens is kept, layer by layer; the least attended are dropped while generating too."""
 
-    form: ClassVar[str] = "h2o:B"
-    source: ClassVar[str] = "Elastic Cache, section 4.1 (H2O, Frequency Cache)"
     policy: ClassVar[type[Budgeted]] = H2O
 
 
-@dataclass(frozen=True)
-class MostRecent(_Compressed):
-    """Only the KV of the last tokens is kept; the oldest go while generating, too. No first tokens are kept as sinks."""
+class MostRecent(_Compressed, form="local:B", source="Elastic Cache, section 4.1 (Local Cache)"):
+    """Only the KV of the last tokens is kept; the oldest are dropped while generating too. No first tokens are kept as sinks."""
 
-    form: ClassVar[str] = "local:B"
-    source: ClassVar[str] = "Elastic Cache, section 4.1 (Local Cache)"
     policy: ClassVar[type[Budgeted]] = Local
 
 
 def thinned(kind: type[Budgeted], share: float, group: Group) -> tuple[Memory, Budgeted]:
-    """The placed chunks' exact KV thinned out before a question comes, and what goes on behind it; for the whole group."""
+    """The placed chunks' exact KV thinned out before a question comes, and the policy from then on; for the whole group."""
     seen, lead = attention_of(group), group.system_prompt_span.tokens
     tokens, attended = group.context_tokens, Attended(seen[:, :, lead:])
     whole = group.decoder.memory(group.exact)
@@ -117,8 +97,8 @@ def thinned(kind: type[Budgeted], share: float, group: Group) -> tuple[Memory, B
 def attention_of(group: Group) -> Tensor:
     """Attention that system prompt and placed chunks give each other, by slot: float32 ``[L, B, system prompt + context]``.
 
-    Summed over all queries, averaged over heads (section 3.3). One eager pass a group, in blocks of rows; who serves this way
-    adds it up in the pass that conditions the chunks.
+    Summed over all queries, averaged over heads (section 3.3). Cost: one eager pass for each group, in blocks of rows; a
+    server would add it up in the pass that conditions the chunks.
     """
     if group not in _ATTENTION:
         decoder, batch = group.decoder, len(group)

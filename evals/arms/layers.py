@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ctxwin.evals.arms.base import RankedArm, Served, SharedArm
 from ctxwin.evals.arms.recall import came_back
-from ctxwin.evals.arms.select import highest, quota, served, serving, spans_of
+from ctxwin.evals.arms.tokens import highest, quota, served, serving, spans_of
 from ctxwin.evals.items import Setting
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.rope import angles, turn
@@ -21,19 +21,20 @@ if TYPE_CHECKING:
     from ctxwin.evals.decoder import Memory
     from ctxwin.evals.group import Group
 
-WINDOW: tuple[Setting, ...] = ("window", "slide")
-
 _STATES: WeakKeyDictionary[Group, dict[object, Tensor]] = WeakKeyDictionary()
 """Hidden states that `ShallowReuse` stores beside canonicals."""
 
 
-@dataclass(frozen=True)
-class Cacheblend(SharedArm):
-    """Tokens are chosen by how far fresh KV is from stored KV, and fewer of them go on from layer to layer.
+class Cacheblend(
+    SharedArm,
+    form="cacheblend:R",
+    source="CacheBlend (Yao et al. 2025, arXiv 2405.16444), section 4; LMCache's blender",
+):
+    """Tokens are chosen by how far fresh KV is from stored KV; from layer to layer fewer of them go on.
 
-    Layer 0 runs in full: its KV are equal by construction (embeddings and a rotation), so it cannot choose. From layer
-    1 on, fresh KV of the tokens that are still in are compared with the stored ones (squared difference, keys and
-    values), those that differ most stay, take their fresh KV and go through the layer; the others keep what is stored.
+    Layer 0 runs in full: its KV is equal by construction (embeddings and a rotation), so it cannot choose. From layer
+    1 on, fresh KV of the remaining tokens is compared with what is stored (squared difference of keys and values); those
+    that differ most remain, take their fresh KV and go through the layer, and the others keep what is stored.
     Layer 1 as the first to decide is the authors' released default (LMCache, check layers 1, ratio 0.15), which compares
     keys alone and then goes on with one set; the shrinking set is the paper's gradual filtering. Of that schedule the
     paper says that it starts slightly above R and falls: here in equal steps from 5/4 R at layer 1 to 3/4 R at the last,
@@ -43,10 +44,6 @@ class Cacheblend(SharedArm):
     the share of the KV that is replaced, which is what stands beside a patch's bytes: of few layers, the one that only
     prepares the choice would cost more than all that is chosen. R = 0 runs nothing.
     """
-
-    form: ClassVar[str] = "cacheblend:R"
-    source: ClassVar[str] = "CacheBlend (Yao et al. 2025, arXiv 2405.16444), section 4; LMCache's blender"
-    settings: ClassVar[tuple[Setting, ...]] = WINDOW
 
     def serve(self, group: Group) -> list[Served | None]:
         tokens, layers, lead = group.context_tokens, group.decoder.layers, group.system_prompt_span.tokens
@@ -72,21 +69,20 @@ class Cacheblend(SharedArm):
         ]
 
 
-@dataclass(frozen=True)
-class VlCache(SharedArm):
+class VlCache(
+    SharedArm,
+    form="vlcache:R",
+    source="VLCache (Qin et al. 2025, arXiv 2512.12977), abstract; the layers' ratios are a stand-in",
+):
     """The first tokens of every chunk but the first are computed, as many as each layer is given.
 
     From the paper: errors of reused tokens add up along the sequence, so the first ones are computed; layers matter unequally,
-    so each has a ratio of its own. Its ratios come from measurements on the model that we do not have: **a stand-in**
-    takes their place. A token can only be computed at a layer if it was at all layers before, so what computing it up to
+    so each has a ratio of its own. The paper measures its ratios on the model; those figures are not public, so **a
+    stand-in** takes their place. A token can only be computed at a layer if it was at all layers before, so what computing it up to
     layer l restores is what is missing in layers >= l. The ratio of layer l is therefore proportional to the sum over
     layers >= l of the chunks' relative deficits (the item's own: an oracle of the depth profile), R on average, at most 1.
     Ratios fall with depth; R is of the tokens behind the first chunk.
     """
-
-    form: ClassVar[str] = "vlcache:R"
-    source: ClassVar[str] = "VLCache (Qin et al. 2025, arXiv 2512.12977), abstract; the layers' ratios are a stand-in"
-    settings: ClassVar[tuple[Setting, ...]] = WINDOW
 
     def serve(self, group: Group) -> list[Served | None]:
         rows, work = [], []
@@ -124,25 +120,23 @@ class VlCache(SharedArm):
 
 
 @dataclass(frozen=True)
-class ShallowReuse(SharedArm):
+class ShallowReuse(
+    SharedArm,
+    form="layers:F",
+    source="Kamera, appendix C.3 and C.4, table 8 (layer re-prefill), appendix D (deep re-prefill)",
+    settings=("window", "slide", "recall"),
+    found=("exact",),
+):
     """The first share of the layers reuses stored KV, the rest is computed in context for all tokens.
 
     What enters the first computed layer are the hidden states of the chunk's forward alone, stored beside its canonical
     (``stored`` counts them in bf16). 0 is re-prefill, 1 blind
-    reuse. KV of the first computed layer follow from these states alone and stay the canonical's: context comes in
-    from the layer behind it on, so reusing all layers but one is blind, too. The first chunk is exact and not computed.
-    In a recall what is in front is exact, and the chunk that came back alone is concerned.
+    reuse. KV of the first computed layer follows from these states alone and remains the canonical's: context comes in
+    from the next layer on, so reusing all layers but one is blind as well. The first chunk is exact and not computed.
+    In a recall everything in front is exact, and only the chunk that came back is treated this way.
     """
 
     setting: Setting = "window"
-
-    form: ClassVar[str] = "layers:F"
-    source: ClassVar[str] = "Kamera, appendix C.3 and C.4, table 8 (layer re-prefill), appendix D (deep re-prefill)"
-    settings: ClassVar[tuple[Setting, ...]] = ("window", "slide", "recall")
-
-    @property
-    def found(self) -> tuple[str, ...]:
-        return ("exact",) if self.setting == "recall" else ()
 
     def on(self, setting: Setting) -> ShallowReuse:
         return replace(self, setting=setting)
@@ -194,8 +188,12 @@ class ShallowReuse(SharedArm):
         return held[key]
 
 
-@dataclass(frozen=True)
-class LowRankKeys(RankedArm):
+class LowRankKeys(
+    RankedArm,
+    form="lowrank-k:M",
+    source="Kamera, appendix C.3, table 6 (low-rank-K reconstruction, ShadowKV-style)",
+    found=("exact",),
+):
     """Keys of every chunk but the first are the best rank-M approximation of the conditioned ones; values are canonical.
 
     Keys are de-rotated token by token first, where they are of lowest rank, then decomposed a layer at a time over all
@@ -203,14 +201,6 @@ class LowRankKeys(RankedArm):
     reused values carry none of the conditioning, which is what this arm shows. With latent attention keys are the rope
     channel alone.
     """
-
-    form: ClassVar[str] = "lowrank-k:M"
-    source: ClassVar[str] = "Kamera, appendix C.3, table 6 (low-rank-K reconstruction, ShadowKV-style)"
-    settings: ClassVar[tuple[Setting, ...]] = WINDOW
-
-    @property
-    def found(self) -> tuple[str, ...]:
-        return ("exact",)
 
     def serve(self, group: Group) -> list[Served | None]:
         places, out = range(1, len(group.places)), []

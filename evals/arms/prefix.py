@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,20 +20,26 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Prefix(Arm):
-    """Prefix caching (vLLM, SGLang): KV of the longest prefix that was placed before are there, the rest is computed.
+class Prefix(
+    Arm,
+    form="prefix:naive|trim|append",
+    argument=f"(?P<habit>{'|'.join(POLICIES)})",
+    source="MPIC, section 2.2 and appendix A.3 (prefix caching); vLLM's automatic prefix caching",
+    settings=("slide", "recall"),
+):
+    """Prefix caching (vLLM, SGLang): the KV of the longest prefix placed before is there, the rest is computed.
 
     Habits:
         naive: exactly what the item places, in its order.
-        trim: the window is full when a chunk comes in, so its older half leaves, and stays away: the newer half of what
-            would be held (rounded up) is placed, and always what came back. That is the turn that trims; the turns until
-            it is full again would only append.
+        trim: the window is full when a chunk comes in, so its older half leaves for good: the newer half of what would be
+            held (rounded up) is placed, and always what came back. This is the turn that trims; the turns until the
+            window is full again would only append.
         append: what came back stands behind everything that stayed, whatever its old place (recalls; in a slide nothing
             comes back, and items are unscored).
 
     Their context may differ from the reference's, and the question then stands behind theirs: its answers, truth and KL
-    are part of the figure. Known are, besides the system prompt, what was placed before, and in a recall what stayed, which was
-    placed without the chunk. Prefixes are counted in whole chunks; engines count blocks of tokens. ``encodes`` are pictures
+    are part of the figure. Besides the system prompt, the cache knows what was placed before and, in a recall, what stayed, which
+    was placed without the chunk. Prefixes are counted in whole chunks; engines count blocks of tokens. ``encodes`` are pictures
     among what is computed that were never placed before: vLLM keeps vision embeddings of the others in its encoder
     cache. ``entered`` of a sample counts all pictures that enter the forward; ``context`` is what is placed over what the
     item places, in tokens.
@@ -40,15 +47,6 @@ class Prefix(Arm):
 
     habit: Policy
     setting: Setting = "slide"
-
-    form: ClassVar[str] = "prefix:naive|trim|append"
-    source: ClassVar[str] = "MPIC, section 2.2 and appendix A.3 (prefix caching); vLLM's automatic prefix caching"
-    settings: ClassVar[tuple[Setting, ...]] = ("slide", "recall")
-
-    @classmethod
-    def parse(cls, name: str, argument: str) -> Self | None:
-        habits: dict[str, Policy] = {habit: habit for habit in POLICIES}
-        return cls(name, habits[argument]) if argument in habits else None
 
     def on(self, setting: Setting) -> Prefix:
         return replace(self, setting=setting)
@@ -59,7 +57,7 @@ class Prefix(Arm):
         return [self._served(group, b, orders[b], spans[b]) if b in orders else None for b in range(len(group))]
 
     def prepared(self, group: Group) -> Callable[[], Served | None]:
-        """The known prefix lies in its slots already; what is behind it is computed in the call."""
+        """The known prefix is in its slots beforehand; the call computes what follows it."""
         (served,), order = self.serve(group), self.order(group.items[0])
         if served is None or order is None:
             return lambda: None
@@ -76,7 +74,7 @@ class Prefix(Arm):
         return again
 
     def order(self, item: Item) -> tuple[int, ...] | None:
-        """What this user places; None where the habit has no meaning."""
+        """What this user places; None where the habit is meaningless."""
         back = self._back(item)
         if self.habit == "naive":
             return item.placed
@@ -94,13 +92,16 @@ class Prefix(Arm):
         return tuple(item.placed[i] for i in user.held)
 
     def known(self, item: Item) -> list[tuple[int, ...]]:
-        """What was placed before, in the orders in which it was."""
+        """The orders in which chunks were placed before."""
         back = self._back(item)
-        return [item.before] if back is None else [item.before, _without(item.placed, back)]
+        return [item.before] if back is None else [item.before, item.placed[:back] + item.placed[back + 1 :]]
 
     def _known(self, item: Item, order: tuple[int, ...]) -> int:
         """Chunks of the longest known prefix of an order."""
-        return max(_common(order, one) for one in self.known(item))
+        return max(
+            sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(order, one, strict=False)))
+            for one in self.known(item)
+        )
 
     def _back(self, item: Item) -> int | None:
         """The place of the chunk that came back; None in a slide."""
@@ -138,15 +139,3 @@ def _exact(group: Group, orders: dict[int, tuple[int, ...]]) -> dict[int, Sequen
     for some in alike.values():
         found |= dict(zip(some, group.prefilled([orders[b] for b in some], some), strict=True))
     return found
-
-
-def _without(placed: tuple[int, ...], place: int) -> tuple[int, ...]:
-    return placed[:place] + placed[place + 1 :]
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    length = 0
-    while length < min(len(one), len(other)) and one[length] == other[length]:
-        length += 1
-    return length

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
-from ctxwin.evals.arms.base import PlainArm, RankedArm, Served, parse_share
-from ctxwin.evals.items import Item, Setting
+from ctxwin.evals.arms.base import RANK, SHARE, Arm, RankedArm, Served
+from ctxwin.evals.items import Item
 from ctxwin.kv.deficit import deficit
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import Patch, apply_patch
@@ -20,33 +20,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Rehydrated(RankedArm):
-    """The chunk that was recalled is canonical + patch; what stands in front is exact, as resident chunks are.
+class _Rehydrated(RankedArm, settings=("recall",), found=("exact",), argument=f"(?P<size>{RANK})(?:@(?P<at>{SHARE}))?"):
+    """The recalled chunk is canonical + patch; what is in front of it is exact, as resident chunks are.
 
-    ``divergence`` of a sample is how far what is in front is from what was in front at forming, see `divergence`;
+    ``divergence`` of a sample is how far the chunks in front are from those at forming, see `divergence`;
     ``formed`` counts the chunk's tokens where its patch takes a conditioned forward once it is back. That forward gives
     the exact KV, too: the patch is what later asks behind the same chunks reuse.
     """
 
     at: float | None = None
 
-    settings: ClassVar[tuple[Setting, ...]] = ("recall",)
     fresh: ClassVar[bool] = True
 
     @property
     def turnover(self) -> float | None:
         return self.at
-
-    @classmethod
-    def parse(cls, name: str, argument: str) -> Self | None:
-        size, at, share = argument.partition("@")
-        plain = super().parse(name, size)
-        turnover = parse_share(share) if at else None
-        return None if plain is None or (at and turnover is None) else replace(plain, at=turnover)
-
-    @property
-    def found(self) -> tuple[str, ...]:
-        return ("exact",)
 
     @abstractmethod
     def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
@@ -64,12 +52,9 @@ class _Rehydrated(RankedArm):
         return served
 
 
-@dataclass(frozen=True)
-class Stale(_Rehydrated):
+class Stale(_Rehydrated, form="stale:M", source="Kamera, section 5, 'Recall' (stale replay); appendix D"):
     """A recalled chunk with the patch it had when it was evicted; ``stale:M@T`` at turnover T alone."""
 
-    form: ClassVar[str] = "stale:M"
-    source: ClassVar[str] = "Kamera, section 5, 'Recall' (stale replay); appendix D"
     fresh: ClassVar[bool] = False
 
     def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
@@ -77,47 +62,40 @@ class Stale(_Rehydrated):
         return group.patched(group.canonical[b][place], patch, place), patch.nbytes
 
 
-@dataclass(frozen=True)
-class Update(_Rehydrated):
+class Update(
+    _Rehydrated,
+    form="update:M",
+    source="Kamera, section 5, 'Recall' (fresh patch); appendix D ('The cheapest correct refresh')",
+):
     """A recalled chunk with a patch formed behind what is in front of it now; ``update:M@T`` at turnover T alone."""
-
-    form: ClassVar[str] = "update:M"
-    source: ClassVar[str] = "Kamera, section 5, 'Recall' (fresh patch); appendix D ('The cheapest correct refresh')"
 
     def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
         patch = group.patch(b, place, self.size)
         return group.patched(group.canonical[b][place], patch, place), patch.nbytes
 
 
-@dataclass(frozen=True)
-class Recall(Update):
+class Recall(Update, form="recall:M@T", argument=f"(?P<size>{RANK})@(?P<at>{SHARE})"):
     """`Update` of a recall at one turnover, as ``recall:M@T``."""
 
-    form: ClassVar[str] = "recall:M@T"
-
-    @classmethod
-    def parse(cls, name: str, argument: str) -> Self | None:
-        made = super().parse(name, argument)
-        return None if made is None or made.at is None else made
-
 
 @dataclass(frozen=True)
-class Refresh(_Rehydrated):
-    """A recalled chunk with the patch it had, and a second one of rank M for what that leaves of today's deficit.
+class Refresh(
+    _Rehydrated,
+    form="refresh:M@S",
+    argument=f"(?P<size>{RANK})(?:@(?P<stale>{RANK}))?",
+    source="Kamera, appendix D ('The cheapest correct refresh': a patch update)",
+):
+    """A recalled chunk with the patch it had, and a second one of rank M for what that leaves of the present deficit.
 
     The first has rank M too, or S of ``refresh:M@S``; the bytes of both are counted.
     """
 
     stale: int | None = None
 
-    form: ClassVar[str] = "refresh:M@S"
-    source: ClassVar[str] = "Kamera, appendix D ('The cheapest correct refresh': a patch update)"
-
     @classmethod
-    def parse(cls, name: str, argument: str) -> Self | None:
-        size, at, first = argument.partition("@")
-        plain, other = super().parse(name, size), super().parse(name, first if at else size)
-        return None if plain is None or other is None else replace(plain, stale=other.size)
+    def parse(cls, name: str) -> Self | None:
+        made = super().parse(name)
+        return made if made is None or "@" in name else replace(made, stale=made.size)
 
     def patched(self, group: Group, b: int, place: int) -> tuple[SpanKV, int]:
         old = stale_patch(group, b, place, self.stale)
@@ -127,17 +105,8 @@ class Refresh(_Rehydrated):
         return group.patched(base, new, place), old.nbytes + new.nbytes
 
 
-@dataclass(frozen=True)
-class Recalled(PlainArm):
+class Recalled(Arm, form="blind", source="Kamera, section 5, 'Recall' (blind)", settings=("recall",), found=("exact",)):
     """The base of a recall: the chunk's canonical behind exact chunks. Asked for as ``blind``."""
-
-    form: ClassVar[str] = "blind"
-    source: ClassVar[str] = "Kamera, section 5, 'Recall' (blind)"
-    settings: ClassVar[tuple[Setting, ...]] = ("recall",)
-
-    @property
-    def found(self) -> tuple[str, ...]:
-        return ("exact",)
 
     def serve(self, group: Group) -> list[Served | None]:
         rows = [list(row) for row in group.exact]

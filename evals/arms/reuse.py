@@ -1,17 +1,21 @@
-"""Reuse without computing anything when the question comes: blind, patched, toggled, orbit, survivors."""
+"""Reuse that computes nothing when the question comes (blind, patched, toggled, orbit, survivors), and its controls.
+
+Controls say what a figure is made of: the mask oracle loses conditioning and nothing else, stepwise nothing at all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, permutations
 from math import factorial
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
+import torch
 
-from ctxwin.evals.arms.base import PlainArm, RankedArm, Served
-from ctxwin.evals.items import Item, Setting
+from ctxwin.evals.arms.base import RANK, Arm, RankedArm, Served
+from ctxwin.evals.items import Item
 from ctxwin.evals.patching import parse_variant
 from ctxwin.kv.deficit import Deficit
 from ctxwin.kv.orbit import OrbitMean
@@ -23,70 +27,84 @@ if TYPE_CHECKING:
 ORBIT_ORDERS = 6
 
 
-@dataclass(frozen=True)
-class Reprefill(PlainArm):
+class Reprefill(Arm, form="reprefill", source="exact forward", settings=("window", "slide", "recall")):
     """One exact forward over everything placed: the reference of all figures."""
-
-    form: ClassVar[str] = "reprefill"
-    source: ClassVar[str] = "exact forward"
-    settings: ClassVar[tuple[Setting, ...]] = ("window", "slide", "recall")
 
     def serve(self, group: Group) -> list[Served | None]:
         tokens = group.context_tokens
         return [Served(row, 0, group.kv_bytes(), tokens, 1) for row in group.exact]
 
 
-@dataclass(frozen=True)
-class Blind(PlainArm):
+class Blind(Arm, form="blind", source="Kamera, section 2 (blind reuse)"):
     """Every chunk's canonical, rotated into place: position-independent reuse without repair."""
-
-    form: ClassVar[str] = "blind"
-    source: ClassVar[str] = "Kamera, section 2 (blind reuse)"
-    settings: ClassVar[tuple[Setting, ...]] = ("window", "slide")
 
     def serve(self, group: Group) -> list[Served | None]:
         return [Served(row, 0, group.kv_bytes()) for row in group.blind]
 
 
+class Oracle(
+    Arm, form="oracle", source="Kamera, section 2 (the 4-D attention mask), appendix C.4, table 7", settings=("window",)
+):
+    """One forward over everything placed in which no chunk sees another one, each at its own positions.
+
+    What this loses against a re-prefill is conditioning and nothing else: no key was moved. Blind reuse, which forms each
+    chunk right behind the system prompt and rotates it, must come out the same.
+    """
+
+    def serve(self, group: Group) -> list[Served | None]:
+        tokens, lead = group.context_tokens, group.system_prompt_span.tokens
+        memory = group.behind_system_prompt(len(group)).grown(tokens)
+        slots = torch.arange(tokens)
+        whose = torch.zeros(tokens, dtype=torch.int64)
+        for i, place in enumerate(group.places):
+            whose[place.slot : place.end] = i
+        own = (whose[:, None] == whose[None]) & (slots[None] <= slots[:, None])
+        mask = torch.cat([torch.ones(tokens, lead, dtype=torch.bool), own], 1)
+        group.decoder.run(group.context, memory, slots + lead, mask=mask)
+        return [Served(row, 0, group.kv_bytes(), tokens, 1) for row in group.spans(memory)]
+
+
+class Stepwise(Arm, form="stepwise", source="exact; the noise floor of this machine and dtype", settings=("window",)):
+    """A re-prefill chunk by chunk instead of in one forward: equal by definition, so what differs is arithmetic."""
+
+    def serve(self, group: Group) -> list[Served | None]:
+        memory = group.behind_system_prompt(len(group))
+        for place in group.places:
+            part = torch.arange(place.slot, place.end).expand(len(group), -1)
+            memory, _ = group.decoder.append(group.context.pick(part.to(memory.k.device)), memory)
+        tokens = group.context_tokens
+        return [Served(row, 0, group.kv_bytes(), tokens, len(group.places)) for row in group.spans(memory)]
+
+
 @dataclass(frozen=True)
-class Patched(RankedArm):
-    """Every chunk but the first, which is exact as it is: canonical + patch formed behind exactly its antecedents.
+class Patched(
+    RankedArm,
+    form="patched:M",
+    argument=f"(?P<size>{RANK})(?:@(?P<variant>.+))?",
+    source="Kamera, section 3, eq. 1; layouts: appendix C.2, C.3",
+    settings=("window",),
+):
+    """Every chunk but the first, which is exact anyway: canonical + patch formed behind exactly its antecedents.
 
     ``variant`` is another way to compress than the run's: ``patched:8@deep``, ``patched:8@shared+output``.
     """
 
     variant: str = ""
 
-    form: ClassVar[str] = "patched:M"
-    source: ClassVar[str] = "Kamera, section 3, eq. 1; layouts: appendix C.2, C.3"
-    settings: ClassVar[tuple[Setting, ...]] = ("window",)
-
     @classmethod
-    def parse(cls, name: str, argument: str) -> Self | None:
-        size, at, variant = argument.partition("@")
-        plain = super().parse(name, size)
-        if plain is None or (at and parse_variant(variant) is None):
-            return None
-        return replace(plain, variant=variant)
+    def parse(cls, name: str) -> Self | None:
+        made = super().parse(name)
+        return None if made is None or (made.variant and parse_variant(made.variant) is None) else made
 
     def serve(self, group: Group) -> list[Served | None]:
         return [_patched_row(group, b, self.size, {}, self.variant) for b in range(len(group))]
 
 
-@dataclass(frozen=True)
-class Toggled(PlainArm):
-    """Everything exact but the asked chunk, which is toggled to its context-clean view: its canonical, a copy.
+class Toggled(Arm, form="toggled", source="Kamera, appendix E", settings=("window",), found=("exact",)):
+    """Everything is exact except the asked chunk, which is toggled to its context-clean view: a copy of its canonical.
 
     What it still answers right needed no context (the disposability test); see `ctxwin.evals.toggles` for windows.
     """
-
-    form: ClassVar[str] = "toggled"
-    source: ClassVar[str] = "Kamera, appendix E"
-    settings: ClassVar[tuple[Setting, ...]] = ("window",)
-
-    @property
-    def found(self) -> tuple[str, ...]:
-        return ("exact",)
 
     def serve(self, group: Group) -> list[Served | None]:
         served: list[Served | None] = []
@@ -98,7 +116,13 @@ class Toggled(PlainArm):
 
 
 @dataclass(frozen=True)
-class Orbit(RankedArm):
+class Orbit(
+    RankedArm,
+    form="orbit:M@N",
+    argument=rf"(?P<size>{RANK})(?:@(?P<orders>0*[1-9]\d*))?",
+    source="Kamera, section 5, 'Reorder' (orbit)",
+    settings=("window",),
+):
     """As `Patched`, but the asked chunk has one patch averaged over other orders of its antecedents.
 
     Six orders are averaged, or ``N`` of ``orbit:M@N``, all where there are no more; the one it is served in is held out.
@@ -107,21 +131,10 @@ class Orbit(RankedArm):
     """
 
     orders: int = ORBIT_ORDERS
-
-    form: ClassVar[str] = "orbit:M@N"
-    source: ClassVar[str] = "Kamera, section 5, 'Reorder' (orbit)"
-    settings: ClassVar[tuple[Setting, ...]] = ("window",)
-
-    @classmethod
-    def parse(cls, name: str, argument: str) -> Self | None:
-        size, at, count = argument.partition("@")
-        plain = super().parse(name, size)
-        if plain is None or not at:
-            return plain
-        return replace(plain, orders=int(count)) if count.isdecimal() and int(count) > 0 else None
+    over_own: ClassVar[bool] = True
 
     def averaged(self, item: Item, place: int) -> list[tuple[int, ...]]:
-        """Orders of what is in front whose deficits are averaged."""
+        """The orders of the chunks in front whose deficits are averaged."""
         return other_orders(item.placed[:place], self.orders, item.index)
 
     def serve(self, group: Group) -> list[Served | None]:
@@ -140,31 +153,28 @@ class Orbit(RankedArm):
             for span in spans:
                 orbit.add(span, group.canonical[b][place])
             patch = group.compressed(orbit.mean, self.size, (type(self).__name__, self.orders, b))
-            figures = {"orders": float(len(plan)), "moved": self.moved(orbit.mean, group.deficit(b, place))}
+            own = group.deficit(b, place)
+            figures = {
+                "orders": float(len(plan)),
+                "moved": _distance(orbit.mean, own, own if self.over_own else orbit.mean),
+            }
             others = group.context_tokens - group.places[0].tokens - group.places[place].tokens
             figures["formed"] = float(others + len(plan) * group.places[place].end)
             served.append(_patched_row(group, b, self.size, {place: patch}, extra=figures))
         return served
 
-    def moved(self, mean: Deficit, own: Deficit) -> float:
-        return _distance(mean, own, own)
-
 
 @dataclass(frozen=True)
-class Transfer(Orbit):
+class Transfer(
+    Orbit, form="transfer:M", argument=f"(?P<size>{RANK})", source="Kamera, section 5, 'Reorder' (transfer)"
+):
     """As `Orbit`, with the patch of a single other order: the one the item says it was stored in, else any.
 
     ``moved`` of a sample is the norm of (own deficit - stored deficit) over the stored one's.
     """
 
     orders: int = 1
-
-    form: ClassVar[str] = "transfer:M"
-    source: ClassVar[str] = "Kamera, section 5, 'Reorder' (transfer)"
-
-    @classmethod
-    def parse(cls, name: str, argument: str) -> Self | None:
-        return None if "@" in argument else super().parse(name, argument)
+    over_own: ClassVar[bool] = False
 
     def averaged(self, item: Item, place: int) -> list[tuple[int, ...]]:
         front = item.placed[:place]
@@ -172,32 +182,24 @@ class Transfer(Orbit):
             return [item.before[:-1]]
         return super().averaged(item, place)
 
-    def moved(self, mean: Deficit, own: Deficit) -> float:
-        return _distance(own, mean, mean)
 
-
-@dataclass(frozen=True)
-class Survivor(PlainArm):
-    """After a slide: what stays keeps its conditioned KV and is rotated. Nothing is stored beside it."""
-
-    form: ClassVar[str] = "survivor"
-    source: ClassVar[str] = "Kamera, section 5, 'Sliding-window survival'"
-    settings: ClassVar[tuple[Setting, ...]] = ("slide",)
+class Survivor(Arm, form="survivor", source="Kamera, section 5, 'Sliding-window survival'", settings=("slide",)):
+    """After a slide: what stays keeps its conditioned KV and is rotated. Nothing else is stored."""
 
     def serve(self, group: Group) -> list[Served | None]:
         return [Served(row, 0, group.kv_bytes()) for row in group.kept]
 
 
-@dataclass(frozen=True)
-class Removal(RankedArm):
-    """After a slide: survivors with a patch each that takes out what they absorbed from what left.
+class Removal(
+    RankedArm,
+    form="removal:M",
+    source="Kamera, section 5, 'Sliding-window survival' (removal patch)",
+    settings=("slide",),
+):
+    """After a slide: survivors, each with a patch that removes what it absorbed from the chunks that left.
 
     A patch takes a forward over all that stayed, once (``formed``), which gives the exact KV, too.
     """
-
-    form: ClassVar[str] = "removal:M"
-    source: ClassVar[str] = "Kamera, section 5, 'Sliding-window survival' (removal patch)"
-    settings: ClassVar[tuple[Setting, ...]] = ("slide",)
 
     def serve(self, group: Group) -> list[Served | None]:
         served: list[Served | None] = []
@@ -238,7 +240,7 @@ def _patched_row(
     variant: str = "",
     extra: dict[str, float] | None = None,
 ) -> Served:
-    """The first chunk as it is, the others patched; ``instead`` replaces patches by place."""
+    """The first chunk unchanged, the others patched; ``instead`` replaces patches by place."""
     row, spans, stored = group.blind[b], [group.blind[b][0]], 0
     for i in range(1, len(row)):
         patch = instead[i] if i in instead else group.patch(b, i, rank, variant)

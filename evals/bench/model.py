@@ -18,7 +18,7 @@ import typer
 from ctxwin.hashing import digest
 
 FORMAT = 1
-"""Part of the folder's name: a change of what `write_model` writes makes another model."""
+"""Part of the folder's name; raise it whenever `write_model` writes something else."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def model_folder(sizes: Sizes, seed: int, where: Path | None = None) -> Path:
 
 
 def ensure_model(sizes: Sizes, seed: int, where: Path | None = None) -> tuple[Path, bool]:
-    """The folder of a generated model, and whether it had to be written.
+    """A generated model's folder, and whether it had to be written.
 
     It appears as a whole or not at all. Processes take turns, and what a killed one left behind is cleared away.
     Cost: 10-20 s and 1 GB of disk for the default sizes, once. Raises OSError where the folder cannot be written.
@@ -83,7 +83,7 @@ def ensure_model(sizes: Sizes, seed: int, where: Path | None = None) -> tuple[Pa
 
 
 def check_model(model: str, where: Path | None) -> None:
-    """Raises ValueError where a model and a folder for generated ones do not go together, or the model is no folder."""
+    """Raises ValueError where both a model and a folder for generated ones are given, or the model is not a folder."""
     if model and where is not None:
         raise ValueError("--model-dir is where a generated model goes; give it or --model, not both")
     if model and not Path(model).expanduser().is_dir():
@@ -91,7 +91,7 @@ def check_model(model: str, where: Path | None) -> None:
 
 
 def open_model(model: str, sizes: Sizes, seed: int, where: Path | None) -> str:
-    """The folder of the model to measure; without a ``model`` one is generated, unless that has been done before."""
+    """The folder of the model to measure; without ``model`` one is generated, unless it exists already."""
     if model:
         return str(Path(model).expanduser())
     typer.echo(f"model: random Qwen2-VL in {model_folder(sizes, seed, where)} (written once)", err=True)
@@ -155,7 +155,7 @@ def write_model(folder: Path, sizes: Sizes, seed: int) -> None:
 
 
 def _random(library: Any, config: Any, seed: int) -> Any:
-    """The model with weights drawn in bf16; built without values first, which spares transformers' own slow start."""
+    """The model with weights drawn in bf16; built without values first, which avoids transformers' own slow initialisation."""
     import torch
 
     with torch.device("meta"):

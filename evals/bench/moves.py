@@ -1,4 +1,4 @@
-"""The edits that are timed, each in a window that holds all that the edit needs.
+"""The edits that are timed, each in a window that has everything the edit needs.
 
 | move    | window                              | edit                                   | lanes of the ask behind it      |
 |---------|-------------------------------------|----------------------------------------|---------------------------------|
@@ -7,23 +7,26 @@
 | reorder | three predecessors and a chunk      | the last predecessor moves to the front | orbit, resident in front       |
 | toggle  | as for recall                       | the second is switched to its clean view | canonical, survivors behind it |
 
-Everything an edit of that kind could need is formed beforehand: canonicals, patches behind the antecedents that a chunk was first
-conditioned on, and for a reorder an orbit patch for every chunk behind every set of the others, so that no order needs a forward.
+Everything that an edit could need is formed beforehand: canonicals, patches behind the antecedents that a chunk was first
+conditioned on, and for a reorder an orbit patch for every chunk behind every set of the others, so that no order needs a
+forward.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from ctxwin.evals.bench.content import make_chunk
+import numpy as np
+
+from ctxwin.chunk import Chunk, TokensPart
 from ctxwin.fidelity import Fidelity
 from ctxwin.window.window import Window
 
 if TYPE_CHECKING:
-    from ctxwin.chunk import Chunk
     from ctxwin.engines.base import Engine
 
 SYSTEM_PROMPT = "You watch a camera."
@@ -33,7 +36,12 @@ BLOCK = 32
 query, which is the lowest floor there is. With a rest of a block behind it, the floor would compute that rest, too, and be
 easier to reach."""
 SHORT = 16
-"""Most tokens of the chunk that stands in front of what is recalled or toggled: something must condition it."""
+"""The largest chunk in front of what is recalled or toggled, in tokens: something must condition it."""
+
+
+TEXT_TOKENS = 8
+"""Least text in front of a picture."""
+_SYLLABLES = ("ba", "de", "fi", "go", "lu", "ma", "ne", "pi", "ro", "su", "ta", "ve", "wi", "xo", "zu", " ", " ", "\n")
 
 
 @dataclass(frozen=True)
@@ -50,10 +58,10 @@ class Scene:
     """
 
     window: Window
-    edit: Callable[[Window], None]
-    cached: tuple[str, ...]
+    edit: Callable[[Window], object]
+    cached: Sequence[str]
     names: dict[str, str]
-    back: Callable[[Window], None] | None = None
+    back: Callable[[Window], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,32 +69,61 @@ class Move:
     """One kind of edit.
 
     Attributes:
-        name: as in ``--ops``.
-        patches: whether its chunks are served with patches; the rank of the others is 0.
         make: builds the scene from an engine, the reused tokens, the fidelity and a seed.
+        patches: whether its chunks are served with patches; else its rank is 0.
     """
 
-    name: str
-    patches: bool
     make: Callable[[Engine, int, Fidelity, int], Scene]
+    patches: bool = False
 
 
 def _open(
-    engine: Engine, sizes: Sequence[int], names: Sequence[str], fidelity: Fidelity, seed: int
-) -> tuple[Window, list[str]]:
-    """A window over chunks of these sizes whose KV is computed, stored and read."""
+    engine: Engine, sizes: Sequence[int], labels: Sequence[str], fidelity: Fidelity, seed: int
+) -> tuple[Window, list[str], dict[str, str]]:
+    """A window over chunks of these sizes whose KV is computed, stored and read; its placements, and their names."""
     chunks: list[Chunk] = [
         make_chunk(engine, n, seed * 100 + i).model_copy(update={"label": name})
-        for i, (n, name) in enumerate(zip(sizes, names, strict=True))
+        for i, (n, name) in enumerate(zip(sizes, labels, strict=True))
     ]
     window = Window(engine, system_prompt=system_prompt_of(engine), fidelity=fidelity)
     ids = window.extend(chunks)
     ask(window)
-    return window, ids
+    return window, ids, dict(zip(ids, labels, strict=True))
+
+
+def make_chunk(engine: Engine, tokens: int, seed: int) -> Chunk:
+    """A chunk of exactly ``tokens`` tokens: some text and the largest square picture that fits behind it.
+
+    Text alone where the model has no eyes or the chunk is too small. The same seed gives the same chunk.
+    Cost: one run of the vision tower for each size tried, rarely more than one. Raises ValueError for ``tokens`` < 1.
+    """
+    if tokens < 1:
+        raise ValueError(f"tokens must be at least 1, got {tokens}")
+    rng = np.random.default_rng(seed)
+    side = math.isqrt(max(0, tokens - TEXT_TOKENS - 2)) if engine.spec.vision else 0
+    while side >= 2:
+        picture = Chunk.image(rng.integers(0, 256, (28 * side, 28 * side, 3), dtype=np.uint8), keep_source=False)
+        left = tokens - engine.encode(picture).tokens
+        if left == 0:
+            return picture
+        if left > 0:
+            lead = TokensPart(ids=words(engine, left, rng))
+            return picture.model_copy(update={"parts": (lead, *picture.parts)})
+        side -= max(1, -left // (2 * side))  # one side less takes about that many tokens
+    return Chunk.tokens(list(words(engine, tokens, rng)))
+
+
+def words(engine: Engine, count: int, rng: np.random.Generator) -> tuple[int, ...]:
+    """``count`` ordinary token ids, none of them special: those of random words."""
+    ids: tuple[int, ...] = ()
+    while len(ids) < count:
+        text = "".join(_SYLLABLES[i] for i in rng.integers(0, len(_SYLLABLES), 2 * count + 8))
+        ids += engine.encode(Chunk.text(text)).token_ids
+    return ids[:count]
 
 
 def system_prompt_of(engine: Engine) -> str:
-    """The system prompt, lengthened until it fills whole blocks; as it is where no length does (see ``system_prompt_tokens``)."""
+    """The system prompt, lengthened until it fills whole blocks; unchanged where no length does (see ``system_prompt_tokens``)."""
     for text in (SYSTEM_PROMPT + " Look" * n + end for n in range(2 * BLOCK) for end in ("", ".", " a.", " and see.")):
         if engine.encode_system_prompt(text).tokens % BLOCK == 0:
             return text
@@ -104,24 +141,21 @@ def _shares(tokens: int, parts: int) -> list[int]:
 
 
 def _slide(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
-    sizes, names = [tokens // 4, *_shares(tokens, 4)], ["oldest", "A", "B", "C", "D"]
-    window, ids = _open(engine, sizes, names, fidelity, seed)
-    return Scene(window, lambda w: _quiet(w.slide(1)), tuple(ids), dict(zip(ids, names, strict=True)))
+    sizes, labels = [tokens // 4, *_shares(tokens, 4)], ["oldest", "A", "B", "C", "D"]
+    window, ids, names = _open(engine, sizes, labels, fidelity, seed)
+    return Scene(window, lambda w: w.slide(1), ids, names)
 
 
 def _recall(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
-    sizes, names = _behind_a_short_one(tokens), ["front", "recalled", "A", "B"]
-    window, ids = _open(engine, sizes, names, fidelity, seed)
+    labels = ["front", "recalled", "A", "B"]
+    window, ids, names = _open(engine, _behind_a_short_one(tokens), labels, fidelity, seed)
     window.compress()  # canonicals and patches instead of conditioned KV
     window.evict(ids[1])
-    return Scene(
-        window, lambda w: _quiet(w.recall(ids[1])), (ids[0], ids[2], ids[3]), dict(zip(ids, names, strict=True))
-    )
+    return Scene(window, lambda w: w.recall(ids[1]), [ids[0], *ids[2:]], names)
 
 
 def _reorder(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
-    names = ["P1", "P2", "P3", "T"]
-    window, ids = _open(engine, _shares(tokens, 4), names, fidelity, seed)
+    window, ids, names = _open(engine, _shares(tokens, 4), ["P1", "P2", "P3", "T"], fidelity, seed)
     for target in ids:
         others = [i for i in ids[:3] if i != target]
         # The target stands behind all three; a predecessor may come to stand behind any of the others.
@@ -133,22 +167,17 @@ def _reorder(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scen
                 branch.reorder([*front, target])
                 branch.prepare_orbit(front)
     order = [ids[2], ids[0], ids[1], ids[3]]
-    return Scene(window, lambda w: w.reorder(order), tuple(ids), dict(zip(ids, names, strict=True)))
+    return Scene(window, lambda w: w.reorder(order), ids, names)
 
 
 def _toggle(engine: Engine, tokens: int, fidelity: Fidelity, seed: int) -> Scene:
-    sizes, names = _behind_a_short_one(tokens), ["front", "toggled", "A", "B"]
-    window, ids = _open(engine, sizes, names, fidelity, seed)
+    labels = ["front", "toggled", "A", "B"]
+    window, ids, names = _open(engine, _behind_a_short_one(tokens), labels, fidelity, seed)
     with window.fork() as branch:
         branch.toggle(ids[1], conditioned=False)
         ask(branch)  # forms the canonical
-    return Scene(
-        window,
-        lambda w: w.toggle(ids[1], conditioned=False),
-        (ids[0],),
-        dict(zip(ids, names, strict=True)),
-        back=lambda w: w.toggle(ids[1], conditioned=True),
-    )
+    edit, back = (lambda w, on=on: w.toggle(ids[1], conditioned=on) for on in (False, True))
+    return Scene(window, edit, ids[:1], names, back)
 
 
 def _behind_a_short_one(tokens: int) -> list[int]:
@@ -156,16 +185,10 @@ def _behind_a_short_one(tokens: int) -> list[int]:
     return [short, *_shares(tokens - short, 3)]
 
 
-def _quiet(_: object) -> None:
-    """Drops what an edit returns."""
-
-
 MOVES = {
-    move.name: move
-    for move in (
-        Move("slide", False, _slide),
-        Move("recall", True, _recall),
-        Move("reorder", True, _reorder),
-        Move("toggle", False, _toggle),
-    )
+    "slide": Move(_slide),
+    "recall": Move(_recall, patches=True),
+    "reorder": Move(_reorder, patches=True),
+    "toggle": Move(_toggle),
 }
+"""The edits by their names in ``--ops``."""

@@ -1,37 +1,41 @@
-"""Time to the first token of an ask behind an edit: a window's, a prefix cache's, and the floor. In paired runs.
+"""Time to the first token of an ask behind an edit: a window's, a prefix cache's, and the floor, in paired runs.
 
-Each repetition asks for all three, in turns, so that a machine that is busy with something else is busy for all of them.
+Each repetition asks for all three in turn, so that whatever else the machine does affects all of them.
 Each starts as the first one did: the prefix cache is emptied and filled again by an ask before the edit, and all that an ask
-would store is stored.
+would store is stored. The prefix cache's prompts are passed as token ids and ready embeddings, so their times include no
+tokenising, decoding or vision encoding.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
+from ctxwin.engines.base import Sampling, Segment
 from ctxwin.evals.bench.moves import MOVES, QUERY, Scene, ask, system_prompt_of
-from ctxwin.evals.bench.opponent import Opponent, Plain, opponent_of
 from ctxwin.evals.bench.provenance import load, provenance
 from ctxwin.fidelity import Fidelity
+from ctxwin.hashing import digest
 
 if TYPE_CHECKING:
-    from ctxwin.engines.base import Engine, Generation
+    from ctxwin.engines.base import Encoded, Engine, Generation
     from ctxwin.evals.console import OnProgress
     from ctxwin.window.events import Event
     from ctxwin.window.window import Window
 
 SPEEDUP_SHARE = 0.75
-"""Least share of (re-prefill / floor), the best that anybody could reach, that a speedup must be."""
+"""A speedup must be at least this share of re-prefill / floor, the best that anybody could reach."""
 OVER_FLOOR = 1.3
-"""Most that an ask without a forward may take, in floors."""
+"""The longest that an ask without a forward may take, in floors."""
 _PREPARING = 4
-"""What preparing a scene costs, in runs; for the estimate of the time left only."""
+"""The cost of preparing a scene, in runs; used only to estimate the time left."""
 
 
 class Check(TypedDict):
@@ -43,14 +47,6 @@ class Check(TypedDict):
     value: float
     bound: float
     holds: bool
-
-
-class Placed(TypedDict):
-    """A chunk of the timed ask, with the lane that served it."""
-
-    chunk: str
-    tokens: int
-    lane: str
 
 
 class Times(TypedDict):
@@ -89,7 +85,7 @@ class Row(Times):
     floor_computed_tokens: int
     bytes_loaded: int
     lanes: dict[str, int]
-    chunks: list[Placed]
+    chunks: list[dict[str, Any]]
     prepared: dict[str, float]
 
 
@@ -141,6 +137,25 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Plain:
+    """Times of one prompt, in seconds to the first token.
+
+    Attributes:
+        prefix_cache_s: with what the prefix cache held of the prompt before the edit.
+        local_hit_s: once more, now held as a whole.
+        prefix_hit: prompt tokens that the cache had in the first of both; local_hit: in the second.
+        prefix_cpu_s, local_cpu_s: seconds of all of this process's threads on a CPU meanwhile.
+    """
+
+    prefix_cache_s: float
+    local_hit_s: float
+    prefix_hit: int
+    local_hit: int
+    prefix_cpu_s: float = 0.0
+    local_cpu_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Run:
     """One repetition of one move.
 
@@ -166,44 +181,25 @@ class Clocked:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
         self.last: Generation | None = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+        return getattr(self.engine, name)
 
     @property
     def local(self) -> bool:
         """Whether it computes in this process."""
-        return self._engine.spec.name != "vllm" or bool(self.core.driver.local)
+        return self.engine.spec.name != "vllm" or bool(self.core.driver.local)
 
     def fresh(self) -> None:
         """Empties the prefix cache, where the engine has one."""
-        if self._engine.spec.name == "vllm":
+        if self.engine.spec.name == "vllm":
             self.core.driver.reset_prefix_cache()
 
     def generate(self, *args: Any, **options: Any) -> Generation:
-        self.last = self._engine.generate(*args, **options)
+        self.last = self.engine.generate(*args, **options)
         return self.last
-
-
-@dataclass
-class _Served:
-    """What the timed ask did, from the window's own events: lanes and tokens by placement, and the engine's counts."""
-
-    lanes: dict[str, str] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-    computed: int = 0
-    cached: int = 0
-    bytes_loaded: int = 0
-
-    def hear(self, event: Event) -> None:
-        if event.op == "ask" and event.answer is not None and event.lanes is not None:
-            usage = event.answer.usage
-            self.lanes = dict(event.lanes)
-            self.tokens = {p.id: p.tokens for p in event.state.placed}
-            self.computed, self.cached = usage.computed_tokens, usage.cached_tokens
-            self.bytes_loaded = usage.bytes_loaded
 
 
 def measure(engine: Engine, settings: Settings, on_progress: OnProgress = lambda *_: None) -> Result:
@@ -222,7 +218,7 @@ def measure(engine: Engine, settings: Settings, on_progress: OnProgress = lambda
     """
     settings.check(engine)
     load_before = load()
-    clocked, opponent = Clocked(engine), opponent_of(engine)
+    clocked = Clocked(engine)
     cells = [(op, tokens) for tokens in sorted(settings.tokens) for op in settings.ops]
     done, total = 0, sum(tokens for _, tokens in cells) * (_PREPARING + settings.runs)
     rows: list[Row] = []
@@ -241,31 +237,34 @@ def measure(engine: Engine, settings: Settings, on_progress: OnProgress = lambda
         done += _PREPARING * tokens
         with scene.window:
             if i == 0:
-                _repeat(clocked, opponent, scene, f"{settings.seed}/warm", 0)  # first calls of kernels take seconds
+                _repeat(clocked, scene, f"{settings.seed}/warm", 0)  # first calls of kernels take seconds
             _timed(clocked, scene)  # reads what is stored
             runs = []
             for run in range(settings.runs):
                 on_progress(f"{op} {tokens}: run {run + 1}", done, total)
-                made, served = _repeat(clocked, opponent, scene, f"{settings.seed}/{op}/{tokens}/{run}", run)
+                made, asked = _repeat(clocked, scene, f"{settings.seed}/{op}/{tokens}/{run}", run)
                 runs.append(made)
                 done += tokens
-            prompt = _prompt(engine, scene)
-        times = summary(runs, clocked.local)
+        assert asked.answer is not None and asked.lanes is not None
+        usage, times = asked.answer.usage, summary(runs, clocked.local)
+        sizes = {p.id: p.tokens for p in asked.state.placed}
+        lanes: Counter[str] = Counter()
+        for placement, lane in asked.lanes.items():
+            lanes[lane] += sizes[placement]
         rows.append(
             {
                 "op": op,
                 "tokens": tokens,
                 "rank": settings.rank if move.patches else 0,
                 **times,
-                "forward_free": served.computed <= engine.encode_query(QUERY).tokens,
-                "computed_tokens": served.computed,
-                "cached_tokens": served.cached,
-                "floor_computed_tokens": prompt - times["local_hit_tokens"],
-                "bytes_loaded": served.bytes_loaded,
-                "lanes": _tokens_by_lane(served),
+                "forward_free": usage.computed_tokens <= engine.encode_query(QUERY).tokens,
+                "computed_tokens": usage.computed_tokens,
+                "cached_tokens": usage.cached_tokens,
+                "floor_computed_tokens": usage.prompt_tokens - times["local_hit_tokens"],
+                "bytes_loaded": usage.bytes_loaded,
+                "lanes": dict(lanes),
                 "chunks": [
-                    {"chunk": scene.names[i], "tokens": served.tokens[i], "lane": lane}
-                    for i, lane in served.lanes.items()
+                    {"chunk": scene.names[i], "tokens": sizes[i], "lane": lane} for i, lane in asked.lanes.items()
                 ],
                 "prepared": prepared,
             }
@@ -287,21 +286,22 @@ def measure(engine: Engine, settings: Settings, on_progress: OnProgress = lambda
     }
 
 
-def _repeat(clocked: Clocked, opponent: Opponent, scene: Scene, name: str, number: int) -> tuple[Run, _Served]:
+def _repeat(clocked: Clocked, scene: Scene, name: str, number: int) -> tuple[Run, Event]:
     """One repetition; who goes first changes from one to the next."""
-    plain = _plain(opponent, clocked, scene, name) if number % 2 else None
-    ours, served = _timed(clocked, scene)
-    return Run(plain=plain or _plain(opponent, clocked, scene, name), **ours), served
+    plain = _plain(clocked, scene, name) if number % 2 else None
+    ours, asked = _timed(clocked, scene)
+    return Run(plain=plain or _plain(clocked, scene, name), **ours), asked
 
 
-def _timed(clocked: Clocked, scene: Scene) -> tuple[dict[str, Any], _Served]:
+def _timed(clocked: Clocked, scene: Scene) -> tuple[dict[str, Any], Event]:
     """The window's side of one repetition: an ask before the edit, the edit, and the ask that counts."""
-    served, back = _Served(), None
+    heard: list[Event] = []
+    back = None
     clocked.fresh()
     with scene.window.fork() as branch:
         ask(branch)
         scene.edit(branch)
-        stop = branch.observe(served.hear)
+        stop = branch.observe(heard.append)
         cpu = time.process_time()
         ttft, engine = _first_token(clocked, branch)
         cpu = time.process_time() - cpu
@@ -309,7 +309,8 @@ def _timed(clocked: Clocked, scene: Scene) -> tuple[dict[str, Any], _Served]:
         if scene.back is not None:
             scene.back(branch)
             back, _ = _first_token(clocked, branch)
-    return {"ttft_s": ttft, "engine_s": engine, "cpu_s": cpu, "back_s": back}, served
+    asked = next(event for event in heard if event.op == "ask")
+    return {"ttft_s": ttft, "engine_s": engine, "cpu_s": cpu, "back_s": back}, asked
 
 
 def _first_token(clocked: Clocked, window: Window) -> tuple[float, float]:
@@ -319,7 +320,7 @@ def _first_token(clocked: Clocked, window: Window) -> tuple[float, float]:
     return answer.usage.ttft_s, clocked.last.ttft_s
 
 
-def _plain(opponent: Opponent, clocked: Clocked, scene: Scene, name: str) -> Plain:
+def _plain(clocked: Clocked, scene: Scene, name: str) -> Plain:
     """The prefix cache's side of it: an ask of the prompt before the edit, and two of the one behind it."""
     clocked.fresh()
     system_prompt = clocked.encode_system_prompt(scene.window.system_prompt)
@@ -328,14 +329,54 @@ def _plain(opponent: Opponent, clocked: Clocked, scene: Scene, name: str) -> Pla
         before = [clocked.encode(chunks[i]) for i in scene.cached]
         scene.edit(branch)
         after = [clocked.encode(chunks[i]) for i in branch.ids]
-    return opponent.ask([system_prompt, *before], [system_prompt, *after], clocked.encode_query(QUERY), name)
+    query = clocked.encode_query(QUERY)
+    return ask_plainly(clocked.engine, [system_prompt, *before], [system_prompt, *after], query, name)
 
 
-def _prompt(engine: Engine, scene: Scene) -> int:
-    """Tokens of the prompt behind the edit."""
-    with scene.window.fork() as branch:
-        scene.edit(branch)
-        return branch.tokens + engine.encode_query(QUERY).tokens
+def ask_plainly(engine: Engine, before: Sequence[Encoded], after: Sequence[Encoded], query: Encoded, run: str) -> Plain:
+    """Asks ``query`` behind ``before`` (not timed), then twice behind ``after``, as a user of a prefix cache does.
+
+    On vLLM that is its own prefix cache, in a space of its own for each repetition, which ``run`` names; no KV is loaded or
+    captured. For an engine without a prefix cache, the KV of the common front stays where it was computed.
+    """
+    segments = _placed(after)
+    if engine.spec.name == "vllm":
+        salt = digest("plain", run)
+        _plainly_timed(engine, _placed(before), query, salt)
+        first, first_cpu = _plainly_timed(engine, segments, query, salt)
+        again, again_cpu = _plainly_timed(engine, segments, query, salt)
+        return Plain(first.ttft_s, again.ttft_s, first.cached_tokens, again.cached_tokens, first_cpu, again_cpu)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
+    front, whole = _held(engine, segments[:same], query), _held(engine, segments, query)
+    first, first_cpu = _plainly_timed(engine, [*front, *segments[same:]], query, "")
+    again, again_cpu = _plainly_timed(engine, whole, query, "")
+    hits = sum(part.tokens for part in after[:same]), sum(part.tokens for part in after)
+    return Plain(first.ttft_s, again.ttft_s, *hits, first_cpu, again_cpu)
+
+
+def _placed(encoded: Sequence[Encoded]) -> list[Segment]:
+    """Segments one behind the other, from position 0, without KV."""
+    segments, at = [], 0
+    for part in encoded:
+        segments.append(Segment(part, at))
+        at += part.advance
+    return segments
+
+
+def _held(engine: Engine, segments: Sequence[Segment], query: Encoded) -> list[Segment]:
+    """``segments`` with the KV that one forward over them gives."""
+    if not segments:
+        return []
+    wanted = [replace(segment, capture=True) for segment in segments]
+    captured = engine.generate(wanted, query, Sampling(max_tokens=1)).captured
+    return [replace(segment, span=captured[i]) for i, segment in enumerate(segments)]
+
+
+def _plainly_timed(engine: Engine, segments: Sequence[Segment], query: Encoded, salt: str) -> tuple[Generation, float]:
+    """The answer, and the CPU seconds it took."""
+    began = time.process_time()
+    made = engine.generate(segments, query, Sampling(max_tokens=1), salt=salt)
+    return made, time.process_time() - began
 
 
 def summary(runs: Sequence[Run], local: bool = True) -> Times:
@@ -388,13 +429,6 @@ def _cpu_seconds(runs: Sequence[Run]) -> dict[str, float | None]:
     }
 
 
-def _tokens_by_lane(served: _Served) -> dict[str, int]:
-    lanes: dict[str, int] = {}
-    for placement, lane in served.lanes.items():
-        lanes[lane] = lanes.get(lane, 0) + served.tokens[placement]
-    return lanes
-
-
 def _check_patches(row: Row, wanted: bool) -> None:
     if wanted and not {"patched", "orbit"} & set(row["lanes"]):
         raise ValueError(
@@ -411,13 +445,15 @@ def checks(rows: Sequence[Row]) -> list[Check]:
     """
     most = max((row["tokens"] for row in rows), default=0)
     found: list[Check] = []
+
+    def check(name: str, row: Row, bound: float, holds: bool) -> None:
+        value: float = row[name]  # type: ignore[literal-required]
+        made = Check(check=name, op=row["op"], tokens=row["tokens"], value=value, bound=bound, holds=holds)
+        found.append(made)
+
     for row in (r for r in rows if r["tokens"] == most):
         bound = SPEEDUP_SHARE * row["ttft_prefix_cache_s"] / row["ttft_local_hit_s"]
-        found.append(_check("speedup", row, row["speedup"], bound, row["speedup"] >= bound))
+        check("speedup", row, bound, row["speedup"] >= bound)
         if row["forward_free"]:
-            found.append(_check("over_floor", row, row["over_floor"], OVER_FLOOR, row["over_floor"] <= OVER_FLOOR))
+            check("over_floor", row, OVER_FLOOR, row["over_floor"] <= OVER_FLOOR)
     return found
-
-
-def _check(name: str, row: Row, value: float, bound: float, holds: bool) -> Check:
-    return {"check": name, "op": row["op"], "tokens": row["tokens"], "value": value, "bound": bound, "holds": holds}

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from ctxwin.evals.arms.base import PlainArm, Served
-from ctxwin.evals.items import Setting
+from ctxwin.evals.arms.base import Arm, Served
 
 if TYPE_CHECKING:
     from ctxwin.evals.group import Group
 
 
 @dataclass(frozen=True)
-class Swapped(PlainArm):
+class Swapped(Arm, form="swapped", source="exact forward", settings=("window",)):
     """A re-prefill in which a stranger of the same size stands at one place: what answers about that chunk hang on."""
 
     place: int
-
-    form: ClassVar[str] = "swapped"
-    source: ClassVar[str] = "exact forward"
-    settings: ClassVar[tuple[Setting, ...]] = ("window",)
 
     def serve(self, group: Group) -> list[Served | None]:
         orders = []
@@ -30,13 +25,10 @@ class Swapped(PlainArm):
         return [Served(row) for row in group.prefilled(orders)]
 
 
-@dataclass(frozen=True)
-class Lately(PlainArm):
+class Lately(
+    Arm, form="lately", source="exact forward; Kamera, section 5, 'Sliding-window survival'", settings=("slide",)
+):
     """A re-prefill of all that the survivors of a slide may know: what a window has shown since its last chunk came in."""
-
-    form: ClassVar[str] = "lately"
-    source: ClassVar[str] = "exact forward; Kamera, section 5, 'Sliding-window survival'"
-    settings: ClassVar[tuple[Setting, ...]] = ("slide",)
 
     def serve(self, group: Group) -> list[Served | None]:
         orders = [item.before[-2 * len(item.placed) :] for item in group.items]

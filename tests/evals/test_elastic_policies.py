@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxwin.evals.decoder import Memory
-from ctxwin.evals.elastic.merging import Attended, bucket_of, budget_slots, merged, most_important
-from ctxwin.evals.elastic.policies import METHODS, RECENT, Window
+from ctxwin.evals.elastic import METHODS, RECENT, Attended, Window, bucket_of, budget_slots, merged, most_important
 from ctxwin.evals.generation import Held
 
 

@@ -17,7 +17,7 @@ import torch
 
 from ctxwin.evals.arms.compress import attention_of, thinned
 from ctxwin.evals.decoder import Decoder, Memory
-from ctxwin.evals.elastic.policies import METHODS, Budgeted
+from ctxwin.evals.elastic import METHODS, Budgeted
 from ctxwin.evals.generation import Policy, Reading
 from ctxwin.evals.group import Group
 from ctxwin.evals.patching import Patcher

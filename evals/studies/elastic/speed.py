@@ -21,7 +21,7 @@ import torch
 
 from ctxwin.engines.base import Encoded
 from ctxwin.evals.decoder import Decoder, Memory
-from ctxwin.evals.elastic.policies import METHODS
+from ctxwin.evals.elastic import METHODS
 from ctxwin.evals.generation import Policy, Reading
 
 if TYPE_CHECKING:

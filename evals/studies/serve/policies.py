@@ -17,7 +17,7 @@ from ctxwin.baselines.policies import POLICIES as PREFIX_POLICIES
 from ctxwin.baselines.policies import Policy as PrefixPolicy
 from ctxwin.baselines.policies import PrefixUser
 from ctxwin.engines.base import Engine
-from ctxwin.evals.bench.content import make_chunk
+from ctxwin.evals.bench.moves import make_chunk
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.window.window import Window

@@ -13,7 +13,7 @@ from ctxwin.chunk import Chunk
 from ctxwin.evals.arms import parse_arm
 from ctxwin.evals.arms.compress import ElasticCache, HeavyHitters, MostRecent, attention_of
 from ctxwin.evals.decoder import Decoder, Memory
-from ctxwin.evals.elastic.policies import H2O, METHODS, Elastic, Local
+from ctxwin.evals.elastic import H2O, METHODS, Elastic, Local
 from ctxwin.evals.generation import Reading, forced_logits, generate
 from ctxwin.evals.group import Group
 from ctxwin.evals.items import Item

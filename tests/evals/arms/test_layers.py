@@ -9,7 +9,7 @@ import torch
 
 from ctxwin.evals.arms import parse_arm
 from ctxwin.evals.arms.layers import VlCache, filled, low_rank_keys
-from ctxwin.evals.arms.select import highest, recompute
+from ctxwin.evals.arms.tokens import highest, recompute
 from ctxwin.evals.items import Item
 from ctxwin.evals.tasks import open_task
 from ctxwin.kv.rope import angles, turn

@@ -11,8 +11,7 @@ import torch
 
 from ctxwin.evals.arms import parse_arm
 from ctxwin.evals.arms.layers import falling
-from ctxwin.evals.arms.select import attended, changes, heads_of_pictures, highest, quota, recompute
-from ctxwin.evals.arms.tokens import Mpic
+from ctxwin.evals.arms.tokens import Mpic, attended, changes, heads_of_pictures, highest, quota, recompute
 
 if TYPE_CHECKING:
     from ctxwin.evals.group import Group

@@ -10,8 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ctxwin.cli.main import app
-from ctxwin.evals.bench.opponent import Plain
-from ctxwin.evals.bench.reuse import Run, Settings, checks, quartiles, summary
+from ctxwin.evals.bench.reuse import Plain, Run, Settings, checks, quartiles, summary
 from ctxwin.evals.bench.show import check_lines, note_lines, reuse_table
 
 

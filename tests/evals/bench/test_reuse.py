@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ctxwin.evals.bench import content, model, moves, opponent, reuse
+from ctxwin.evals.bench import model, moves, reuse
 
 SMALL = model.Sizes(
     hidden=128, layers=3, heads=2, kv_heads=1, intermediate=192, vocabulary=0, max_tokens=1024, vision_depth=1,
@@ -75,11 +75,11 @@ def test_the_default_has_the_decoder_of_qwen2_half_a_billion() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 7, 16, 40, 64, 171])
 def test_chunks_have_exactly_the_tokens_asked_for(hf: Any, tokens: int) -> None:
-    chunk = content.make_chunk(hf, tokens, seed=3)
+    chunk = moves.make_chunk(hf, tokens, seed=3)
     encoded = hf.encode(chunk)
     assert encoded.tokens == tokens
     assert bool(encoded.media) == (tokens >= 16)
-    assert content.make_chunk(hf, tokens, seed=3).id == chunk.id != content.make_chunk(hf, tokens, seed=4).id
+    assert moves.make_chunk(hf, tokens, seed=3).id == chunk.id != moves.make_chunk(hf, tokens, seed=4).id
 
 
 def served(engine: Any, name: str, tokens: int = 128) -> tuple[dict[str, str], int]:
@@ -117,11 +117,11 @@ def test_any_order_of_the_predecessors_needs_no_forward(hf: Any) -> None:
 
 
 def test_the_held_prefix_computes_what_a_prefix_cache_would(hf: Any) -> None:
-    chunks = [content.make_chunk(hf, n, seed) for seed, n in enumerate((16, 20, 24))]
+    chunks = [moves.make_chunk(hf, n, seed) for seed, n in enumerate((16, 20, 24))]
     system_prompt, query = hf.encode_system_prompt(moves.system_prompt_of(hf)), hf.encode_query(moves.QUERY)
     a, b, c = (hf.encode(chunk) for chunk in chunks)
     before = hf.counters.prefill_tokens
-    plain = opponent.HeldPrefix(hf).ask([system_prompt, a, b], [system_prompt, a, c], query, "x")
+    plain = reuse.ask_plainly(hf, [system_prompt, a, b], [system_prompt, a, c], query, "x")
     assert plain.prefix_hit == system_prompt.tokens + 16 and plain.local_hit == system_prompt.tokens + 16 + 24
     assert plain.prefix_cache_s > 0 and plain.local_hit_s > 0
     assert hf.counters.prefill_tokens >= before

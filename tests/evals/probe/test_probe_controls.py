@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ctxwin.evals.arms import parse_arm
-from ctxwin.evals.arms.controls import Oracle, Stepwise
+from ctxwin.evals.arms.reuse import Oracle, Stepwise
 from ctxwin.evals.decoder import Decoder
 from ctxwin.evals.generation import forced_logits, generate
 from ctxwin.evals.measure import Measurer

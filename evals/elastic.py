@@ -1,0 +1,292 @@
+"""Elastic Cache (Liu et al., arXiv 2407.18121): merging a prompt's KV, and eviction baselines.
+
+Everything is per layer and item: which slots are kept differs between them, how many does not, so batches stay rectangular.
+
+There are two moments. ``window is None``: system prompt, chunks and question are encoded exactly and then thinned out
+together, as in the paper; the first token comes from the exact pass. Otherwise the placed chunks were thinned out before the
+question came, and only what is generated is still managed: chunks and answer together hold ``share`` of their tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from ctxwin.evals.decoder import Memory, Watch
+from ctxwin.evals.generation import Held, Keeper, Policy
+
+RECENT = 25
+"""Newest slots that fixed-point elimination leaves alone (section 4.1, 'Implementation Details')."""
+
+
+def budget_slots(share: float, tokens: int) -> int:
+    """Slots that a budget allows for so many tokens: ``share * tokens``, rounded up as algorithm 1 rounds deletions down."""
+    return min(tokens, math.ceil(share * tokens - 1e-9))
+
+
+class Attended:
+    """Attention that slots got, summed over all queries so far and averaged over the heads of a layer.
+
+    This is the layer-wise sum of section 3.3, ``I_n^i = 1/K sum_j sum_m A_mn^ij``. `watch` takes the weights of passes.
+
+    Args:
+        sums: float32 ``[L, B, S]`` to start from; copied.
+
+    Attributes:
+        sums: float32 ``[L, B, S]``.
+    """
+
+    def __init__(self, sums: Tensor) -> None:
+        self.sums = sums.clone()
+
+    def watch(self, layer: int, weights: Tensor) -> None:
+        """Adds attention weights ``[B, heads, T, S]`` of one layer; new slots start at zero."""
+        got = weights.float().sum(2).mean(1)
+        self.widen(int(got.shape[1]))
+        self.sums[layer, :, : got.shape[1]] += got
+
+    def widen(self, slots: int) -> None:
+        """Makes room for slots up to ``slots``."""
+        new = slots - self.sums.shape[2]
+        if new > 0:
+            self.sums = torch.nn.functional.pad(self.sums, (0, new))
+
+    def keep(self, slots: Tensor) -> None:
+        """Follows a memory of which only ``slots [L, B, n]`` are left."""
+        self.sums = self.sums.gather(2, slots)
+
+
+def most_important(sums: Tensor, count: int, protected: tuple[int, ...] = ()) -> Tensor:
+    """The ``count`` slots of the highest sums, ascending, int64 ``[L, B, count]``; ``protected`` ones come first.
+
+    At equal importance the earlier slot is taken. ``protected`` are indices, negative ones from the end.
+    Raises ValueError where ``count`` exceeds the slots or does not hold the protected ones.
+    """
+    slots = int(sums.shape[-1])
+    held = {p % slots for p in protected} if slots else set()
+    if not len(held) <= count <= slots:
+        raise ValueError(f"count must be {len(held)}..{slots}, got {count}")
+    ranked = sums.clone()
+    ranked[..., sorted(held)] = torch.inf
+    order = ranked.sort(dim=-1, descending=True, stable=True).indices
+    return order[..., :count].sort(dim=-1).values
+
+
+def bucket_of(anchors: Tensor, slots: int) -> Tensor:
+    """The bucket of every slot, int64 ``[..., slots]``: Elastic Cache, equation 2.
+
+    Buckets part at ``floor((t_k + t_k+1) / 2)``, which belongs to the earlier one, so that a slot as near to two anchors
+    joins the first. As printed the last bucket begins on that midpoint, too, while all others begin behind it; here every
+    slot is in exactly one bucket, and every bucket holds its anchor.
+
+    Args:
+        anchors: int64 ``[..., n]``, ascending and distinct, n >= 1.
+        slots: number of slots.
+    """
+    parts = (anchors[..., :-1] + anchors[..., 1:]) // 2
+    every = torch.arange(slots, device=anchors.device).expand(*anchors.shape[:-1], slots)
+    return torch.searchsorted(parts.contiguous(), every.contiguous())
+
+
+def merged(memory: Memory, anchors: Tensor) -> Memory:
+    """KV averaged over the bucket of each anchor, head by head: Elastic Cache, equation 3.
+
+    Keys are averaged as they lie in the cache, rotated in place, as the paper's algorithm 1 does; an averaged key thus
+    stands at no position of its own, and cannot be rotated to another place. For MLA, latents and rope keys are averaged.
+    Sums are taken in float32 at least, so a bucket of one slot keeps its KV bit for bit.
+
+    Args:
+        memory: of S slots.
+        anchors: int64 ``[L, B, n]``, ascending.
+    """
+    buckets = bucket_of(anchors, memory.slots)
+    count = int(anchors.shape[-1])
+    sizes = torch.zeros_like(anchors, dtype=torch.float32)
+    sizes.scatter_add_(2, buckets, torch.ones_like(buckets, dtype=torch.float32))
+
+    def mean(held: Tensor) -> Tensor:
+        layers, batch, heads, _, width = held.shape
+        into = buckets[:, :, None, :, None].expand(-1, -1, heads, -1, width)
+        wide = torch.promote_types(held.dtype, torch.float32)
+        total = torch.zeros(layers, batch, heads, count, width, dtype=wide, device=held.device)
+        total.scatter_add_(3, into, held.to(wide))
+        return (total / sizes[:, :, None, :, None]).to(held.dtype)
+
+    return Memory(mean(memory.k), mean(memory.v))
+
+
+@dataclass(frozen=True)
+class Window:
+    """Placed chunks that were thinned out before the question came.
+
+    Attributes:
+        head: slots of the system prompt in front of them; never dropped.
+        tokens: how many tokens the chunks had.
+        kept: slots that are left of them.
+    """
+
+    head: int
+    tokens: int
+    kept: int
+
+
+@dataclass(frozen=True, eq=False)
+class Budgeted(Policy):
+    """A policy that holds ``share`` of the tokens.
+
+    Attributes:
+        share: the KV budget, 0..1.
+        seen: attention that the slots in front of the question got so far, float32 ``[L, B, S]``.
+        window: the chunks are thinned out already; None: the whole prompt is thinned out behind the question.
+    """
+
+    share: float
+    seen: Tensor
+    window: Window | None = None
+
+    watched: ClassVar[Literal["question", "everything", "nothing"]] = "everything"
+    """Which passes' attention decides what is kept."""
+
+    def of(self, items: Sequence[int]) -> Self:
+        """The policy for some items of the batch."""
+        return replace(self, seen=self.seen[:, list(items)])
+
+    def start(self) -> BudgetKeeper:
+        return BudgetKeeper(self)
+
+    def compress(self, memory: Memory, attended: Attended) -> Memory:
+        """What is kept of a memory; ``attended`` follows it."""
+        count = max(budget_slots(self.share, memory.slots), min(self.least, memory.slots))
+        kept = self.chosen(attended.sums, count)
+        attended.keep(kept)
+        return self.reduced(memory, kept) if count < memory.slots else memory
+
+    @property
+    def least(self) -> int:
+        """Slots that are kept whatever the budget; a whole prompt keeps its newest one."""
+        return int(self.window is None)
+
+    @abstractmethod
+    def chosen(self, sums: Tensor, count: int) -> Tensor:
+        """Which ``count`` slots are kept, ascending, int64 ``[L, B, count]``; ``sums [L, B, S]`` is the attention they got."""
+
+    def reduced(self, memory: Memory, kept: Tensor) -> Memory:
+        """The memory of the kept slots."""
+        return memory.kept(kept)
+
+    @abstractmethod
+    def drop(self, held: Held, attended: Attended, head: int) -> None:
+        """Drops one slot while an answer is generated; the first ``head`` are the system prompt's."""
+
+
+class BudgetKeeper(Keeper):
+    """Keeps one answer within its policy's budget."""
+
+    def __init__(self, policy: Budgeted) -> None:
+        self.policy = policy
+        self.attended = Attended(policy.seen)
+        self.head = 0 if policy.window is None else policy.window.head
+        self._asked = False
+        self._tokens = self._least = self._beside = self._made = 0
+
+    @property
+    def watch(self) -> Watch | None:
+        asking = self.policy.window is None and not self._asked
+        due = {"question": asking, "everything": True, "nothing": False}[self.policy.watched]
+        return self.attended.watch if due else None
+
+    def prompted(self, held: Held) -> None:
+        self._asked = True
+        self.attended.widen(held.slots)
+        window = self.policy.window
+        if window is None:
+            self._tokens = held.slots
+            thinned = self.policy.compress(held.memory, self.attended)
+            if thinned.slots < held.slots:
+                held.replace(thinned)
+            self._least = held.slots
+        else:
+            self._tokens, self._least = window.tokens, window.kept
+            self._beside = held.slots - window.kept
+
+    def stepped(self, held: Held) -> None:
+        self._made += 1
+        if held.slots > self.allowed:
+            self.policy.drop(held, self.attended, self.head)
+
+    @property
+    def allowed(self) -> int:
+        """Slots that may be held now: algorithm 1's ``n (1 - r)`` for the n tokens so far, rounded up.
+
+        Protected slots may exceed a small budget; the cache then grows once the budget has caught up. Where the chunks alone
+        were thinned out, system prompt and question do not count.
+        """
+        return self._beside + max(self._least, budget_slots(self.policy.share, self._tokens + self._made))
+
+
+class Elastic(Budgeted):
+    """Merging around anchors; then elimination at a fixed distance from the newest token (algorithm 1)."""
+
+    watched = "question"
+
+    @property
+    def least(self) -> int:
+        return 2  # the first and the newest slot
+
+    def chosen(self, sums: Tensor, count: int) -> Tensor:
+        return most_important(sums, count, (0, -1) if count else ())
+
+    def reduced(self, memory: Memory, kept: Tensor) -> Memory:
+        return merged(memory, kept)
+
+    def drop(self, held: Held, attended: Attended, head: int) -> None:
+        """Algorithm 1: the slot in front of the newest 25, never the first one (nor the system prompt)."""
+        held.drop(min(max(held.slots - 1 - RECENT, head, 1), held.slots - 1))
+
+
+class H2O(Budgeted):
+    """The Frequency Cache of section 4.1: the slot with the least attention so far is dropped, also while generating.
+
+    As the paper describes H2O: no share of the budget is set aside for recent tokens; only the newest one stays, which no
+    other token has attended to yet. Sums are by layer, as Elastic Cache's, so the two differ in what they do with them.
+    """
+
+    def chosen(self, sums: Tensor, count: int) -> Tensor:
+        return most_important(sums, count, (-1,) if count else ())
+
+    def drop(self, held: Held, attended: Attended, head: int) -> None:
+        """The least attended slot of each layer and item, except the system prompt's and the newest."""
+        attended.widen(held.slots)
+        sums = attended.sums.clone()
+        sums[..., :head] = sums[..., -1] = torch.inf
+        out = sums.argmin(-1, keepdim=True)
+        rest = torch.arange(held.slots - 1, device=out.device).expand(*out.shape[:-1], -1)
+        kept = rest + (rest >= out)
+        attended.keep(kept)
+        held.replace(held.memory.kept(kept))
+
+
+class Local(Budgeted):
+    """The Local Cache of section 4.1: the slots furthest from the newest token are dropped.
+
+    As the paper describes it, without the first tokens that StreamingLLM keeps beside the recent ones.
+    """
+
+    watched = "nothing"
+
+    def chosen(self, sums: Tensor, count: int) -> Tensor:
+        slots = sums.shape[-1]
+        return torch.arange(slots - count, slots, device=sums.device).expand(*sums.shape[:2], -1)
+
+    def drop(self, held: Held, attended: Attended, head: int) -> None:
+        """The oldest slot behind the system prompt."""
+        held.drop(head)
+
+
+METHODS: dict[str, type[Budgeted]] = {"elastic": Elastic, "h2o": H2O, "local": Local}
