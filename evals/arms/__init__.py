@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
+from ctxwin.evals.arms import compress, layers, prefix, recall, reuse, tokens
 from ctxwin.evals.arms.base import Arm, Served
-from ctxwin.evals.arms.compress import ElasticCache, HeavyHitters, MostRecent
-from ctxwin.evals.arms.layers import Cacheblend, LowRankKeys, ShallowReuse, VlCache
-from ctxwin.evals.arms.prefix import Prefix
-from ctxwin.evals.arms.recall import Recall, Recalled, Refresh, Stale, Update
-from ctxwin.evals.arms.reuse import (
-    Blind,
-    Oracle,
-    Orbit,
-    Patched,
-    Removal,
-    Reprefill,
-    Stepwise,
-    Survivor,
-    Toggled,
-    Transfer,
-)
-from ctxwin.evals.arms.tokens import CacheblendOracle, Epic, FirstK, FullReuse, Mpic, Quest
 from ctxwin.evals.items import Setting
 
 ARMS: dict[str, type[Arm]] = {
     kind.form.partition(":")[0]: kind
     for kind in (
-        Reprefill, Blind, Patched, Orbit, Transfer, Survivor, Removal, Stale, Update, Recall, Refresh,
-        Toggled, FirstK, Epic, Mpic, FullReuse, Cacheblend, CacheblendOracle, Quest, VlCache, ShallowReuse, LowRankKeys, Prefix,
-        ElasticCache, HeavyHitters, MostRecent, Oracle, Stepwise,
+        reuse.Reprefill, reuse.Blind, reuse.Patched, reuse.Orbit, reuse.Transfer, reuse.Survivor, reuse.Removal,
+        recall.Stale, recall.Update, recall.Recall, recall.Refresh, reuse.Toggled,
+        tokens.FirstK, tokens.Epic, tokens.Mpic, tokens.FullReuse, layers.Cacheblend, tokens.CacheblendOracle, tokens.Quest,
+        layers.VlCache, layers.ShallowReuse, layers.LowRankKeys, prefix.Prefix,
+        compress.ElasticCache, compress.HeavyHitters, compress.MostRecent, reuse.Oracle, reuse.Stepwise,
     )
 }  # fmt: skip
 ARM_FORMS = ", ".join(kind.form for kind in ARMS.values()) + (
     " (M: a rank >= 0, or full; K: tokens >= 0, or all; R, B, F, T: a share 0..1; stale and update take @T, too)"
 )
 
-REFERENCE: Arm = Reprefill("reprefill")
-BASES: dict[Setting, Arm] = {"window": Blind("blind"), "slide": Survivor("survivor"), "recall": Recalled("blind")}
+REFERENCE: Arm = reuse.Reprefill("reprefill")
+BASES: dict[Setting, Arm] = {
+    "window": reuse.Blind("blind"),
+    "slide": reuse.Survivor("survivor"),
+    "recall": recall.Recalled("blind"),
+}
 """What would be served without repair: the base of eta and of flips."""
 
 

@@ -77,11 +77,11 @@ class VlCache(
     """The first tokens of every chunk but the first are computed, as many as each layer is given.
 
     From the paper: errors of reused tokens add up along the sequence, so the first ones are computed; layers matter unequally,
-    so each has a ratio of its own. The paper measures its ratios on the model; those figures are not public, so **a
-    stand-in** takes their place. A token can only be computed at a layer if it was at all layers before, so what computing it up to
-    layer l restores is what is missing in layers >= l. The ratio of layer l is therefore proportional to the sum over
-    layers >= l of the chunks' relative deficits (the item's own: an oracle of the depth profile), R on average, at most 1.
-    Ratios fall with depth; R is of the tokens behind the first chunk.
+    so each has a ratio of its own. The paper measures its ratios on the model; those figures are not public, so **a stand-in**
+    takes their place. A token can only be computed at a layer if it was at all layers before, so computing it up to layer l
+    restores what is missing in layers >= l. The ratio of layer l is therefore proportional to the sum over layers >= l of the
+    chunks' relative deficits (the item's own: an oracle of the depth profile), R on average, at most 1. Ratios fall with
+    depth; R is a share of the tokens behind the first chunk.
     """
 
     def serve(self, group: Group) -> list[Served | None]:

@@ -42,6 +42,7 @@ class Sizes:
 
     @property
     def head_dim(self) -> int:
+        """The width of one attention head."""
         return self.hidden // self.heads
 
 

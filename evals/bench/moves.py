@@ -123,7 +123,7 @@ def words(engine: Engine, count: int, rng: np.random.Generator) -> tuple[int, ..
 
 
 def system_prompt_of(engine: Engine) -> str:
-    """The system prompt, lengthened until it fills whole blocks; unchanged where no length does (see ``system_prompt_tokens``)."""
+    """The system prompt, lengthened until it fills whole blocks; unchanged where no length does."""
     for text in (SYSTEM_PROMPT + " Look" * n + end for n in range(2 * BLOCK) for end in ("", ".", " a.", " and see.")):
         if engine.encode_system_prompt(text).tokens % BLOCK == 0:
             return text

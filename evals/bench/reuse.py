@@ -198,6 +198,7 @@ class Clocked:
             self.core.driver.reset_prefix_cache()
 
     def generate(self, *args: Any, **options: Any) -> Generation:
+        """Generates as the engine does; the result is remembered."""
         self.last = self.engine.generate(*args, **options)
         return self.last
 

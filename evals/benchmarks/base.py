@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ctxwin.evals.benchmarks.frames import FRAME_RULES
+from ctxwin.evals.benchmarks.prompt import Prompt
 from ctxwin.evals.benchmarks.source import find_data, shown_data
 from ctxwin.evals.items import Item, Task
 from ctxwin.files import atomic_write
@@ -128,6 +129,7 @@ class DataTask(Task):
 
     @property
     def max_tokens(self) -> int:
+        """The longest answer."""
         return self.options.max_tokens or self.answer_tokens
 
     def items(self, n: int | None = None) -> Sequence[Item]:
@@ -171,6 +173,18 @@ class DataTask(Task):
     def config(self) -> dict[str, Any]:
         made = {"data": shown_data(self.options.data), "split": self.split, "max_pixels": self.options.max_pixels}
         return {**super().config(), **made, "max_tokens": self.max_tokens, "skip_missing": self.options.skip_missing}
+
+
+class PromptTask(DataTask):
+    """A benchmark whose contexts are prompts of texts and pictures."""
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "text_words": self.options.text_words}
+
+    def asked(self, prompt: Prompt, **more: Any) -> Item:
+        """An item that asks a prompt, whose pieces are the chunks in order; ``more`` are further fields."""
+        n, limit = len(prompt.pieces), self.max_tokens
+        return Item(task=self.name, query=prompt.query, count=n, placed=tuple(range(n)), max_tokens=limit, **more)
 
 
 def inside(folder: Path, name: Any, where: str) -> Path:

@@ -54,10 +54,8 @@ FRAME_RULES: dict[str, Callable[[int, int], list[int]]] = {
 }
 """Indices of ``n`` of ``total`` frames. A video with fewer frames than asked for repeats some, except under qwen-vl-utils.
 
-``vlmevalkit``: ``int(i * total / (n + 1))`` for i = 1..n, never the first nor the last. ``qwen-vl-utils``:
-``linspace(0, total - 1, n).round()``, n made even. ``linspace``: the same for any n (transformers' Qwen3-VL).
-``hf-qwen2-vl``: ``arange(0, total, total / n).int()`` (transformers' Qwen2-VL and Qwen2.5-VL). ``lmms-eval``: linspace cut
-to integers instead of rounded.
+``vlmevalkit`` takes neither the first nor the last. ``qwen-vl-utils`` makes ``n`` even. ``linspace`` does not, and is that of
+transformers' Qwen3-VL; ``hf-qwen2-vl`` is that of its Qwen2-VL and Qwen2.5-VL. ``lmms-eval`` cuts instead of rounding.
 """
 
 

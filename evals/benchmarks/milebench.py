@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from ctxwin.evals.benchmarks.base import DataOptions, DataTask, Missing, checked, inside, read_json
+from ctxwin.evals.benchmarks.base import DataOptions, Missing, PromptTask, checked, inside, read_json
 from ctxwin.evals.benchmarks.prompt import Prompt, interleave
 from ctxwin.evals.benchmarks.vqa import strip_punctuation
 from ctxwin.evals.items import Item, Scored
@@ -85,7 +85,7 @@ def compose(sample: Sample, instructions: Sequence[str], folder: Path, where: st
     return Prompt(interleave(texts[:-1], paths, words), texts[-1])
 
 
-class MileBench(DataTask):
+class MileBench(PromptTask):
     """One set, e.g. ``milebench/ActionSequence``."""
 
     splits = ("test", "adv")
@@ -97,9 +97,6 @@ class MileBench(DataTask):
 
     def patterns(self) -> list[str]:
         return [f"{self.set}/**", "MileBench_part*.tar.gz"]
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), "text_words": self.options.text_words}
 
     def read(self, root: Path) -> Iterator[tuple[str, str, Item | Missing]]:
         base = root / self.set
@@ -121,18 +118,14 @@ class MileBench(DataTask):
         shown = [p if isinstance(p, str) else None for p in prompt.pieces]
         media = [[n, p.stat().st_size] for n, p in zip(task.images_path, paths, strict=True)]
 
-        return Item(
-            task=self.name,
+        return self.asked(
+            prompt,
             index=index,
             load=partial(prompt.chunks, max_pixels),
-            count=len(prompt.pieces),
-            placed=tuple(range(len(prompt.pieces))),
-            query=prompt.query,
             target={"response": response, "choice_list": task.choice_list},
             doc_id=name,
             cluster=f"{self.set}/{name}",
             digest=digest("milebench", shown, prompt.query, media, response, max_pixels),
-            max_tokens=self.max_tokens,
             meta={
                 "sample_id": sample.sample_id,
                 "num_images": len(paths),

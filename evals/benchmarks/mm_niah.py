@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from ctxwin.chunk import Chunk
-from ctxwin.evals.benchmarks.base import DataOptions, DataTask, Missing, checked, inside, read_line_at, read_lines
+from ctxwin.evals.benchmarks.base import DataOptions, Missing, PromptTask, checked, inside, read_line_at, read_lines
 from ctxwin.evals.benchmarks.prompt import Picture, Piece, Prompt, interleave
 from ctxwin.evals.benchmarks.vqa import holds_word, normalise
 from ctxwin.evals.items import Item, Scored
@@ -101,7 +101,7 @@ def compose(row: Row, folder: Path, where: str, words: int) -> Prompt:
     )
 
 
-class MMNiah(DataTask):
+class MMNiah(PromptTask):
     """One file of MM-NIAH, e.g. ``mm-niah/retrieval-image``."""
 
     splits = ("val", "test")
@@ -114,9 +114,6 @@ class MMNiah(DataTask):
     def patterns(self) -> list[str]:
         folder = f"mm_niah_{self.split}"
         return [f"{folder}/annotations/{self.kind}.jsonl", f"{folder}/images.tar.gz", f"{folder}/images/**"]
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), "text_words": self.options.text_words}
 
     def read(self, root: Path) -> Iterator[tuple[str, str, Item | Missing]]:
         base = root if root.name == f"mm_niah_{self.split}" else root / f"mm_niah_{self.split}"
@@ -139,13 +136,10 @@ class MMNiah(DataTask):
             return compose(again, folder, str(path), options.text_words).chunks(options.max_pixels)
 
         needles = needle_pieces(row, prompt.pieces, folder)
-        return Item(
-            task=self.name,
+        return self.asked(
+            prompt,
             index=index,
             load=load,
-            count=len(prompt.pieces),
-            placed=tuple(range(len(prompt.pieces))),
-            query=prompt.query,
             target=row.answer,
             doc_id=str(row.id),
             cluster=document_of(row),
@@ -153,7 +147,6 @@ class MMNiah(DataTask):
                 "mm-niah", shown, [p.stat().st_size for p in prompt.pictures], options.max_pixels, options.text_words
             ),
             asked=needles[0] if len(needles) == 1 else None,
-            max_tokens=self.max_tokens,
             meta={
                 **{k: row.meta[k] for k in _KEPT if k in row.meta},
                 "question": row.question,
@@ -312,25 +305,19 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
     Raises ValueError where no row is scored.
     """
-    totals = [[0] * DEPTHS for _ in range(len(LENGTHS) + 1)]
-    sums = [[0.0] * DEPTHS for _ in range(len(LENGTHS) + 1)]
-    scores = [float(row["score"]) for row in rows if row["score"] is not None]
-    if not scores:
+    scored = [row for row in rows if row["score"] is not None]
+    if not scored:
         raise ValueError("rows must hold at least one scored answer, got none")
-    for row in rows:
-        if row["score"] is not None:
-            at, depth = cell_of(row["meta"]["context_length"], row["meta"]["placed_depth"])
-            totals[at][depth] += 1
-            sums[at][depth] += row["score"]
-    by_length = [
-        sum(s / t if t else 0.0 for s, t in zip(sums[i], totals[i], strict=True)) / DEPTHS
-        for i in range(1, len(LENGTHS) + 1)
-    ]
+    cells: dict[tuple[int, int], list[float]] = {(i, j): [] for i in range(len(LENGTHS) + 1) for j in range(DEPTHS)}
+    for row in scored:
+        cells[cell_of(row["meta"]["context_length"], row["meta"]["placed_depth"])].append(row["score"])
+    means = {cell: sum(some) / len(some) if some else 0.0 for cell, some in cells.items()}
+    by_length = [sum(means[i, j] for j in range(DEPTHS)) / DEPTHS for i in range(1, len(LENGTHS) + 1)]
     return {
-        "mean": sum(scores) / len(scores),
-        "n": float(len(scores)),
+        "mean": sum(float(row["score"]) for row in scored) / len(scored),
+        "n": float(len(scored)),
         "binned": sum(by_length) / len(by_length),
-        "empty_cells": float(sum(t == 0 for line in totals[1:] for t in line)),
-        "under_1000": float(sum(totals[0])),
+        "empty_cells": float(sum(not some for (i, _), some in cells.items() if i)),
+        "under_1000": float(sum(len(cells[0, j]) for j in range(DEPTHS))),
         **{f"binned/{b // 1000}k": round(v, 6) for b, v in zip(LENGTHS, by_length, strict=True)},
     }

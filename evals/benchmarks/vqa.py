@@ -9,18 +9,13 @@ from __future__ import annotations
 import re
 
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
-_NUMBERS = {
-    word: str(value)
-    for words, values in (
-        (
-            "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-            "seventeen eighteen nineteen",
-            range(20),
-        ),
-        ("twenty thirty forty fifty sixty seventy eighty ninety", range(20, 100, 10)),
-    )
-    for word, value in zip(words.split(), values, strict=True)
-}
+_SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_NUMBERS = {word: str(i) for i, word in enumerate(_SMALL.split())}
+_NUMBERS |= {word: str(10 * i) for i, word in enumerate(_TENS.split(), 2)}
 _ARTICLES = ("a", "an", "the")
 
 # Written without their apostrophe, these get it back.
