@@ -45,7 +45,7 @@ class Protocol:
         front: fewest chunks in front of the asked one.
         edit: changes what is in front of the asked chunk.
         amount: what its name takes behind ``@``; None for nothing.
-        others: how many distractors come in, for an amount and a number of chunks in front.
+        others: how many distractors come in, for an amount and a number of chunks in front; None: none.
         past: the item's own context is what is placed, and the edited one what was there before; else the reverse.
     """
 
@@ -55,7 +55,7 @@ class Protocol:
     front: int
     edit: Edit
     amount: Amount | None = None
-    others: Callable[[float, int], int] = lambda amount, front: 0
+    others: Callable[[float, int], int] | None = None
     past: bool = True
 
     def rows(
@@ -160,7 +160,7 @@ def with_history(item: Item, donors: Sequence[Item], task: ProtocolTask, rng: np
     asked = own[-1] if item.asked is None else item.asked
     if asked < task.protocol.front:
         return None
-    wanted = task.protocol.others(task.amount, asked)
+    wanted = task.protocol.others(task.amount, asked) if task.protocol.others else 0
     picked = [(d, c) for d in (donors[int(i)] for i in rng.permutation(len(donors))) for c in dict.fromkeys(d.placed)]
     if len(picked) < wanted:
         raise ValueError(

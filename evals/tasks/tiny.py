@@ -90,7 +90,7 @@ class Generated:
         least: fewest frames; smaller numbers are left out for it.
         draw: makes a context from a generator, a number of frames, the amount and the turn.
         amount: what its name takes behind ``@``; None for nothing.
-        turns: how many items in a row are of one context.
+        turns: how many items in a row are of one context, for an amount; None: one.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Generated:
     least: int
     draw: Draw
     amount: Amount | None = None
-    turns: Callable[[float], int] = lambda amount: 1
+    turns: Callable[[float], int] | None = None
 
     def case(self, seed: int, index: int, frames: Sequence[int], amount: float = 0.0, space: int = SPACE) -> Case:
         """The item at ``index``; its number of frames cycles through ``frames``.
@@ -109,7 +109,7 @@ class Generated:
         counts = [f for f in frames if f >= self.least]
         if not counts:
             raise ValueError(f"frames must include {self.least} or more for task {self.name!r}, got {list(frames)}")
-        context, turn = divmod(index, self.turns(amount))
+        context, turn = divmod(index, self.turns(amount) if self.turns else 1)
         rng = np.random.default_rng((space, seed, zlib.crc32(self.name.encode()), round(amount * 10_000), context))
         drawn, before, placed, question, meta = self.draw(rng, counts[context % len(counts)], amount, turn)
         sequence = [drawn[i] for i in placed]
