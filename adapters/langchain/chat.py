@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self, cast
 
-from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.language_models import LanguageModelInput, ModelProfile
-from langchain_core.language_models.chat_models import BaseChatModel
-from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.language_models.chat_models import BaseChatModel, generate_from_stream
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, InvalidToolCall
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
-from ctxwin.adapters.langchain.messages import converse
-from ctxwin.adapters.langchain.pool import Pool, profile_of
-from ctxwin.adapters.langchain.reply import Reply
+from ctxwin.adapters.langchain.messages import Conversation, converse
+from ctxwin.adapters.langchain.pool import Pool, profile_of, remembers
+from ctxwin.adapters.langchain.toolcalls import Part, Reader, learn
 from ctxwin.engines.base import Engine, Sampling
 from ctxwin.engines.open import open_engine
+from ctxwin.errors import BudgetExceeded
 from ctxwin.fidelity import Fidelity
-from ctxwin.window.ask import never
+from ctxwin.window.answer import Answer
+from ctxwin.window.ask import OnToken, Question, never
 from ctxwin.window.events import Observer
 from ctxwin.window.stream import TokenStream, aask, in_thread
 
 _log = logging.getLogger("ctxwin")
 
 _OPTIONS = ("tools", "tool_choice", "max_tokens", "temperature", "seed", "model")
+_COMPUTED = ("computed", "formed")  # lanes whose tokens went through a forward
 _MEANT_FOR_OTHERS = ("stream", "ls_structured_output_format", "strict", "parallel_tool_calls")
 
 
@@ -157,7 +165,7 @@ class ChatCtxwin(BaseChatModel):
                 raise ValueError(f"tool_choice must be auto, none, any or one of {names}, got {tool_choice!r}")
             schemas = [schema for schema in schemas if schema["function"]["name"] == tool_choice]
         if schemas and pool is not None:
-            _ = pool.syntax
+            learn(pool.engine)
             converse(pool.engine, [], schemas, ask=False)  # refuses a template that takes no tools
         return self.bind(tools=schemas, **kwargs)
 
@@ -167,36 +175,28 @@ class ChatCtxwin(BaseChatModel):
         Cost: new pictures go through the vision tower, once.
         """
         pool, schemas = self._opened(), [convert_to_openai_tool(tool) for tool in tools or ()]
-        return pool.over(messages, schemas, self.allowed_local_media_path, pool.tokens, ask=False)
+        return pool.over(self._talk(messages, schemas, ask=False), pool.tokens)
+
+    def _talk(self, messages: list[BaseMessage], tools: Sequence[Any], **options: bool) -> Callable[..., Conversation]:
+        files = self.allowed_local_media_path
+        return partial(converse, messages=messages, tools=tools, allowed_local_media_path=files, **options)
 
     def _generate(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> ChatResult:
         reply = self._reply(messages, stop, kwargs)
         reply(stopped=never)
         return reply.result()
 
     async def _agenerate(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> ChatResult:
         reply = self._reply(messages, stop, kwargs)
         await aask(None, reply)
         return reply.result()
 
     def _stream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> Iterator[ChatGenerationChunk]:
         reply = self._reply(messages, stop, kwargs)
         with closing(TokenStream(reply)) as texts:
@@ -207,11 +207,7 @@ class ChatCtxwin(BaseChatModel):
                     yield chunk
 
     async def _astream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> AsyncIterator[ChatGenerationChunk]:
         reply = self._reply(messages, stop, kwargs)
         texts, text = TokenStream(reply), cast("str | None", "")
@@ -225,7 +221,7 @@ class ChatCtxwin(BaseChatModel):
         finally:
             await in_thread(texts.close)
 
-    def _reply(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Reply:
+    def _reply(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> _Reply:
         """The call that these arguments ask for, checked and with defaults filled in."""
         if unknown := sorted(kwargs.keys() - {*_OPTIONS, *_MEANT_FOR_OTHERS}):
             raise ValueError(f"options of a call must be among {list(_OPTIONS)}, got {unknown}")
@@ -236,15 +232,120 @@ class ChatCtxwin(BaseChatModel):
         max_tokens = kwargs.get("max_tokens", self.max_tokens)
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise ValueError(f"max_tokens must be an int >= 1 or None, got {max_tokens!r}")
-        return Reply(
+        tools = kwargs.get("tools") or ()
+        return _Reply(
             pool=self._opened,
             model=self.model,
-            messages=messages,
-            tools=kwargs.get("tools") or (),
+            talk=self._talk(messages, tools, bare=True),
+            tools=bool(tools),
             max_tokens=max_tokens,
             sampling=Sampling(
                 temperature=kwargs.get("temperature", self.temperature), seed=kwargs.get("seed", self.seed)
             ),
             stop=tuple(filter(None, self.stop or () if stop is None else stop)),
-            files=self.allowed_local_media_path,
         )
+
+
+@dataclass
+class _Reply:
+    """Asks a window when it is called, as `ctxwin.window.stream` does; then `heard` or `result` give the answer.
+
+    Attributes:
+        pool: opens what is not open yet; called in the thread that asks.
+        talk: `converse`, which still lacks the engine.
+        max_tokens: most tokens of the answer; None: as many as the budget leaves.
+    """
+
+    pool: Callable[[], Pool]
+    model: str
+    talk: Callable[..., Conversation]
+    tools: bool
+    max_tokens: int | None
+    sampling: Sampling
+    stop: tuple[str, ...]
+    _reader: Reader = field(default_factory=lambda: Reader(None))
+    _answer: Answer | None = None
+    _text: str = ""
+    _room: int = 0
+    _calls: int = 0
+    _invalid: list[InvalidToolCall] = field(default_factory=list)
+
+    def __call__(self, *, on_token: OnToken | None = None, stopped: Callable[[], bool]) -> Answer:
+        """Asks. Raises ContextOverflowError, and what `converse` and `Window.answer` raise."""
+        pool = self.pool()
+        self._reader = Reader(learn(pool.engine) if self.tools else None)
+        try:
+            self._answer = pool.over(self.talk, lambda talk: self._ask(pool, talk, on_token, stopped))
+        except BudgetExceeded as error:
+            raise ContextOverflowError(str(error)) from error
+        return self._answer
+
+    def _ask(self, pool: Pool, talk: Conversation, on_token: OnToken | None, stopped: Callable[[], bool]) -> Answer:
+        with pool.window(talk.system_prompt, talk.chunks) as window:
+            engine = window.engine
+            # The KV of the exchange is kept for the next call, which has it as messages: where the template renders it the
+            # same way then, and where it is certain to fit.
+            keep = remembers(engine)
+            asked = engine.encode_exchange(talk.query, ()) if keep else engine.encode_query(talk.query)
+            self._room = max(1, self.max_tokens or window.budget - window.tokens - asked.tokens)
+            alone = engine.encode_system_prompt(window.system_prompt).tokens + asked.tokens + self._room
+            sampling = replace(self.sampling, max_tokens=self._room)
+            remember = keep and alone <= window.budget and partial(remembers, engine)
+            question = Question(talk.query, sampling, remember, self.stop, bare=True)
+            return window.answer(question, on_token=on_token, stopped=stopped)
+
+    def heard(self, text: str | None) -> Iterator[ChatGenerationChunk]:
+        """The chunks that ``text``, by which the answer has grown, completes; None: the rest of them, and the cost."""
+        if text is not None:
+            self._text += text
+            parts = self._reader.read(self._text)
+        else:
+            assert self._answer is not None
+            parts = self._reader.read(self._answer.text, last=True)
+        for part in parts:
+            yield ChatGenerationChunk(message=self._chunk(part))
+        if text is None:
+            yield ChatGenerationChunk(message=self._last_chunk())
+
+    def result(self) -> ChatResult:
+        """The whole answer."""
+        result = generate_from_stream(self.heard(None))
+        # Merged chunks do not say why a call is invalid.
+        cast("AIMessage", result.generations[0].message).invalid_tool_calls = self._invalid
+        return result
+
+    def _chunk(self, part: Part) -> AIMessageChunk:
+        if isinstance(part, str):
+            return AIMessageChunk(content=part)
+        if isinstance(part["args"], dict):
+            args: str | None = json.dumps(part["args"], ensure_ascii=False)
+        else:  # not JSON, so the call stays invalid
+            args = part["args"]
+            self._invalid.append(part)
+        self._calls += 1
+        chunk = tool_call_chunk(name=part["name"], args=args, id=part["id"], index=self._calls - 1)
+        return AIMessageChunk(content="", tool_call_chunks=[chunk])
+
+    def _last_chunk(self) -> AIMessageChunk:
+        assert self._answer is not None
+        ended = "tool_calls" if self._calls else "stop"
+        facts = {
+            "model_name": self.model,
+            "model_provider": "ctxwin",
+            "finish_reason": ended if len(self._answer.token_ids) < self._room else "length",
+            "ctxwin": asdict(self._answer.usage),
+        }
+        usage = usage_metadata(self._answer)
+        return AIMessageChunk(content="", usage_metadata=usage, response_metadata=facts, chunk_position="last")
+
+
+def usage_metadata(answer: Answer) -> UsageMetadata:
+    """Tokens in and out; details are those of the prompt that no forward ran for (``cache_read``), and tokens by lane."""
+    usage = answer.usage
+    read = sum(tokens for lane, tokens in usage.reused_tokens.items() if lane not in _COMPUTED)
+    return UsageMetadata(
+        input_tokens=usage.prompt_tokens,
+        output_tokens=usage.answer_tokens,
+        total_tokens=usage.prompt_tokens + usage.answer_tokens,
+        input_token_details=cast("InputTokenDetails", {"cache_read": read, **usage.reused_tokens}),
+    )

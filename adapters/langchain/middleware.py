@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Annotated, Any, NotRequired, TypedDict
 
-from langchain.agents.middleware.summarization import ContextSize
+from langchain.agents.middleware.summarization import ContextSize, TriggerClause
 from langchain.agents.middleware.types import (
     AgentMiddleware,
     AgentState,
@@ -26,13 +26,14 @@ from langchain_core.tools import BaseTool, tool
 from langgraph.types import Command
 
 from ctxwin.adapters.langchain.chat import ChatCtxwin
-from ctxwin.adapters.langchain.trigger import Measure, Trigger, checked, clauses
 from ctxwin.adapters.langchain.units import MessagePolicy, OldestMessages, Unit, shown, spans, units_of
 
 KEY = "ctxwin_omitted"
 """State key of the decisions; private, so it is checkpointed and no part of an agent's input or output."""
 
 TokenCounter = Callable[[Sequence[BaseMessage]], int]
+Trigger = ContextSize | TriggerClause | Sequence[ContextSize | TriggerClause]
+"""What LangChain's users know from `SummarizationMiddleware`; see `WindowMiddleware`."""
 
 
 class Omitted(TypedDict):
@@ -91,8 +92,8 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
         super().__init__()
         if recall not in (True, False, "always"):
             raise ValueError(f'recall must be True, False or "always", got {recall!r}')
-        self._clauses = clauses(trigger)
-        self._keep = checked(keep, "keep")
+        self._clauses = _clauses(trigger)
+        self._keep = _checked(keep, "keep")
         self._policy: MessagePolicy = policy or OldestMessages()
         self._recall = recall
         self._media_only = media_only
@@ -123,11 +124,17 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
             counter, view = self._counting(request), self._view(units, known)
             here = [u for u in units if not _out(known, u)]
             size = sum(map(self._size, here))
-            measure = Measure(size, cache(lambda: counter(view)), cache(lambda: _limit(request.model)))
-            if any(all(measure.of(kind) >= least for kind, least in clause.items()) for clause in self._clauses):
+
+            @cache
+            def measured(kind: str) -> float:
+                if kind == "messages":
+                    return size
+                return measured("tokens") / _limit(request.model) if kind == "fraction" else counter(view)
+
+            if any(all(measured(kind) >= least for kind, least in clause.items()) for clause in self._clauses):
                 # Numbers are not given again, even where the user has removed the message since.
                 number = max((entry["number"] for entry in ever.values()), default=0)
-                for unit in self._leaving(units, here, counter, measure):
+                for unit in self._leaving(units, here, counter, measured, request.model):
                     number += unit.key not in known
                     given = known[unit.key]["number"] if unit.key in known else number
                     decided[unit.key] = Omitted(number=given, out=True, read=unit.read)
@@ -146,16 +153,21 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
         return shown(units, out, numbers, media_only=self._media_only)
 
     def _leaving(
-        self, units: Sequence[Unit], here: Sequence[Unit], counter: TokenCounter, measure: Measure
+        self,
+        units: Sequence[Unit],
+        here: Sequence[Unit],
+        counter: TokenCounter,
+        measured: Callable[[str], float],
+        model: BaseChatModel,
     ) -> list[Unit]:
         """Who of ``here`` leaves to get down to what is kept, as far as policy and protection allow, in prompt order."""
         kind, wanted = self._keep
         candidates = [u for u in here if self._size(u)]
         sizes = {u.key: self._size(u) for u in candidates}
         # Tokens are those of the whole prompt, as for the trigger: with a long system prompt it would be reached again at once.
-        left = measure.of("messages" if kind == "messages" else "tokens")
+        left = measured("messages" if kind == "messages" else "tokens")
         if kind != "messages":
-            wanted = wanted * measure.limit() if kind == "fraction" else wanted
+            wanted = wanted * _limit(model) if kind == "fraction" else wanted
             sizes = {u.key: counter(u.messages) - counter(self._rest(u)) for u in candidates}
             candidates = [replace(u, tokens=sizes[u.key]) for u in candidates]
         protected, late = _protected(units)
@@ -195,6 +207,28 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
         if isinstance(model, ChatCtxwin):
             return lambda messages: model.get_num_tokens_from_messages([*front, *messages], tools)
         return lambda messages: count_tokens_approximately([*front, *messages], tools=tools)
+
+
+def _clauses(trigger: Trigger | None) -> list[dict[str, float]]:
+    """``trigger`` as clauses, any of which is enough; none for None. Raises ValueError for another form."""
+    items = trigger if isinstance(trigger, list) else [] if trigger is None else [trigger]
+    out = []
+    for item in items:
+        pairs = item.items() if isinstance(item, Mapping) else [item]
+        out.append(dict(_checked(pair, "trigger") for pair in pairs))
+        if not out[-1]:
+            raise ValueError("a trigger must name fraction, tokens or messages, got an empty dict")
+    return out
+
+
+def _checked(size: object, name: str) -> ContextSize:
+    """``size`` as it is; ValueError where it is not a (kind, number) that makes sense."""
+    kind, value = size if isinstance(size, tuple) and len(size) == 2 else (None, None)
+    if kind == "fraction" and type(value) in (int, float) and 0 < value <= 1:
+        return kind, value
+    if kind in ("tokens", "messages") and type(value) is int and value > 0:
+        return kind, value
+    raise ValueError(f'{name} must be ("fraction", 0..1], ("tokens", int > 0) or ("messages", int > 0), got {size!r}')
 
 
 def _protected(units: Sequence[Unit]) -> tuple[set[str], set[str]]:

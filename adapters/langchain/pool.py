@@ -6,15 +6,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from langchain_core.language_models import ModelProfile
-from langchain_core.messages import BaseMessage
 
-from ctxwin.adapters.langchain.messages import Conversation, converse
-from ctxwin.adapters.langchain.toolcalls import Syntax, learn
+from ctxwin.adapters.langchain.messages import Conversation
+from ctxwin.adapters.langchain.toolcalls import learn
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.errors import ChunkUnavailable, UnsupportedModel
@@ -59,41 +56,17 @@ class Pool:
         self._windows: list[Window] = []  # least recently used first
         self._lock = threading.Lock()
 
-    @cached_property
-    def syntax(self) -> Syntax:
-        """How the model writes tool calls; raises UnsupportedModel, see `learn`."""
-        return learn(self.engine)
+    def over(self, talk: Callable[..., Conversation], use: Callable[[Conversation], T]) -> T:
+        """What ``use`` makes of the conversation that ``talk(engine, seen=...)`` gives (see `converse`).
 
-    @cached_property
-    def remembers(self) -> bool:
-        """Whether plain answers read the same as earlier turns, see `remembers`."""
-        return remembers(self.engine)
-
-    def over(
-        self,
-        messages: list[BaseMessage],
-        tools: Sequence[dict[str, Any]],
-        files: Path | None,
-        use: Callable[[Conversation], T],
-        *,
-        ask: bool = True,
-    ) -> T:
-        """What ``use`` makes of the conversation (see `converse`).
-
-        Pictures that were seen before are decoded again only where the store has lost them; that costs a run of the vision
-        tower for each.
+        Pictures that were seen before are decoded again only where the store has lost them; each then goes through the vision
+        tower.
         """
-
-        def talk() -> Conversation:
-            return converse(
-                self.engine, messages, tools, ask=ask, bare=True, seen=self._seen, allowed_local_media_path=files
-            )
-
         try:
-            return use(talk())
+            return use(talk(self.engine, seen=self._seen))
         except ChunkUnavailable:
             self._seen = Recent(_PICTURES)
-            again = talk()
+            again = talk(self.engine, seen=self._seen)
             self.tokens(again)
             return use(again)
 

@@ -2,20 +2,10 @@
 
 The engine travels in the run's context, never in the state. Needs ``ctxwin[langgraph]``.
 
-A node of your own opens the window that the state names and returns the reference of what it left::
+A node of your own opens the window that the state names and returns the reference of what it left (see `open_window`); a key
+``window: Annotated[dict[str, Any], merge_windows]`` of the state holds it.
 
-    class State(TypedDict, total=False):
-        window: Annotated[dict[str, Any], merge_windows]
-        branches: Annotated[dict[str, Any], operator.or_]
-
-    def look(state: State, runtime: Runtime[WindowContext]) -> State:
-        with open_window(state.get("window"), runtime, system_prompt="You watch a camera.", budget=8192) as window:
-            window.append(Chunk.image("frame.png"))
-            window.slide(reserve_tokens=64)
-            print(window.ask("What moved?").text)
-            return {"window": window.ref()}
-
-It may be interrupted, retried, replayed and returned to: versions never change, edits give the same ids again, and answers
+The node may be interrupted, retried, replayed and returned to: versions never change, edits give the same ids again, and answers
 are computed once. Branches (``Send``, parallel nodes) fork and leave their references under a key of their own; the node that
 joins them adopts one::
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -59,24 +58,11 @@ def _name(same: _Same) -> str:
     return digest("entry", _json(same.placed))
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What has to be written for one state.
+def describe(repo: SpanRepository, state: State) -> tuple[str, dict[str, Any], dict[str, list[str]]]:
+    """The manifest of ``state``: its digest (and so that of everything in the state), its JSON, and its pages by digest.
 
-    Attributes:
-        digest: of the manifest, and so of everything in the state.
-        record: its JSON.
-        entries: digests of placed chunks, then of evicted ones; pages: digests of the evicted ones, by page digest.
+    Writes nothing. Cost: JSON and a digest of each chunk not met before.
     """
-
-    digest: str
-    record: dict[str, Any]
-    entries: tuple[str, ...]
-    pages: dict[str, list[str]]
-
-
-def describe(repo: SpanRepository, state: State) -> Manifest:
-    """The manifest of ``state``; writes nothing. Cost: JSON and a digest of each chunk not met before."""
     known, names = _known(repo), []
     for placed in (*state.placed, *state.evicted):
         names.append(_name(_Same(placed)))
@@ -88,7 +74,7 @@ def describe(repo: SpanRepository, state: State) -> Manifest:
         "placed": names[:count],
         "evicted": [[name, len(page)] for name, page in pages.items()],
     }
-    return Manifest(digest("manifest", record), record, tuple(names), pages)
+    return digest("manifest", record), record, pages
 
 
 def write(repo: SpanRepository, state: State) -> str:
@@ -96,23 +82,22 @@ def write(repo: SpanRepository, state: State) -> str:
 
     Cost: an entry for each chunk that is new or was conditioned, the last page, the manifest.
     """
-    manifest = describe(repo, state)
-    if repo.contains(f"manifest/{manifest.digest}"):
-        return manifest.digest
-    chunks = (*state.placed, *state.evicted)
-    count, gone = len(state.placed), len(state.evicted)
+    manifest, record, pages = describe(repo, state)
+    if repo.contains(f"manifest/{manifest}"):
+        return manifest
+    fresh = {name: page for name, page in pages.items() if not repo.contains(f"page/{name}")}
+    evicted = [name for page in pages.values() for name in page]
     # What was evicted long ago is checked in turn: that marks it as used, and what the store has dropped comes back.
     first = state.version * _REFRESHED
-    turn = {count + (first + i) % gone for i in range(min(gone, _REFRESHED))}
-    fresh = {name: page for name, page in manifest.pages.items() if not repo.contains(f"page/{name}")}
-    unsure = {name for page in fresh.values() for name in page}
-    for i, (name, placed) in enumerate(zip(manifest.entries, chunks, strict=True)):
-        if (i < count or i in turn or name in unsure) and not repo.contains(f"entry/{name}"):
+    turn = {evicted[(first + i) % len(evicted)] for i in range(min(len(evicted), _REFRESHED))}
+    unsure = turn.union(record["placed"], *fresh.values())
+    for name, placed in zip((*record["placed"], *evicted), (*state.placed, *state.evicted), strict=True):
+        if name in unsure and not repo.contains(f"entry/{name}"):
             repo.put_json(f"entry/{name}", _json(placed), bound=False)
     for name, page in fresh.items():
         repo.put_json(f"page/{name}", page, bound=False)
-    repo.put_json(f"manifest/{manifest.digest}", manifest.record, bound=False)
-    return manifest.digest
+    repo.put_json(f"manifest/{manifest}", record, bound=False)
+    return manifest
 
 
 def read(repo: SpanRepository, name: str) -> tuple[State, list[int], int] | None:

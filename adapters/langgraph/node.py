@@ -17,8 +17,8 @@ from langgraph.graph.message import add_messages
 from langgraph.runtime import Runtime, get_runtime
 from typing_extensions import TypedDict
 
+from ctxwin.adapters.langchain.chat import usage_metadata
 from ctxwin.adapters.langchain.messages import Conversation, converse, message_key
-from ctxwin.adapters.langchain.reply import usage_metadata
 from ctxwin.adapters.langgraph.context import engine_of
 from ctxwin.adapters.langgraph.follow import Sparing, Without, follow
 from ctxwin.adapters.langgraph.reference import merge_windows
