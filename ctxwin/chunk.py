@@ -247,14 +247,11 @@ def _path(media: Any) -> str | None:
 
 
 def _block(block: Any) -> Chunk:
-    if isinstance(block, str):
-        return Chunk.text(block)
-    if isinstance(block, dict):
-        kind = block.get("type")
-        if kind == "text":
-            return Chunk.text(block["text"])
-        if kind == "image" and "image" in block:
-            return Chunk.image(block["image"])
-        if kind == "video" and "video" in block:
-            return Chunk.video(block["video"], **{k: block[k] for k in ("start", "end", "fps", "frames") if k in block})
+    match block:
+        case str() | {"type": "text", "text": str()}:
+            return Chunk.text(block if isinstance(block, str) else block["text"])
+        case {"type": "image", "image": image}:
+            return Chunk.image(image)
+        case {"type": "video", "video": video}:
+            return Chunk.video(video, **{k: block[k] for k in ("start", "end", "fps", "frames") if k in block})
     raise ValueError(f"a content block must be a str, a Chunk or a text/image/video dict, got {block!r}"[:200])

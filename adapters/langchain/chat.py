@@ -177,7 +177,7 @@ class ChatCtxwin(BaseChatModel):
         pool, schemas = self._opened(), [convert_to_openai_tool(tool) for tool in tools or ()]
         return pool.over(self._talk(messages, schemas, ask=False), pool.tokens)
 
-    def _talk(self, messages: list[BaseMessage], tools: Sequence[Any], **options: bool) -> Callable[..., Conversation]:
+    def _talk(self, messages: list[BaseMessage], tools: Sequence[Any], **options: Any) -> Callable[..., Conversation]:
         files = self.allowed_local_media_path
         return partial(converse, messages=messages, tools=tools, allowed_local_media_path=files, **options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -44,15 +45,10 @@ class Omitted(TypedDict):
     read: int
 
 
-def merged(old: Mapping[str, Omitted] | None, new: Mapping[str, Omitted] | None) -> dict[str, Omitted]:
-    """The reducer of `KEY`: the later decision about a unit counts, so that parallel recalls do not collide."""
-    return {**(old or {}), **(new or {})}
-
-
 class WindowState(AgentState[Any]):
-    """An agent's state with the decisions of `WindowMiddleware`."""
+    """An agent's state with the decisions of `WindowMiddleware`; the later one about a unit counts, so parallel recalls agree."""
 
-    ctxwin_omitted: NotRequired[Annotated[dict[str, Omitted], PrivateStateAttr, merged]]
+    ctxwin_omitted: NotRequired[Annotated[dict[str, Omitted], PrivateStateAttr, operator.or_]]
 
 
 class WindowMiddleware(AgentMiddleware[WindowState, Any]):
@@ -223,11 +219,12 @@ def _clauses(trigger: Trigger | None) -> list[dict[str, float]]:
 
 def _checked(size: object, name: str) -> ContextSize:
     """``size`` as it is; ValueError where it is not a (kind, number) that makes sense."""
-    kind, value = size if isinstance(size, tuple) and len(size) == 2 else (None, None)
-    if kind == "fraction" and type(value) in (int, float) and 0 < value <= 1:
-        return kind, value
-    if kind in ("tokens", "messages") and type(value) is int and value > 0:
-        return kind, value
+    if isinstance(size, tuple) and len(size) == 2:
+        kind, value = size
+        if kind == "fraction" and type(value) in (int, float) and 0 < value <= 1:
+            return size
+        if kind in ("tokens", "messages") and type(value) is int and value > 0:
+            return size
     raise ValueError(f'{name} must be ("fraction", 0..1], ("tokens", int > 0) or ("messages", int > 0), got {size!r}')
 
 

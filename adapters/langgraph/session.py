@@ -14,9 +14,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ctxwin.adapters.langgraph import manifest
 from ctxwin.adapters.langgraph.context import attend, describe_event, engine_of
-from ctxwin.adapters.langgraph.reference import Restored, restore, save
+from ctxwin.adapters.langgraph.reference import (
+    Restored,
+    forget_entries,
+    manifest_of,
+    read_manifest,
+    restore,
+    save,
+    write_manifest,
+)
 from ctxwin.engines.base import Engine
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
@@ -31,8 +38,6 @@ from ctxwin.window.window import Window
 
 if TYPE_CHECKING:
     from langgraph.runtime import Runtime
-
-    from ctxwin.store.spans import SpanRepository
 
 
 @dataclass(frozen=True)
@@ -56,35 +61,6 @@ class Operation:
     def key(self, index: int) -> str:
         """Names the session's ``index``-th event, for people and for consumers that drop repeated events."""
         return ":".join(filter(None, [self.checkpoint, self.task, self.name, str(index)]))
-
-
-class Journal:
-    """The answers of one execution, in the engine's store under ``journal/``."""
-
-    def __init__(self, repo: SpanRepository, operation: Operation) -> None:
-        self._repo = repo
-        self._operation = operation
-
-    def key(self, index: int, state: State, question: Question) -> str:
-        """Store key of an ask: who asks, which version, and what."""
-        sampling = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(question.sampling).items()}
-        asked = [question.query, bool(question.remember), list(question.stop), sampling]
-        base = manifest.describe(self._repo, state)[0]
-        return "journal/" + digest("ask", self._operation.seed, index, base, asked)
-
-    def get(self, key: str) -> tuple[Answer, State] | None:
-        """The answer and the state it left; None where there is none, or the state cannot be had in full."""
-        record = self._repo.get_json(key)
-        found = manifest.read(self._repo, record["manifest"]) if record is not None else None
-        if found is None or found[1] or found[2]:
-            return None
-        with suppress(KeyError, TypeError):  # of a version that wrote other fields: a miss
-            return wire.answer_from(record["answer"]), found[0]
-        return None
-
-    def put(self, key: str, answer: Answer, state: State) -> None:
-        """Keeps an answer, and the state it left."""
-        self._repo.put_json(key, {"answer": wire.answer_to(answer), "manifest": manifest.write(self._repo, state)})
 
 
 class Session(Window):
@@ -114,7 +90,6 @@ class Session(Window):
         self.notes: dict[str, Any] = copy.deepcopy(dict(notes))
         self._noted = copy.deepcopy(self.notes)  # `ref` counts a change of them
         self._runtime, self._operation = runtime, operation
-        self._journal = Journal(core.engine.repo, operation) if operation else None
         self._base = base  # operations and adoptions before this session
         self._last_ask: Event | None = None
         self._run_context = contextvars.copy_context()  # the stream writer looks for the run's config there
@@ -136,19 +111,33 @@ class Session(Window):
         self, question: Question, *, on_token: OnToken | None = None, stopped: Callable[[], bool] = never
     ) -> Answer:
         """`Window.answer`; what this execution has answered before is not computed again (``on_token`` gets it whole)."""
-        if self._journal is None or callable(question.remember):
+        if self._operation is None or callable(question.remember):
             return super().answer(question, on_token=on_token, stopped=stopped)
         state = self.snapshot().replace(fidelity=self.fidelity)  # ``auto`` may be resolved otherwise next time
-        key = self._journal.key(self.core.operations, state, question)
-        found = self._journal.get(key)
+        sampling = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(question.sampling).items()}
+        asks = [question.query, bool(question.remember), list(question.stop), sampling]
+        version = manifest_of(self.engine.repo, state)[0]
+        key = "journal/" + digest("ask", self._operation.seed, self.core.operations, version, asks)
+        found = self._kept(key)
         if found is not None:
             return self._again(*found, question, on_token)
         answer = super().answer(question, on_token=on_token, stopped=stopped)
         asked, self._last_ask = self._last_ask, None
         settled = state.version + (answer.remembered is not None)
         if asked and asked.answer is answer and asked.version == settled:  # others may have edited since
-            self._journal.put(key, answer, asked.state)
+            manifest = write_manifest(self.engine.repo, asked.state)
+            self.engine.repo.put_json(key, {"answer": wire.answer_to(answer), "manifest": manifest})
         return answer
+
+    def _kept(self, key: str) -> tuple[Answer, State] | None:
+        """An answer of an earlier execution and the state it left; None where either cannot be had in full."""
+        record = self.engine.repo.get_json(key)
+        found = read_manifest(self.engine.repo, record["manifest"]) if record is not None else None
+        if found is None or found[1] or found[2]:
+            return None
+        with suppress(KeyError, TypeError):  # of a version that wrote other fields: a miss
+            return wire.answer_from(record["answer"]), found[0]
+        return None
 
     def _again(self, answer: Answer, state: State, question: Question, on_token: OnToken | None) -> Answer:
         """An answer from the journal, with its effects on the window."""
@@ -196,7 +185,7 @@ class Session(Window):
         """Writes an operation to the run's custom stream."""
         if event.op == "forget":
             for placement in event.ids:
-                manifest.forget(self.engine.repo, placement)
+                forget_entries(self.engine.repo, placement)
         if event.op == "ask" and event.window == self.id:
             self._last_ask = event
         if event.op != "close":  # every node closes its sessions

@@ -48,14 +48,8 @@ def upload(client: OpenAI, chunk: Chunk) -> str:
             files: dict[str, tuple[str, bytes, str]] = {}
             fields = {"chunk": json.dumps(_described(chunk, files))}
             transport.post_files(client, "/chunks", fields, files)
-    _known_by(client).put(chunk.id, None, 1)
+    known_by(client).put(chunk.id, None, 1)
     return chunk.id
-
-
-def upload_once(client: OpenAI, chunk: Chunk) -> None:
-    """`upload`, unless this client has uploaded the chunk before: for callers who upload it again when the server lacks it."""
-    if chunk.id not in _known_by(client):
-        upload(client, chunk)
 
 
 def reference(chunk: Chunk) -> dict[str, Any]:
@@ -97,7 +91,7 @@ def _medium(chunk: Chunk, part: MediaPart, files: dict[str, tuple[str, bytes, st
     return {"type": "video", "frames": names, "fps": part.fps}
 
 
-def _known_by(client: OpenAI) -> Recent[None]:
-    """Ids of the chunks that ``client`` has uploaded."""
+def known_by(client: OpenAI) -> Recent[None]:
+    """Ids of the chunks that ``client`` has uploaded; the server may have dropped some since."""
     with _lock:
         return _known.setdefault(client, Recent(_MOST_KNOWN))

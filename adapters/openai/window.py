@@ -273,7 +273,8 @@ class RemoteWindow:
         for chunk in many:
             if not isinstance(chunk, Chunk):
                 raise TypeError(f"chunk must be a ctxwin.Chunk, got {type(chunk).__name__}; make one with Chunk.text")
-            chunks.upload_once(self._client, chunk)
+            if chunk.id not in chunks.known_by(self._client):
+                chunks.upload(self._client, chunk)
         references = [chunks.reference(chunk) for chunk in many]
         body[name] = references if isinstance(placed, list) else references[0]
         try:
@@ -301,9 +302,6 @@ class RemoteStream(Iterator[str]):
     def __init__(self, events: Any) -> None:
         self.answer: Answer | None = None
         self._events = events
-
-    def __iter__(self) -> RemoteStream:
-        return self
 
     def __next__(self) -> str:
         with transport.our_errors():

@@ -62,38 +62,38 @@ def torch() -> Finding:
 
 def torchvision() -> Finding:
     """Torchvision beside this torch: the processors of most vision models import it."""
-    usable = "bool(importlib.import_module('torchvision.transforms.v2'))"
     if _version("torchvision") is None:
         what = "not installed: transformers' processors of vision models need it"
         return Finding("torchvision", "broken", what, "pip install torchvision")
-    return _companion("torchvision", usable)
+    return _companion("torchvision", "bool(importlib.import_module('torchvision.transforms.v2'))")
 
 
 def torchaudio() -> Finding:
     """Torchaudio beside this torch: transformers imports it where it is installed."""
-    # The repair marks it as not installed, which transformers respects.
-    usable = "importlib.util.find_spec('torchaudio') is None"
     if _version("torchaudio") is None:
         return Finding("torchaudio", "ok", "not installed, and not needed")
-    return _companion("torchaudio", usable)
+    # The repair marks it as not installed, which transformers respects.
+    return _companion("torchaudio", "importlib.util.find_spec('torchaudio') is None")
 
 
 def hook() -> Finding:
     """The file that makes the repair act in every process of this environment."""
     path = repair_install.path()
     remedy = f"ctxwin doctor --fix writes {path}, which every Python process here runs"
-    if path.is_file():
-        if path.read_text() != repair_install.LINE:
-            return Finding("repair", "note", f"{path} is of another version", remedy, fixable=True)
+    if path.is_file() and path.read_text() == repair_install.LINE:
         return Finding("repair", "ok", f"an import hook acts in every Python process of this environment ({path})")
+    if path.is_file():
+        return Finding("repair", "note", f"{path} is of another version", remedy, fixable=True)
     ran, unfit = _run(f"{_REPAIR}print(' and '.join(t.repair()))", hooked=False) or (False, "")
     if not ran or not unfit:
         return Finding("repair", "ok", "no import hook, and none is needed")
-    if not any(_version(name) for name in versions.DISTRIBUTIONS):
-        what = f"no import hook, which vLLM would need: {unfit} does not fit torch"
-        return Finding("repair", "note", what, remedy, fixable=True)
-    what = f"no import hook, so vLLM does not start: its child processes would meet a {unfit} that does not fit torch"
-    return Finding("repair", "broken", what, remedy, fixable=True)
+    if any(_version(name) for name in versions.DISTRIBUTIONS):
+        what = (
+            f"no import hook, so vLLM does not start: its child processes would meet a {unfit} that does not fit torch"
+        )
+        return Finding("repair", "broken", what, remedy, fixable=True)
+    what = f"no import hook, which vLLM would need: {unfit} does not fit torch"
+    return Finding("repair", "note", what, remedy, fixable=True)
 
 
 def transformers() -> Finding:
@@ -150,11 +150,10 @@ def kernel() -> Finding:
 
 def compiler() -> Finding:
     """A C++ compiler: torch.compile on a CPU needs one."""
-    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    if found is None:
-        remedy = "install g++ (Debian: apt-get install g++), or keep ctxwin's default enforce_eager=True"
-        return Finding("compiler", "note", "no C++ compiler: vLLM's compiled mode does not work on this CPU", remedy)
-    return Finding("compiler", "ok", found)
+    if found := next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None):
+        return Finding("compiler", "ok", found)
+    remedy = "install g++ (Debian: apt-get install g++), or keep ctxwin's default enforce_eager=True"
+    return Finding("compiler", "note", "no C++ compiler: vLLM's compiled mode does not work on this CPU", remedy)
 
 
 def shared_memory() -> Finding:
@@ -213,9 +212,8 @@ def engine() -> Finding:
     """Which engine ``open_engine("tiny")`` would try first."""
     from ctxwin.engines.open import vllm_installed
 
-    if vllm_installed():
-        return Finding("engine", "ok", "vLLM; transformers where it does not start")
-    return Finding("engine", "ok", "transformers (vLLM is not installed)")
+    first = "vLLM; transformers where it does not start" if vllm_installed() else "transformers (vLLM is not installed)"
+    return Finding("engine", "ok", first)
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (python, torch, torchvision, torchaudio, hook, transformers, vllm)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxwin import Chunk, Window
-from ctxwin.adapters.langgraph.follow import Without, follow
+from ctxwin.adapters.langgraph.node import Without, follow
 from ctxwin.policies import ById
 from window.fake import FakeEngine
 
