@@ -13,8 +13,12 @@ from ctxwin.extras import optional_imports
 if TYPE_CHECKING:
     from ctxwin.adapters.langchain.chat import ChatCtxwin
     from ctxwin.adapters.langchain.messages import Conversation, converse
-    from ctxwin.adapters.langchain.middleware import WindowMiddleware
-    from ctxwin.adapters.langchain.units import LeastRecentlyReadMessages, MessagePolicy, OldestMessages
+    from ctxwin.adapters.langchain.middleware import (
+        LeastRecentlyReadMessages,
+        MessagePolicy,
+        OldestMessages,
+        WindowMiddleware,
+    )
 
 __all__ = [
     "ChatCtxwin",
@@ -30,6 +34,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = {"ChatCtxwin": "chat", "WindowMiddleware": "middleware", "Conversation": "messages", "converse": "messages"}
+    home = {"ChatCtxwin": "chat", "Conversation": "messages", "converse": "messages"}
     with optional_imports():
-        return getattr(import_module(f"{__name__}.{home.get(name, 'units')}"), name)
+        return getattr(import_module(f"{__name__}.{home.get(name, 'middleware')}"), name)

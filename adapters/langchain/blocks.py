@@ -68,7 +68,7 @@ def text_of(content: Any) -> str:
 
 
 def identity(content: Any) -> Any:
-    """A message's content as `digest` takes it: without the ids LangChain makes up; pictures in memory by their pixels."""
+    """A message's content as `digest` takes it: without the ids LangChain generates; pictures in memory by their pixels."""
     if isinstance(content, dict):
         return {str(k): identity(v) for k, v in content.items() if k not in ("id", "index")}
     if isinstance(content, list | tuple):

@@ -128,7 +128,7 @@ def converse(
 
 
 def message_key(message: BaseMessage) -> str:
-    """Content identity of a message: its type, content and tool calls, without the ids that LangChain makes up. O(content)."""
+    """Content identity of a message: its type, content and tool calls, without the ids that LangChain generates. O(content)."""
     calls = [
         [c["name"], json.dumps(c["args"], sort_keys=True, default=str)] for c in getattr(message, "tool_calls", ())
     ]

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from langchain_core.language_models import ModelProfile
 
@@ -24,15 +24,6 @@ from ctxwin.window.window import Window
 
 T = TypeVar("T")
 _PICTURES = 4096  # remembered as chunks without their pixels
-_NO_INPUTS = ("image_url_inputs", "pdf_inputs", "audio_inputs")
-_NO_OUTPUTS = (
-    "image_outputs",
-    "audio_outputs",
-    "video_outputs",
-    "tool_choice",
-    "structured_output",
-    "reasoning_output",
-)
 
 
 class Pool:
@@ -139,9 +130,11 @@ def profile_of(engine: Engine, budget: int | None) -> ModelProfile:
         tools = False
     vision = engine.spec.vision
     limit = min(budget or engine.spec.max_tokens, engine.spec.max_tokens)
-    taken = {"text_inputs": True, "text_outputs": True, "image_inputs": vision, "video_inputs": vision}
-    taken |= {"tool_calling": tools, "tool_call_streaming": tools, "image_tool_message": vision and tools}
-    return cast("ModelProfile", {"max_input_tokens": limit, **taken, **dict.fromkeys(_NO_INPUTS + _NO_OUTPUTS, False)})
+    kinds = ("_inputs", "_outputs", "_output", "_choice")
+    profile: dict[str, Any] = {name: False for name in ModelProfile.__annotations__ if name.endswith(kinds)}
+    profile |= {"text_inputs": True, "text_outputs": True, "image_inputs": vision, "video_inputs": vision}
+    profile |= {"tool_calling": tools, "tool_call_streaming": tools, "image_tool_message": vision and tools}
+    return cast("ModelProfile", profile | {"max_input_tokens": limit})
 
 
 def remembers(engine: Engine, answer: str = "") -> bool:

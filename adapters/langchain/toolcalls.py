@@ -131,13 +131,11 @@ class Reader:
 
 def _call(syntax: Syntax, found: Any, raw: str, *, complete: bool) -> Part:
     identity = f"call_{uuid.uuid4().hex[:24]}"
-    name = found.get(syntax.name) if isinstance(found, dict) else None
-    arguments = found.get(syntax.arguments, {}) if isinstance(found, dict) else None
+    found = found if isinstance(found, dict) else {}
+    name, arguments = found.get(syntax.name), found.get(syntax.arguments, {})
     if isinstance(arguments, str):
-        try:
+        with suppress(json.JSONDecodeError):
             arguments = json.loads(arguments)
-        except json.JSONDecodeError:
-            arguments = None
     if isinstance(name, str) and name and isinstance(arguments, dict):
         return tool_call(name=name, args=arguments, id=identity)
     want = f"{{{syntax.name!r}: a name, {syntax.arguments!r}: an object}}"

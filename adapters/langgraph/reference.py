@@ -22,7 +22,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -45,9 +44,10 @@ _REFRESHED = 32  # evicted entries that a save checks, in turn
 _CACHED = 8192  # entries held decoded, per repository
 FORMAT = 1
 _RANKS = ("adopted", "version", "operations", "manifest")  # what `merge_windows` compares, in this order
-_DROPPED = frozenset({"kv", "seen", "unseen", "read", "chunk_id"})  # of a placed chunk: bookkeeping, or follows from it
+_DROPPED = {"kv", "seen", "unseen", "read", "chunk_id"}  # of a placed chunk: bookkeeping, or follows from it
 
 _entries: WeakKeyDictionary[SpanRepository, Recent[Placed]] = WeakKeyDictionary()
+_names: Recent[tuple[Placed, str]] = Recent(_CACHED)
 _lock = threading.Lock()
 
 
@@ -91,10 +91,7 @@ def save(
     """
     state = window.snapshot()
     head = state.model_dump(mode="json", exclude={"placed", "evicted", "format"}, exclude_defaults=True)
-    placed = []
-    for p in state.placed:
-        record = p.model_dump(mode="json", exclude_defaults=True)
-        placed.append({key: value for key, value in record.items() if key not in _DROPPED})
+    placed = [p.model_dump(mode="json", exclude_defaults=True, exclude=_DROPPED) for p in state.placed]
     beside: dict[str, Any] = {
         "parent": parent,
         "notes": copy.deepcopy(dict(notes or {})),
@@ -191,22 +188,13 @@ def merge_windows(left: dict[str, Any] | None, right: dict[str, Any] | None) -> 
     return max(left, right, key=lambda made: (*(made[name] for name in _RANKS), digest(made.get("notes", {}))))
 
 
-class _Same:
-    """A placed chunk by its identity: comparing its content would cost what `_name` saves."""
-
-    def __init__(self, placed: Placed) -> None:
-        self.placed = placed
-
-    def __hash__(self) -> int:
-        return id(self.placed)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.placed is other.placed
-
-
-@lru_cache(_CACHED)
-def _name(same: _Same) -> str:
-    return digest("entry", _json(same.placed))
+def _name(placed: Placed) -> str:
+    """Digest of an entry, remembered by the object; the object is held, so that no other one has its id."""
+    held = _names.get(str(id(placed)))
+    if held is None:
+        held = placed, digest("entry", _json(placed))
+        _names.put(str(id(placed)), held, 1)
+    return held[1]
 
 
 def manifest_of(repo: SpanRepository, state: State) -> tuple[str, dict[str, Any], dict[str, list[str]]]:
@@ -216,7 +204,7 @@ def manifest_of(repo: SpanRepository, state: State) -> tuple[str, dict[str, Any]
     """
     known, names = _known(repo), []
     for placed in (*state.placed, *state.evicted):
-        names.append(_name(_Same(placed)))
+        names.append(_name(placed))
         known.put(names[-1], placed, 1)
     count = len(state.placed)
     pages = {digest("page", page): page for page in _paged(names[count:])}

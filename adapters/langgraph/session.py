@@ -11,7 +11,7 @@ import contextvars
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.adapters.langgraph.context import attend, describe_event, engine_of
@@ -40,27 +40,9 @@ if TYPE_CHECKING:
     from langgraph.runtime import Runtime
 
 
-@dataclass(frozen=True)
-class Operation:
-    """What LangGraph says about this execution of a node.
-
-    Attributes:
-        checkpoint, task: ids, the same whenever the node runs again behind this checkpoint (resume, retry, replay).
-        name: tells sessions of one node apart.
-    """
-
-    checkpoint: str
-    task: str
-    name: str = ""
-
-    @property
-    def seed(self) -> str:
-        """Seed of everything random in a session: placement ids, ids of new windows and forks."""
-        return digest("session", self.checkpoint, self.task, self.name)
-
-    def key(self, index: int) -> str:
-        """Names the session's ``index``-th event, for people and for consumers that drop repeated events."""
-        return ":".join(filter(None, [self.checkpoint, self.task, self.name, str(index)]))
+Execution = tuple[str, str, str]
+"""Ids of the checkpoint and the task, the same whenever the node runs again behind it (resume, retry, replay), and a name that
+tells the sessions of one node apart."""
 
 
 class Session(Window):
@@ -79,7 +61,7 @@ class Session(Window):
         self,
         core: WindowCore,
         runtime: Runtime[Any],
-        operation: Operation | None,
+        execution: Execution | None,
         base: tuple[int, int],
         notes: Mapping[str, Any],
         eviction: Eviction | None,
@@ -89,7 +71,7 @@ class Session(Window):
         self.lost = self.rebuilt = self._events = 0
         self.notes: dict[str, Any] = copy.deepcopy(dict(notes))
         self._noted = copy.deepcopy(self.notes)  # `ref` counts a change of them
-        self._runtime, self._operation = runtime, operation
+        self._runtime, self._execution = runtime, execution
         self._base = base  # operations and adoptions before this session
         self._last_ask: Event | None = None
         self._run_context = contextvars.copy_context()  # the stream writer looks for the run's config there
@@ -111,13 +93,13 @@ class Session(Window):
         self, question: Question, *, on_token: OnToken | None = None, stopped: Callable[[], bool] = never
     ) -> Answer:
         """`Window.answer`; what this execution has answered before is not computed again (``on_token`` gets it whole)."""
-        if self._operation is None or callable(question.remember):
+        if self._execution is None or callable(question.remember):
             return super().answer(question, on_token=on_token, stopped=stopped)
         state = self.snapshot().replace(fidelity=self.fidelity)  # ``auto`` may be resolved otherwise next time
         sampling = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(question.sampling).items()}
         asks = [question.query, bool(question.remember), list(question.stop), sampling]
         version = manifest_of(self.engine.repo, state)[0]
-        key = "journal/" + digest("ask", self._operation.seed, self.core.operations, version, asks)
+        key = "journal/" + digest("ask", _seed(self._execution), self.core.operations, version, asks)
         found = self._kept(key)
         if found is not None:
             return self._again(*found, question, on_token)
@@ -153,9 +135,9 @@ class Session(Window):
     def fork(self, system_prompt: str | None = None) -> Session:
         """`Window.fork` as a session: its ids are the same when the node runs again; `ref` gives its own reference."""
         core = self.core.fork(system_prompt)
-        operation = self._operation and replace(self._operation, name=core.id)
+        execution = self._execution and (*self._execution[:2], core.id)
         base = (self._base[0] + self.core.operations, self._base[1])
-        branch = Session(core, self._runtime, operation, base, self.notes, self.eviction, self.retrieval)
+        branch = Session(core, self._runtime, execution, base, self.notes, self.eviction, self.retrieval)
         core.observers = (*(o for o in core.observers if o != self.tell), branch.tell)
         return branch
 
@@ -190,7 +172,8 @@ class Session(Window):
             self._last_ask = event
         if event.op != "close":  # every node closes its sessions
             self._events += 1  # one operation may send several
-            self._write(describe_event(event, self._operation.key(self._events) if self._operation else None))
+            key = ":".join(filter(None, [*self._execution, str(self._events)])) if self._execution else None
+            self._write(describe_event(event, key))
 
     def report_losses(self, found: Restored) -> None:
         """Counts what the store has lost of a restored window, and writes it to the run's custom stream."""
@@ -244,7 +227,7 @@ def open_window(
     """
     engine = engine_of(runtime.context)
     info = runtime.execution_info
-    operation = Operation(info.checkpoint_id, info.task_id, name) if info is not None else None
+    execution = (info.checkpoint_id, info.task_id, name) if info is not None else None
     if reference:
         found = restore(engine.repo, reference)
         state = _opened_as(engine, found.state, system_prompt, budget, fidelity)
@@ -253,19 +236,24 @@ def open_window(
     else:
         with Window(engine, system_prompt or "", budget, fidelity) as fresh:
             state = fresh.snapshot()
-        if operation is not None:
-            state = state.replace(window=digest("window", operation.seed, state.system_prompt)[:12])
+        if execution is not None:
+            state = state.replace(window=digest("window", _seed(execution), state.system_prompt)[:12])
         found, base = Restored(state), (0, 0)
     # Of two windows that one node edits, neither has the other's placement ids.
-    seed = digest("edits", operation.seed, found.state.window) if operation is not None else None
+    seed = digest("edits", _seed(execution), found.state.window) if execution is not None else None
     core = restored(engine, found.state, seed)
     beside: Mapping[str, Any] = reference or {}
     core.vision_encodes, core.parent = beside.get("encodes", 0), beside.get("parent")
-    session = Session(core, runtime, operation, base, beside.get("notes", {}), eviction, retrieval)
+    session = Session(core, runtime, execution, base, beside.get("notes", {}), eviction, retrieval)
     attend(runtime.context, session)
     session.observe(session.tell)
     session.report_losses(found)
     return session
+
+
+def _seed(execution: Execution) -> str:
+    """Seed of everything random in a session: placement ids, ids of new windows and forks."""
+    return digest("session", *execution)
 
 
 def _opened_as(

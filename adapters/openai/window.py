@@ -97,7 +97,7 @@ class RemoteWindow:
 
     @property
     def version(self) -> int:
-        """Counts edits. Cost: a request."""
+        """Changes with every edit. Cost: a request."""
         return int(self._get("summary")["version"])
 
     @property
@@ -174,11 +174,11 @@ class RemoteWindow:
         self._post("toggle", id=placement, conditioned=conditioned)
 
     def pin(self, placement: str, *, pinned: bool = True) -> None:
-        """Keeps `slide` from evicting a chunk, or allows it again."""
+        """Protects a chunk from `slide`, or gives it free."""
         self._post("pin", id=placement, pinned=pinned)
 
     def touch(self, placement: str) -> None:
-        """Counts as a read of a chunk, for policies that evict what was not read."""
+        """Marks a chunk as just read, for policies that evict what was not read."""
         self._post("touch", id=placement)
 
     def fork(self, system_prompt: str | None = None) -> Self:
@@ -233,15 +233,15 @@ class RemoteWindow:
         return list(self._post("prepare_orbit", ids=list(ids), orders=orders, seed=seed)["placements"])
 
     def refresh(self, count: int | None = None) -> list[str]:
-        """Forms the oldest approximations anew: ``count``, or all. Returns their ids."""
+        """Re-forms the ``count`` front-most approximations (all by default). Returns their ids."""
         return list(self._post("refresh", count=count)["refreshed"])
 
     def compress(self) -> int:
-        """Forms patches of what was computed, for later. Returns how many."""
+        """Replaces conditioned spans by canonical and patch where that is smaller. Returns the KV bytes given back."""
         return int(self._post("compress")["freed_bytes"])
 
     def close(self) -> None:
-        """Closes the window on the server for good. Idempotent; a window that is gone there is closed, too."""
+        """Closes the window on the server for good. Idempotent; a window that is gone there already counts as closed."""
         if not self._closed:
             self._closed = True
             with contextlib.suppress(UnknownWindow):

@@ -24,12 +24,12 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("demo-output"),
     seed: Annotated[int, typer.Option(help="Seed of the clip, the moves and the questions.")] = 0,
     seeds: Annotated[str, typer.Option(metavar="N,N,...", help="Several runs, pooled; instead of --seed.")] = "",
-    steps: Annotated[int | None, typer.Option(help="Most asks a run. Default: to the end of the video.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Most questions per run. Default: to the end of the video.")] = None,
     window: Annotated[int, typer.Option(metavar="FRAMES", help="Most frames in the window.")] = 6,
-    frames: Annotated[int, typer.Option(help="Frames of the rendered clip; most frames taken of a video.")] = 28,
-    fps: Annotated[float, typer.Option(help="Frames a second to take of a video.")] = 1.0,
+    frames: Annotated[int, typer.Option(help="Frames of the rendered clip; most frames taken from a video.")] = 28,
+    fps: Annotated[float, typer.Option(help="Frames per second to take from a video.")] = 1.0,
     ask: Annotated[
-        list[str] | None, typer.Option(metavar="QUESTION", help="A question about your video; may be given often.")
+        list[str] | None, typer.Option(metavar="QUESTION", help="A question about your video; may be repeated.")
     ] = None,
     mode: Annotated[
         str, typer.Option(metavar="auto|exact|patched|blind", help="Fidelity; auto follows the model's profile.")

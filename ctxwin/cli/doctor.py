@@ -1,4 +1,4 @@
-"""``ctxwin doctor``: what is installed, what is broken, and how to mend it."""
+"""``ctxwin doctor``: what is installed, what is broken, and how to fix it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "broken": "[red]broken
 def doctor(
     fix: Annotated[
         bool,
-        typer.Option("--fix", help="Write the import hook that mends torchvision for vLLM; changes this environment."),
+        typer.Option(
+            "--fix", help="Write the import hook that repairs torchvision for vLLM; changes this environment."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Look at this environment: libraries, vLLM build, compiler, shared memory; exit code 1 where something is broken."""
+    """Check this environment: libraries, vLLM build, compiler, shared memory; exit code 1 where something is broken."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     from ctxwin.doctor import diagnose
-    from ctxwin.doctor import fix as mend
+    from ctxwin.doctor import fix as repair
 
     errors = Console(stderr=True)
-    with errors.status("looking") as status:
-        found = diagnose(lambda finding: status.update(f"looked at {finding.name}"))
-    done = list(mend(found)) if fix else []
+    with errors.status("checking") as status:
+        found = diagnose(lambda finding: status.update(f"checked {finding.name}"))
+    done = list(repair(found)) if fix else []
     if done:
         found = diagnose()
     broken = [finding for finding in found if finding.status == "broken"]

@@ -45,7 +45,7 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options of every command."""
+    """Options that every command has."""
 
 
 @app.command(

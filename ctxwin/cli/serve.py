@@ -21,14 +21,14 @@ def serve(
     store: Annotated[
         str, typer.Option(help="Where KV and uploads are kept: memory:, disk:PATH, redis://..., tiered:...")
     ] = "memory:",
-    store_bytes: Annotated[str, typer.Option(help="Limit of a tenant's store, e.g. 50GB.")] = "",
+    store_bytes: Annotated[str, typer.Option(help="Limit of each tenant's store, e.g. 50GB.")] = "",
     tenants: Annotated[
         Path | None, typer.Option(metavar="FILE", help="TOML or JSON: API keys, tenant names, quotas.")
     ] = None,
     fidelity: Annotated[
-        str, typer.Option(help="Of windows and chats that say nothing else: auto, exact, patched or blind.")
+        str, typer.Option(help="Fidelity of windows and chats that choose none: auto, exact, patched or blind.")
     ] = "auto",
-    max_windows: Annotated[int, typer.Option(min=1, help="Open windows of a tenant.")] = 256,
+    max_windows: Annotated[int, typer.Option(min=1, help="Most open windows per tenant.")] = 256,
     window_ttl: Annotated[
         float, typer.Option(min=0.1, help="Seconds after which an idle window is put aside in the store.")
     ] = 3600.0,
@@ -40,11 +40,13 @@ def serve(
     ] = 0,
     max_chunks: Annotated[int, typer.Option(min=1, help="Most chunks of a window, placed and evicted.")] = 4096,
     max_concurrency: Annotated[
-        int, typer.Option(min=1, help="Requests of windows, and of tenants' plain chats, that run at once.")
+        int, typer.Option(min=1, help="Most requests of windows, and plain chats of tenants, that run at once.")
     ] = 64,
-    max_waiting: Annotated[int, typer.Option(min=1, help="Requests of a tenant that may wait for their turn.")] = 1024,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Most requests per tenant that may wait for their turn.")
+    ] = 1024,
     private_metrics: Annotated[
-        bool, typer.Option("--private-metrics", help="Where there are keys, /metrics needs one, too.")
+        bool, typer.Option("--private-metrics", help="Require a key for /metrics as well, where there are keys.")
     ] = False,
     vllm_help: Annotated[
         str, typer.Option("--vllm-help", metavar="all|GROUP|ARGUMENT", help="Show vLLM's own arguments, and exit.")

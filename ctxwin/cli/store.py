@@ -1,4 +1,4 @@
-"""`ctxwin store`: what a store holds, and its upkeep."""
+"""`ctxwin store`: what a store holds, and how to maintain it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import typer
 if TYPE_CHECKING:
     from ctxwin.store.base import Store
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look into a store of KV, and keep it in order.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Inspect and maintain a KV store.")
 
 Url = Annotated[str, typer.Argument(metavar="STORE", help="'disk:PATH', PATH alone, or 'tiered:memory:,disk:PATH'.")]
-Tenant = Annotated[str, typer.Option(help="Whose part of the store.")]
+Tenant = Annotated[str, typer.Option(help="Tenant whose part of the store to open.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("ls")
 def ls(
     url: Url,
-    kind: Annotated[str, typer.Option(help="Only keys of a kind: span, patch, orbit, embed, source.")] = "",
+    kind: Annotated[str, typer.Option(help="List only keys of one kind: span, patch, orbit, embed, source.")] = "",
     limit: Annotated[int, typer.Option(min=1, help="Most keys to list.")] = 1000,
     tenant: Tenant = "",
     as_json: AsJson = False,
@@ -53,12 +53,12 @@ def stats(url: Url, tenant: Tenant = "", as_json: AsJson = False) -> None:
 def gc(
     url: Url,
     min_age: Annotated[
-        float, typer.Option(min=0, help="Seconds; younger files may belong to a put that is under way.")
+        float, typer.Option(min=0, help="Seconds; younger files may belong to a put in progress.")
     ] = 600.0,
     tenant: Tenant = "",
     as_json: AsJson = False,
 ) -> None:
-    """Remove expired items and files that nothing refers to."""
+    """Remove expired items, and files that nothing refers to."""
     with closing(_open(url, tenant)) as store:
         collect = getattr(store, "gc", None)
         if collect is None:

@@ -1,4 +1,4 @@
-"""`ctxwin view`: a recorded run as a picture of its windows over time."""
+"""`ctxwin view`: a page that shows a recorded run's windows over time."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import typer
 
 def view(
     trace: Annotated[Path, typer.Argument(metavar="RUN.jsonl", help="A trace, e.g. demo-output/run.jsonl.")],
-    out: Annotated[Path | None, typer.Option(help="The HTML file. Default: beside the trace, under its name.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The HTML file. Default: next to the trace, with its name.")] = None,
     show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     serve: Annotated[
         bool, typer.Option("--serve", help="Serve the page while the run goes on, until Ctrl-C; writes no file.")
     ] = False,
     host: Annotated[str, typer.Option(help="Address to serve at; the default is this machine only.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to serve at; 0 takes a free one.")] = 8765,
-    last: Annotated[int, typer.Option(min=1, help="Most operations shown, the newest ones.")] = 2000,
+    last: Annotated[int, typer.Option(min=1, help="Show at most this many operations, the newest.")] = 2000,
     as_json: Annotated[bool, typer.Option("--json", help="Print the run's totals as JSON and nothing else.")] = False,
 ) -> None:
     """Show a window over time: who is in it, who left, who came back, and what every answer cost.
 
-    Writes one self-contained HTML file; with --serve, a page that follows a run that is going on.
+    Writes one self-contained HTML file; with --serve, a page that follows a run in progress.
     """
     from ctxwin.view import render, totals
     from ctxwin.view.totals import in_words

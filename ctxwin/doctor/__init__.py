@@ -1,4 +1,4 @@
-"""What is installed, which engine would be used, what is broken and how to mend it (``ctxwin doctor``)."""
+"""What is installed, which engine would be used, what is broken and how to fix it (``ctxwin doctor``)."""
 
 from ctxwin.doctor.checks import CHECKS, Finding, diagnose, fix
 

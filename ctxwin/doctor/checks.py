@@ -1,4 +1,4 @@
-"""The checks of ``ctxwin doctor``: each looks at one thing and says how to mend it.
+"""The checks of ``ctxwin doctor``: each looks at one thing and says how to fix it.
 
 Imports that may fail or crash run in a child process, which is also where vLLM would meet the failure. Nothing is changed
 unless `fix` is called.
@@ -141,7 +141,7 @@ def kernel() -> Finding:
     ran, said = done
     if not ran:
         named = os.environ.get("CTXWIN_KERNEL")
-        remedy = "unset CTXWIN_KERNEL, or name cpu, reference or triton in it" if named else "mend torch first"
+        remedy = "unset CTXWIN_KERNEL, or name cpu, reference or triton in it" if named else "fix torch first"
         return Finding("load kernel", "broken", said, remedy)
     if "; " in said:
         return Finding("load kernel", "note", said, "loads are right, and slower; install the triton of this torch")
@@ -196,7 +196,7 @@ def video() -> Finding:
 
 
 def evals() -> Finding:
-    """What ``ctxwin eval`` needs beside the library itself."""
+    """What ``ctxwin eval`` needs in addition to the library itself."""
     needed: dict[str, tuple[str, ...]] = {
         name: (name,) for name in ("matplotlib", "pyarrow", "rouge-score", "scipy", "srt")
     }
@@ -230,18 +230,19 @@ def diagnose(seen: Callable[[Finding], None] = lambda finding: None) -> list[Fin
 
 
 def fix(findings: list[Finding]) -> Iterator[str]:
-    """Mends what can be mended without installing anything; yields what was done. Idempotent."""
+    """Repairs what can be repaired without installing anything; yields what was done. Idempotent."""
     for finding in findings:
         if finding.fixable and finding.name == "repair":
             yield f"wrote {repair_install.write()}"
 
 
 def _library(name: str, code: str, remedy: str) -> Finding:
-    """A library that everything needs; ``code`` imports it and prints what there is to say of it."""
-    version, done = _version(name), None
+    """A library that everything needs; ``code`` imports it and may print a detail."""
+    version = _version(name)
     if version is None:
         return Finding(name, "broken", "not installed", "pip install ctxwin")
-    if (done := _run(code)) is None:
+    done = _run(code)
+    if done is None:
         return Finding(name, "note", f"{version}, import not finished in {_IMPORT_TIMEOUT_S:.0f} s")
     ran, said = done
     if not ran:
@@ -250,7 +251,7 @@ def _library(name: str, code: str, remedy: str) -> Finding:
 
 
 def _companion(name: str, usable: str) -> Finding:
-    """A library that is built for one torch; ``usable`` is whether the repair has made it so."""
+    """A library built for one torch; ``usable`` tells whether the repair has worked."""
     version, torch_version = _version(name) or "", _version("torch")
     ran, error = _run(f"import {name}", hooked=False) or (True, "")
     if ran:

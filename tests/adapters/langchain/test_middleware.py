@@ -22,8 +22,14 @@ from PIL import Image
 
 from ctxwin import Fidelity
 from ctxwin.adapters.langchain.chat import ChatCtxwin
-from ctxwin.adapters.langchain.middleware import KEY, WindowMiddleware
-from ctxwin.adapters.langchain.units import LeastRecentlyReadMessages, Unit, blocks, is_media
+from ctxwin.adapters.langchain.middleware import (
+    KEY,
+    LeastRecentlyReadMessages,
+    Unit,
+    WindowMiddleware,
+    blocks,
+    is_media,
+)
 from ctxwin.engines.base import Engine
 from ctxwin.window.events import Event
 from engines.scripted import ScriptedEngine
