@@ -19,18 +19,14 @@ from ctxwin.hashing import digest
 if TYPE_CHECKING:
     import numpy as np
 
-MAX_PIXELS = 100_000_000
-"""Of one image; read from its header before it is decoded."""
+MAX_PIXELS = 100_000_000  # of one image; read from its header before it is decoded
 MAX_FRAMES = 4096
-MAX_VIDEO_PIXELS = 1_000_000_000
-"""Of all frames together; three bytes each."""
-FPS = (1e-3, 1000.0)
-"""Sane rates of a video, in frames a second."""
+MAX_VIDEO_PIXELS = 1_000_000_000  # of all frames together; three bytes each
+FPS = (1e-3, 1000.0)  # sane rates of a video, in frames per second
 MAX_SECONDS = 86_400.0
+# In other formats (TIFF, PSD, EPS ...) a small file can name buffers of any size, or start programs.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "PPM")
-"""What is decoded. In others (TIFF, PSD, EPS ...) a small file can name buffers of any size, or start programs."""
-_MAX_SCANS = 64
-"""Of a progressive JPEG: each is a pass over the whole image; usual files have ten."""
+_MAX_SCANS = 64  # of a progressive JPEG: each is a pass over the whole image; usual files have ten
 _FRAMES = b"CTXWFRM1"
 
 

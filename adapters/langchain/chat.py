@@ -90,12 +90,12 @@ class ChatCtxwin(BaseChatModel):
     def _named(self) -> Self:
         if self.engine is None and not self.model:
             raise ValueError("ChatCtxwin needs an engine or the model to open, got neither; pass engine= or model=")
-        if self.engine is not None and not self.model:
-            self.model = f"{self.engine.spec.name}:{self.engine.spec.model}"
+        if self.engine is not None:
+            self.model = self.model or f"{self.engine.spec.name}:{self.engine.spec.model}"
         return self
 
     def open(self) -> Engine:
-        """The engine; opens it where that has not happened yet."""
+        """The engine, which is opened if it is not open yet."""
         return self._opened().engine
 
     def _opened(self) -> Pool:
@@ -131,8 +131,8 @@ class ChatCtxwin(BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        fidelity = None if self.fidelity is None else self.fidelity.model_dump_json()
         names = ("model", "budget", "max_tokens", "temperature", "seed", "stop")
+        fidelity = self.fidelity and self.fidelity.model_dump_json()
         return {name: getattr(self, name) for name in names} | {"fidelity": fidelity}
 
     def bind_tools(

@@ -35,7 +35,7 @@ KEY = "ctxwin_omitted"
 """State key of the decisions; private, so it is checkpointed and no part of an agent's input or output."""
 
 TokenCounter = Callable[[Sequence[BaseMessage]], int]
-Trigger = ContextSize | TriggerClause | Sequence[ContextSize | TriggerClause]
+Trigger = ContextSize | TriggerClause | list[ContextSize | TriggerClause]
 """What LangChain's users know from `SummarizationMiddleware`; see `WindowMiddleware`."""
 
 
@@ -179,7 +179,7 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
             if any(all(measured(kind) >= least for kind, least in clause.items()) for clause in self._clauses):
                 # Numbers are not given again, even where the user has removed the message since.
                 number = max((entry["number"] for entry in ever.values()), default=0)
-                for unit in self._leaving(units, here, counter, measured, request.model):
+                for unit in self._leaving(units, here, measured, request):
                     number += unit.key not in known
                     given = known[unit.key]["number"] if unit.key in known else number
                     decided[unit.key] = Omitted(number=given, out=True, read=unit.read)
@@ -198,12 +198,7 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
         return shown(units, out, numbers, media_only=self._media_only)
 
     def _leaving(
-        self,
-        units: Sequence[Unit],
-        here: Sequence[Unit],
-        counter: TokenCounter,
-        measured: Callable[[str], float],
-        model: BaseChatModel,
+        self, units: Sequence[Unit], here: Sequence[Unit], measured: Callable[[str], float], request: ModelRequest
     ) -> list[Unit]:
         """Who of ``here`` leaves to get down to what is kept, as far as policy and protection allow, in prompt order."""
         kind, wanted = self._keep
@@ -212,7 +207,7 @@ class WindowMiddleware(AgentMiddleware[WindowState, Any]):
         # Tokens are those of the whole prompt, as for the trigger: with a long system prompt it would be reached again at once.
         left = measured("messages" if kind == "messages" else "tokens")
         if kind != "messages":
-            wanted = wanted * _limit(model) if kind == "fraction" else wanted
+            wanted, counter = wanted * _limit(request.model) if kind == "fraction" else wanted, self._counting(request)
             sizes = {u.key: counter(u.messages) - counter(self._rest(u)) for u in candidates}
             candidates = [replace(u, tokens=sizes[u.key]) for u in candidates]
         protected, late = _protected(units)
@@ -278,10 +273,7 @@ def _checked(size: object, name: str) -> ContextSize:
 
 
 def _protected(units: Sequence[Unit]) -> tuple[set[str], set[str]]:
-    """Who never leaves (the question being answered, what came last, what that recalled), and who leaves after all others.
-
-    The latter is what was recalled since the question.
-    """
+    """Who never leaves (the question, what came last, what that recalled), and who leaves last: recalled for the question."""
     last = units[-1].position if units else 0
     asked = max((u.position for u in units if isinstance(u.messages[0], HumanMessage)), default=0)
     back = [u for u in units if u.read > u.position + len(u.messages)]  # recalled after it arrived

@@ -27,11 +27,7 @@ _PICTURES = 4096  # remembered as chunks without their pixels
 
 
 class Pool:
-    """At most ``size`` windows; the least recently used leave. Thread-safe: every call works on a fork of its own.
-
-    Args:
-        observers: called after every edit and answer, see `Window.observe`.
-    """
+    """At most ``size`` windows; the least recently used leave. Thread-safe: every call works on a fork of its own."""
 
     def __init__(
         self,
@@ -50,8 +46,7 @@ class Pool:
     def over(self, talk: Callable[..., Conversation], use: Callable[[Conversation], T]) -> T:
         """What ``use`` makes of the conversation that ``talk(engine, seen=...)`` gives (see `converse`).
 
-        Pictures that were seen before are decoded again only where the store has lost them; each then goes through the vision
-        tower.
+        Pictures that were seen before are decoded and encoded again only where the store has lost them.
         """
         try:
             return use(talk(self.engine, seen=self._seen))
@@ -112,7 +107,7 @@ class Pool:
         placed = Counter(p.chunk_id for p in window.snapshot().placed)
         with self._lock:
             out = []
-            if base in self._windows and base is not None and _same(base, placed):
+            if base in self._windows and base is not None and _is_continued(base, placed):
                 self._windows.remove(base)  # the same conversation, gone on
                 out.append(base)
             self._windows.append(window)
@@ -148,7 +143,7 @@ def remembers(engine: Engine, answer: str = "") -> bool:
     return True
 
 
-def _same(window: Window, placed: Counter[str]) -> bool:
+def _is_continued(window: Window, placed: Counter[str]) -> bool:
     """Whether at least half of its chunks are ``placed``; system prompts are often shared, and do not count."""
     state = window.snapshot()
     return 2 * _shared(window, placed)[0] >= state.tokens - state.system_prompt_tokens

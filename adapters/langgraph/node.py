@@ -10,13 +10,14 @@ import asyncio
 import base64
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
-from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, HumanMessage, convert_to_messages
+from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, convert_to_messages
 from langchain_core.runnables import Runnable, RunnableConfig
 from langgraph.graph.message import add_messages
 from langgraph.runtime import Runtime, get_runtime
@@ -28,7 +29,6 @@ from ctxwin.adapters.langgraph.context import engine_of
 from ctxwin.adapters.langgraph.reference import merge_windows
 from ctxwin.adapters.langgraph.session import Session, open_window
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Engine
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.policies.base import Eviction, Retrieval, WindowView
@@ -54,22 +54,6 @@ _NOTES: dict[str, Any] = {
 }
 """What a reference's notes say of a conversation."""
 _SAMPLING = [name for name in AskOptions.__annotations__ if name not in ("remember", "logprobs")]
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """Keys of all messages, what of them the window has to take in, and the notes of the node's last run.
-
-    Attributes:
-        going_on: whether ``talk`` continues what was read before.
-        asked: how many chunks at the end are of the turn that asks.
-    """
-
-    keys: list[str]
-    talk: Conversation
-    read: dict[str, Any]
-    going_on: bool
-    asked: int
 
 
 class WindowNode(Runnable[Any, dict[str, Any]]):
@@ -126,85 +110,81 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
 
     def invoke(self, input: Any, config: RunnableConfig | None = None, **_: Any) -> dict[str, Any]:
         """The state's update: the answer's message, and the window's reference."""
-        window, reading = self._prepared(input, get_runtime())
+        window, query, answered = self._prepared(input, get_runtime())
         with window:
-            return self._answered(window, reading, window.ask(reading.talk.query, **self._asking))
+            return answered(window.ask(query, **self._asking))
 
     async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **_: Any) -> dict[str, Any]:
         """`invoke`; encoding and answering block no event loop, and cancelling stops the engine."""
-        window, reading = await asyncio.to_thread(self._prepared, input, get_runtime())
+        window, query, answered = await asyncio.to_thread(self._prepared, input, get_runtime())
         with window:
-            answer = await window.aask(reading.talk.query, **self._asking)
-            return await asyncio.to_thread(self._answered, window, reading, answer)
+            return await asyncio.to_thread(answered, await window.aask(query, **self._asking))
 
-    def _prepared(self, state: Any, runtime: Runtime[Any]) -> tuple[Session, _Reading]:
-        """The window, brought up to date with the conversation and with room for its question."""
+    def _prepared(self, state: Any, runtime: Runtime[Any]) -> tuple[Session, str, Callable[[Answer], dict[str, Any]]]:
+        """The window with everything in front of the question, the question, and what turns its answer into an update."""
         reference = _value(state, self.window_key)
         messages = convert_to_messages(_value(state, self.messages_key) or [])
-        reading = self._read(engine_of(runtime.context), messages, reference or {})
-        system_prompt = None if reference else self._system_prompt_of(reading)
-        window = open_window(reference, runtime, system_prompt=system_prompt, retrieval=self._retrieval, **self._window)
-        try:
-            self._follow(window, reading)
-        except BaseException:
-            window.close()
-            raise
-        return window, reading
-
-    def _read(self, engine: Engine, messages: list[BaseMessage], reference: Mapping[str, Any]) -> _Reading:
-        """The conversation, as far as the window has not read it."""
-        read = {**_NOTES, **reference.get("notes", {}).get(self.messages_key, {})}
         keys = [message_key(m) for m in messages]
-        count, new = read["messages"], messages[read["messages"] :]
-        unchanged = bool(count) and self._digest(keys[:count]) == read["digest"]
+        notes = {**_NOTES, **(reference or {}).get("notes", {}).get(self.messages_key, {})}
+        count, new = notes["messages"], messages[notes["messages"] :]
+        unchanged = bool(count) and self._digest(keys[:count]) == notes["digest"]
         going_on = unchanged and bool(new) and isinstance(new[0], HumanMessage)  # the answer before it closed the turn
+        engine = engine_of(runtime.context)
         talk = converse(engine, new if going_on else messages, allowed_local_media_path=self._files)
         turn = sum(1 for _ in takewhile(lambda m: isinstance(m, HumanMessage), reversed(messages)))
         last = keys[len(keys) - turn :]
         asked = sum(1 for _ in takewhile(lambda piece: piece[0] in last, reversed(talk.pieces)))
-        return _Reading(keys, talk, read, going_on, asked)
+        system_prompt = "\n".join(filter(None, [self._system_prompt, talk.system_prompt]))
+        opening = None if reference else system_prompt
+        window = open_window(reference, runtime, system_prompt=opening, retrieval=self._retrieval, **self._window)
+        try:
+            self._follow(window, talk, notes, asked, None if going_on else system_prompt)
+        except BaseException:
+            window.close()
+            raise
+        return window, talk.query, partial(self._answered, window, keys, notes)
 
-    def _follow(self, window: Session, reading: _Reading) -> None:
-        """Brings the window up to date and makes room."""
-        talk, read = reading.talk, reading.read
+    def _follow(
+        self, window: Session, talk: Conversation, notes: dict[str, Any], asked: int, system_prompt: str | None
+    ) -> None:
+        """Brings the window and ``notes`` up to date, and makes room.
+
+        ``asked`` chunks at the end are of the turn that asks. ``system_prompt``: None where ``talk`` only continues the rest.
+        """
         state = window.snapshot()
         known = {p.id: p.arrival for p in (*state.placed, *state.evicted)}
         # What has arrived since this node ran is another node's.
-        theirs, taken_out = _unpacked(read["others"]), _unpacked(read["removed"])
-        others = {i for i, arrival in known.items() if arrival in theirs or arrival >= read["arrivals"]}
+        theirs, taken_out = _unpacked(notes["others"]), _unpacked(notes["removed"])
+        others = {i for i, arrival in known.items() if arrival in theirs or arrival >= notes["arrivals"]}
         removed = [i for i, arrival in known.items() if arrival in taken_out]
-        if reading.going_on:
+        if system_prompt is None:
             window.extend(talk.chunks)
         else:
-            system_prompt = self._system_prompt_of(reading)
-            if system_prompt != window.system_prompt and digest(system_prompt) != read["system_prompt"]:
+            if system_prompt != window.system_prompt and digest(system_prompt) != notes["system_prompt"]:
                 with window.fork(system_prompt=system_prompt) as behind:
                     window.adopt(behind)
-            read["system_prompt"] = digest(system_prompt)
+            notes["system_prompt"] = digest(system_prompt)
             gone = set(follow(window, talk.chunks, removed=removed, others=others))
             removed = [i for i in window.evicted if i in gone]
         mine = [i for i in window.ids if i not in others][::-1]
-        last = zip(mine, reversed(talk.chunks), range(reading.asked), strict=False)
+        last = zip(mine, reversed(talk.chunks), range(asked), strict=False)
         window.eviction = Sparing(window.eviction, frozenset(i for i, c, _ in last if window.chunk(i).id == c.id))
         reserve = self._reserve_tokens + window.engine.encode_query(talk.query).tokens + self._asking["max_tokens"]
         if self._retrieval is not None:
             window.retrieval = Without(self._retrieval, frozenset(removed))
             window.look_back(talk.query, reserve_tokens=reserve)
         window.slide(reserve_tokens=reserve)
-        read |= {"removed": _packed(known[i] for i in removed), "others": _packed(known[i] for i in others)}
+        notes |= {"removed": _packed(known[i] for i in removed), "others": _packed(known[i] for i in others)}
 
-    def _answered(self, window: Session, reading: _Reading, answer: Answer) -> dict[str, Any]:
+    def _answered(self, window: Session, keys: list[str], notes: dict[str, Any], answer: Answer) -> dict[str, Any]:
         ended = len(answer.token_ids) < self._asking["max_tokens"]
         told = {"model_name": window.engine.spec.model, "model_provider": "ctxwin"}
         told["finish_reason"] = "stop" if ended else "length"
         message = AIMessage(answer.text, usage_metadata=usage_metadata(answer), response_metadata=told)
-        keys = [*reading.keys, message_key(message)]
-        notes = {"messages": len(keys), "digest": self._digest(keys), "arrivals": window.snapshot().arrivals}
-        window.notes[self.messages_key] = {**reading.read, **notes}
+        keys = [*keys, message_key(message)]
+        read = {"messages": len(keys), "digest": self._digest(keys), "arrivals": window.snapshot().arrivals}
+        window.notes[self.messages_key] = notes | read
         return {self.messages_key: [message], self.window_key: window.ref()}
-
-    def _system_prompt_of(self, reading: _Reading) -> str:
-        return "\n".join(filter(None, [self._system_prompt, reading.talk.system_prompt]))
 
     def _digest(self, keys: list[str]) -> str:
         return digest("read", self._system_prompt, keys)
@@ -216,11 +196,9 @@ def _value(state: Any, key: str) -> Any:
 
 
 def _packed(arrivals: Iterable[int]) -> str:
-    """A set of placements as text, for notes that travel in every checkpoint; the empty text for the empty set.
+    """A set of placements, named by their arrivals, as short text: notes travel in every checkpoint.
 
-    A placement is named by its arrival, which no other placement of the window has. Such sets have patterns (every third one
-    is another node's, all the oldest were removed), so that thousands take some hundred bytes, and none more than a byte for
-    6 arrivals.
+    Such sets have patterns (every third one is another node's, all the oldest were removed): thousands take some 100 bytes.
     """
     arrivals = set(arrivals)
     bits = bytearray(max(arrivals) // 8 + 1 if arrivals else 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ctxwin.extras import optional_imports
 
 with optional_imports():
-    from ctxwin.adapters.openai.chunks import chunk_part, upload
+    from ctxwin.adapters.openai.transport import chunk_part, upload
     from ctxwin.adapters.openai.window import RemoteWindow
 
 __all__ = ["RemoteWindow", "chunk_part", "upload"]

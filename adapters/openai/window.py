@@ -9,7 +9,7 @@ from typing import Any, Self, Unpack
 
 from openai import AsyncOpenAI, OpenAI
 
-from ctxwin.adapters.openai import chunks, transport
+from ctxwin.adapters.openai import transport
 from ctxwin.chunk import Chunk
 from ctxwin.errors import EngineFailed, ReadOnlyWindow
 from ctxwin.fidelity import Fidelity
@@ -273,15 +273,15 @@ class RemoteWindow:
         for chunk in many:
             if not isinstance(chunk, Chunk):
                 raise TypeError(f"chunk must be a ctxwin.Chunk, got {type(chunk).__name__}; make one with Chunk.text")
-            if chunk.id not in chunks.known_by(self._client):
-                chunks.upload(self._client, chunk)
-        references = [chunks.reference(chunk) for chunk in many]
+            if chunk.id not in transport.known_by(self._client):
+                transport.upload(self._client, chunk)
+        references = [transport.reference(chunk) for chunk in many]
         body[name] = references if isinstance(placed, list) else references[0]
         try:
             return dict(transport.post(self._client, path, body))
         except UnknownUpload:
             for chunk in many:
-                chunks.upload(self._client, chunk)
+                transport.upload(self._client, chunk)
             return dict(transport.post(self._client, path, body))
 
     async def _events(self, query: str, max_tokens: int, options: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:

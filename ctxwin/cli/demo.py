@@ -7,35 +7,26 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from ctxwin.cli.commands import checked_mode, quiet
 
 
 def demo(
-    video: Annotated[
-        Path | None, typer.Argument(help="A video; without one, a clip of the bundled model's world is rendered.")
-    ] = None,
-    engine: Annotated[
-        str | None, typer.Option(metavar="vllm|hf", help="Default: embedded vLLM where it works, else transformers.")
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help="A local folder or Hub name of a vision-language model; 'tiny' is the bundled one.")
-    ] = "tiny",
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("demo-output"),
-    seed: Annotated[int, typer.Option(help="Seed of the clip, the moves and the questions.")] = 0,
-    seeds: Annotated[str, typer.Option(metavar="N,N,...", help="Several runs, pooled; instead of --seed.")] = "",
-    steps: Annotated[int | None, typer.Option(help="Most questions per run. Default: to the end of the video.")] = None,
-    window: Annotated[int, typer.Option(metavar="FRAMES", help="Most frames in the window.")] = 6,
-    frames: Annotated[int, typer.Option(help="Frames of the rendered clip; most frames taken from a video.")] = 28,
-    fps: Annotated[float, typer.Option(help="Frames per second to take from a video.")] = 1.0,
-    ask: Annotated[
-        list[str] | None, typer.Option(metavar="QUESTION", help="A question about your video; may be repeated.")
-    ] = None,
-    mode: Annotated[
-        str, typer.Option(metavar="auto|exact|patched|blind", help="Fidelity; auto follows the model's profile.")
-    ] = "auto",
-    rank: Annotated[int | None, typer.Option(help="Rank of stored patches, with --mode patched.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
+    video: Annotated[Path | None, Argument(help="A video; default: a rendered clip of the bundled world.")] = None,
+    engine: Annotated[str | None, Option(metavar="vllm|hf", help="Default: vLLM where it works, else hf.")] = None,
+    model: Annotated[str, Option(help="A vision-language model (folder, Hub name); 'tiny' is bundled.")] = "tiny",
+    out: Annotated[Path, Option(help="Folder for the results.")] = Path("demo-output"),
+    seed: Annotated[int, Option(help="Seed of the clip, the moves and the questions.")] = 0,
+    seeds: Annotated[str, Option(metavar="N,N,...", help="Several runs, pooled; instead of --seed.")] = "",
+    steps: Annotated[int | None, Option(help="Most questions per run. Default: to the end of the video.")] = None,
+    window: Annotated[int, Option(metavar="FRAMES", help="Most frames in the window.")] = 6,
+    frames: Annotated[int, Option(help="Frames of the rendered clip; most frames taken from a video.")] = 28,
+    fps: Annotated[float, Option(help="Frames per second to take from a video.")] = 1.0,
+    ask: Annotated[list[str] | None, Option(metavar="QUESTION", help="A question on your video; repeatable.")] = None,
+    mode: Annotated[str, Option(metavar="auto|exact|patched|blind", help="Fidelity; auto: by the profile.")] = "auto",
+    rank: Annotated[int | None, Option(help="Rank of stored patches, with --mode patched.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print the summary as JSON and nothing else.")] = False,
 ) -> None:
     """Watch a video through a window: slides, look-backs, branches, another order, and what each costs.
 

@@ -7,18 +7,14 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from typer import Option
 
 MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "broken": "[red]broken[/]"}
 
 
 def doctor(
-    fix: Annotated[
-        bool,
-        typer.Option(
-            "--fix", help="Write the import hook that repairs torchvision for vLLM; changes this environment."
-        ),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    fix: Annotated[bool, Option("--fix", help="Install the import hook that repairs torchvision for vLLM.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Check this environment: libraries, vLLM build, compiler, shared memory; exit code 1 where something is broken."""
     from rich.console import Console

@@ -9,10 +9,10 @@ import sys
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from ctxwin.cli import bench, demo, doctor, serve, store, view
 from ctxwin.cli.commands import INTERRUPTED, Commands
-from ctxwin.extras import missing_extra
 
 app = typer.Typer(
     cls=Commands,
@@ -40,10 +40,8 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
+    debug: Annotated[bool, Option("--debug", help="Show the whole traceback of an error.")] = False,
+    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     """Options that every command has."""
 
@@ -58,8 +56,6 @@ def evaluate(ctx: typer.Context) -> None:
     try:
         from ctxwin.evals.cli import app as harness
     except ModuleNotFoundError as error:
-        if (told := missing_extra(error)) is not None:
-            raise told from error
         if not (error.name or "").startswith("ctxwin.evals"):
             raise
         raise ValueError(

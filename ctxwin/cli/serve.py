@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from ctxwin.cli.commands import checked_mode
 
@@ -15,42 +16,22 @@ CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 def serve(
     ctx: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A local folder, a Hub name, or tiny (the bundled model).")
-    ],
-    store: Annotated[
-        str, typer.Option(help="Where KV and uploads are kept: memory:, disk:PATH, redis://..., tiered:...")
-    ] = "memory:",
-    store_bytes: Annotated[str, typer.Option(help="Limit of each tenant's store, e.g. 50GB.")] = "",
-    tenants: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="TOML or JSON: API keys, tenant names, quotas.")
-    ] = None,
-    fidelity: Annotated[
-        str, typer.Option(help="Fidelity of windows and chats that choose none: auto, exact, patched or blind.")
-    ] = "auto",
-    max_windows: Annotated[int, typer.Option(min=1, help="Most open windows per tenant.")] = 256,
-    window_ttl: Annotated[
-        float, typer.Option(min=0.1, help="Seconds after which an idle window is put aside in the store.")
-    ] = 3600.0,
-    max_upload_bytes: Annotated[str, typer.Option(help="Largest body of a request.")] = "64MiB",
-    max_pixels: Annotated[int, typer.Option(min=1, help="Most pixels of one request's media, decoded.")] = 64 << 20,
-    max_frames: Annotated[int, typer.Option(min=1, help="Most pictures and frames of one request.")] = 256,
-    max_text: Annotated[
-        int, typer.Option(min=0, help="Most characters of one request's text; 0: 16 for each token of context.")
-    ] = 0,
-    max_chunks: Annotated[int, typer.Option(min=1, help="Most chunks of a window, placed and evicted.")] = 4096,
-    max_concurrency: Annotated[
-        int, typer.Option(min=1, help="Most requests of windows, and plain chats of tenants, that run at once.")
-    ] = 64,
-    max_waiting: Annotated[
-        int, typer.Option(min=1, help="Most requests per tenant that may wait for their turn.")
-    ] = 1024,
-    private_metrics: Annotated[
-        bool, typer.Option("--private-metrics", help="Require a key for /metrics as well, where there are keys.")
-    ] = False,
-    vllm_help: Annotated[
-        str, typer.Option("--vllm-help", metavar="all|GROUP|ARGUMENT", help="Show vLLM's own arguments, and exit.")
-    ] = "",
+    model: Annotated[str, Argument(metavar="MODEL", help="A local folder, a Hub name, or tiny (the bundled model).")],
+    store: Annotated[str, Option(help="KV and uploads: memory:, disk:PATH, redis://..., tiered:...")] = "memory:",
+    store_bytes: Annotated[str, Option(help="Limit of each tenant's store, e.g. 50GB.")] = "",
+    tenants: Annotated[Path | None, Option(metavar="FILE", help="TOML or JSON: API keys, tenants, quotas.")] = None,
+    fidelity: Annotated[str, Option(help="Default fidelity: auto, exact, patched or blind.")] = "auto",
+    max_windows: Annotated[int, Option(min=1, help="Most open windows per tenant.")] = 256,
+    window_ttl: Annotated[float, Option(min=0.1, help="Seconds until an idle window is put aside.")] = 3600.0,
+    max_upload_bytes: Annotated[str, Option(help="Largest body of a request.")] = "64MiB",
+    max_pixels: Annotated[int, Option(min=1, help="Most pixels of one request's media, decoded.")] = 64 << 20,
+    max_frames: Annotated[int, Option(min=1, help="Most pictures and frames of one request.")] = 256,
+    max_text: Annotated[int, Option(min=0, help="Most characters in a request; 0: 16 per token of context.")] = 0,
+    max_chunks: Annotated[int, Option(min=1, help="Most chunks of a window, placed and evicted.")] = 4096,
+    max_concurrency: Annotated[int, Option(min=1, help="Most requests of windows, and tenants' chats, at once.")] = 64,
+    max_waiting: Annotated[int, Option(min=1, help="Most requests per tenant that wait for their turn.")] = 1024,
+    private_metrics: Annotated[bool, Option("--private-metrics", help="/metrics needs a key as well.")] = False,
+    vllm_help: Annotated[str, Option(metavar="all|GROUP|ARGUMENT", help="Show vLLM's own arguments, and exit.")] = "",
 ) -> None:
     """Serve MODEL with vLLM's OpenAI endpoints, and windows and chunks beside them.
 

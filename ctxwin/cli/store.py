@@ -11,22 +11,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 if TYPE_CHECKING:
     from ctxwin.store.base import Store
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Inspect and maintain a KV store.")
 
-Url = Annotated[str, typer.Argument(metavar="STORE", help="'disk:PATH', PATH alone, or 'tiered:memory:,disk:PATH'.")]
-Tenant = Annotated[str, typer.Option(help="Tenant whose part of the store to open.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Url = Annotated[str, Argument(metavar="STORE", help="'disk:PATH', PATH alone, or 'tiered:memory:,disk:PATH'.")]
+Tenant = Annotated[str, Option(help="Tenant whose part of the store to open.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 
 
 @app.command("ls")
 def ls(
     url: Url,
-    kind: Annotated[str, typer.Option(help="List only keys of one kind: span, patch, orbit, embed, source.")] = "",
-    limit: Annotated[int, typer.Option(min=1, help="Most keys to list.")] = 1000,
+    kind: Annotated[str, Option(help="List only keys of one kind: span, patch, orbit, embed, source.")] = "",
+    limit: Annotated[int, Option(min=1, help="Most keys to list.")] = 1000,
     tenant: Tenant = "",
     as_json: AsJson = False,
 ) -> None:
@@ -52,9 +53,7 @@ def stats(url: Url, tenant: Tenant = "", as_json: AsJson = False) -> None:
 @app.command("gc")
 def gc(
     url: Url,
-    min_age: Annotated[
-        float, typer.Option(min=0, help="Seconds; younger files may belong to a put in progress.")
-    ] = 600.0,
+    min_age: Annotated[float, Option(min=0, help="Seconds; younger files may belong to a put in progress.")] = 600.0,
     tenant: Tenant = "",
     as_json: AsJson = False,
 ) -> None:

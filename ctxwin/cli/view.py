@@ -8,19 +8,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 
 def view(
-    trace: Annotated[Path, typer.Argument(metavar="RUN.jsonl", help="A trace, e.g. demo-output/run.jsonl.")],
-    out: Annotated[Path | None, typer.Option(help="The HTML file. Default: next to the trace, with its name.")] = None,
-    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Serve the page while the run goes on, until Ctrl-C; writes no file.")
-    ] = False,
-    host: Annotated[str, typer.Option(help="Address to serve at; the default is this machine only.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to serve at; 0 takes a free one.")] = 8765,
-    last: Annotated[int, typer.Option(min=1, help="Show at most this many operations, the newest.")] = 2000,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the run's totals as JSON and nothing else.")] = False,
+    trace: Annotated[Path, Argument(metavar="RUN.jsonl", help="A trace, e.g. demo-output/run.jsonl.")],
+    out: Annotated[Path | None, Option(help="The HTML file. Default: next to the trace, with its name.")] = None,
+    show: Annotated[bool, Option("--open", help="Open the page in a browser.")] = False,
+    serve: Annotated[bool, Option("--serve", help="Serve the page during the run until Ctrl-C; no file.")] = False,
+    host: Annotated[str, Option(help="Address to serve at; the default is this machine only.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to serve at; 0 takes a free one.")] = 8765,
+    last: Annotated[int, Option(min=1, help="Show at most this many operations, the newest.")] = 2000,
+    as_json: Annotated[bool, Option("--json", help="Print the run's totals as JSON and nothing else.")] = False,
 ) -> None:
     """Show a window over time: who is in it, who left, who came back, and what every answer cost.
 

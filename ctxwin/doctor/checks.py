@@ -24,6 +24,7 @@ Status = Literal["ok", "note", "broken"]
 LEAST_SHM = 4 << 30
 """vLLM's processes share weights-sized buffers; its CPU build maps 4 GiB."""
 _IMPORT_TIMEOUT_S = 180.0
+_CV = ("opencv-python-headless", "opencv-python")
 _REPAIR = "import ctxwin.engines.torchvision_repair as t; "
 
 
@@ -182,7 +183,7 @@ def bundled_model() -> Finding:
 
 def video() -> Finding:
     """OpenCV, which decodes videos."""
-    builds = [n for n in ("opencv-python-headless", "opencv-python") if _version(n) is not None]
+    builds = [name for name in _CV if _version(name) is not None]
     if not builds:
         return Finding("opencv", "note", "not installed: videos cannot be read", "pip install 'ctxwin[video]'")
     done = _run("import cv2; print(cv2.__version__)")
@@ -197,11 +198,8 @@ def video() -> Finding:
 
 def evals() -> Finding:
     """What ``ctxwin eval`` needs in addition to the library itself."""
-    needed: dict[str, tuple[str, ...]] = {
-        name: (name,) for name in ("matplotlib", "pyarrow", "rouge-score", "scipy", "srt")
-    }
-    needed["opencv-python-headless"] = ("opencv-python-headless", "opencv-python")
-    lacking = [name for name, builds in sorted(needed.items()) if not any(map(_version, builds))]
+    needed = ("matplotlib", "opencv-python-headless", "pyarrow", "rouge-score", "scipy", "srt")
+    lacking = [name for name in needed if not (_version(name) or (name in _CV and _version("opencv-python")))]
     if not lacking:
         return Finding("evals", "ok", "all that `ctxwin eval` needs")
     what = f"not installed: {', '.join(lacking)}; `ctxwin eval` needs them"
