@@ -147,11 +147,7 @@ def decode_video(
             count += 1
             if (count - 1) / rate + 1e-9 < due:
                 continue
-            if (len(kept) + 1) * bgr.shape[0] * bgr.shape[1] > MAX_VIDEO_PIXELS:
-                raise BadMedia(
-                    f"a video must have at most {MAX_VIDEO_PIXELS:,} pixels in all frames, got {len(kept) + 1} of "
-                    f"{bgr.shape[1]}x{bgr.shape[0]}; sample fewer by fps, or pass a shorter range"
-                )
+            _check_pixels(len(kept) + 1, bgr, "sample fewer by fps, or pass a shorter range")
             kept.append(cv2.cvtColor(bgr, cv2.COLOR_BGR2RGB))
             due += step
     finally:
@@ -169,6 +165,15 @@ def decode_video(
     return np.stack(kept), float(fps or 2.0)
 
 
+def _check_pixels(count: int, frame: np.ndarray, remedy: str) -> None:
+    """Raises BadMedia where ``count`` frames like ``frame`` are over `MAX_VIDEO_PIXELS`."""
+    height, width = frame.shape[:2]
+    if count * height * width > MAX_VIDEO_PIXELS:
+        raise BadMedia(
+            f"a video must have at most {MAX_VIDEO_PIXELS:,} pixels in all frames, got {count} of {width}x{height}; {remedy}"
+        )
+
+
 def stack_frames(frames: Sequence[Any]) -> np.ndarray:
     """A list of images as ``[F, H, W, 3]``; raises BadMedia where sizes differ or the list is empty."""
     import numpy as np
@@ -179,11 +184,7 @@ def stack_frames(frames: Sequence[Any]) -> np.ndarray:
     arrays: list[np.ndarray] = []
     for frame in frames:
         arrays.append(as_rgb(frame))
-        if sum(a.shape[0] * a.shape[1] for a in (arrays[0], arrays[-1])) * len(frames) > 2 * MAX_VIDEO_PIXELS:
-            raise BadMedia(
-                f"a video must have at most {MAX_VIDEO_PIXELS:,} pixels in all frames, got {len(frames)} of "
-                f"{arrays[-1].shape[1]}x{arrays[-1].shape[0]}; shrink them first"
-            )
+        _check_pixels(len(frames), arrays[-1], "shrink them first")
     if len({a.shape for a in arrays}) > 1:
         raise BadMedia(f"all frames of a video must have one size, got {sorted({a.shape[:2] for a in arrays})}")
     return np.stack(arrays)

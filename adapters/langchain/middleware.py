@@ -309,14 +309,13 @@ def _recall_tool() -> BaseTool:
         """
         there = {unit.key for unit in units_of(runtime.state["messages"], {})}
         known: dict[str, Omitted] = {k: e for k, e in (runtime.state.get(KEY) or {}).items() if k in there}
-        found = {key: entry for key, entry in known.items() if entry["number"] == number and entry["out"]}
-        numbers = sorted(entry["number"] for entry in known.values() if entry["out"])
-        text = f"Message {number} is shown again, at its place."
-        if not found:
-            text = f"number must be one that is omitted ({spans(numbers) or 'none is'}), got {number}"
-        read = len(runtime.state["messages"]) + 1
-        back = {key: Omitted(number=number, out=False, read=read) for key in found}
-        answer = ToolMessage(text, tool_call_id=runtime.tool_call_id or "", status="success" if found else "error")
+        omitted = {entry["number"]: key for key, entry in known.items() if entry["out"]}
+        back: dict[str, Omitted] = {}
+        text = f"number must be one that is omitted ({spans(list(omitted)) or 'none is'}), got {number}"
+        if number in omitted:
+            text = f"Message {number} is shown again, at its place."
+            back[omitted[number]] = Omitted(number=number, out=False, read=len(runtime.state["messages"]) + 1)
+        answer = ToolMessage(text, tool_call_id=runtime.tool_call_id or "", status="success" if back else "error")
         return Command(update={KEY: back, "messages": [answer]})
 
     return recall

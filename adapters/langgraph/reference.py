@@ -205,7 +205,8 @@ def manifest_of(repo: SpanRepository, state: State) -> tuple[str, dict[str, Any]
     known, names = _known(repo), []
     for placed in (*state.placed, *state.evicted):
         names.append(_name(placed))
-        known.put(names[-1], placed, 1)
+        if known.get(names[-1]) is None:
+            known.put(names[-1], placed, 1)
     count = len(state.placed)
     pages = {digest("page", page): page for page in _paged(names[count:])}
     record = {
