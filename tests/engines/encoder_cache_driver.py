@@ -15,11 +15,11 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
 from ctxwin.engines.vllm.connector.encoder_cache import EncoderCacheConnector
+from ctxwin.engines.vllm.lifecycle.folders import write_file
+from ctxwin.engines.vllm.transport import embeddings
 
 HEAD = [10, 11]
 QUESTION = list(range(20, 40))
-TOKEN = "0123456789abcdef"
-SAVE = {"ctxwin": {"save": TOKEN}}
 STRUCK = "one@struck"
 WARM_UP = 12  # pictures of 9 tokens: more than the encoder cache of 96 holds beside the one that is asked for
 
@@ -76,9 +76,9 @@ class StrickenConnector(EncoderCacheConnector):
     def has_cache_item(self, identifier: str) -> bool:
         found = super().has_cache_item(identifier)
         if identifier == STRUCK and found:
-            path = self._files.path("one")
-            path.write_bytes(b"?" * path.stat().st_size)
-            shutil.rmtree(self._files.folder)
+            files = self.scheduler.at_hand._files
+            files.path("one").write_bytes(b"?" * files.path("one").stat().st_size)
+            shutil.rmtree(files.folder)
         return found
 
 
@@ -101,6 +101,10 @@ class Tower:
     def held(self) -> list[str]:
         """What lies in the worker's encoder cache."""
         return sorted(self.model_runner.encoder_cache)
+
+    def keep(self, name: str, path: str) -> None:
+        """Writes what lies in the worker's encoder cache, as the engine does."""
+        write_file(Path(path), embeddings.encode(self.model_runner.encoder_cache[name], "test"))
 
 
 def picture(seed: int) -> np.ndarray:
@@ -130,7 +134,7 @@ class Driver:
             ec_transfer_config={
                 "ec_connector": "StrickenConnector", "ec_connector_module_path": "engines.encoder_cache_driver",
                 "ec_role": "ec_both",
-                "ec_connector_extra_config": {"folder": folder, "identity": "test", "save_token": TOKEN},
+                "ec_connector_extra_config": {"folder": folder, "identity": "test"},
             },
         )  # fmt: skip
         config = self.llm.llm_engine.vllm_config
@@ -208,10 +212,9 @@ def scenarios(driver: Driver, folder: Path) -> dict[str, Any]:
     """What became of each request, by name."""
     import torch
 
-    from ctxwin.engines.vllm.transport.embeddings import EmbeddingFiles
-
-    files = EmbeddingFiles(folder, "test")
-    out: dict[str, Any] = {"first": driver.seen(1, "one", ec_transfer_params=SAVE)}
+    one = folder / embeddings.file_name("one")
+    out: dict[str, Any] = {"first": driver.seen(1, "one")}
+    driver.llm.collective_rpc("keep", args=("one", str(one)))
     out["by a stranger"] = driver.seen(2, "two", ec_transfer_params={"ctxwin": {"save": "a guess"}})
     out["files"] = sorted(path.name for path in folder.glob("embed-*"))
     driver.flood()
@@ -233,19 +236,19 @@ def scenarios(driver: Driver, folder: Path) -> dict[str, Any]:
     # Nothing to be had: these requests fail alone.
     out["gone"] = driver.bare("two")
     out["covered and gone"] = driver.bare("two", kv_transfer_params={"promised": 25})
-    good = files.path("one").read_bytes()
+    good = one.read_bytes()
 
     def replace(content: bytes) -> None:
-        files.discard("one")
-        files.path("one").write_bytes(content)
+        one.unlink()
+        one.write_bytes(content)
 
     replace(good[:-40] + bytes([good[-40] ^ 1]) + good[-39:])
     out["corrupt"] = driver.bare("one")
     out["corrupt, with pixels"] = driver.seen(1, "one")
     driver.flood()
-    files.put("one", torch.zeros(8, 64))
+    replace(embeddings.encode(torch.zeros(8, 64), "test"))
     out["another shape"] = driver.bare("one")
-    EmbeddingFiles(folder, "another model").put("one", torch.zeros(9, 64))
+    replace(embeddings.encode(torch.zeros(9, 64), "another model"))
     out["another model"] = driver.bare("one")
     replace(good)
     out["mended"] = driver.bare("one")

@@ -101,7 +101,7 @@ class Faults:
                 return written
             if kind == "torn":
                 blocks = list(load.blocks[load.begin // paged.block_size : -(-load.end // paged.block_size)])
-                for layer in paged._layers[1:]:
+                for layer in paged.layers[1:]:
                     layer.kv_cache[blocks] = 1e4
             raise OSError(f"a {kind} page")
 

@@ -553,9 +553,9 @@ class TestPaging:
         from ctxwin.engines.vllm.paged import PagedKV
 
         paged = engine._core.transport.paged
-        layers = {f"layers.{i}.attn": layer for i, layer in enumerate(paged._layers)}
+        layers = {f"layers.{i}.attn": layer for i, layer in enumerate(paged.layers)}
         assert PagedKV(layers, engine.spec.kv, paged.block_size)
-        impl = paged._layers[0].impl
+        impl = paged.layers[0].impl
         real = type(impl).do_kv_cache_update
 
         def lossy(self: Any, layer: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:

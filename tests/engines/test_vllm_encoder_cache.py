@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 
+from ctxwin.engines.vllm.lifecycle.folders import write_file
 from ctxwin.engines.vllm.transport import embeddings as embedding_files
-from ctxwin.engines.vllm.transport.embeddings import AtHand, EmbeddingFiles, Held
+from ctxwin.engines.vllm.transport.embeddings import AtHand, EmbeddingFiles
 from ctxwin.errors import StoreCorrupt
 from engines import models
 
@@ -32,14 +33,19 @@ def embeddings(seed: int, tokens: int = 9, width: int = 64, dtype: torch.dtype =
     return torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def put(files: EmbeddingFiles, name: str, given: torch.Tensor) -> None:
+    """As the transport writes them."""
+    write_file(files.path(name), embedding_files.encode(given, files.identity))
+
+
 class TestFiles:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_what_is_put_comes_back(self, tmp_path: Path, dtype: torch.dtype) -> None:
         files = EmbeddingFiles(tmp_path, "m")
-        put = embeddings(1, dtype=dtype)
-        files.put("a/b:c@d", put)
+        given = embeddings(1, dtype=dtype)
+        put(files, "a/b:c@d", given)
         found = EmbeddingFiles(tmp_path, "m").get("a/b:c@d")
-        assert found is not None and found.dtype == dtype and torch.equal(found, put)
+        assert found is not None and found.dtype == dtype and torch.equal(found, given)
         assert [path.name for path in tmp_path.iterdir()] == [embedding_files.file_name("a/b:c@d")]
         assert files.path("a/b:c@d").stat().st_mode & 0o077 == 0
 
@@ -52,7 +58,7 @@ class TestFiles:
         """Every byte counts, and so does the model."""
         files = EmbeddingFiles(tmp_path, "m")
         assert files.get("x") is None and files.version("x") is None
-        files.put("x", embeddings(1, tokens=1, width=2))
+        put(files, "x", embeddings(1, tokens=1, width=2))
         good = files.path("x").read_bytes()
         assert EmbeddingFiles(tmp_path, "n").get("x") is None
         for at in range(len(good)):
@@ -72,22 +78,8 @@ class TestFiles:
             with pytest.raises(StoreCorrupt):
                 embedding_files.decode(codec.encode_tensors(tensors, {"identity": ""}))
 
-    def test_a_failed_write_leaves_the_old_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        files = EmbeddingFiles(tmp_path)
-        files.put("x", embeddings(1))
 
-        def full(*args: Any) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(Path, "replace", full)
-        with pytest.raises(OSError, match="No space"):
-            files.put("x", embeddings(2))
-        found = files.get("x")
-        assert found is not None and torch.equal(found, embeddings(1))
-        assert len(list(tmp_path.iterdir())) == 1
-
-
-WANT = Held((9, 64), "float32")
+WANT = (9, 64), torch.float32
 
 
 class TestAtHand:
@@ -96,49 +88,49 @@ class TestAtHand:
         return EmbeddingFiles(tmp_path)
 
     def test_what_was_checked_stays_as_it_was(self, files: EmbeddingFiles) -> None:
-        files.put("x", embeddings(1))
+        put(files, "x", embeddings(1))
         at_hand = AtHand(files, large=1 << 20, room=0)
-        assert at_hand.take("y", "first", WANT) is False
+        assert at_hand.take("y", "first", *WANT) is False
         for user in ("first", "second"):
-            found = at_hand.take("x", user, WANT)
+            found = at_hand.take("x", user, *WANT)
             assert isinstance(found, torch.Tensor)
         damage(files.path("x"))
-        files.discard("x")
+        files.path("x").unlink()
         for user in ("first", "second"):
             found = at_hand.find("x", user)
             assert found is not None and torch.equal(found, embeddings(1))
             assert at_hand.find("x", "third") is None and len(at_hand) == 1
             at_hand.release("x", user)
         assert at_hand.find("x", "first") is None and len(at_hand) == at_hand.nbytes == 0
-        assert at_hand.take("x", "first", WANT) is False
+        assert at_hand.take("x", "first", *WANT) is False
         at_hand.close()
 
     def test_read_once_until_it_changes(self, files: EmbeddingFiles, monkeypatch: pytest.MonkeyPatch) -> None:
         reads: list[str] = []
         get = files.get
         monkeypatch.setattr(files, "get", lambda name: (reads.append(name), get(name))[1])
-        at_hand = AtHand(files, large=1 << 20, room=embeddings(1).nbytes)
+        put(files, "x", embeddings(1))
+        size = files.path("x").stat().st_size
+        at_hand = AtHand(files, large=1 << 20, room=size)
         files.path("bad").write_bytes(b"nothing that anybody can read")
-        files.put("x", embeddings(1))
         for _ in range(3):
-            assert at_hand.take("x", "a", WANT) is not False and at_hand.take("bad", "a", WANT) is False
+            assert at_hand.take("x", "a", *WANT) is not False and at_hand.take("bad", "a", *WANT) is False
             at_hand.release("x", "a")
         assert reads == ["x", "bad"]
-        files.put("x", embeddings(2))
-        found = at_hand.take("x", "a", WANT)
+        put(files, "x", embeddings(2))
+        found = at_hand.take("x", "a", *WANT)
         assert isinstance(found, torch.Tensor) and torch.equal(found, embeddings(2)) and reads == ["x", "bad", "x"]
-        files.put("y", embeddings(3))
-        assert at_hand.take("y", "b", WANT) is not False and at_hand.nbytes == 2 * found.nbytes
+        put(files, "y", embeddings(3))
+        assert at_hand.take("y", "b", *WANT) is not False and at_hand.nbytes == 2 * size
         at_hand.release("x", "a")  # there is room for one that nobody needs, or one that somebody does
-        assert at_hand.nbytes == found.nbytes and at_hand.find("y", "b") is not None
+        assert at_hand.nbytes == size and at_hand.find("y", "b") is not None
         at_hand.close()
 
 
 def test_vllm_outlives_the_folder_of_embeddings(tmp_path: Path) -> None:
     """Who attaches to a vLLM and closes again leaves it running, and its plain requests bring pictures."""
     at_hand = AtHand(EmbeddingFiles(tmp_path / "embed"), large=1 << 20, room=0)
-    shutil.rmtree(tmp_path / "embed")
-    assert at_hand.take("a picture", "a plain request", Held((9, 64), "float32")) is False
+    assert at_hand.take("a picture", "a plain request", *WANT) is False
     at_hand.close()
 
 
@@ -158,18 +150,18 @@ class Feature:
 
 
 def request(name: str, *features: Feature) -> Any:
-    return SimpleNamespace(request_id=name, mm_features=list(features), ec_transfer_params=None)
+    return SimpleNamespace(request_id=name, mm_features=list(features))
 
 
 @needs_vllm
 class TestScheduler:
     @pytest.fixture
     def scheduler(self, tmp_path: Path) -> Iterator[Any]:
-        from ctxwin.engines.vllm.connector.encoder_cache import _Scheduler
+        from ctxwin.engines.vllm.connector.encoder_cache import Scheduler
 
-        opened = _Scheduler(EmbeddingFiles(tmp_path), 64, "float32", "", step=96)
+        opened = Scheduler(EmbeddingFiles(tmp_path), 64, torch.float32, step=96)
         yield opened
-        opened.close()
+        opened.at_hand.close()
         assert not list(tmp_path.glob(".*"))  # the folder is what a client wrote into it
 
     def test_a_large_file_is_checked_beside_the_scheduler(
@@ -179,7 +171,7 @@ class TestScheduler:
         monkeypatch.setattr(scheduler.at_hand, "_large", 0)
         get = files.get
         monkeypatch.setattr(files, "get", lambda name: (begin.wait(10), get(name))[1])
-        files.put("good", embeddings(1))
+        put(files, "good", embeddings(1))
         files.path("bad").write_bytes(b"nothing that anybody can read")
         good, bad = request("a", Feature("good@x", 2)), request("b", Feature("bad", 2))
         for _ in range(3):
@@ -192,7 +184,7 @@ class TestScheduler:
         assert scheduler.ready(good, 0) and scheduler.holds("good") and scheduler.unavailable == {"b"}
         scheduler.forget("a")
         scheduler.forget("b")
-        assert len(scheduler.at_hand) == 0 and not scheduler._names and not scheduler._ends
+        assert len(scheduler.at_hand) == 0 and not scheduler._names
         assert not scheduler.unavailable
 
     def test_nothing_is_kept_for_a_request_that_has_gone(self, scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +193,7 @@ class TestScheduler:
         monkeypatch.setattr(files, "get", lambda name: begin.wait(10) and embeddings(1))
         asked = [request("a", Feature("one", 2)), request("b", Feature("one", 2)), request("c", Feature("two", 2))]
         for name in ("one", "two"):
-            files.put(name, embeddings(1))
+            put(files, name, embeddings(1))
         assert not any(scheduler.ready(r, 0) for r in asked)
         scheduler.forget("a")
         scheduler.forget("c")
@@ -212,22 +204,23 @@ class TestScheduler:
         assert scheduler.holds("one")
         scheduler.forget("b")
         at_hand = scheduler.at_hand
-        assert at_hand._contents.keys() == {"one"} and not (at_hand._reads or at_hand._waiting or at_hand._users)
+        assert at_hand._reads.keys() == {"one"} and not len(at_hand)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_what_was_found_is_what_is_loaded(self, tmp_path: Path, dtype: torch.dtype) -> None:
         """Between the check and the load the file is written into and goes away, with all the others."""
-        from ctxwin.engines.vllm.connector.encoder_cache import EmbeddingMetadata, EncoderCacheConnector, _Scheduler
+        from ctxwin.engines.vllm.connector.encoder_cache import EmbeddingMetadata, EncoderCacheConnector, Scheduler
 
         files = EmbeddingFiles(tmp_path / "embed")
-        scheduler = _Scheduler(files, 64, str(dtype).removeprefix("torch."), "", step=96)
-        files.put("one", embeddings(1, dtype=dtype))
+        files.folder.mkdir()
+        scheduler = Scheduler(files, 64, dtype, step=96)
+        put(files, "one", embeddings(1, dtype=dtype))
         asked = request("a", Feature("one@here", 2))
         assert scheduler.ready(asked, 0) and scheduler.holds("one")
         damage(files.path("one"))
         shutil.rmtree(tmp_path / "embed")
         scheduler.plan(asked, "one@here")
-        step = EmbeddingMetadata("", "", loads=scheduler.loads)
+        step = EmbeddingMetadata(scheduler.loads)
         buffers: list[Any] = []
         sent = pickle.dumps(step, protocol=5, buffer_callback=buffers.append)  # as vLLM does it for its workers
         assert len(sent) < 1000 and len(repr(step)) < 1000  # of a dying engine vLLM logs what it was to do
@@ -236,14 +229,14 @@ class TestScheduler:
         cache: dict[str, torch.Tensor] = {}
         worker.start_load_caches(cache)
         assert cache.keys() == {"one@here"} and torch.equal(cache["one@here"], embeddings(1, dtype=dtype))
-        scheduler.close()
+        scheduler.at_hand.close()
 
     def test_only_what_the_next_steps_may_need_is_at_hand(self, scheduler: Any) -> None:
         """A long window's media are more than anybody would keep in memory twice."""
         files = scheduler.at_hand._files
         names = [f"frame {i}" for i in range(50)]
         for i, name in enumerate(names):
-            files.put(name, embeddings(i))
+            put(files, name, embeddings(i))
         long = request("a", *(Feature(name, 2 + 10 * i) for i, name in enumerate(names)))
         step = 96
         for computed in range(0, 600, step):
@@ -254,10 +247,10 @@ class TestScheduler:
         assert len(scheduler.at_hand) == 0 and not scheduler._names
         assert scheduler.ready(long, 0) and scheduler.holds("frame 0")  # preempted
         scheduler.forget("a")
-        assert len(scheduler.at_hand) == 0 and not scheduler._ends
+        assert len(scheduler.at_hand) == 0 and not scheduler._names
 
     def test_what_loaded_kv_covers_is_looked_for_when_the_load_has_failed(self, scheduler: Any) -> None:
-        scheduler.at_hand._files.put("behind", embeddings(1))
+        put(scheduler.at_hand._files, "behind", embeddings(1))
         covered = request("a", Feature("covered", 2), Feature("behind", 20))
         assert scheduler.ready(covered, 11) and not scheduler.unavailable
         assert scheduler.ready(covered, 20) and not scheduler.holds("covered")
@@ -265,7 +258,7 @@ class TestScheduler:
 
     def test_one_request_does_not_answer_for_another(self, scheduler: Any) -> None:
         """The same name with another number of tokens is other content."""
-        scheduler.at_hand._files.put("one", embeddings(1))
+        put(scheduler.at_hand._files, "one", embeddings(1))
         assert scheduler.ready(request("a", Feature("one", 2)), 0) and scheduler.holds("one")
         assert not scheduler.ready(request("b", Feature("one", 2, tokens=8)), 0) and not scheduler.holds("one")
         assert scheduler.unavailable == {"b"}
@@ -322,7 +315,7 @@ class TestEngine:
         assert run["twice"]["runs"] == run["twice, failing"]["runs"] == 0
         assert same(run["twice, failing"], run["twice"]) and not same(run["twice"], run["first"])
 
-    def test_only_who_may_saves(self, run: dict[str, Any]) -> None:
+    def test_nothing_that_a_client_sends_is_saved(self, run: dict[str, Any]) -> None:
         assert run["files"] == [embedding_files.file_name("one")]
         assert run["by a stranger"]["runs"] == 1 and not same(run["by a stranger"], run["first"])
 

@@ -177,7 +177,7 @@ def test_a_job_is_read_once(tmp_path: Path) -> None:
         assert [endpoint.job(handle) for _ in range(5)] == [transfer.job] * 5
         assert reads.call_count == 1
         transport.remove(handle)
-        assert endpoint.job(handle) is None and not endpoint._jobs
+        assert endpoint.job(handle) is None and handle not in endpoint._jobs
         assert endpoint.job(new_handle()) is None and endpoint.job("../spec") is None and reads.call_count == 1
     transport.close()
 

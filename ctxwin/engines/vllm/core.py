@@ -13,6 +13,7 @@ from ctxwin.engines.vllm.inputs import Inputs
 from ctxwin.engines.vllm.internals import bare_model, worker_model
 from ctxwin.engines.vllm.lifecycle import cleanup, startup
 from ctxwin.engines.vllm.paged import PagedKV
+from ctxwin.engines.vllm.relocation import refusal
 from ctxwin.engines.vllm.transport import PARAM, LocalTransport, SharedMemoryTransport, Transport
 from ctxwin.engines.vllm.vision import remote, see
 from ctxwin.errors import EngineFailed, UnsupportedModel
@@ -136,6 +137,8 @@ class Core:
             given = {"dtype": served.dtype, **options}
             driver = startup.start(str(served.checkpoint.path), transport, given, cast("Any", processes), connector)
             core = cls(model, served, driver, transport)
+            if connector:
+                core.check_relocation()
             core._segments = set() if driver.local else cleanup.segments() - before
             return core
         except BaseException:
@@ -165,6 +168,7 @@ class Core:
         driver = StepDriver(llm, lambda _: None) if engine is not llm else LoopDriver(llm, cast("Any", loop))
         try:
             core = cls(model, served, driver, transport)
+            core.check_relocation()
         except BaseException:
             driver.close()
             raise
@@ -189,6 +193,18 @@ class Core:
             cleanup.remove(self._segments)
             self.inputs.close()
             self.transport.close()
+
+    def check_relocation(self) -> None:
+        """Raises UnsupportedModel where keys do not turn as the config says, as measured by every worker."""
+        driver, transport = self.driver, self.transport
+        if isinstance(driver, StepDriver) and isinstance(transport, LocalTransport):
+            paged = transport.paged
+            assert paged is not None
+            found = [driver.call(lambda: refusal(self.inputs.model, driver.config, paged))]
+        else:
+            found = driver.rpc("ctxwin_relocation")
+        for said in filter(None, found):
+            raise UnsupportedModel(f"{self.model} cannot be served: {said}")
 
     def _see_here(self, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
         driver = self.driver

@@ -38,6 +38,8 @@ class PagedKV:
         alone: whether a CPU's loads are computed by a thread of their own, see `load_thread`.
 
     Attributes:
+        kv: the layout of what is cached here; of a tensor-parallel rank, with its own heads only.
+        layers: the attention layers, in order.
         kernel: the load kernel for what is written here.
 
     Raises:
@@ -48,18 +50,18 @@ class PagedKV:
     def __init__(
         self, layers: Mapping[str, Any], kv: KVSpec, block_size: int, kernel: Kernel | None = None, alone: bool = False
     ) -> None:
-        self._kv = kv
-        self._layers = _ordered(layers)
+        self.kv = kv
+        self.layers = _ordered(layers)
         self.block_size = block_size
-        if len(self._layers) != kv.layers:
+        if len(self.layers) != kv.layers:
             raise UnsupportedModel(
-                f"the cache must have one attention layer per decoder layer ({kv.layers}), got {len(self._layers)}; "
+                f"the cache must have one attention layer per decoder layer ({kv.layers}), got {len(self.layers)}; "
                 "models with layers of other kinds, or with a drafter, cannot be served from spans"
             )
-        for layer in self._layers:
+        for layer in self.layers:
             self._check_layer(layer)
-        self.dtype: torch.dtype = self._layers[0].kv_cache.dtype
-        self.device: torch.device = self._layers[0].kv_cache.device
+        self.dtype: torch.dtype = self.layers[0].kv_cache.dtype
+        self.device: torch.device = self.layers[0].kv_cache.device
         self._gather = self._probe()
         self.kernel = choose(kv, self.dtype, self.device, kernel=kernel)
         self._alone = alone and self.device.type == "cpu"
@@ -72,10 +74,10 @@ class PagedKV:
 
     def _check_layer(self, layer: Any) -> None:
         cache = layer.kv_cache
-        per_token = self._kv.heads * (self._kv.k_dim + self._kv.v_dim)
-        if cache.dtype != getattr(torch, self._kv.dtype) or layer.kv_cache_dtype not in ("auto", self._kv.dtype):
+        per_token = self.kv.heads * (self.kv.k_dim + self.kv.v_dim)
+        if cache.dtype != getattr(torch, self.kv.dtype) or layer.kv_cache_dtype not in ("auto", self.kv.dtype):
             raise UnsupportedModel(
-                f"kv_cache_dtype must be the model's own dtype ({self._kv.dtype}), got {layer.kv_cache_dtype!r} "
+                f"kv_cache_dtype must be the model's own dtype ({self.kv.dtype}), got {layer.kv_cache_dtype!r} "
                 f"({cache.dtype}): a cache that rounds or quantises cannot be moved losslessly"
             )
         if cache[0].numel() != self.block_size * per_token:
@@ -101,18 +103,18 @@ class PagedKV:
         Returns:
             the bytes written. Raises ValueError where the numbers of tokens or layers do not fit.
         """
-        if placing.tokens != len(slots) or placing.layers != len(self._layers):
+        if placing.tokens != len(slots) or placing.layers != len(self.layers):
             raise ValueError(
-                f"spans must fill {len(slots)} slots of {len(self._layers)} layers, got {placing.tokens} tokens of "
+                f"spans must fill {len(slots)} slots of {len(self.layers)} layers, got {placing.tokens} tokens of "
                 f"{placing.layers}"
             )
         slots = slots.to(self.device)
         if self._lines is not None and placing.stores:
-            for i, layer in enumerate(self._layers):
+            for i, layer in enumerate(self.layers):
                 placing.store(i, layer.kv_cache, self._lines[i], slots)
             return placing.nbytes
         computed = load_thread.layers_of(placing) if self._alone else (placing.layer(i) for i in range(placing.layers))
-        for layer, (k, v) in zip(self._layers, computed, strict=True):
+        for layer, (k, v) in zip(self.layers, computed, strict=True):
             _update(layer, k, v, layer.kv_cache, slots)
         return placing.nbytes
 
@@ -132,10 +134,10 @@ class PagedKV:
         first, last = begin // self.block_size, -(-end // self.block_size)
         if not 0 <= begin < end or last > len(blocks):
             raise ValueError(f"tokens [{begin}, {end}) must be non-empty and lie in {len(blocks)} blocks")
-        index = torch.tensor(blocks[first:last], dtype=torch.int64, device=self._layers[0].kv_cache.device)
+        index = torch.tensor(blocks[first:last], dtype=torch.int64, device=self.layers[0].kv_cache.device)
         head, tail = begin - first * self.block_size, end - first * self.block_size
         ks, vs = [], []
-        for layer in self._layers:
+        for layer in self.layers:
             k, v = self._unpack(layer.kv_cache[index])
             ks.append(k[head:tail])
             vs.append(v[head:tail])
@@ -146,11 +148,11 @@ class PagedKV:
 
     def _unpack(self, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[blocks, ...]`` as cached to ``k [blocks * block_size, H, k_dim]`` and ``v``."""
-        count, size, heads = raw.shape[0], self.block_size, self._kv.heads
+        count, size, heads = raw.shape[0], self.block_size, self.kv.heads
         numbers = raw.reshape(count, -1)[:, self._gather]
-        cut = size * heads * self._kv.k_dim
-        k = numbers[:, :cut].reshape(count * size, heads, self._kv.k_dim)
-        v = numbers[:, cut:].reshape(count * size, heads, self._kv.v_dim)
+        cut = size * heads * self.kv.k_dim
+        k = numbers[:, :cut].reshape(count * size, heads, self.kv.k_dim)
+        v = numbers[:, cut:].reshape(count * size, heads, self.kv.v_dim)
         return k, v
 
     def _probe(self) -> torch.Tensor:
@@ -158,7 +160,7 @@ class PagedKV:
 
         Raises UnsupportedModel where the packing is not a permutation that is the same for every block.
         """
-        layer, kv, size = self._layers[0], self._kv, self.block_size
+        layer, kv, size = self.layers[0], self.kv, self.block_size
         scratch = torch.zeros_like(layer.kv_cache[:2])
         keys, total = size * kv.heads * kv.k_dim, scratch[0].numel()
         digits = 1
@@ -187,7 +189,7 @@ class PagedKV:
 
     def _round_trip(self, layer: Any, scratch: torch.Tensor) -> None:
         """Writes tokens at scattered slots, as real loads do, and reads them back bit for bit."""
-        kv, size = self._kv, self.block_size
+        kv, size = self.kv, self.block_size
         noise = torch.Generator().manual_seed(0)
         scratch.zero_()
         slots = torch.randperm(2 * size, generator=noise)
@@ -205,14 +207,14 @@ class PagedKV:
 
     def _steps(self) -> list[Lines] | None:
         """Each layer's packing as steps of constant length, where it is one and the load kernel writes by it rightly."""
-        found = [self._line(layer.kv_cache) for layer in self._layers]
+        found = [self._line(layer.kv_cache) for layer in self.layers]
         lines = [line for line in found if line is not None]
         if len(lines) < len(found) or self.block_size < 8:
             return None
         try:
             # All in a block and a half, so that two blocks of the scratch cache hold it.
             tokens = (self.block_size, self.block_size // 4 + 1, self.block_size // 4 + 1)
-            fault = trial(self._written, self._kv, self.dtype, self.device, tokens)
+            fault = trial(self._written, self.kv, self.dtype, self.device, tokens)
         except Exception as error:  # whatever a compiler or a driver comes up with
             fault = f"{type(error).__name__}: {error}"
         if fault is not None:
@@ -221,7 +223,7 @@ class PagedKV:
         return lines
 
     def _line(self, cache: torch.Tensor) -> Lines | None:
-        return Lines.find(cache, self._gather, self.block_size, self._kv.heads, (self._kv.k_dim, self._kv.v_dim))
+        return Lines.find(cache, self._gather, self.block_size, self.kv.heads, (self.kv.k_dim, self.kv.v_dim))
 
     def _written(self, parts: Sequence[Part], spec: KVSpec, **options: Any) -> Any:
         """A kernel whose layers go through scattered slots of a scratch cache, packed like the first layer's."""
@@ -229,7 +231,7 @@ class PagedKV:
         slots = torch.randperm(2 * self.block_size, generator=torch.Generator().manual_seed(0))[: placing.tokens]
 
         def layer(i: int) -> tuple[torch.Tensor, torch.Tensor]:
-            scratch = torch.zeros_like(self._layers[0].kv_cache[:2])
+            scratch = torch.zeros_like(self.layers[0].kv_cache[:2])
             line = self._line(scratch)
             assert line is not None
             placing.store(i, scratch, line, slots.to(self.device))

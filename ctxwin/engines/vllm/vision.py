@@ -50,6 +50,15 @@ class WorkerExtension:
 
         def get_model(self) -> Any: ...
 
+    def ctxwin_relocation(self) -> str:
+        """See `relocation.refusal`. The same on every rank but for the heads, and in step, as the model's layers need it."""
+        from ctxwin.engines.vllm.relocation import refusal
+        from ctxwin.engines.vllm.transport import PARAM, connect
+
+        paged = connect(self.vllm_config.kv_transfer_config.kv_connector_extra_config[PARAM]).paged
+        assert paged is not None
+        return refusal(self.get_model(), self.vllm_config, paged)
+
     def ctxwin_see(self, source: str, target: str) -> None:
         """Reads pixels and grids from ``source``, writes embeddings to ``target``; every rank runs, the first writes.
 

@@ -1,38 +1,31 @@
-"""The encoder-cache connector: stored vision embeddings go into vLLM's encoder cache, so that no request runs the tower for them.
+"""The encoder-cache connector: stored vision embeddings go into vLLM's encoder cache, so no request runs the tower for them.
 
-vLLM's scheduler asks for each media item whose tokens must be computed whether the connector has it. An item that it has
-is loaded by the workers right before the forward; it takes nothing of the encoder's compute budget, and the request need
-not carry its data: the grid, which positions are counted from, is enough. So KV of an image can be formed by any later
-request, long after vLLM's encoder cache has evicted it, and a load of KV that fails leaves a request that can still be
-computed.
+For each medium whose tokens must be computed, vLLM's scheduler asks whether the connector has it. If so, the workers load
+it right before the forward; it takes nothing of the encoder's compute budget, and the request need not carry its data: the
+grid, from which positions are counted, is enough. So the KV of an image can be formed by any later request, long after
+vLLM's encoder cache has evicted it, and a load of KV that fails leaves a request that can still be computed.
 
-Items are found by the name in their multimodal identifier (`embeddings.name_of`), as files of one folder that every process
-of the engine sees. The scheduler reads a file and checks it (checksum, model, shape, dtype) before vLLM is told that it is
-there, and hands the workers what it has read: at a load, no file can be missing or damaged, which vLLM would have no
-answer to but to end. A request without data of its own whose file is of no use fails alone, with vLLM's finish reason
-``error``: an encoder that ran on nothing would stop the engine.
+Media are found by the name in their multimodal identifier (`embeddings.name_of`), as files in a folder that every process
+of the engine sees and only the engine writes. The scheduler reads a file and checks it (checksum, model, shape, dtype)
+before it tells vLLM that it is there, and hands the workers what it has read: no load can meet a missing or damaged file,
+to which vLLM's only answer would be to exit. A request without data of its own whose file is useless fails alone, with
+vLLM's finish reason ``error``: an encoder that ran on nothing would stop the engine.
 
-A request whose ``ec_transfer_params`` hold ``{"ctxwin": {"save": token}}`` has what the tower makes of its pixels written
-to the folder, under the items' names. Clients of a server choose those names (``multi_modal_uuids``), so whoever may save
-may replace what others load: only a request with the engine's own token may.
-
-Extra config: ``folder``, ``identity`` of the model, and ``save_token``, without which nothing is saved. One instance
-serves the scheduler, one each worker.
+Extra config: ``folder``, and ``identity`` of the model. One instance serves the scheduler, one each worker.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
 from ctxwin.engines.hf.model import deep_layers
-from ctxwin.engines.vllm.transport.embeddings import AtHand, EmbeddingFiles, Held, name_of
+from ctxwin.engines.vllm.transport.embeddings import AtHand, EmbeddingFiles, name_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,14 +33,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-PARAM = "ctxwin"
-"""Key inside a request's ``ec_transfer_params``."""
 _LARGE = 1 << 20
-"""Bytes from which a file is checked beside the scheduler, which has other requests to serve."""
+"""Bytes from which a thread checks a file, while the scheduler serves other requests."""
 _ROOM = 64 << 20
 """Bytes of embeddings that are kept for the next request about the same media."""
 _SLACK = 64
-"""Tokens by which what vLLM says is computed may be behind what it schedules next."""
+"""Tokens by which vLLM's count of computed tokens may lag behind what it schedules next."""
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -76,22 +67,13 @@ class Content:
 
 @dataclass
 class EmbeddingMetadata(ECConnectorMetadata):  # type: ignore[misc]  # mypy sees vLLM as untyped
-    """What the workers do in one step.
+    """What the workers load in one step: embeddings by multimodal identifier."""
 
-    Attributes:
-        folder, identity: of `EmbeddingFiles`. Several engines of one process share the worker's side of the first.
-        loads: embeddings by multimodal identifier.
-        saves: name by multimodal identifier.
-    """
-
-    folder: str
-    identity: str
     loads: dict[str, Content] = field(default_factory=dict, repr=False)
-    saves: dict[str, str] = field(default_factory=dict)
 
 
 class EncoderCacheConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees vLLM as untyped
-    """Serves the items whose embeddings lie in the folder; others are encoded as ever.
+    """Serves the media whose embeddings lie in the folder; others are encoded as ever.
 
     Raises:
         ValueError: no ``folder`` in the extra config.
@@ -103,47 +85,48 @@ class EncoderCacheConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees
         folder = config.get_from_extra_config("folder", "")
         if not folder:
             raise ValueError("ec_connector_extra_config must name the folder of the embeddings; add 'folder'")
-        self._files = EmbeddingFiles(folder, str(config.get_from_extra_config("identity", "")))
         if role is ECConnectorRole.SCHEDULER:
-            token = str(config.get_from_extra_config("save_token", ""))
-            step = vllm_config.scheduler_config.max_num_batched_tokens
-            self._scheduler = _Scheduler(self._files, *_form(vllm_config.model_config), token, step)
-
-    # Scheduler side
+            files = EmbeddingFiles(folder, str(config.get_from_extra_config("identity", "")))
+            model = vllm_config.model_config
+            width = int(model.get_inputs_embeds_size()) * (1 + deep_layers(model.hf_config))
+            self.scheduler = Scheduler(files, width, model.dtype, vllm_config.scheduler_config.max_num_batched_tokens)
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        """False while files are being checked, and for good where an item can be neither loaded nor computed."""
-        return self._scheduler.ready(request, num_computed_tokens)
+        """False while files are being checked, and for good where a medium can be neither loaded nor computed."""
+        return self.scheduler.ready(request, num_computed_tokens)
 
     def take_unavailable_requests(self) -> set[str]:
-        taken, self._scheduler.unavailable = self._scheduler.unavailable, set()
+        """The requests that cannot be served."""
+        taken, self.scheduler.unavailable = self.scheduler.unavailable, set()
         return taken
 
     def has_cache_item(self, identifier: str) -> bool:
-        """Only what `ensure_cache_available`, which vLLM asks right before, found for its request."""
-        return self._scheduler.holds(name_of(identifier))
+        """Only what `ensure_cache_available`, which vLLM calls right before, found for its request."""
+        return self.scheduler.holds(name_of(identifier))
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
-        self._scheduler.plan(request, request.mm_features[index].identifier)
+        """A medium gets room in the encoder cache."""
+        self.scheduler.plan(request, request.mm_features[index].identifier)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> EmbeddingMetadata:
-        planned = EmbeddingMetadata(str(self._files.folder), self._files.identity)
+        """What the workers load in the coming step."""
+        planned = EmbeddingMetadata()
         if scheduler_output.total_num_scheduled_tokens:  # else the workers look at nothing
-            planned.loads, self._scheduler.loads = self._scheduler.loads, {}
-            planned.saves, self._scheduler.saves = self._scheduler.saves, {}
+            planned.loads, self.scheduler.loads = self.scheduler.loads, {}
         return planned
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduler.forget(request.request_id)
+        """Lets go of what a request held."""
+        self.scheduler.forget(request.request_id)
         return False, None
 
     def shutdown(self) -> None:
+        """Ends the scheduler's reads."""
         if self.role is ECConnectorRole.SCHEDULER:
-            self._scheduler.close()
-
-    # Worker side
+            self.scheduler.at_hand.close()
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
+        """On a worker: loads what the scheduler planned."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, EmbeddingMetadata)
         for identifier, content in metadata.loads.items():
@@ -151,48 +134,32 @@ class EncoderCacheConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees
                 encoder_cache[identifier] = content.to(_device())
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
-        """Writes what the tower made of an item, if its request wants it; a file that cannot be written is a miss."""
-        metadata = self._connector_metadata
-        if not isinstance(metadata, EmbeddingMetadata) or mm_hash not in metadata.saves or _rank():
-            return  # every rank holds the same embeddings
-        try:
-            self._files_of(metadata).put(metadata.saves[mm_hash], encoder_cache[mm_hash])
-        except OSError as error:
-            _log.warning("the vision embeddings of %s were not saved: %s", mm_hash, error)
-
-    def _files_of(self, metadata: EmbeddingMetadata) -> EmbeddingFiles:
-        own = self._files
-        if (str(own.folder), own.identity) == (metadata.folder, metadata.identity):
-            return own
-        return EmbeddingFiles(metadata.folder, metadata.identity)
+        """Saves nothing: clients choose the names of their media, and the engine alone writes embeddings."""
 
 
-class _Scheduler:
-    """What the connector knows of the requests in flight.
+class Scheduler:
+    """What vLLM's scheduler is told of the embeddings in a folder.
 
     Args:
-        files: where embeddings lie.
-        width, dtype: what the model takes.
-        save_token: see the module; "" for nobody.
-        step: tokens that vLLM schedules at once, at most.
+        files: the folder.
+        width: of the embeddings.
+        dtype: of the embeddings.
+        step: most tokens that vLLM schedules at once.
 
     Attributes:
-        at_hand: embeddings that the next steps of requests in flight may need.
-        loads, saves: for the next step, as in `EmbeddingMetadata`.
+        at_hand: what running requests need of the folder.
+        loads: what the workers load in the next step, by multimodal identifier.
         unavailable: requests that cannot be served.
     """
 
-    def __init__(self, files: EmbeddingFiles, width: int, dtype: str, save_token: str, step: int) -> None:
+    def __init__(self, files: EmbeddingFiles, width: int, dtype: torch.dtype, step: int) -> None:
         self.at_hand = AtHand(files, _LARGE, _ROOM)
         self.loads: dict[str, Content] = {}
-        self.saves: dict[str, str] = {}
         self.unavailable: set[str] = set()
         self._width = width
         self._dtype = dtype
-        self._save_token = save_token
         self._step = step + _SLACK
         self._asked = ""  # the request that vLLM is about to schedule
-        self._ends: dict[str, int] = {}  # where the last medium of a request ends
         self._names: dict[str, set[str]] = {}  # held or waited for, by request
 
     def ready(self, request: Request, computed: int) -> bool:
@@ -201,86 +168,58 @@ class _Scheduler:
         O(1) behind the last medium, else O(media).
         """
         self._asked = name = request.request_id
-        if name not in self._ends:
-            places = [feature.mm_position for feature in request.mm_features]
-            self._ends[name] = max((place.offset + place.length for place in places), default=0)
-        if computed >= self._ends[name]:
-            self._keep(name, set())
-            return True
         waiting, needed = False, set()
-        for feature in request.mm_features:
-            place = feature.mm_position
-            if place.offset + place.length <= computed or place.offset >= computed + 2 * self._step:
+        # In the order of the prompt.
+        features = request.mm_features if request.mm_features and computed < _end(request.mm_features[-1]) else ()
+        for feature in features:
+            begin = feature.mm_position.offset
+            if _end(feature) <= computed or begin >= computed + 2 * self._step:
                 continue  # its KV is there, or its turn comes later
-            found = self._take(name, feature)
+            held = name_of(feature.identifier)
+            shape = feature.mm_position.get_num_embeds(), self._width
+            found = self.at_hand.take(held, name, shape, self._dtype)
             if found is not False:
-                needed.add(name_of(feature.identifier))
-                waiting |= found is None and place.offset < computed + self._step
+                self._names.setdefault(name, set()).add(held)
+                needed.add(held)
+                waiting |= found is None and begin < computed + self._step
             elif _bare(feature):
-                _log.warning(
-                    "request %s carries no data for %r, and its stored vision embeddings are not there",
-                    name,
-                    feature.identifier,
-                )
+                what = "request %s carries no data for %r, and its stored vision embeddings are missing"
+                _log.warning(what, name, feature.identifier)
                 self.unavailable.add(name)
                 return False
         self._keep(name, needed)
         return not waiting
 
     def holds(self, name: str) -> bool:
+        """Whether the request that vLLM is about to schedule holds those embeddings."""
         return self.at_hand.find(name, self._asked) is not None
 
     def plan(self, request: Request, identifier: str) -> None:
-        """An item gets room in the encoder cache: it is loaded where it was found, else encoded."""
-        name = name_of(identifier)
-        found = self.at_hand.find(name, request.request_id)
+        """A medium gets room in the encoder cache: it is loaded where it was found, else encoded."""
+        found = self.at_hand.find(name_of(identifier), request.request_id)
         if found is not None:
             self.loads[identifier] = Content.of(found)
-        elif self._may_save(request):
-            self.saves[identifier] = name
 
     def forget(self, request: str) -> None:
+        """Lets go of whatever a request holds or waits for."""
         self._keep(request, set())
-        self._ends.pop(request, None)
         self.unavailable.discard(request)
-
-    def close(self) -> None:
-        self.at_hand.close()
-
-    def _may_save(self, request: Request) -> bool:
-        params = (request.ec_transfer_params or {}).get(PARAM)
-        given = params.get("save") if isinstance(params, dict) else None
-        return bool(self._save_token) and hmac.compare_digest(str(given).encode(), self._save_token.encode())
-
-    def _take(self, request: str, feature: MultiModalFeatureSpec) -> torch.Tensor | Literal[False] | None:
-        name = name_of(feature.identifier)
-        want = Held((feature.mm_position.get_num_embeds(), self._width), self._dtype)
-        found = self.at_hand.take(name, request, want)
-        if found is not False:
-            self._names.setdefault(request, set()).add(name)
-        return found
 
     def _keep(self, request: str, needed: set[str]) -> None:
         """Lets go of what a request holds and does not need."""
-        held = self._names.get(request)
-        if held is None:
-            return
+        held = self._names.pop(request, set())
         for name in held - needed:
             self.at_hand.release(name, request)
         if needed:
             self._names[request] = held & needed
-        else:
-            del self._names[request]
 
 
-def _form(model: Any) -> tuple[int, str]:
-    """Width and dtype of the embeddings that a model's encoder gives."""
-    width = int(model.get_inputs_embeds_size()) * (1 + deep_layers(model.hf_config))
-    return width, str(model.dtype).removeprefix("torch.")
+def _end(feature: MultiModalFeatureSpec) -> int:
+    return int(feature.mm_position.offset + feature.mm_position.length)
 
 
 def _bare(feature: MultiModalFeatureSpec) -> bool:
-    """Whether an item carries neither pixels nor embeddings, only what positions are counted from."""
+    """Whether a medium carries neither pixels nor embeddings, only what positions are counted from."""
     return feature.data is None or all(element.field.keep_on_cpu for element in feature.data.values())
 
 
@@ -290,9 +229,3 @@ def _device() -> Any:
     if current_platform.is_cpu():
         return "cpu"
     return f"{current_platform.device_type}:{current_platform.current_device()}"
-
-
-def _rank() -> int:
-    from vllm.distributed.parallel_state import get_tp_group
-
-    return int(get_tp_group().rank_in_group)

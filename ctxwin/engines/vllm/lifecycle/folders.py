@@ -87,6 +87,11 @@ def write_file(path: Path, data: bytes) -> None:
         raise
 
 
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """As `write_file`."""
+    write_file(path, json.dumps(value).encode())
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """An object; None where there is no file."""
     try:

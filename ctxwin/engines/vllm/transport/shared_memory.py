@@ -1,8 +1,8 @@
 """Between processes: files in shared memory, named in a job file under an unguessable handle.
 
-A `SharedMemoryTransport` belongs to the process of the engine, a `SharedMemoryEndpoint` to each process of vLLM that runs the
-connector. Nothing is pickled: KV travels as the store's blobs (`ctxwin.store.codec`), and one that was read from a
-store as the very bytes that were read; instructions are JSON, and hold a sum of each file that they name.
+A `SharedMemoryTransport` belongs to the process of the engine, a `SharedMemoryEndpoint` to each process of vLLM that runs
+the connector. Nothing is pickled: KV travels as the store's blobs (`ctxwin.store.codec`), and what was read from a store as
+the very bytes that were read; instructions are JSON, with a sum of each file that they name.
 
 | file                    | written by | content                                                       |
 |-------------------------|------------|---------------------------------------------------------------|
@@ -13,13 +13,13 @@ store as the very bytes that were read; instructions are JSON, and hold a sum of
 | ``embed/``              | engine     | vision embeddings for the encoder cache (`embeddings`)        |
 | ``job-<handle>.json``   | engine     | one `Transfer`: `Job`, and where each span goes               |
 | ``seen-<handle>.json``  | scheduler  | tokens it found in its own prefix cache, tokens it wants      |
-| ``out-<handle>-<name>.<rank>`` | worker | a capture, the KV heads of one rank                       |
+| ``out-<handle>-<name>.<rank>`` | worker | a capture, the KV heads of one rank                        |
 | ``error-<handle>.json`` | worker     | why a load or a capture failed                                |
 | ``refused.json``        | worker     | why the model's cache cannot be served, at start-up           |
 | ``segments.json``       | engine     | vLLM's shared memory, by name                                 |
 | ``lock``                | engine     | nothing; locked as long as the folder is used                 |
 
-Every file is written under another name and renamed, so that a reader sees all of it or nothing.
+Every file is written under another name and then renamed, so that a reader sees all of it or nothing.
 """
 
 from __future__ import annotations
@@ -40,39 +40,49 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from ctxwin.engines.base import Segment
 from ctxwin.engines.vllm.lifecycle import watchdog
-from ctxwin.engines.vllm.lifecycle.folders import LOCK, PREFIX, SEGMENTS, read_json, shared_memory, sweep, write_file
+from ctxwin.engines.vllm.lifecycle.folders import (
+    LOCK,
+    PREFIX,
+    SEGMENTS,
+    read_json,
+    shared_memory,
+    sweep,
+    write_file,
+    write_json,
+)
 from ctxwin.engines.vllm.ranks import gather, own_heads
 from ctxwin.engines.vllm.transport import embeddings
 from ctxwin.engines.vllm.transport.base import Endpoint, Job, Save, Transfer, Transport, is_handle, new_handle, overlaps
 from ctxwin.errors import EngineFailed, StoreCorrupt
 from ctxwin.hashing import digest
+from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.kernels import Part
-from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
+from ctxwin.kv.layout import KVSpec, SpanKV
+from ctxwin.kv.patch import Patch
 from ctxwin.store import codec
+from ctxwin.store.recent import Recent
 
 if TYPE_CHECKING:
     import torch
 
-    from ctxwin.kv.basis import SharedBasis
-    from ctxwin.kv.patch import Patch
-
-T = TypeVar("T")
 MAX_BYTES = 2 << 30
-"""Spans and patches kept in a folder unless told otherwise, or half of what its file system has free."""
+"""Spans and patches kept in a folder by default, or half of its file system's free space where that is less."""
 LIVE_BYTES = 512 << 20
-"""Decoded spans and patches that each endpoint keeps at hand."""
+"""Decoded spans and patches that each endpoint remembers."""
 RESERVE_BYTES = 64 << 20
-"""Left free for others, or a sixteenth of the file system."""
+"""Left free for others, or a sixteenth of the file system where that is less."""
 WAIT_S = 120.0
 """How long a capture may take after its request has ended: a step of the other requests of the batch."""
 _EMBEDDINGS = "embed"
 _MOST_JOBS = 4096
+_SPEC, _JOB = TypeAdapter(KVSpec), TypeAdapter(Job)
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -106,10 +116,8 @@ class SharedMemoryTransport(Transport):
         self.max_bytes = min(MAX_BYTES, free // 2) if max_bytes is None else max_bytes
         self.alive: Callable[[], bool] = lambda: True  # set by the engine: whether vLLM's processes still run
         self.ranks = 1
-        self._held: OrderedDict[str, tuple[int, int]] = (
-            OrderedDict()
-        )  # bytes and sum by file name, the latest used last
-        self._used: Counter[str] = Counter()  # running jobs by file name
+        self._held: OrderedDict[str, tuple[int, int]] = OrderedDict()  # bytes and sum by file, most recently used last
+        self._used: Counter[str] = Counter()  # running jobs by file
         self._jobs: dict[str, tuple[list[str], tuple[str, ...]]] = {}  # files and captures of running transfers
         self._named: dict[str, tuple[str, weakref.ref[torch.Tensor] | None]] = {}  # file and tensor by kind and key
         self._serial = itertools.count()
@@ -119,7 +127,7 @@ class SharedMemoryTransport(Transport):
         self._remove = weakref.finalize(self, _remove, self.path, held, os.getpid())
         self.embeddings = self.path / _EMBEDDINGS
         self.embeddings.mkdir()
-        write_file(self.path / "spec.json", json.dumps(asdict(kv)).encode())
+        write_json(self.path / "spec.json", asdict(kv))
 
     def __len__(self) -> int:
         with self._lock:
@@ -127,13 +135,13 @@ class SharedMemoryTransport(Transport):
 
     @property
     def refusal(self) -> str | None:
-        """What one of vLLM's processes said in `Endpoint.refuse`."""
+        """What one of vLLM's processes reported by `Endpoint.refuse`."""
         found = read_json(self.path / "refused.json")
         return None if found is None else str(found["error"])
 
     def remember_segments(self, names: set[str]) -> None:
         """Leaves the names of vLLM's shared memory to whoever sweeps this folder, should all be killed at once."""
-        write_file(self.path / SEGMENTS, json.dumps(dict.fromkeys(names)).encode())
+        write_json(self.path / SEGMENTS, dict.fromkeys(names))
 
     def add(self, transfer: Transfer) -> str:
         """As `Transport.add`. Cost: one write of each span that no earlier transfer brought."""
@@ -149,9 +157,9 @@ class SharedMemoryTransport(Transport):
                     entry[kind] = name, self._held[name][1]
                 entries.append(entry)
             for identifier, tensor in transfer.embeddings.items():
-                self._embedding(identifier, tensor, names)
-            job = {"job": asdict(transfer.job), "loads": entries}
-            write_file(self.path / f"job-{handle}.json", json.dumps(job).encode())
+                made = partial(embeddings.encode, tensor, self.kv.identity)
+                self._file(f"{_EMBEDDINGS}/{embeddings.file_name(identifier)}", tensor, made, names)
+            write_json(self.path / f"job-{handle}.json", {"job": asdict(transfer.job), "loads": entries})
         except BaseException:
             self._unlease(names, handle)
             raise
@@ -165,9 +173,12 @@ class SharedMemoryTransport(Transport):
             transfer.local_tokens, transfer.planned_tokens = int(seen["local"]), int(seen["planned"])
         self._look_for_error(handle, transfer)
         if transfer.error is not None or not finished:
-            # What was handed over for it may be what is broken: the next request writes it anew. Of embeddings that
-            # cannot be used nobody says so: vLLM just ends the request.
-            self._forget(handle)
+            # The files handed over for it may be what is broken, so the next request writes them anew. Nobody reports
+            # embeddings that cannot be used: vLLM just ends the request.
+            with self._lock:
+                for name in self._jobs.get(handle, ((), ()))[0]:
+                    if self._used[name] <= 1:
+                        self._drop(name)
         if transfer.error is not None:
             return
         transfer.loaded_tokens = transfer.planned_tokens
@@ -194,33 +205,22 @@ class SharedMemoryTransport(Transport):
         self._remove()
 
     def _file(self, key: str, tensor: torch.Tensor, encode: Callable[[], bytes], names: list[str]) -> str:
-        """The name of a file, written where it is not there, and leased into ``names``."""
+        """The name of a file, written where it is missing, and leased into ``names``."""
+        by_content = key.startswith(_EMBEDDINGS)  # the encoder-cache connector looks for that very name
         with self._lock:
-            name, at_hand = self._named.get(key, ("", None))
-            # The very tensor that was written: a name alone would trust every caller to use it once only.
-            known = name in self._held and at_hand is not None and at_hand() is tensor
-            if not known:
+            name, known_as = self._named.get(key, (key, None))
+            # The very tensor that was written: a name alone would trust every caller to use it only once.
+            known = name in self._held and (by_content or (known_as is not None and known_as() is tensor))
+            if not known and not by_content:
                 name = f"{key}-{next(self._serial)}"
                 self._named[key] = name, weakref.ref(tensor)
-            self._lease(name, names)
+            self._used[name] += 1
+            names.append(name)
+            if name in self._held:
+                self._held.move_to_end(name)
         if not (known and (self.path / name).exists()):
             self._put(name, encode())
         return name
-
-    def _embedding(self, identifier: str, tensor: torch.Tensor, names: list[str]) -> None:
-        """Vision embeddings where the encoder-cache connector looks for them; their name is a digest of their content."""
-        name = f"{_EMBEDDINGS}/{embeddings.file_name(identifier)}"
-        with self._lock:
-            known = name in self._held
-            self._lease(name, names)
-        if not (known and (self.path / name).exists()):
-            self._put(name, embeddings.encode(tensor, self.kv.identity))
-
-    def _lease(self, name: str, names: list[str]) -> None:
-        self._used[name] += 1
-        names.append(name)
-        if name in self._held:
-            self._held.move_to_end(name)
 
     def _put(self, name: str, blob: bytes) -> None:
         with self._lock:
@@ -249,12 +249,6 @@ class SharedMemoryTransport(Transport):
                     del self._used[name]
                     if self._bytes > self.max_bytes or handle in name:
                         self._drop(name)
-
-    def _forget(self, handle: str) -> None:
-        with self._lock:
-            for name in self._jobs.get(handle, ((), ()))[0]:
-                if self._used[name] <= 1:
-                    self._drop(name)
 
     def _look_for_error(self, handle: str, transfer: Transfer) -> None:
         error = read_json(self.path / f"error-{handle}.json")
@@ -293,32 +287,22 @@ class SharedMemoryEndpoint(Endpoint):
         raw = read_json(self.path / "spec.json")
         if raw is None:
             raise RuntimeError(f"the ctxwin KV connector must find {self.path / 'spec.json'}; was its engine closed?")
-        rope: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.pop("rope").items()}
-        self.kv = KVSpec(**raw, rope=RopeSpec(**rope))
+        self.kv = _SPEC.validate_python(raw)
         self._rank = 0
-        self._jobs: OrderedDict[str, Job] = OrderedDict()  # of a request that waits, vLLM asks in every step
-        self._live: OrderedDict[tuple[str, int], tuple[Any, int]] = OrderedDict()
-        self._live_bytes = 0
+        self._jobs: Recent[Job] = Recent(_MOST_JOBS)  # vLLM asks about a waiting request in every step
+        self._live: Recent[Any] = Recent(LIVE_BYTES)
 
     def job(self, handle: str) -> Job | None:
         """As `Endpoint.job`. Cost: one read for each handle, then a stat."""
-        if not is_handle(handle):
-            return None
-        if not self._wanted(handle):
-            self._jobs.pop(handle, None)
+        if not is_handle(handle) or not self._wanted(handle):
+            self._jobs.pop(handle)
             return None
         known = self._jobs.get(handle)
-        if known is not None:
-            return known
-        raw = read_json(self.path / f"job-{handle}.json")
-        if raw is None:
-            return None
-        job = raw["job"]
-        captures = {str(k): (int(v[0]), None if v[1] is None else int(v[1])) for k, v in job.pop("captures").items()}
-        self._jobs[handle] = made = Job(**job, captures=captures)
-        while len(self._jobs) > _MOST_JOBS:
-            self._jobs.popitem(last=False)
-        return made
+        raw = read_json(self.path / f"job-{handle}.json") if known is None else None
+        if raw is not None:
+            known = _JOB.validate_python(raw["job"])
+            self._jobs.put(handle, known, 1)
+        return known
 
     def seen(self, handle: str, local: int, planned: int) -> None:
         self._tell(handle, f"seen-{handle}.json", {"local": local, "planned": planned})
@@ -327,7 +311,7 @@ class SharedMemoryEndpoint(Endpoint):
         self._tell(handle, f"error-{handle}.json", {"error": f"{type(error).__name__}: {error}"})
 
     def refuse(self, error: BaseException) -> None:
-        write_file(self.path / "refused.json", json.dumps({"error": str(error)}).encode())
+        write_json(self.path / "refused.json", {"error": str(error)})
 
     def open_cache(self, layers: Mapping[str, Any], block_size: int) -> None:
         from ctxwin.engines.vllm.internals import tensor_parallel
@@ -350,11 +334,11 @@ class SharedMemoryEndpoint(Endpoint):
         found = []
         for i, first, last in overlaps((entry["tokens"] for entry in entries), begin, end):
             entry = entries[i]
-            patch = None
-            if entry["patch"] is not None:
-                basis = None if entry["basis"] is None else self._get(entry["basis"], decode_basis)
-                patch = self._get(entry["patch"], partial(decode_patch, basis=basis))
-            span: SpanKV = self._get(entry["span"], decode_span)
+            basis = entry["basis"] and self._get(entry["basis"], lambda t, m: SharedBasis.from_tensors(t, m["basis"]))
+            patch = entry["patch"] and self._get(
+                entry["patch"], lambda t, m, basis=basis: Patch.from_tensors(t, m["patch"], basis)
+            )
+            span = self._get(entry["span"], lambda t, m: SpanKV(t["k"], t["v"], t["positions"], int(m["start"])))
             if span.tokens != entry["tokens"]:
                 raise ValueError(f"{entry['span'][0]} must hold {entry['tokens']} tokens, got {span.tokens}")
             found.append(Part(span, entry["start"], patch, first, last))
@@ -377,7 +361,7 @@ class SharedMemoryEndpoint(Endpoint):
             _log.warning("reading spans back from the paged cache failed: %s", error)
 
     def give(self, handle: str, name: str, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Hands a capture (this rank's heads) back. Raises OSError where there is no room for it."""
+        """Returns a capture (this rank's heads). Raises OSError where there is no room for it."""
         if self._wanted(handle):
             blob = codec.encode_tensors({"k": k, "v": v})
             _check_room(self.path, len(blob))
@@ -387,37 +371,36 @@ class SharedMemoryEndpoint(Endpoint):
         return (self.path / f"job-{handle}.json").exists()
 
     def _tell(self, handle: str, name: str, said: dict[str, Any]) -> None:
-        """Reports where it can: an error here, on a full disk for example, would end vLLM for everybody. The request goes
-        without: it ends with vLLM's word alone, or has its media or captures missed."""
+        """Reports where it can: an error here, on a full disk for example, would end vLLM for everybody.
+
+        Untold, the request ends with vLLM's word alone, or misses its media or captures.
+        """
         try:
             self._report(handle, name, json.dumps(said).encode())
         except OSError as error:
             _log.warning("%s could not be written for the engine: %s", name.partition("-")[0], error)
 
     def _report(self, handle: str, name: str, data: bytes) -> None:
-        """Writes a file of a job. The engine removes the job first: who finds it there afterwards leaves no file behind."""
+        """Writes a file of a job, and removes it again if the engine, which removes the job first, has meanwhile done so."""
         write_file(self.path / name, data)
         if not self._wanted(handle):
             (self.path / name).unlink(missing_ok=True)
 
-    def _get(self, file: tuple[str, int], decode: Callable[[bytes], Any]) -> Any:
-        """A decoded file, by name and `_sum`. Raises OSError or StoreCorrupt. Cost: a read; nothing while it is at hand."""
+    def _get(self, file: tuple[str, int], make: Callable[[dict[str, torch.Tensor], dict[str, Any]], Any]) -> Any:
+        """A record, made from its file's tensors and meta. Raises OSError or StoreCorrupt. Cost: a read, or a stat."""
         name, total = file
         path = self.path / name
-        key = name, path.stat().st_mtime_ns  # a file that was written anew is read anew
-        found = self._live.get(key)
-        if found is not None:
-            self._live.move_to_end(key)
-            return found[0]
-        blob = path.read_bytes()
-        if _sum(blob) != total:
-            raise StoreCorrupt(f"{name} is not what the engine wrote")
-        record = decode(blob)
-        self._live[key] = record, len(blob)
-        self._live_bytes += len(blob)
-        while self._live_bytes > LIVE_BYTES and len(self._live) > 1:
-            _, (_, size) = self._live.popitem(last=False)
-            self._live_bytes -= size
+        key = f"{name}@{path.stat().st_mtime_ns}"  # a file that was written anew is read anew
+        record = self._live.get(key)
+        if record is None:
+            blob = path.read_bytes()
+            if _sum(blob) != total:
+                raise StoreCorrupt(f"{name} is not what the engine wrote")
+            try:
+                record = make(*codec.decode_tensors(blob, checked=False))
+            except (KeyError, TypeError, ValueError) as error:
+                raise StoreCorrupt(f"{name} is not what it is called: {error}") from error
+            self._live.put(key, record, len(blob))
         return record
 
 
@@ -441,78 +424,42 @@ def _contents(segment: Segment) -> Iterator[tuple[str, str, torch.Tensor, Callab
     assert segment.span is not None
     yield "span", segment.span_key, segment.span.k, partial(encode_span, segment.span)
     if segment.patch is not None:
-        yield "patch", segment.key, segment.patch.left, partial(encode_patch, segment.patch)
-        if segment.patch.basis is not None:
-            basis = segment.patch.basis
-            yield "basis", basis.id, basis.right, partial(encode_basis, basis)
+        patch, basis = segment.patch, segment.patch.basis
+        yield "patch", segment.key, patch.left, lambda: _encoded("patch", patch)
+        if basis is not None:
+            yield "basis", basis.id, basis.right, lambda: _encoded("basis", basis)
 
 
 def encode_span(span: SpanKV) -> bytes:
     """A span as the store frames it; the bytes that it was read from where it is unchanged."""
     if span.blob is not None:
         return span.blob
-    return codec.encode_tensors(
-        {"k": span.k, "v": span.v, "positions": span.positions}, {"start": span.start}, checked=False
-    )
+    tensors = {"k": span.k, "v": span.v, "positions": span.positions}
+    return codec.encode_tensors(tensors, {"start": span.start}, checked=False)
 
 
-def encode_patch(patch: Patch) -> bytes:
-    """A patch without its shared basis, which `encode_basis` makes a file of for all its patches."""
-    return codec.encode_tensors(patch.tensors(), {"patch": patch.describe()}, checked=False)
-
-
-def encode_basis(basis: SharedBasis) -> bytes:
-    return codec.encode_tensors(basis.tensors(), {"basis": basis.describe()}, checked=False)
-
-
-def decode_span(blob: bytes) -> SpanKV:
-    """Raises StoreCorrupt."""
-    return _decode(blob, lambda t, meta: SpanKV(t["k"], t["v"], t["positions"], int(meta["start"])))
-
-
-def decode_patch(blob: bytes, basis: SharedBasis | None = None) -> Patch:
-    """Raises StoreCorrupt, also where ``basis`` is not the one that the patch was projected on."""
-    from ctxwin.kv.patch import Patch
-
-    return _decode(blob, lambda tensors, meta: Patch.from_tensors(tensors, meta["patch"], basis))
-
-
-def decode_basis(blob: bytes) -> SharedBasis:
-    """Raises StoreCorrupt."""
-    from ctxwin.kv.basis import SharedBasis
-
-    return _decode(blob, lambda tensors, meta: SharedBasis.from_tensors(tensors, meta["basis"]))
-
-
-def _decode(blob: bytes, make: Callable[[dict[str, torch.Tensor], dict[str, Any]], T]) -> T:
-    tensors, meta = codec.decode_tensors(blob, checked=False)
-    try:
-        return make(tensors, meta)
-    except (KeyError, TypeError, ValueError) as error:
-        raise StoreCorrupt(f"a file of the transport is not what it is called: {error!r}") from error
+def _encoded(kind: str, record: Patch | SharedBasis) -> bytes:
+    """A patch, without its shared basis, or a basis, which has a file of its own for all its patches."""
+    return codec.encode_tensors(record.tensors(), {kind: record.describe()}, checked=False)
 
 
 def _room(folder: Path) -> int:
-    """Bytes that may be written. Where shared memory is full to the last, vLLM's own queues in it would kill its processes."""
+    """Bytes that may be written: vLLM's own queues live in shared memory, and would kill its processes were it all full."""
     total, _, free = shutil.disk_usage(folder)
     return free - min(RESERVE_BYTES, total // 16)
 
 
 def _check_room(folder: Path, size: int) -> None:
-    room = _room(folder)
+    room = max(0, _room(folder))
     if size > room:
-        raise OSError(
-            errno.ENOSPC, f"{folder.parent} must have room for {size} more bytes, got {max(0, room)}; free some"
-        )
+        raise OSError(errno.ENOSPC, f"{folder.parent} must have room for {size} more bytes, got {room}; free some")
 
 
 def _sum(blob: bytes) -> int:
-    """Tells a damaged file from a sound one, at the speed of memory: digests are for what leaves the machine or its power."""
-    rest = len(blob) % 8
+    """Tells a damaged file from a sound one at the speed of memory; digests are for files that leave the machine."""
     words = np.frombuffer(blob, dtype="<u8", count=len(blob) // 8)
-    return (int(words.sum(dtype=np.uint64)) + int.from_bytes(blob[len(blob) - rest :], "little") + len(blob)) % (
-        1 << 63
-    )
+    rest = int.from_bytes(blob[8 * len(words) :], "little")
+    return (int(words.sum(dtype=np.uint64)) + rest + len(blob)) % (1 << 63)
 
 
 def _remove(folder: Path, held: int, pid: int) -> None:
