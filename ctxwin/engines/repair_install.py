@@ -1,13 +1,13 @@
 """An opt-in import hook for a whole environment: ``ctxwin-repair.pth``, which lets vLLM's child processes import torchvision.
 
-**This changes every Python process of the environment**, not only those that use ctxwin: a ``.pth`` file in
-site-packages runs at interpreter start. The line in this one puts a finder into ``sys.meta_path`` that finds nothing and calls
-`ctxwin.engines.torchvision_repair.repair` when torchvision, torchaudio, torchcodec, transformers or vllm is first
-imported. Where those libraries fit the installed torch, the repair changes nothing.
+**This changes every Python process of the environment**, not only those that use ctxwin: a ``.pth`` file in site-packages
+runs when the interpreter starts. The line in this one puts a finder into ``sys.meta_path`` that finds nothing and calls
+`ctxwin.engines.torchvision_repair.repair` when torchvision, torchaudio, torchcodec, transformers or vllm is first imported.
+Where those libraries fit the installed torch, the repair changes nothing.
 
-It is never written by importing or installing ctxwin with pip. It is written by ``ctxwin doctor --fix``, by
-``python -m ctxwin.engines.repair_install``, and by this repository's ``make install``; ``ctxwin doctor`` says whether it is
-there, and ``python -m ctxwin.engines.repair_install --remove`` (or deleting the file) takes it away.
+Neither importing ctxwin nor installing it with pip writes the file. ``ctxwin doctor --fix``, ``python -m
+ctxwin.engines.repair_install`` and this repository's ``make install`` do; ``ctxwin doctor`` says whether it exists, and
+``python -m ctxwin.engines.repair_install --remove`` (or deleting the file) removes it.
 """
 
 from __future__ import annotations

@@ -3,13 +3,12 @@
 The package index pairs CPU torch with CUDA builds of torchvision and torchaudio. Torchvision then fails on import
 (``operator torchvision::nms does not exist``) although its Python transforms, all that the Qwen processors need, would
 work; torchaudio fails to load its library and takes ``import transformers`` with it. `repair` declares the two missing
-operator schemas and marks an unloadable torchaudio or torchcodec as not installed: both are for audio and video files
-that ctxwin reads by other means. On an install where all load, it changes nothing.
+operator schemas and marks an unloadable torchaudio or torchcodec as not installed: both are for audio and video files that
+ctxwin reads by other means. Where all of them load, it changes nothing.
 
-`repair` acts in this process, and ctxwin calls it when an engine is opened. vLLM also inspects models in child
-processes, which it cannot reach; only there is the import hook needed (`install_hook`, written into an environment by
-`ctxwin.engines.repair_install`). Importing ctxwin installs no hook and writes no file. This module imports torch only
-inside `repair`.
+`repair` acts in this process; ctxwin calls it when an engine is opened. It cannot reach the child processes in which vLLM
+inspects models: only for these is the import hook needed (`install_hook`, written into an environment by
+`ctxwin.engines.repair_install`). This module imports torch only inside `repair`.
 """
 
 from __future__ import annotations
@@ -41,12 +40,10 @@ def repair() -> tuple[str, ...]:
     _done = ()  # importing torch below may re-enter through the hook
     if importlib.util.find_spec("torch") is None:
         return _done
-    repaired = []
-    if _torchvision_broken():
+    broken = _torchvision_broken()
+    if broken:
         _declare_ops()
-        repaired.append("torchvision")
-    repaired += [name for name in _OPTIONAL if _unloadable(name)]
-    _done = tuple(repaired)
+    _done = (*(["torchvision"] if broken else []), *(name for name in _OPTIONAL if _unloadable(name)))
     if _done:
         _log.info("%s do not match this torch build; repaired for this process", " and ".join(_done))
     return _done

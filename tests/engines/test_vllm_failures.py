@@ -192,7 +192,7 @@ class TestLoads:
         """Its media are blank: computed, their embeddings would be zeros under the picture's name, for all who follow."""
         from vllm import SamplingParams
 
-        from ctxwin.engines.vllm.engine import _joined
+        from ctxwin.engines.vllm.inputs import joined
         from ctxwin.engines.vllm.transport.base import PARAM, new_handle
 
         core, parts = engine._core, encoded(engine, [picture(1), picture(2)])
@@ -200,7 +200,7 @@ class TestLoads:
         right = engine.generate(laid(parts), query, ALL)
         faults.assert_released(engine)
         cold(engine)
-        ids, media = _joined([*parts, query])
+        ids, media = joined([*parts, query])
         rendered = core.inputs.prompt(ids, media, engine.embed, "", len(ids) - query.tokens)
         given = {"kv_transfer_params": {PARAM: new_handle()}}
         parameters = SamplingParams(max_tokens=1, detokenize=False, extra_args=given)

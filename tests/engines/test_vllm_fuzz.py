@@ -1,8 +1,9 @@
 """Random sequences of edits on windows that share a store and a vLLM: what is called exact is a plain forward's KV.
 
-Each sequence has three windows of different fidelities over the same chunks; spans vanish from the store, and vLLM's prefix
-cache is emptied, at random. The KV of every ask is read out of the paged cache and held against transformers' own forward
-over the same tokens; tokens are counted. ``CTXWIN_FUZZ=500`` sets how many sequences, ``CTXWIN_FUZZ_SEED`` the first.
+Each sequence has three windows of different fidelities over the same chunks; others come over the same texts, ask and go,
+exactly or approximately; spans vanish from the store, and vLLM's prefix cache is emptied, at random. The KV of every ask is
+read out of the paged cache and held against transformers' own forward over the same tokens; tokens are counted.
+``CTXWIN_FUZZ=500`` sets how many sequences, ``CTXWIN_FUZZ_SEED`` the first.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ FIDELITIES = [
 ]  # fmt: skip
 MOVES = {
     "append": 4, "insert": 1, "evict": 2, "recall": 2, "reorder": 2, "toggle": 1, "compress": 1.5, "refresh": 0.7,
-    "orbit": 0.5, "fork": 0.7, "remember": 0.7, "forget": 0.4, "vanish": 1.5, "reset": 1, "ask": 7,
+    "orbit": 0.5, "fork": 0.7, "remember": 0.7, "forget": 0.4, "vanish": 1.5, "reset": 1, "visit": 4,
+    "ask": 7,
 }  # fmt: skip
 
 
@@ -139,6 +141,17 @@ class Sequence:
 
     def remember(self, window: Window) -> None:
         self.ask(window, remember=True)
+
+    def visit(self, window: Window) -> None:
+        """Another window over the first texts of this one, exact or not, which may be compressed before it goes."""
+        texts = [window.chunk(name) for name in window.ids]
+        fidelity = self.random.choice([Fidelity("exact"), window.fidelity])
+        with Window(self.engine, window.system_prompt, fidelity=fidelity) as other:
+            other.extend(texts[: self.random.randint(1, len(texts))])
+            self.ask(other)
+            if self.random.random() < 0.5:
+                other.compress()
+                self.ask(other)
 
     def vanish(self, window: Window) -> None:
         held = {key for w in self.windows for key in w.snapshot().keys()}  # noqa: SIM118  # a method of a state

@@ -113,10 +113,10 @@ def gap(p: dict[int, float], q: dict[int, float]) -> float:
 
 def prompt_of(engine: Any, window: Window, query: str = QUERY) -> tuple[list[int], list[MediaSpan]]:
     """The tokens that ``window`` asks with, and their media."""
-    from ctxwin.engines.vllm.engine import _joined
+    from ctxwin.engines.vllm.inputs import joined
 
     chunks = [engine.encode(window.chunk(i)) for i in window.ids]
-    return _joined([engine.encode_system_prompt(window.system_prompt), *chunks, engine.encode_query(query)])
+    return joined([engine.encode_system_prompt(window.system_prompt), *chunks, engine.encode_query(query)])
 
 
 def collapsed(engine: Any, ids: Sequence[int]) -> list[int]:
@@ -629,12 +629,12 @@ def block_names(segments: Sequence[Segment], salt: str, block: int) -> list[byte
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
-    from ctxwin.engines.vllm.engine import _joined
+    from ctxwin.engines.vllm.inputs import joined
     from ctxwin.engines.vllm.prefix_space import space_of
 
     init_none_hash(sha256)
     space = space_of(segments, salt, block)
-    ids, media = _joined([segment.encoded for segment in segments])
+    ids, media = joined([segment.encoded for segment in segments])
     features = []
     for span in media:
         mark = space.marks.get(span.offset)

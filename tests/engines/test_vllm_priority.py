@@ -118,13 +118,13 @@ def test_a_preempted_background_request(engine: Any, asked: dict[str, Counter[st
         return True
 
     ask = _Ask(query, LONG, salt, on_token=Told(on_token, engine.decode), background=True)
-    work, outcome, fallbacks = engine._serve(laid(parts, spans), ask)
+    made, outcome = engine._serve(laid(parts, spans), ask)
     assert drain(others[0]).outputs[0].finish_reason == "length"
     (name,) = [request for request, times in asked["preempted"].items() if times]
     assert name.startswith("ctxwin-") and asked["preempted"][name] == 1
     assert asked["loaded"][name] == 2
     # Its KV is loaded twice; the answer is the undisturbed one.
-    assert work.bytes_loaded == 2 * sum(span.nbytes for span in spans) and fallbacks == 0
+    assert made.bytes_loaded == 2 * sum(span.nbytes for span in spans) and made.fallbacks == 0
     assert outcome.token_ids == whole.token_ids and len(outcome.token_ids) > 5
     assert heard == list(outcome.token_ids)[: len(heard)] and len(heard) > 5  # each once
     assert max(abs(outcome.logprobs[t] - p) for t, p in whole.logprobs.items()) < 1e-4

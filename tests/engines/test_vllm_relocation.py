@@ -63,7 +63,7 @@ def test_a_running_server_goes_on_while_it_is_measured_and_when_it_is_refused(tm
     arguments = engine_arguments(folder, {"dtype": "float32", "kv_cache_memory_bytes": 1 << 26})
 
     async def answer(llm: Any, name: str) -> list[int]:
-        prompt, parameters = {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=4)
+        prompt, parameters = {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=4, temperature=0)
         outputs = [output async for output in llm.generate(prompt, parameters, name)]
         return list(outputs[-1].outputs[0].token_ids)
 

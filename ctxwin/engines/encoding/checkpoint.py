@@ -1,10 +1,9 @@
-"""A model's files: config, tokenizer, processors, prompt template, and the identity that stored KV is keyed by."""
+"""A model's files: config, tokenizer, processors, prompt template, and the identity under which its KV is stored."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ _WHOLE = 1 << 30
 """Weight files up to this many bytes are hashed as a whole."""
 _SAMPLE = 16 << 10
 """Of larger ones, this many bytes from the start of every tensor."""
+_DTYPES = ("float32", "bfloat16", "float16")
 _VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash", "_from_model_config", "torch_dtype", "dtype")
 
 
@@ -44,7 +44,7 @@ class Checkpoint:
         image_processor: None for a text model. ``video_processor``: None where there is none.
         media: placeholder tokens; None for a text model.
         family: what the processors do; None for a text model.
-        bos: ids that the tokenizer puts in front on its own; used only without a chat template.
+        bos: ids that the tokenizer prepends by itself; used only without a chat template.
         eos: ids that end an answer.
         weights: digest of the weight files.
     """
@@ -69,6 +69,17 @@ class Checkpoint:
         """How many patches of a grid become one token; only for a vision model."""
         return patches_per_token(self.config, self.image_processor)
 
+    def dtype(self, wanted: Any, default: str) -> str:
+        """Name of the dtype to serve in: ``wanted`` (a name or torch's own), for None the checkpoint's, else ``default``.
+
+        Raises ValueError for one in which nothing is served.
+        """
+        own = getattr(self.config, "dtype", None) or getattr(self.text_config, "dtype", None) or default
+        name = str(own if wanted is None else wanted).removeprefix("torch.")
+        if name not in _DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
+        return name
+
     def identity(self, dtype: str, positions: str) -> str:
         """Digest of everything that makes KV of this model interchangeable.
 
@@ -84,7 +95,7 @@ class Checkpoint:
 def open_checkpoint(name: str | Path) -> Checkpoint:
     """Opens a local folder or a Hugging Face Hub name (downloaded once, safetensors only).
 
-    Cost: reading the weight files once for their digest (sampled above 1 GiB a file, see `weights_digest`).
+    Cost: reading the weight files once for their digest (of files above 1 GiB samples, see `weights_digest`).
 
     Raises:
         ValueError: neither a model folder nor a name that the Hub knows.
@@ -147,9 +158,9 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
 def weights_digest(path: Path) -> str:
     """SHA-256 over the safetensors files of a folder, by name.
 
-    Files up to 1 GiB are hashed as a whole (about a second each). Of larger ones, the header (names, dtypes, shapes,
-    offsets), the size, and the first 16 KiB of every tensor are: enough to tell fine-tunes of one model apart without
-    reading tens of gigabytes at every start. No modification times, so a copy keeps its identity.
+    Files up to 1 GiB are hashed whole (about a second each), larger ones by their header (names, dtypes, shapes, offsets),
+    size, and the first 16 KiB of every tensor: enough to tell fine-tunes of one model apart without reading tens of
+    gigabytes at every start. No modification times count, so a copy keeps its identity.
 
     Raises UnsupportedModel where there are none (pickled weights are not read).
     """
@@ -165,7 +176,7 @@ def _file_digest(file: Path) -> str:
             return hashlib.file_digest(stream, "sha256").hexdigest()
         h = hashlib.sha256()
         raw = stream.read(8)
-        (length,) = struct.unpack("<Q", raw)
+        length = int.from_bytes(raw, "little")
         header = stream.read(length)
         h.update(raw + header)
         for name, entry in sorted(json.loads(header).items()):
@@ -199,11 +210,8 @@ def _media_tokens(config: Any, processor: Any, video: bool) -> MediaTokens:
     vocabulary = processor.tokenizer.get_vocab()
 
     def find(field_name: str, processors_name: str, token: str) -> int:
-        held = getattr(config, field_name, None)
-        if held is None:
-            held = getattr(processor, processors_name, None)
-        if held is None:
-            held = vocabulary.get(token)
+        places = (getattr(config, field_name, None), getattr(processor, processors_name, None), vocabulary.get(token))
+        held = next((place for place in places if place is not None), None)
         if held is None:
             raise UnsupportedModel(f"the config of a vision model must name {field_name}, got none")
         return int(held)
@@ -219,13 +227,10 @@ def _media_tokens(config: Any, processor: Any, video: bool) -> MediaTokens:
 def _renderer(tokenizer: Any, source: str | None) -> Any:
     if not source:
         return None
+    options = {"chat_template": source, "tokenize": False}
 
     def render(messages: list[dict[str, Any]], generation: bool, tools: list[dict[str, Any]] | None = None) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=source, tokenize=False, add_generation_prompt=generation
-            )
-        )
+        return str(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=generation, **options))
 
     return render
 
@@ -248,5 +253,5 @@ def _eos(generation: Any, text_config: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON form of a config, for `digest`; what JSON does not know is taken as its text."""
+    """JSON form of a config, for `digest`; what JSON does not know becomes text."""
     return json.loads(json.dumps(value, sort_keys=True, default=str))

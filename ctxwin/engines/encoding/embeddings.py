@@ -19,8 +19,8 @@ _log = logging.getLogger("ctxwin.engines")
 class Embeddings:
     """Vision embeddings by key, with their patch grid, in a repository.
 
-    What the store refuses (full, everything leased) is kept in memory up to ``max_bytes``, so that the forward which
-    follows an encode finds it.
+    What the store refuses (full, everything leased) is kept in memory, up to ``max_bytes``, for the forward that follows an
+    encode.
     """
 
     def __init__(self, repository: SpanRepository, max_bytes: int = 256 << 20) -> None:
@@ -39,9 +39,11 @@ class Embeddings:
         return None if embeddings is None else (embeddings, (int(grid[0]), int(grid[1]), int(grid[2])))
 
     def contains(self, key: str) -> bool:
+        """Whether `get` would find them, as far as is known without reading."""
         return key in self._refused or (self._repository.contains(key) and self._repository.contains(_grid_key(key)))
 
     def put(self, key: str, embeddings: torch.Tensor, grid: Grid) -> None:
+        """Stores them, in memory where the store refuses them."""
         embeddings = embeddings.detach().to("cpu").contiguous()
         # The grid goes first: embeddings without their grid would be useless, a grid alone is a miss.
         if self._repository.put_json(_grid_key(key), list(grid)) and self._repository.put_embedding(key, embeddings):

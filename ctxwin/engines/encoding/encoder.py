@@ -46,8 +46,8 @@ _log = logging.getLogger("ctxwin.engines")
 class Encoder:
     """Turns system prompts, chunks, queries and exchanges into `Encoded`. Thread-safe.
 
-    Texts are tokenised piece by piece, and special tokens inside them are taken as plain text: content cannot forge a
-    turn or a picture. Raw ids (`Chunk.tokens`) may hold special tokens, but no media placeholders.
+    Texts are tokenised piece by piece, and special tokens inside them are read as plain text: content cannot forge a turn
+    or a picture. Raw ids (`Chunk.tokens`) may hold special tokens, but no media placeholders.
 
     Args:
         checkpoint: the model's files.
@@ -87,10 +87,7 @@ class Encoder:
         self.tokens = Tokens(checkpoint.tokenizer, max_tokens)
 
     def encode_system_prompt(self, system_prompt: str) -> Encoded:
-        """Tokens of the system turn and the opening of the user turn; raises UnsupportedModel without a system turn.
-
-        The newest are remembered: every ask of a window needs its own.
-        """
+        """Tokens of the system turn and the opening of the user turn; raises UnsupportedModel without a system turn."""
         name = digest("system_prompt", system_prompt)
         held = self._system_prompts.get(name)
         if held is not None:
@@ -148,7 +145,7 @@ class Encoder:
         found = self.embeddings.get(key)
         if found is None:
             raise ChunkUnavailable(
-                f"the vision embeddings {key} are not stored any more; encode the chunk again (its pixels are needed)"
+                f"the vision embeddings {key} have left the store; encode the chunk again (its pixels are needed)"
             )
         return found[0]
 
@@ -173,11 +170,11 @@ class Encoder:
     def _raw_ids(self, part: TokensPart) -> tuple[int, ...]:
         media = self.checkpoint.media
         reserved = set() if media is None else {media.image, media.video}
-        size = len(self.tokens)
+        size = max(len(self.tokens), int(self.checkpoint.text_config.vocab_size))
         for i in part.ids:
             if i in reserved:
                 raise ValueError(f"tokens must not hold media placeholders, got id {i}; use Chunk.image or Chunk.video")
-            if i >= size and i >= int(self.checkpoint.text_config.vocab_size):
+            if i >= size:
                 raise ValueError(f"token ids must be below the vocabulary size {size}, got {i}")
         return part.ids
 
@@ -191,16 +188,10 @@ class Encoder:
                 self.tokens.check(part.text)
         around = template.turns(chunk.role)
         if not any(isinstance(p, TokensPart) for p in chunk.parts):
-            blocks = [
-                {"type": "text", "text": p.text} if isinstance(p, TextPart) else {"type": "image"}
-                for p in chunk.parts
-                if not (isinstance(p, MediaPart) and p.media == "video")
-            ]
-            texts = [b["text"] for b in blocks if b["type"] == "text"]
-            if len(texts) == len(blocks):
-                template.check_message(chunk.role, "".join(texts))
-            else:
-                template.check_message(chunk.role, blocks)
+            shown = [p for p in chunk.parts if not (isinstance(p, MediaPart) and p.media == "video")]
+            texts = [p.text for p in shown if isinstance(p, TextPart)]
+            blocks = [{"type": "text", "text": p.text} if isinstance(p, TextPart) else {"type": "image"} for p in shown]
+            template.check_message(chunk.role, "".join(texts) if len(texts) == len(shown) else blocks)
         return around
 
     def _add_media(self, chunk: Chunk, part: MediaPart, ids: list[int], media: list[MediaSpan]) -> None:
@@ -311,15 +302,15 @@ class Encoder:
 
 
 class EncodingEngine(Engine):
-    """The part of an engine that is an `Encoder` behind the engine's lock; what both engines share.
+    """What both engines share: an `Encoder` behind the engine's lock.
 
     Attributes:
         encoder: tokens, positions and embeddings.
-        _lock: guards the model. Encoding media may run the vision tower, so it takes this lock before the encoder's own, as
-            generating does when it decodes text: the other order can deadlock. Text takes neither.
     """
 
     encoder: Encoder
+    # Guards the model. Encoding media may run the vision tower, so it takes this lock before the encoder's own, as
+    # generating does when it decodes text: the other order can deadlock. Text takes neither.
     _lock: threading.RLock
 
     def encode_system_prompt(self, system_prompt: str) -> Encoded:

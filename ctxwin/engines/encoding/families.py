@@ -1,4 +1,4 @@
-"""Vision families: what their processors make of pixels, where that cannot be read off a model's files.
+"""Vision families: what their processors make of pixels, where a model's files do not say so.
 
 A *grid* (t, h, w) counts patches before merging. Qwen's and Kimi's processors give it with the pixels; InternVL's cut a
 picture into square tiles of a fixed size, which count as the first axis here.
@@ -98,7 +98,7 @@ def process_images(
 def process_video(processor: Any, frames: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """Pixels of a video ``[F, H, W, 3]`` as the tower takes them, and its grid ``[1, 3]``.
 
-    A number of frames that the temporal patch does not divide is filled up by repeating the last.
+    The last frame is repeated until the temporal patch divides their number.
     """
     import numpy as np
     import torch
@@ -116,7 +116,7 @@ def stamps(count: int, fps: float, patch: int) -> list[str]:
     Args:
         count: frames sampled, the first at 0 s.
         fps: frames a second.
-        patch: frames a group; the last group is filled up by repeating the last frame.
+        patch: frames a group; the last group is filled by repeating the last frame.
     """
     times = [min(i, count - 1) / fps for i in range(count + -count % patch)]
     return [f"<{(times[i] + times[i + patch - 1]) / 2:.1f} seconds>" for i in range(0, len(times), patch)]

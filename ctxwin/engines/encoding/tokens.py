@@ -12,15 +12,15 @@ from ctxwin.errors import BudgetExceeded
 _SLACK = 4
 """How much shorter a normaliser may make a text."""
 _BYTES_A_TOKEN = 16
-"""A text with more bytes for each token that fits is first tried by its beginning."""
+"""Of a text with more bytes than this for each token that fits, the beginning is tried first."""
 
 
 class Tokens:
     """A tokenizer as the encoder uses it; thread-safe.
 
-    A tokenizer keeps a call's options in itself, so that of two calls at once one may read special tokens where the other's
-    text only spells them out. Here each way has a copy of its own that nobody changes, and no call waits for another. Only
-    a tokenizer without a Rust backend takes turns.
+    A tokenizer keeps a call's options in itself, so of two concurrent calls one may read special tokens where its text only
+    spells them out. Here each mode has a copy of its own that nobody changes, and no call waits for another. Only a
+    tokenizer without a Rust backend takes turns.
 
     Args:
         tokenizer: of transformers.
@@ -49,7 +49,7 @@ class Tokens:
         return self._ids(text, special=False)
 
     def document(self, text: str) -> list[int]:
-        """Ids of a content that will be cut into chunks: of any length, so its size is the caller's to bound."""
+        """Ids of content that will be cut into chunks: of any length, so the caller must bound its size."""
         return self._encoded(text, special=False) if text else []
 
     def template(self, text: str) -> list[int]:

@@ -6,6 +6,7 @@ and a causal mask over past and new tokens. One request at a time.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -13,20 +14,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
 from ctxwin.engines.base import Encoded, EngineCounters, EngineSpec, Generation, MediaSpan, Sampling, Segment, Tally
 from ctxwin.engines.encoding.checkpoint import open_checkpoint
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.hf import model as hf_model
 from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.kv.config import kv_spec_from_config
 from ctxwin.kv.layout import SpanKV
-from ctxwin.kv.relocate import check_relocation
+from ctxwin.kv.patch import apply_patch
+from ctxwin.kv.relocate import check_relocation, relocate
+from ctxwin.store import open_store
 from ctxwin.store.spans import SpanRepository
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import numpy as np
-    import torch
 
     from ctxwin.store.base import Store
 
@@ -47,6 +51,12 @@ class _Pass:
     computed: int = 0
     forwards: int = 0
     bytes_loaded: int = 0
+
+    @property
+    def last(self) -> torch.Tensor:
+        """Logits behind all of it."""
+        assert self.logits is not None
+        return self.logits[-1]
 
 
 class HFEngine(EncodingEngine):
@@ -73,24 +83,13 @@ class HFEngine(EncodingEngine):
         dtype: str | torch.dtype | None = None,
         store: Store | None = None,
     ) -> None:
-        import torch
-
-        from ctxwin.kv.config import kv_spec_from_config
-        from ctxwin.store import open_store
-
         checkpoint = open_checkpoint(model)
-        name = hf_model.dtype_name(dtype, checkpoint.config)
+        name = checkpoint.dtype(dtype, "float32")
         identity = checkpoint.identity(name, "transformers")
         kv = kv_spec_from_config(checkpoint.config, identity, name, "hf")
         self._device, self._model = hf_model.load(checkpoint, device, name)
-        self.spec = EngineSpec(
-            name="hf",
-            model=str(model),
-            identity=identity,
-            kv=kv,
-            max_tokens=int(checkpoint.text_config.max_position_embeddings),
-            vision=checkpoint.media is not None,
-        )
+        longest, sees = int(checkpoint.text_config.max_position_embeddings), checkpoint.media is not None
+        self.spec = EngineSpec("hf", str(model), identity, kv, longest, sees)
         self.store = store if store is not None else open_store("memory:")
         self.repo = SpanRepository(self.store, identity, spec=kv)
         self.counters = EngineCounters()
@@ -100,10 +99,8 @@ class HFEngine(EncodingEngine):
         self._lock = threading.RLock()
         check_relocation(kv, self._probe, max(1, min(_FAR, self.spec.max_tokens - _PROBED)))
         self.counters = EngineCounters()  # the measurement is nobody's work
-        vision = self._see if checkpoint.media is not None else None
-        self.encoder = Encoder(
-            checkpoint, identity, self.repo, vision, self._positions, self.counters, self.spec.max_tokens
-        )
+        vision = self._see if sees else None
+        self.encoder = Encoder(checkpoint, identity, self.repo, vision, self._positions, self.counters, longest)
         _log.info("transformers engine: %s (%s) on %s, %s", model, checkpoint.config.model_type, self._device, name)
 
     def prefill(
@@ -163,7 +160,7 @@ class HFEngine(EncodingEngine):
     def logits(self, layout: Sequence[Segment], query: Encoded) -> torch.Tensor:
         """Next-token logits behind ``query``, float32 ``[vocab]`` on the CPU; one forward over what is missing."""
         with self._lock:
-            return _last(self._run([*layout, Segment(query, _end(layout))]))
+            return self._run([*layout, Segment(query, _end(layout))]).last
 
     def teacher_forced(self, layout: Sequence[Segment], query: Encoded, answer_ids: Sequence[int]) -> torch.Tensor:
         """Log-probabilities before each answer token given the earlier ones, float32 ``[len(answer_ids), vocab]``.
@@ -174,7 +171,8 @@ class HFEngine(EncodingEngine):
         if not len(answer_ids):
             raise ValueError("answer_ids must hold at least one id, got none")
         start = _end(layout)
-        answer = _text([int(i) for i in answer_ids])
+        places = np.tile(np.arange(len(answer_ids), dtype=np.int64), (3, 1))
+        answer = Encoded("", tuple(int(i) for i in answer_ids), places, len(answer_ids))
         with self._lock:
             tail = [Segment(query, start), Segment(answer, start + query.advance)]
             done = self._run([*layout, *tail], keep=answer.tokens + 1)
@@ -194,36 +192,27 @@ class HFEngine(EncodingEngine):
             room: tokens that will be generated behind.
             keep: how many of the last tokens' logits are kept.
         """
-        import torch
         from transformers import DynamicCache
 
         self._opened()
         self._check(segments, room)
-        done = _Pass(DynamicCache(config=self._checkpoint.text_config))
-        waiting: list[Segment] = []
+        tokens = [segment.tokens for segment in segments]
+        ends = list(itertools.accumulate(tokens))
+        slices = [(end - count, end) for count, end in zip(tokens, ends, strict=True)]
+        done = _Pass(DynamicCache(config=self._checkpoint.text_config), ends[-1], slices)
+        filled = (segment for segment in segments if segment.tokens)
         try:
             with torch.no_grad():
-                for segment in segments:
-                    done.slices.append((done.tokens, done.tokens + segment.encoded.tokens))
-                    done.tokens += segment.encoded.tokens
-                    if not segment.encoded.tokens:
-                        continue
-                    if waiting and (waiting[0].span is None) != (segment.span is None):
-                        self._flush(done, waiting, 1)
-                        waiting = []
-                    waiting.append(segment)
-                self._flush(done, waiting, keep)
+                for loaded, run in itertools.groupby(filled, lambda segment: segment.span is not None):
+                    if loaded:
+                        self._load(done, list(run))
+                    else:
+                        self._forward(done, list(run), keep)
         except RuntimeError as error:  # torch's own: out of memory, a failed kernel
             raise EngineFailed(f"the forward over {done.tokens} tokens failed: {error}") from error
         if done.logits is None or bool(done.logits.isnan().any()):
             raise EngineFailed("the model gave no usable logits (NaN); try dtype='float32'")
         return done
-
-    def _flush(self, done: _Pass, segments: Sequence[Segment], keep: int) -> None:
-        if segments[0].span is None:
-            self._forward(done, segments, keep)
-        else:
-            self._load(done, segments)
 
     def _check(self, segments: Sequence[Segment], room: int) -> None:
         tokens = sum(p.encoded.tokens for p in segments)
@@ -238,16 +227,11 @@ class HFEngine(EncodingEngine):
 
     def _load(self, done: _Pass, segments: Sequence[Segment]) -> None:
         """Writes relocated spans into the cache: one rotation a span, one append a layer."""
-        import torch
-
-        from ctxwin.kv.patch import apply_patch
-        from ctxwin.kv.relocate import relocate
-
         keys, values = [], []
         for segment in segments:
             span = segment.span
             assert span is not None
-            if not torch.equal(span.positions.cpu(), torch.from_numpy(_writable(segment.encoded.positions))):
+            if not torch.equal(span.positions.cpu(), torch.tensor(segment.encoded.positions)):
                 raise ValueError(
                     f"a span must have its segment's {segment.encoded.tokens} positions, got {span.tokens} others (chunk "
                     f"{segment.encoded.chunk_id[:12]})"
@@ -268,9 +252,6 @@ class HFEngine(EncodingEngine):
 
     def _forward(self, done: _Pass, segments: Sequence[Segment], keep: int) -> None:
         """One forward over neighbouring segments behind everything in the cache."""
-        import numpy as np
-        import torch
-
         fed = self.inputs([p.encoded for p in segments])
         positions = torch.from_numpy(np.concatenate([p.encoded.positions + p.start for p in segments], axis=1))
         self._feed(done, fed, positions, keep)
@@ -282,8 +263,6 @@ class HFEngine(EncodingEngine):
 
     def _feed(self, done: _Pass, fed: hf_model.Inputs, positions: torch.Tensor, keep: int) -> None:
         """Runs T tokens at ``positions [3, T]`` and leaves the last ``keep`` logits in ``done``."""
-        import torch
-
         past, new = int(done.cache.get_seq_length()), int(fed.embeds.shape[0])
         # Explicit, since transformers would otherwise guess packed sequences from positions that jump.
         mask = torch.ones(new, past + new, dtype=torch.bool, device=self._device).tril(past)
@@ -330,8 +309,6 @@ class HFEngine(EncodingEngine):
 
     def _probe(self, start: int) -> SpanKV:
         """KV of some tokens, from all over the vocabulary, at ``start``; see `check_relocation`."""
-        import numpy as np
-
         rows = int(self._opened().get_input_embeddings().weight.shape[0])
         ids = tuple(rows * (2 * i + 1) // (2 * _PROBED) for i in range(_PROBED))
         steps = np.arange(_PROBED, dtype=np.int64)
@@ -342,8 +319,6 @@ class HFEngine(EncodingEngine):
 
     def _words(self, ids: Sequence[int]) -> torch.Tensor:
         """Word embeddings ``[T, hidden]``."""
-        import torch
-
         with torch.no_grad():
             rows = self._opened().get_input_embeddings()(torch.tensor(ids, dtype=torch.int64, device=self._device))
         assert isinstance(rows, torch.Tensor)
@@ -375,12 +350,10 @@ class HFEngine(EncodingEngine):
         begun: float,
     ) -> int:
         """Samples until an end; returns how many generated tokens were fed back (their KV is in the cache)."""
-        import torch
-
         ends = self._checkpoint.eos | set(sampling.stop_ids)
         generator = torch.Generator().manual_seed(sampling.seed) if sampling.seed is not None else None
         at, fed = start + query.advance, 0
-        logits = _last(done)
+        logits = done.last
         if sampling.logprobs:
             made.logprobs = hf_model.top_logprobs(logits, sampling.logprobs)
         with torch.no_grad():
@@ -401,34 +374,28 @@ class HFEngine(EncodingEngine):
                     return fed
                 self._feed(done, hf_model.Inputs(self._words([token])), torch.full((3, 1), at + fed), 1)
                 fed += 1
-                logits = _last(done)
+                logits = done.last
 
     def _query_span(self, done: _Pass, query: Encoded, fed: int, start: int) -> SpanKV:
         """KV of the query and the tokens fed behind it, positions relative to the query's start."""
-        import numpy as np
-
         begin, end = done.slices[-1]
         answer = np.tile(np.arange(query.advance, query.advance + fed, dtype=np.int64), (3, 1))
         return self._span(done, (begin, end + fed), np.concatenate([query.positions, answer], axis=1), start)
 
     def _span(self, done: _Pass, part: tuple[int, int], positions: np.ndarray, start: int) -> SpanKV:
         """A copy, on the CPU, of part of the cache, in the frame it was computed in."""
-        import torch
 
         def take(name: str) -> torch.Tensor:
             layers = [getattr(layer, name)[0, :, part[0] : part[1]] for layer in done.cache.layers]
             return torch.stack(layers).transpose(1, 2).contiguous().to("cpu")
 
         rope, content = ("values", "keys") if self.spec.kv.family == "mla" else ("keys", "values")
-        where = torch.from_numpy(_writable(positions))
-        span = SpanKV(k=take(rope), v=take(content), positions=where, start=start)
+        span = SpanKV(k=take(rope), v=take(content), positions=torch.tensor(positions), start=start)
         span.validate(self.spec.kv)
         return span
 
     def _see(self, pixels: Any, grids: Any) -> torch.Tensor:
         """Runs the vision tower: embeddings ``[tokens, hidden * (1 + D)]`` of all items, see `inputs`."""
-        import torch
-
         with self._lock, torch.no_grad():
             family = self._checkpoint.family
             assert family is not None
@@ -452,24 +419,6 @@ class HFEngine(EncodingEngine):
         return self._model
 
 
-def _writable(positions: np.ndarray) -> np.ndarray:
-    """A writable int64 copy, which torch can share."""
-    import numpy as np
-
-    return np.array(positions, dtype=np.int64)
-
-
 def _end(layout: Sequence[Segment]) -> int:
     """Where the query starts: right behind the last segment."""
     return layout[-1].start + layout[-1].encoded.advance if layout else 0
-
-
-def _text(ids: Sequence[int]) -> Encoded:
-    import numpy as np
-
-    return Encoded("", tuple(ids), np.tile(np.arange(len(ids), dtype=np.int64), (3, 1)), len(ids))
-
-
-def _last(done: _Pass) -> torch.Tensor:
-    assert done.logits is not None
-    return done.logits[-1]

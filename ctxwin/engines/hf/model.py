@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
 
 from ctxwin.engines.base import MediaSpan, Sampling, ScoredToken
 from ctxwin.engines.encoding.checkpoint import Checkpoint
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,6 @@ class Inputs:
 
 def load(checkpoint: Checkpoint, device: str, dtype: str) -> tuple[torch.device, Any]:
     """The device and the model on it, ready for inference; ValueError where torch cannot use the device."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     loader: Any = AutoModelForCausalLM if checkpoint.media is None else AutoModelForImageTextToText
@@ -55,9 +51,6 @@ def positions(model: Any, token_ids: Sequence[int], media: Sequence[MediaSpan]) 
     The latter is learned by placing one text token more: behind a video, transformers goes on from the height and width
     of its grid, not from its last moment.
     """
-    import numpy as np
-    import torch
-
     count = len(token_ids)
     rule = getattr(model.base_model, "get_rope_index", None)
     if not media or rule is None:
@@ -96,8 +89,6 @@ def inputs(words: torch.Tensor, seen: Sequence[tuple[int, torch.Tensor]], deep: 
     Raises:
         ValueError: stored embeddings of another width.
     """
-    import torch
-
     tokens, hidden = int(words.shape[0]), int(words.shape[1])
     added = words.new_zeros(deep, tokens, hidden) if deep else None
     for offset, stored in seen:
@@ -118,8 +109,6 @@ GREEDY = 1e-5
 
 def sample(logits: torch.Tensor, temperature: float, generator: torch.Generator | None) -> int:
     """One token id from ``logits [vocab]``: the most likely one at temperature 0."""
-    import torch
-
     if temperature < GREEDY:
         return int(logits.argmax())
     return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
@@ -130,8 +119,6 @@ def warped(logits: torch.Tensor, sampling: Sampling, answer: Sequence[int]) -> t
 
     In vLLM's order: penalties, temperature, min_p, top_k, top_p; the temperature itself is left to `sample`.
     """
-    import torch
-
     if answer and (sampling.presence_penalty or sampling.frequency_penalty):
         counts = torch.bincount(torch.tensor([int(i) for i in answer]), minlength=logits.numel()).to(logits)
         logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
@@ -158,12 +145,3 @@ def top_logprobs(logits: torch.Tensor, count: int) -> dict[int, float]:
     """Log-probabilities by token id, best first; all of them where ``count`` is -1."""
     best = logits.log_softmax(-1).topk(logits.numel() if count < 0 else min(count, logits.numel()))
     return dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-
-
-def dtype_name(dtype: Any, config: Any) -> str:
-    """Name of the dtype to serve in, the checkpoint's own for None; ValueError for one that is not in `DTYPES`."""
-    own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or "float32"
-    name = str(own if dtype is None else dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
-    return name

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+import torch
+
+from ctxwin.engines.vllm import requests
 from ctxwin.engines.vllm.drivers import Driver, LoopDriver, StepDriver
-from ctxwin.engines.vllm.inputs import Inputs
+from ctxwin.engines.vllm.inputs import Inputs, joined
 from ctxwin.engines.vllm.internals import bare_model, worker_model
 from ctxwin.engines.vllm.lifecycle import cleanup, startup
 from ctxwin.engines.vllm.paged import PagedKV
@@ -17,19 +23,18 @@ from ctxwin.engines.vllm.relocation import refusal
 from ctxwin.engines.vllm.transport import PARAM, LocalTransport, SharedMemoryTransport, Transport
 from ctxwin.engines.vllm.vision import remote, see
 from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.kv.config import kv_spec_from_config
+from ctxwin.kv.layout import KVSpec
 
 if TYPE_CHECKING:
     import asyncio
 
-    import torch
-
+    from ctxwin.engines.base import Encoded, Sampling, Segment
     from ctxwin.engines.encoding.checkpoint import Checkpoint
-    from ctxwin.kv.layout import KVSpec
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl")
 REFUSED = {"kimi_k25": "vLLM 0.32 does not know transformers' class of it"}
 """Why families of the transformers engine are not served here."""
-_DTYPES = ("bfloat16", "float16", "float32")
 _prepared: weakref.WeakValueDictionary[str, SharedMemoryTransport] = weakref.WeakValueDictionary()
 
 
@@ -44,19 +49,18 @@ class Served:
 
 
 def read_model(model: str | Path, dtype: Any = "auto") -> Served:
-    """Raises UnsupportedModel for a model whose KV cannot be moved, ValueError for an unknown dtype. Reads no weights."""
+    """Raises UnsupportedModel for a model whose config says that KV cannot be moved, ValueError for an unknown dtype."""
     from ctxwin.engines.encoding.checkpoint import open_checkpoint
-    from ctxwin.kv.config import kv_spec_from_config
 
     checkpoint = open_checkpoint(model)
     kind = str(checkpoint.config.model_type)
     if checkpoint.media is not None and kind not in VISION_MODELS:
         reason = f" ({REFUSED[kind]})" if kind in REFUSED else ""
+        known = ", ".join(VISION_MODELS)
         raise UnsupportedModel(
-            f"a vision model on vLLM must be one of {', '.join(VISION_MODELS)}, got {kind!r}{reason}; "
-            "open it as hf:MODEL"
+            f"a vision model on vLLM must be one of {known}, got {kind!r}{reason}; open it as hf:MODEL"
         )
-    name = _dtype(dtype, checkpoint.config)
+    name = checkpoint.dtype(None if dtype == "auto" else dtype, "bfloat16")
     identity = checkpoint.identity(name, "vllm")
     return Served(checkpoint, name, identity, kv_spec_from_config(checkpoint.config, identity, name, "vllm"))
 
@@ -64,7 +68,7 @@ def read_model(model: str | Path, dtype: Any = "auto") -> Served:
 def engine_arguments(model: str | Path, options: dict[str, Any]) -> dict[str, Any]:
     """``options`` and what ctxwin needs beside them, as engine arguments of vLLM.
 
-    For whoever starts vLLM himself, a server for example, and then calls ``VLLMEngine.attach`` in the same process.
+    For programs that start vLLM themselves, a server for example, and then call ``VLLMEngine.attach`` in the same process.
 
     Raises:
         ValueError, UnsupportedModel: options that ctxwin cannot work with; the message says what to do.
@@ -176,12 +180,14 @@ class Core:
         return core
 
     def retain(self) -> None:
+        """Counts one engine more. Raises EngineFailed once the last is gone."""
         with self._lock:
             if self._users < 0:
                 raise EngineFailed("the engine is closed; open a new one")
             self._users += 1
 
     def release(self) -> None:
+        """Counts one engine less; the last one ends what `start` began."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -193,6 +199,64 @@ class Core:
             cleanup.remove(self._segments)
             self.inputs.close()
             self.transport.close()
+
+    def check(self, layout: Sequence[Segment], tail: Sequence[Encoded], sampling: Sampling) -> int:
+        """Validates a request before anything is submitted; returns the position that its first token is shifted by.
+
+        Positions within a prompt are vLLM's, so the segments must stand where vLLM puts them. Only the whole prompt may
+        be shifted: attention sees differences of positions.
+
+        Args:
+            layout: as of `Engine.generate`.
+            tail: the query, where there is one.
+            sampling: how to decode.
+
+        Raises:
+            ValueError, EngineFailed, UnsupportedModel: a request that vLLM would answer wrongly, or would end of.
+        """
+        if sampling.max_tokens < 1:
+            raise ValueError(f"max_tokens must be >= 1, got {sampling.max_tokens}")
+        if sampling.temperature < 0:
+            raise ValueError(f"temperature must be >= 0, got {sampling.temperature}")
+        requests.check(self.driver, sampling)
+        at = base = layout[0].start if layout else 0
+        for i, segment in enumerate(layout):
+            span, encoded = segment.span, segment.encoded
+            if segment.start != at:
+                raise ValueError(
+                    f"segment {i} must start at position {at}, behind the one before it, got {segment.start}"
+                )
+            at += encoded.advance
+            if span is None:
+                continue
+            span.validate(self.kv)
+            if span.tokens != encoded.tokens:
+                raise ValueError(f"the span of segment {i} must have {encoded.tokens} tokens, got {span.tokens}")
+            if not np.array_equal(span.positions.numpy(), encoded.positions):
+                raise ValueError(
+                    f"the span of segment {i} must have the positions of its tokens; it is another chunk's"
+                )
+        parts = [*(segment.encoded for segment in layout), *tail]
+        ids, media = joined(parts)
+        longest = int(self.driver.config.model_config.max_model_len)
+        if not 0 < len(ids) <= longest - sampling.max_tokens:
+            raise EngineFailed(
+                f"the prompt must have 1 to {longest - sampling.max_tokens} tokens (the model takes {longest}, "
+                f"{sampling.max_tokens} of them for the answer), got {len(ids)}"
+            )
+        starts = [0, *itertools.accumulate(part.advance for part in parts)]
+        positions = np.concatenate([part.positions + start for part, start in zip(parts, starts, strict=False)], axis=1)
+        last, limit = max(starts[-1] - 1, int(positions.max())) + sampling.max_tokens, self.positions
+        if int(positions.min()) < 0 or last >= limit:  # beyond its table of angles vLLM would end for everybody
+            raise EngineFailed(
+                f"positions must be in [0, {limit}), the answer's included, got up to {last}; drop chunks, or give videos "
+                "a rate and a length that the model was made for"
+            )
+        if not np.array_equal(positions, self.inputs.positions(ids, media)[0]):
+            raise UnsupportedModel(
+                f"{self.model} places a chunk by what stands before it; its KV cannot be put together from chunks"
+            )
+        return base
 
     def check_relocation(self) -> None:
         """Raises UnsupportedModel where keys do not turn as the config says, as measured by every worker."""
@@ -210,14 +274,3 @@ class Core:
         driver = self.driver
         assert isinstance(driver, StepDriver)
         return driver.call(lambda: see(self.inputs.model, driver.config.model_config.hf_config, pixels, grids))
-
-
-def _dtype(wanted: Any, config: Any) -> str:
-    """The name of the dtype to serve in: what was asked for, else the checkpoint's."""
-    name = str(wanted).removeprefix("torch.")
-    if name == "auto":
-        own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-        name = str(own or "bfloat16").removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ValueError(f"dtype must be auto, {', '.join(_DTYPES)}, got {wanted!r}")
-    return name

@@ -1,12 +1,8 @@
 """How requests get into vLLM and their outputs back, whatever process or event loop vLLM runs in.
 
-A caller submits a request from any thread and reads its outputs from a queue; vLLM batches whatever is in flight. Two
-drivers, one contract:
-
-| driver       | vLLM                                                         |
-|--------------|--------------------------------------------------------------|
-| `StepDriver` | ``vllm.LLM``, in this process or in its own, stepped by one thread |
-| `LoopDriver` | ``AsyncLLM`` on an event loop: its own thread's, or a server's      |
+A caller submits a request from any thread and reads its outputs from a queue; vLLM batches whatever is in flight.
+`StepDriver` steps a ``vllm.LLM``, in this process or in its own, in one thread; `LoopDriver` uses an ``AsyncLLM`` on an event
+loop, its own thread's or a server's.
 """
 
 from __future__ import annotations
@@ -25,27 +21,29 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+import torch
+
 from ctxwin.engines.vllm import internals
 from ctxwin.errors import EngineFailed
 
 T = TypeVar("T")
 WATCH_S = 0.5
-"""How often is looked whether vLLM's engine process still runs."""
+"""How often to check that vLLM's engine process still runs."""
 SETTLE_S = 2.0
-"""How long after a failed call of the workers vLLM may take to know that it is dead."""
+"""How long vLLM may take to notice its death after a call of the workers has failed."""
 _serial = itertools.count()
 _turn, _next = threading.Lock(), threading.Lock()
 _running: weakref.WeakSet[Driver] = weakref.WeakSet()
-_DEAD = "vLLM's engine process has ended ({}); close this engine and open a new one"
+_CLOSED = "the engine is closed; open a new one"
 
 
 @contextlib.contextmanager
 def in_turn() -> Iterator[None]:
-    """Held by whatever runs vLLM in this process, one engine at a time, in the order of asking.
+    """Held by whatever runs vLLM in this process, one engine at a time, first come, first served.
 
     vLLM's forward context, its worker-side connector and torch's defaults while a model loads are globals of the process.
     """
-    with _next:  # who has just let go stands behind those who wait
+    with _next:  # whoever has just let go queues behind those who wait
         _turn.acquire()
     try:
         yield
@@ -86,9 +84,19 @@ class Driver(ABC):
     def cancel(self, ticket: Ticket) -> None:
         """Takes a request back; returns once vLLM has been told."""
 
-    @abstractmethod
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of every worker's extension between two steps; arguments are strings and numbers only."""
+        try:
+            return self._rpc(method, args)
+        except Exception as error:
+            # Where a worker is killed, vLLM first fails calls under way as "cancelled", and notices its death only then.
+            until = time.monotonic() + SETTLE_S
+            while self.dead is None and time.monotonic() < until:
+                time.sleep(0.02)
+            raise error if self.dead is None else _ended(self.dead) from None
+
+    @abstractmethod
+    def _rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]: ...
 
     @abstractmethod
     def reset_prefix_cache(self) -> bool:
@@ -103,22 +111,12 @@ class Driver(ABC):
     def close(self) -> None:
         """Ends what the driver started; requests in flight get EngineFailed. Idempotent."""
 
-    def _reason(self, error: Exception) -> Exception:
-        """Why a call of the workers failed: the end of vLLM, or that very error.
-
-        Where a worker is killed, vLLM fails the calls under way as "cancelled" first, and knows that it is dead only then.
-        """
-        until = time.monotonic() + SETTLE_S
-        while self.dead is None and time.monotonic() < until:
-            time.sleep(0.02)
-        return error if self.dead is None else EngineFailed(_DEAD.format(_said(self.dead)))
-
 
 class StepDriver(Driver):
     """Drives a ``vllm.LLM`` with one thread, which alone touches it; engines in this process step in turn.
 
-    A multi-process LLM gives no sign between two outputs, so a request that arrives while nothing but long prefills run
-    waits for the next token; `LoopDriver` has no such wait.
+    A multi-process LLM says nothing between two outputs, so a request that arrives while only long prefills run waits for
+    the next token; `LoopDriver` has no such wait.
 
     Args:
         llm: started with the connector.
@@ -183,11 +181,8 @@ class StepDriver(Driver):
         self._post(run)
         return future.result()
 
-    def rpc(self, method: str, *args: Any) -> list[Any]:
-        try:
-            found: list[Any] = self.call(lambda: self.llm.collective_rpc(method, args=args))
-        except Exception as error:
-            raise self._reason(error) from None
+    def _rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        found: list[Any] = self.call(lambda: self.llm.collective_rpc(method, args=args))
         return found
 
     def reset_prefix_cache(self) -> bool:
@@ -206,16 +201,16 @@ class StepDriver(Driver):
         self._ended.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        self._end(EngineFailed("the engine is closed; open a new one"))
+        self._end(EngineFailed(_CLOSED))
         llm, self.llm, self._engine = self.llm, None, None
         self._stop(llm)
 
     def _post(self, task: Callable[[], None]) -> None:
         with self._wake:
             if self._closing:
-                raise EngineFailed("the engine is closed; open a new one")
+                raise EngineFailed(_CLOSED)
             if self._dead is not None:
-                raise EngineFailed(_DEAD.format(_said(self._dead))) from self._dead
+                raise _ended(self._dead) from self._dead
             self._tasks.append(task)
             self._wake.notify()
 
@@ -280,9 +275,8 @@ class StepDriver(Driver):
         waiting = {id(t): t for t in list(self._tickets.values())}
         self._tickets.clear()
         self._ids.clear()
-        told = error if isinstance(error, EngineFailed) else EngineFailed(_DEAD.format(_said(error)))
         for ticket in waiting.values():
-            ticket.outputs.put(told)
+            ticket.outputs.put(error if isinstance(error, EngineFailed) else _ended(error))
 
 
 class LoopDriver(Driver):
@@ -309,18 +303,18 @@ class LoopDriver(Driver):
     def submit(self, prompt: dict[str, Any], parameters: Any, priority: int) -> Ticket:
         ticket = Ticket()
         if self.dead is not None:
-            raise EngineFailed(_DEAD.format(_said(self.dead)))
+            raise _ended(self.dead)
 
         async def pump() -> None:
             try:
                 async for output in self.llm.generate(prompt, parameters, ticket.name, priority=priority):
                     ticket.outputs.put(output)
             except asyncio.CancelledError:
-                ticket.outputs.put(EngineFailed("the engine is closed; open a new one"))
+                ticket.outputs.put(EngineFailed(_CLOSED))
                 raise
             except Exception as error:
                 dead = self.dead
-                ticket.outputs.put(error if dead is None else EngineFailed(_DEAD.format(_said(dead))))
+                ticket.outputs.put(error if dead is None else _ended(dead))
 
         self._tasks[ticket.name] = task = self._start(pump())
         task.add_done_callback(lambda _: self._tasks.pop(ticket.name, None))  # it may have ended already
@@ -333,13 +327,10 @@ class LoopDriver(Driver):
             with contextlib.suppress(Exception):
                 self._start(self.llm.abort(ticket.name)).result(timeout=10)
 
-    def rpc(self, method: str, *args: Any) -> list[Any]:
+    def _rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         if self.dead is not None:
-            raise EngineFailed(_DEAD.format(_said(self.dead)))
-        try:
-            found: list[Any] = self._wait(self._start(self.llm.collective_rpc(method, args=args)))
-        except Exception as error:
-            raise self._reason(error) from None
+            raise _ended(self.dead)
+        found: list[Any] = self._wait(self._start(self.llm.collective_rpc(method, args=args)))
         return found
 
     def reset_prefix_cache(self) -> bool:
@@ -349,7 +340,7 @@ class LoopDriver(Driver):
     def dead(self) -> BaseException | None:
         llm = self.llm
         if self._closed or llm is None:
-            return EngineFailed("the engine is closed; open a new one")
+            return EngineFailed(_CLOSED)
         if not self._loop.is_running():
             return EngineFailed("the event loop that it was started on has ended")
         return llm.dead_error if llm.errored else None
@@ -368,7 +359,7 @@ class LoopDriver(Driver):
     def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if self._closed or not self._loop.is_running():
             work.close()
-            raise EngineFailed("the engine is closed; open a new one")
+            raise EngineFailed(_CLOSED)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _wait(self, future: Future[T]) -> T:
@@ -377,7 +368,7 @@ class LoopDriver(Driver):
             dead = self.dead
             if dead is not None:
                 future.cancel()
-                raise EngineFailed(_DEAD.format(_said(dead)))
+                raise _ended(dead)
         try:
             return future.result()
         except Exception as error:
@@ -388,21 +379,20 @@ def _ours(error: BaseException) -> BaseException:
     """vLLM's word for the end of its process as ours; any other error as it is."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    return EngineFailed(_DEAD.format(_said(error))) if isinstance(error, EngineDeadError) else error
+    return _ended(error) if isinstance(error, EngineDeadError) else error
 
 
-def _said(error: BaseException | None) -> str:
-    """What an error says; vLLM's own of a dead engine points to a stack trace that is not there."""
+def _ended(error: BaseException) -> EngineFailed:
+    """What a caller is told of vLLM's end; vLLM's own error points to a stack trace that is not there."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    return "it was killed, or failed by itself" if isinstance(error, EngineDeadError) else str(error) or repr(error)
+    cause = "it was killed, or failed by itself" if isinstance(error, EngineDeadError) else str(error) or repr(error)
+    return EngineFailed(f"vLLM's engine process has ended ({cause}); close this engine and open a new one")
 
 
 @contextlib.contextmanager
 def _no_compilation(config: Any) -> Iterator[None]:
     """Runs vLLM's few ``torch.compile``d sampling functions as written on a CPU, whose compiler takes 17 s for them."""
-    import torch
-
     if config.device_config.device_type == "cpu" and config.model_config.enforce_eager:
         with torch.compiler.set_stance("force_eager"):
             yield

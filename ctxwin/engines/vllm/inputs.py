@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
-from ctxwin.engines.base import MediaSpan
+from ctxwin.engines.base import Encoded, MediaSpan
 from ctxwin.engines.hf.model import deep_layers
 from ctxwin.engines.vllm.internals import media_items
 from ctxwin.engines.vllm.vision import Vision, is_tiled
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.hashing import digest
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -35,18 +34,28 @@ class Rendered:
     embeddings: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+def joined(encoded: Sequence[Encoded]) -> tuple[list[int], list[MediaSpan]]:
+    """Token ids of all parts in order, and their media with offsets within the whole."""
+    ids: list[int] = []
+    media: list[MediaSpan] = []
+    for part in encoded:
+        media += [replace(span, offset=span.offset + len(ids)) for span in part.media]
+        ids += part.token_ids
+    return ids, media
+
+
 class Inputs:
     """What one started engine's model makes of a prompt; holds no state of requests. Thread-safe.
 
     Args:
         config: vLLM's ``ModelConfig``.
         renderer: its renderer, whose processor names the fields of media.
-        model: the model, or `internals.bare_model` of its class: only its rule of positions is asked.
+        model: the model, or `internals.bare_model` of its class: only its rule of positions is used.
         vision: ``(pixels, grids) -> embeddings``, one run of the vision tower where the model is; see `see`.
         files: whether embeddings reach vLLM as files, through its encoder-cache connector, and not inside requests.
 
     Attributes:
-        secret: of this vLLM alone; part of every name in its caches that no client may guess.
+        secret: known to this vLLM alone; part of every name in its caches that clients must not be able to guess.
     """
 
     def __init__(self, config: Any, renderer: Any, model: Any, vision: Vision, *, files: bool = False) -> None:
@@ -61,9 +70,9 @@ class Inputs:
         self._processor: Any = renderer.get_mm_processor() if self.multimodal else None
 
     def name(self, key: str, tenant: str = "") -> str:
-        """What a medium is called inside vLLM: by its content, its tenant and the secret, so that no client can name it.
+        """The name of a medium inside vLLM, from its content, its tenant and the secret, so that no client can use it.
 
-        Whoever knew the name could send other content under it in a plain request, and windows would be served that.
+        Under a known name a plain request could send other content, which windows would then be served.
         """
         return digest("media", self.secret, tenant, key)
 
@@ -121,8 +130,8 @@ class Inputs:
     ) -> Rendered:
         """A rendered engine input, the form that vLLM's own renderer hands to the engine.
 
-        vLLM's processor and tower never run: media carry their embeddings, or (``files``) only the shape that positions
-        follow from, and their embeddings are named beside the prompt.
+        vLLM's processor and tower never run: media carry their embeddings, or (``files``) only the shape from which
+        positions follow, and their embeddings are named beside the prompt.
 
         Args:
             token_ids: placeholders expanded.
@@ -130,21 +139,20 @@ class Inputs:
             embed: embeddings by key.
             salt: separates prefix-cache entries; "" for none.
             covered: tokens in front whose KV will be loaded. The embeddings of media among them are not read, and need
-                not exist any more; they are zeros, which is safe because a load that does not happen is noticed.
+                not exist any more; zeros stand in, safely, because a load that does not happen is noticed.
             tenant: whose embeddings these are: no tenant hits another's entry in vLLM's encoder cache.
             marks: what tells the blocks from a medium on apart, by the medium's offset; see `prefix_space`.
-            tail: token from which on what is covered may be computed instead, see `transport.Job.wanted`; None: nowhere.
+            tail: token from which on covered tokens may be computed instead, see `transport.Job.wanted`; None: nowhere.
             at_hand: embeddings that cost nothing, by key, for the media that reach into the tail.
         """
-        if not media:
-            from vllm.inputs.engine import tokens_input
-
-            return Rendered(dict(tokens_input(list(token_ids), cache_salt=salt or None)))
-        from vllm.inputs.engine import mm_input
+        from vllm.inputs.engine import mm_input, tokens_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
 
+        if not media:
+            return Rendered(dict(tokens_input(list(token_ids), cache_salt=salt or None)))
         known = min(covered, len(token_ids) - 1)  # vLLM always computes the last token
-        features, blank = [], 0
+        features: list[Any] = []
+        blank = 0
         embeddings: dict[str, torch.Tensor] = {}
         for span in sorted(media, key=lambda m: m.offset):
             end = span.offset + span.tokens
@@ -160,14 +168,13 @@ class Inputs:
                 if mark:
                     feature.identifier = f"{feature.identifier}@{mark}"
                 features.append(feature)
-        items: dict[str, list[Any]] = {}
-        hashes: dict[str, list[str]] = {}
-        places: dict[str, list[Any]] = {}
+        items, hashes, places = (defaultdict[str, list[Any]](list) for _ in range(3))
         for feature in features:
-            items.setdefault(feature.modality, []).append(feature.data)
-            hashes.setdefault(feature.modality, []).append(feature.identifier)
-            places.setdefault(feature.modality, []).append(feature.mm_position)
-        made = mm_input(list(token_ids), MultiModalKwargsItems(items), hashes, places, cache_salt=salt or None)
+            items[feature.modality].append(feature.data)
+            hashes[feature.modality].append(feature.identifier)
+            places[feature.modality].append(feature.mm_position)
+        kwargs = MultiModalKwargsItems(dict(items))
+        made = mm_input(list(token_ids), kwargs, dict(hashes), dict(places), cache_salt=salt or None)
         return Rendered(dict(made), blank, embeddings)
 
     def _check_open(self) -> None:
@@ -178,8 +185,6 @@ class Inputs:
         self, span: MediaSpan, embeddings: torch.Tensor | None, tenant: str
     ) -> list[tuple[Any, torch.Tensor | None]]:
         """One media item as vLLM describes it, or its tiles: InternVL takes embeddings of one shape only."""
-        import torch
-
         tiles = span.grid_thw[0] if self._tiled else 1
         if tiles == 1:
             return [(self._feature(span, embeddings, tenant), embeddings)]
@@ -187,16 +192,13 @@ class Inputs:
         parts = [None] * tiles if embeddings is None else list(torch.split(embeddings, each))
         made = []
         for i, part in enumerate(parts):
-            tile = replace(
-                span, key=f"{span.key}-{i}", offset=span.offset + i * each, tokens=each,
-                grid_thw=(1, *span.grid_thw[1:]),
-            )  # fmt: skip
+            key, grid = f"{span.key}-{i}", (1, *span.grid_thw[1:])
+            tile = replace(span, key=key, offset=span.offset + i * each, tokens=each, grid_thw=grid)
             made.append((self._feature(tile, part, tenant), part))
         return made
 
     def _feature(self, span: MediaSpan, embeddings: torch.Tensor | None, tenant: str = "") -> Any:
         """One media item as vLLM describes it; without embeddings it is good for positions and covered media only."""
-        import torch
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
         if embeddings is not None and embeddings.shape[0] != span.tokens:
@@ -218,14 +220,11 @@ class Inputs:
         return MultiModalFeatureSpec(data=item, modality=span.modality, identifier=name, mm_position=place)
 
     def _zeros(self, tokens: int) -> torch.Tensor:
-        import torch
-
         width = self._config.get_inputs_embeds_size() * (1 + deep_layers(self._config.hf_config))
         return torch.zeros(1).expand(tokens, width)
 
     def _item(self, span: MediaSpan, embeddings: torch.Tensor | None) -> Any:
         """The fields of one item; without embeddings only those that positions follow from."""
-        import torch
         from vllm.multimodal.inputs import MultiModalKwargsItem
 
         if self._processor is None:

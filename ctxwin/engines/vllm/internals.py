@@ -1,10 +1,11 @@
-"""Everything that ctxwin touches of vLLM beyond its official seams, in one place.
+"""Everything that ctxwin touches of vLLM beyond its official interfaces, in one place.
 
 Official are the connector classes (KV and encoder cache), ``kv_transfer_params``, ``worker_extension_cls``, ``LLM`` and
-``AsyncLLM``, the renderer's engine inputs and the models' ``get_mrope_input_positions``. What is here, and the attributes
-of attention layers that `paged` reads (``kv_cache``, ``kv_cache_dtype``, ``impl.do_kv_cache_update``,
-``compilation_config.static_forward_context``), may change with any minor version of vLLM: when `CHECKED` gets another
-one, read each of them in that version first. The tests of the versions named there run all of it.
+``AsyncLLM``, the renderer's engine inputs and the models' ``get_mrope_input_positions``. What is here, the attributes of
+attention layers that `paged` reads (``kv_cache``, ``kv_cache_dtype``, ``impl.do_kv_cache_update``,
+``compilation_config.static_forward_context``) and the forward that `relocation` runs (``set_forward_context``, the layers'
+``forward``) may change with any minor version of vLLM: when `CHECKED` gets another one, read each of them in that version
+first. The tests of the versions named there run all of it.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def worker_model(llm: Any) -> Any:
 
 
 def release_core(engine: Any) -> None:
-    """Shuts down what is one in-process engine's own.
+    """Shuts down what belongs to one in-process engine alone.
 
-    ``EngineCore.shutdown`` would destroy the process groups and the worker-side connector too, which the other engines of
+    ``EngineCore.shutdown`` would also destroy the process groups and the worker-side connector, which the other engines of
     this process share.
     """
     engine.engine_core._finalizer.detach()
@@ -62,7 +63,7 @@ def core_died(engine: Any) -> bool:
 
 
 def wake_waiting(engine: Any, error: Exception) -> None:
-    """Gives ``error`` to whoever waits for an engine that died: vLLM notices, but leaves them waiting."""
+    """Gives ``error`` to all who wait for an engine that died: vLLM notices its death, but leaves them waiting."""
     client = engine.engine_core
     for future in list(client.utility_results.values()):
         with contextlib.suppress(InvalidStateError):

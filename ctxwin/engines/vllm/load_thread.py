@@ -1,17 +1,16 @@
-"""A thread whose torch operators are not shared out among others.
+"""A thread whose torch operators are not split among others.
 
-Where vLLM computes in the process of its caller, there are more threads of OpenMP than processors: some for every thread
-that has ever computed. They stop spinning between operators then, and waking them costs more than the tenth of a
-millisecond that an operator of a load takes: with two threads a load took twice as long as with one. Processes of vLLM's
-own have no such threads, and load on all that they compute with.
+Where vLLM computes in its caller's process, OpenMP has more threads than there are processors: some for every thread that has
+ever computed. They no longer spin between operators then, and waking them costs more than the tenth of a millisecond that an
+operator of a load takes: a load took twice as long with two threads as with one. vLLM's own processes have no such surplus,
+and load on all their threads.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -27,14 +26,13 @@ _R = TypeVar("_R")
 def layers_of(placing: Placing) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The layers of ``placing`` in order, each computed by a thread alone while the caller uses the one before.
 
-    Raises what computing raises. What it yields is valid until the next one is asked for.
+    Raises what computing raises. Each layer is valid until the next one is requested.
     """
-    under_way: deque[Future[tuple[torch.Tensor, torch.Tensor]]] = deque()
-    for i in range(placing.layers):
-        under_way.append(_thread().submit(_layer, placing, i))
-        if i:
-            yield under_way.popleft().result()
-    yield under_way.popleft().result()
+    coming = _thread().submit(_layer, placing, 0)
+    for i in range(1, placing.layers):
+        ready, coming = coming, _thread().submit(_layer, placing, i)
+        yield ready.result()
+    yield coming.result()
 
 
 @torch.inference_mode()
@@ -49,7 +47,7 @@ def alone(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R
 
 @lru_cache(maxsize=1)
 def _thread() -> ThreadPoolExecutor:
-    """One for the process: engines of one process take turns anyway."""
+    """One per process: its engines take turns anyway."""
     usual: list[int] = []
 
     def start() -> None:
@@ -58,7 +56,7 @@ def _thread() -> ThreadPoolExecutor:
 
     made = ThreadPoolExecutor(1, "ctxwin-load", initializer=start)
     made.submit(int).result()
-    # OpenMP keeps the number for each thread, but torch hands the last one that was set on to threads to come.
+    # OpenMP keeps the number for each thread, but torch passes the last one that was set on to new threads.
     restore = threading.Thread(target=torch.set_num_threads, args=(usual[0],))
     restore.start()
     restore.join()

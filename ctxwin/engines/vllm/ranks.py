@@ -1,16 +1,14 @@
-"""KV heads and tensor parallel ranks: what one rank holds of a span, and a span from what all ranks hold.
+"""KV heads and tensor-parallel ranks: what one rank holds of a span, and a span from what all ranks hold.
 
-The store knows nothing of ranks: a span has all KV heads. A worker takes its own at load and hands its own back at
-capture. Tokens, positions and block ids are the same on every rank.
+The store knows nothing of ranks: a span has all KV heads. A worker loads its own heads and captures its own. Tokens, positions
+and block ids are the same on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 def own_heads(heads: int, rank: int, size: int) -> slice:
@@ -18,7 +16,7 @@ def own_heads(heads: int, rank: int, size: int) -> slice:
 
     Args:
         heads: KV heads of the model. Latent attention (MLA) has one, which every rank holds whole.
-        rank: within the tensor parallel group.
+        rank: within the tensor-parallel group.
         size: ranks of the group.
 
     Raises:
@@ -41,21 +39,16 @@ def own_heads(heads: int, rank: int, size: int) -> slice:
 
 
 def gather(parts: Sequence[torch.Tensor], heads: int) -> torch.Tensor:
-    """All KV heads of a span from what the ranks captured of it.
+    """All KV heads of a span ``[L, T, heads, D]`` from what the ranks captured of it; a single part is not copied.
 
     Args:
-        parts: ``[L, T, h, D]`` of rank 0, 1, ...; h as `own_heads` gives it.
+        parts: ``[L, T, h, D]`` of rank 0, 1, ...; h as in `own_heads`. Of a head that several ranks hold, the first copy
+            counts: all are computed from the same weights and activations.
         heads: KV heads of the model.
-
-    Returns:
-        ``[L, T, heads, D]``. A head that several ranks hold is taken from the first of them: the copies are computed
-        from the same weights and the same activations. One part is returned as it is, several are copied.
 
     Raises:
         ValueError: parts that are not the shares of ``heads`` heads of one span.
     """
-    import torch
-
     if not parts:
         raise ValueError("the parts of at least one rank are needed, got none")
     size = len(parts)

@@ -1,4 +1,4 @@
-"""One request on vLLM: hands over what it loads, follows its outputs, collects what it captured."""
+"""One request on vLLM: hands over what it loads, reads its outputs, collects what it captured."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ctxwin.engines.vllm.transport.base import PARAM, Transfer, Transport
 from ctxwin.errors import EngineFailed
 
 if TYPE_CHECKING:
-    from ctxwin.engines.vllm.drivers import Driver
+    from ctxwin.engines.vllm.drivers import Driver, Ticket
 
 BACKGROUND = 10
-"""Priority of work that nobody waits for; vLLM serves lower numbers first, and plain requests have 0."""
+"""Priority of work that nobody waits for; vLLM serves lower numbers first, and other requests have 0."""
 
 
 class LoadError(Exception):
@@ -47,8 +47,8 @@ class Outcome:
 class Told:
     """Tells a caller each token once.
 
-    A request whose blocks were taken away and whose load then fails is served anew, from its begin. Nothing can be taken
-    back of what was told, so that has to come again.
+    A request whose blocks were taken away and whose load then fails is served anew from the beginning. What a caller has
+    been told cannot be taken back, so the new answer has to begin with it.
 
     Args:
         on_token: see `Engine.generate`.
@@ -62,7 +62,8 @@ class Told:
         self._goes_on = True
 
     def __call__(self, ids: list[int]) -> bool:
-        """Hears all ``ids`` so far; False once the caller wants no more. Raises EngineFailed where they are others."""
+        """Takes all ``ids`` generated so far; False once the caller wants no more. Raises EngineFailed if earlier ones
+        changed."""
         at = len(ids) - 1
         if at >= len(self._ids):
             self._ids.append(ids[at])
@@ -72,13 +73,13 @@ class Told:
         return self._goes_on or len(ids) < len(self._ids)
 
     def check(self, ids: list[int]) -> None:
-        """Raises EngineFailed for an answer that has ended before what was told."""
+        """Raises EngineFailed for a whole answer that is shorter than what was told of it."""
         if len(ids) < len(self._ids):
             raise self._lost()
 
     def _lost(self) -> EngineFailed:
         return EngineFailed(
-            "KV of the answer was lost while it was being told, and computed anew the answer is another one; ask again"
+            "KV of the answer was lost while it was streamed, and computed anew the answer is another one; ask again"
         )
 
 
@@ -90,7 +91,7 @@ def run(
     sampling: Sampling,
     ending: Sequence[int] = (),
     on_token: Callable[[list[int]], bool] | None = None,
-    priority: int = 0,
+    background: bool = False,
 ) -> Outcome:
     """Runs one request to its end, beside whatever else vLLM has to do.
 
@@ -98,11 +99,11 @@ def run(
         driver: of a started engine.
         transport: where its connector finds transfers.
         prompt: a rendered engine input.
-        transfer: what to load and capture; filled on return, as far as the request came where ``on_token`` stopped it.
+        transfer: what to load and capture; filled on return, as far as the request got if ``on_token`` stopped it.
         sampling: how to decode.
         ending: token ids that end the answer.
         on_token: called in this thread with all ids after each token that does not end the answer; returning False stops.
-        priority: lower is served first.
+        background: nobody waits for it; other requests go first.
 
     Raises:
         LoadError, CallerError: see there. Whatever vLLM raises passes through. The request is taken back in each case.
@@ -113,7 +114,8 @@ def run(
         raise LoadError(f"no room to hand over what the request loads: {error}") from error
     outcome = Outcome()
     try:
-        reason = _follow(driver, prompt, _parameters(sampling, ending, handle), outcome, sampling, on_token, priority)
+        ticket = driver.submit(prompt, _parameters(sampling, ending, handle), BACKGROUND if background else 0)
+        reason = _follow(driver, ticket, outcome, sampling, on_token)
         transport.collect(handle, transfer, reason != "error")
     except Exception:
         transport.collect(handle, transfer, False)  # what it cost counts all the same
@@ -122,8 +124,8 @@ def run(
         transport.remove(handle)
     served = transfer.local_tokens + transfer.planned_tokens
     if not outcome.finished and served >= transfer.blank:
-        # The tokens so far came from sound KV. What failed or was still to be loaded since then, behind a preemption
-        # for example, concerns nobody: asked anew, the caller would hear the answer again that was stopped.
+        # The tokens so far came from sound KV. What failed or was still to be loaded after them, behind a preemption for
+        # example, does not matter: asked again, the caller would be told once more what it has stopped.
         if transfer.error is not None or transfer.loaded_tokens != transfer.planned_tokens:
             transfer.captured.clear()
         return outcome
@@ -134,26 +136,19 @@ def run(
         driver.reset_prefix_cache()
         raise LoadError(f"{transfer.planned_tokens} tokens were to be loaded, got {transfer.loaded_tokens}")
     if served < transfer.blank:
-        # vLLM did not ask the connector, or not for all of it: zeros were computed where media stand.
+        # vLLM did not ask the connector, or not for all of it: zeros were computed in place of media.
         driver.reset_prefix_cache()
         raise LoadError(f"{transfer.blank} tokens were to come from the cache or from spans, got fewer")
     return outcome
 
 
 def _follow(
-    driver: Driver,
-    prompt: dict[str, Any],
-    parameters: Any,
-    outcome: Outcome,
-    sampling: Sampling,
-    on_token: Callable[[list[int]], bool] | None,
-    priority: int,
+    driver: Driver, ticket: Ticket, outcome: Outcome, sampling: Sampling, on_token: Callable[[list[int]], bool] | None
 ) -> str:
     """Reads outputs until the request ends; returns vLLM's reason."""
-    ticket = driver.submit(prompt, parameters, priority)
     ended = False
     try:
-        while True:
+        while not ended:
             output = _next(driver, ticket.outputs)
             if isinstance(output, BaseException):
                 ended = True
@@ -163,23 +158,26 @@ def _follow(
             fresh = _fresh(part, len(outcome.token_ids), sampling.token_logprobs)
             if fresh and not outcome.first_token_at:
                 outcome.first_token_at = time.perf_counter()
-                outcome.logprobs = _first(part.logprobs, sampling.logprobs)
+                if part.logprobs and sampling.logprobs:
+                    outcome.logprobs = _best(part.logprobs[0], sampling.logprobs)
             if part.finish_reason == "stop" and fresh:
                 fresh.pop()
             for token in fresh:
                 outcome.token_ids.append(token)
-                if on_token is not None and not _asked(on_token, outcome.token_ids):
-                    outcome.finished = False
+                try:
+                    outcome.finished = on_token is None or on_token(outcome.token_ids)
+                except Exception as error:
+                    raise CallerError from error
+                if not outcome.finished:
                     return str(part.finish_reason) if ended else "abort"
-            if ended:
-                return str(part.finish_reason)
+        return str(part.finish_reason)
     finally:
         if not ended:
             driver.cancel(ticket)
 
 
 def _next(driver: Driver, outputs: queue.SimpleQueue[Any]) -> Any:
-    """The next output; looks now and then whether vLLM still runs, in case it died without a word."""
+    """The next output; checks now and then that vLLM still runs, in case it died silently."""
     while True:
         try:
             return outputs.get(timeout=5.0)
@@ -189,23 +187,18 @@ def _next(driver: Driver, outputs: queue.SimpleQueue[Any]) -> Any:
                 raise dead from None
 
 
-def _asked(on_token: Callable[[list[int]], bool], token_ids: list[int]) -> bool:
-    try:
-        return on_token(token_ids)
-    except Exception as error:
-        raise CallerError from error
-
-
 def _parameters(sampling: Sampling, ending: Sequence[int], handle: str) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    schema = sampling.json_schema
+    schema, logprobs = sampling.json_schema, sampling.logprobs
+    if logprobs >= 0 and sampling.token_logprobs is not None:
+        logprobs = max(logprobs, sampling.token_logprobs)  # vLLM adds the token's own
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
         seed=sampling.seed,
-        logprobs=_wanted(sampling),
+        logprobs=None if not logprobs and sampling.token_logprobs is None else logprobs,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
@@ -223,8 +216,10 @@ def _parameters(sampling: Sampling, ending: Sequence[int], handle: str) -> Any:
 
 
 def check(driver: Driver, sampling: Sampling) -> None:
-    """Raises ValueError for what vLLM would refuse: ids and counts beyond the vocabulary, a schema it cannot hold an
-    answer to. What it makes of a schema is cheap beside an answer."""
+    """Raises ValueError for what vLLM would refuse: ids and counts beyond the vocabulary, a schema that it cannot enforce.
+
+    Cost: compiling the schema, which is cheap beside an answer.
+    """
     if sampling.json_schema is None and sampling.logprobs <= 0 and not sampling.stop_ids:
         return
     config = driver.config
@@ -237,33 +232,18 @@ def check(driver: Driver, sampling: Sampling) -> None:
         raise ValueError(f"{what} must be what vLLM takes: {error}") from error
 
 
-def _wanted(sampling: Sampling) -> int | None:
-    """How many log-probabilities vLLM returns with each token; it adds the token's own."""
-    if sampling.logprobs < 0 or sampling.token_logprobs is None:
-        return sampling.logprobs or None
-    return max(sampling.logprobs, sampling.token_logprobs)
-
-
 def _fresh(part: Any, index: int, best: int | None) -> list[int]:
-    """The ids of an output; as `ScoredToken` with the ``best`` beside them where those are wanted."""
+    """The ids of an output, as `ScoredToken` with the ``best`` beside them where those are wanted."""
     if best is None or not part.token_ids:
         return list(part.token_ids)
-    scored = []
-    for i, (token, entries) in enumerate(zip(part.token_ids, part.logprobs, strict=True)):
-        scored.append(ScoredToken(token, index + i, float(entries[token].logprob), _best(entries, best)))
-    return list(scored)
-
-
-def _first(logprobs: Any, wanted: int) -> dict[int, float]:
-    """The log-probabilities of the first position; vLLM adds the sampled token to the ``wanted`` best."""
-    if not logprobs or not wanted:
-        return {}
-    if wanted < 0:
-        return {token: float(entry.logprob) for token, entry in logprobs[0].items()}
-    return _best(logprobs[0], wanted)
+    return [
+        ScoredToken(token, index + i, float(entries[token].logprob), _best(entries, best))
+        for i, (token, entries) in enumerate(zip(part.token_ids, part.logprobs, strict=True))
+    ]
 
 
 def _best(entries: Any, count: int) -> dict[int, float]:
+    """The ``count`` best log-probabilities of a position by token, all for -1; vLLM adds the sampled token to the best."""
     found = {token: float(entry.logprob) for token, entry in entries.items()}
-    best = sorted(found, key=lambda token: (-found[token], token))[:count]
+    best = found if count < 0 else sorted(found, key=lambda token: (-found[token], token))[:count]
     return {token: found[token] for token in best}

@@ -7,10 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctxwin.engines.encoding.families import FAMILIES
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from ctxwin.engines.encoding.families import FAMILIES
+from ctxwin.engines.vllm.internals import tensor_parallel
+from ctxwin.engines.vllm.lifecycle.folders import write_file
+from ctxwin.engines.vllm.relocation import refusal
+from ctxwin.engines.vllm.transport import PARAM, connect
+from ctxwin.store import codec
 
 _PIXELS, _SEEN = "see-", "seen-"
 
@@ -26,8 +30,6 @@ def is_tiled(config: Any) -> bool:
 
 def see(model: Any, config: Any, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
     """One run of a model's tower; ``config`` is its Hugging Face config. See `Inputs.see`."""
-    import torch
-
     like = next(model.parameters())
     given: dict[str, Any] = {"pixel_values": pixels.to(device=like.device, dtype=like.dtype)}
     if is_tiled(config):
@@ -52,9 +54,6 @@ class WorkerExtension:
 
     def ctxwin_relocation(self) -> str:
         """See `relocation.refusal`. The same on every rank but for the heads, and in step, as the model's layers need it."""
-        from ctxwin.engines.vllm.relocation import refusal
-        from ctxwin.engines.vllm.transport import PARAM, connect
-
         paged = connect(self.vllm_config.kv_transfer_config.kv_connector_extra_config[PARAM]).paged
         assert paged is not None
         return refusal(self.get_model(), self.vllm_config, paged)
@@ -64,11 +63,6 @@ class WorkerExtension:
 
         Raises ValueError for files outside the transport's folder: a server may let its clients call methods of workers.
         """
-        from ctxwin.engines.vllm.internals import tensor_parallel
-        from ctxwin.engines.vllm.lifecycle.folders import write_file
-        from ctxwin.engines.vllm.transport.base import PARAM
-        from ctxwin.store import codec
-
         folder = Path(self.vllm_config.kv_transfer_config.kv_connector_extra_config[PARAM])
         for path, prefix in ((Path(source), _PIXELS), (Path(target), _SEEN)):
             if path.parent != folder or not path.name.startswith(prefix):
@@ -81,8 +75,6 @@ class WorkerExtension:
 
 def remote(rpc: Callable[..., list[Any]], folder: Path) -> Vision:
     """A `Vision` that runs in vLLM's workers; ``rpc`` is `Driver.rpc`, ``folder`` its files' folder."""
-    from ctxwin.engines.vllm.lifecycle.folders import write_file
-    from ctxwin.store import codec
 
     def run(pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
         name = secrets.token_hex(8)

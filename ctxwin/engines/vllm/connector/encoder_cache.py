@@ -56,6 +56,7 @@ class Content:
 
     @classmethod
     def of(cls, embeddings: torch.Tensor) -> Content:
+        """The content of embeddings on the CPU, not copied."""
         return cls(embeddings.view(torch.uint8).numpy().reshape(-1), tuple(embeddings.shape), embeddings.dtype)
 
     def to(self, device: Any) -> torch.Tensor:

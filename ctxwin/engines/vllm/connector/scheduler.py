@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.request import RequestStatus
 
 from ctxwin.engines.vllm.transport import PARAM, Endpoint, Job, Load, Save, is_handle
 
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 ABORT_S = 30.0
-"""How long a request whose transfer is gone waits for its abort; a client of a server may have made its handle up, and is
-served without spans then."""
+"""How long a request whose transfer is gone waits for its abort; then it is served without spans, as a server's client may have
+invented its handle."""
 STEPS = 8
-"""Steps within which a synchronous load is known to have failed; more than vLLM has under way at once."""
+"""Steps within which a failed synchronous load becomes known; more than vLLM has in flight at once."""
 
 
 @dataclass
@@ -37,7 +38,7 @@ class _Unproven:
 
 @dataclass
 class Step(KVConnectorMetadata):  # type: ignore[misc]  # mypy sees vLLM as untyped
-    """What the workers do in one step."""
+    """What the workers load and save in one step."""
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
@@ -63,7 +64,7 @@ class SchedulerHalf:
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens the spans cover beyond vLLM's own prefix hit, and whether they are loaded in the background.
 
-        Asked again after a preemption. A request whose transfer was taken back waits for its abort: computed in place it
+        Called again after a preemption. A request whose transfer was taken back waits for its abort: computed in place it
         would leave KV and embeddings of blank media under the names of real ones.
         """
         found = self._job(request)
@@ -72,13 +73,13 @@ class SchedulerHalf:
         handle, job = found
         count = job.wanted(num_computed_tokens, request.num_prompt_tokens, self.block_size)
         asked = num_computed_tokens, handle, job
-        if self._asked.get(request.request_id) != asked:  # a request that waits for room is asked about in every step
+        if self._asked.get(request.request_id) != asked:  # vLLM asks about a request that waits for room in every step
             self._asked[request.request_id] = asked
             self.endpoint.seen(handle, num_computed_tokens, count)
         return count, count > 0 and job.background(num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        # Called a second time, with no tokens, when a background load is done.
+        """Plans the load; called a second time, with no tokens, when a background load is done."""
         asked = self._asked.pop(request.request_id, None)
         if asked is None or not num_external_tokens:
             return
@@ -91,6 +92,7 @@ class SchedulerHalf:
             self._unproven.append(_Unproven(self._steps, request.request_id, first, set(ids[first:])))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
+        """What the workers do in the coming step."""
         self._steps += 1
         while self._unproven and self._unproven[0].step <= self._steps - STEPS:
             self._unproven.popleft()
@@ -100,13 +102,14 @@ class SchedulerHalf:
         return step
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Learns vLLM's block pool."""
         self._pool = gpu_block_pool
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes blocks of failed loads out of the prefix cache.
 
-        vLLM does so for the requests that still run. Those of one that was aborted or preempted in the very step would
-        stay, and whoever came next would find there what the memory held before.
+        vLLM does so for the requests that still run. Those of one that was aborted or preempted in that same step would
+        stay, and the next request would find there what the memory held before.
         """
         failed = connector_output.invalid_block_ids
         if not failed or self._pool is None:
@@ -123,7 +126,7 @@ class SchedulerHalf:
             if load.request == request.request_id:
                 load.blocks.update(block_ids[load.first :])
         found = self._job(request)
-        if found is None or not found[1].captures or _failed(request):
+        if found is None or not found[1].captures or request.status == RequestStatus.FINISHED_ERROR:
             return False, None
         handle, job = found
         # Asynchronous scheduling counts tokens of a step that is still running.
@@ -150,10 +153,3 @@ class SchedulerHalf:
             return False
         now = time.monotonic()
         return now - self._orphans.setdefault(request.request_id, now) < ABORT_S
-
-
-def _failed(request: Request) -> bool:
-    from vllm.v1.request import RequestStatus
-
-    failed: bool = request.status == RequestStatus.FINISHED_ERROR
-    return failed

@@ -39,9 +39,7 @@ class WorkerHalf:
         try:
             connect(load.source).load(load)
         except Exception as error:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the engine is told before vLLM ends the request, if it is still there
+            with contextlib.suppress(RuntimeError):  # told before vLLM ends the request, if the engine is still there
                 connect(load.source).fail(load.handle, error)
             size = self.block_size
             self._failed_blocks.update(load.blocks[load.begin // size : -(-load.end // size)])
@@ -58,6 +56,7 @@ class WorkerHalf:
         return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks whose load has failed since the last call."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 

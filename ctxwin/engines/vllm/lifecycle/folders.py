@@ -17,7 +17,7 @@ import psutil  # type: ignore[import-untyped]  # ships no types
 from ctxwin.engines.vllm.lifecycle import cleanup
 
 PREFIX = "ctxwin-"
-"""What a transport's folder is called: this, its owner's process number, and something random."""
+"""How a transport's folder is called: this, its owner's process number, and something random."""
 LOCK = "lock"
 """A file that the folder's owner keeps locked."""
 SEGMENTS = "segments.json"
@@ -47,15 +47,12 @@ def sweep(root: Path) -> list[str]:
 def _locked(folder: Path) -> bool:
     """Whether some process uses a folder: containers that share ``/dev/shm`` do not see each other's processes."""
     try:
-        held = os.open(folder / LOCK, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with (folder / LOCK).open("r+b") as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    finally:
-        os.close(held)
+    except OSError:
+        return False
     return False
 
 
@@ -66,7 +63,7 @@ def owner_of(folder: Path, prefix: str = PREFIX) -> int | None:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process runs; one that was killed keeps its number until its parent has asked for its end."""
+    """Whether a process runs; a killed one keeps its number until its parent has collected it."""
     try:
         return bool(psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
     except psutil.NoSuchProcess:

@@ -1,9 +1,8 @@
 """Starting and stopping vLLM with the ctxwin connector: in this process, or in processes of its own.
 
-vLLM is made for processes of its own: starting it seeds the global random generators, replaces
-``torch.set_num_threads``, reads its settings from environment variables and logs a screenful. Here everything that a
-host program would notice is put back, and several engines can be open at once although vLLM keeps its process groups in
-globals.
+vLLM is made for processes of its own: starting it seeds the global random generators, replaces ``torch.set_num_threads``,
+reads its settings from environment variables and logs a screenful. Here everything that a host program would notice is
+restored, and several engines can be open at once although vLLM keeps its process groups in globals.
 """
 
 from __future__ import annotations
@@ -19,9 +18,13 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
+import numpy as np
+import torch
+
 from ctxwin.engines.vllm import internals
 from ctxwin.engines.vllm.drivers import Driver, LoopDriver, StepDriver, in_turn
 from ctxwin.engines.vllm.lifecycle import versions, watchdog
+from ctxwin.engines.vllm.refusals import CONNECTOR, ONE
 from ctxwin.engines.vllm.transport import PARAM, SharedMemoryTransport, Transport
 from ctxwin.errors import EngineFailed, UnsupportedModel
 
@@ -30,17 +33,16 @@ Processes = Literal["single", "multi", "async"]
 ``async``: ``AsyncLLM``, the engine of vLLM's server, likewise in processes of its own."""
 
 CPU_KV_BYTES = 1 << 30
-"""Paged cache on a CPU unless told otherwise, or what one request of full length takes where that is more; vLLM's own
-default there is most of the machine's memory."""
+"""Default paged cache on a CPU, or what one request of full length takes where that is more; vLLM's own default there is most
+of the machine's memory."""
 
 _FIXED: dict[str, Any] = {
     "enable_mm_embeds": True,
     "enable_prefix_caching": True,
     "max_logprobs": -1,
-    "scheduling_policy": "priority",  # what nobody waits for stands behind what somebody does
+    "scheduling_policy": "priority",  # work that nobody waits for comes last
     "mm_device_do_normalize": False,  # pixels come normalised from the model's own processor
 }
-_ONE = ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
 _log = logging.getLogger("ctxwin.engines")
 _lock = threading.Lock()
 _open = 0
@@ -54,7 +56,7 @@ def start(
     Args:
         model: path or hub name.
         transport: where the connector finds its transfers; a `SharedMemoryTransport` unless ``processes`` is "single".
-        options: engine arguments of vLLM (those of ``vllm.LLM``); what ctxwin depends on is refused where it differs.
+        options: engine arguments of vLLM (those of ``vllm.LLM``); refused where they contradict what ctxwin depends on.
         processes: see `Processes`.
         connector: False starts the same vLLM without it, to compare with.
 
@@ -117,7 +119,7 @@ def with_connector(model: str, options: dict[str, Any], transport: Transport) ->
             text = AutoConfig.from_pretrained(model).get_text_config()
             longest = arguments.get("max_model_len") or text.max_position_embeddings
             room = int(longest) + 2 * arguments.get("block_size", 128)
-            whole = kv.span_bytes(room, _itemsize(kv.dtype))
+            whole = kv.span_bytes(room, 4 if kv.dtype == "float32" else 2)
             arguments.setdefault("kv_cache_memory_bytes", max(CPU_KV_BYTES, whole))
     return arguments
 
@@ -163,7 +165,7 @@ def _in_thread(model: str, arguments: dict[str, Any]) -> LoopDriver:
         with _lock, _quiet():
             asyncio.run_coroutine_threadsafe(_shut_down(held.pop()), loop).result()
             stop_loop()
-            gc.collect()  # vLLM cleans up once more when the last reference goes; not at the interpreter's end
+            gc.collect()  # vLLM cleans up once more with the last reference, which must not be at the interpreter's end
 
     return LoopDriver(llm, loop, stop_all)
 
@@ -192,26 +194,25 @@ def stop(llm: Any) -> None:
 
 
 def _arguments(transport: Transport, options: dict[str, Any]) -> dict[str, Any]:
-    for name in _ONE:
+    for name, reason in ONE.items():
         if options.get(name, 1) != 1:
             raise UnsupportedModel(
-                f"{name} must be 1, got {options[name]!r}: spans are handed to every worker whole; use "
-                "tensor_parallel_size, or serve from several replicas"
+                f"{name} must be 1, got {options[name]!r}: {reason}; use tensor_parallel_size, or serve from several replicas"
             )
-    fixed = dict(_FIXED)
-    if isinstance(transport, SharedMemoryTransport):
+    fixed, unset = dict(_FIXED), ["kv_transfer_config", "kv_offloading_size", "speculative_config", "enable_lora"]
+    between = isinstance(transport, SharedMemoryTransport)
+    if between:
         fixed["worker_extension_cls"] = "ctxwin.engines.vllm.vision.WorkerExtension"
+        unset.append("ec_transfer_config")
     else:
         fixed["async_scheduling"] = False  # spans are read back the moment that their request ends
     for name, value in fixed.items():
         if options.get(name) not in (None, "", value):
             raise ValueError(f"{name} must be {value!r} under ctxwin, got {options[name]!r}; leave it out")
-    for name in ("kv_transfer_config", "kv_offloading_size", "speculative_config", "enable_lora"):
+    for name in unset:
         if options.get(name):
             raise ValueError(f"{name} must not be set under ctxwin, got {options[name]!r}; leave it out")
     if isinstance(transport, SharedMemoryTransport):
-        if options.get("ec_transfer_config"):
-            raise ValueError("ec_transfer_config must not be set under ctxwin; leave it out")
         fixed["ec_transfer_config"] = {
             "ec_connector": "EncoderCacheConnector",
             "ec_connector_module_path": "ctxwin.engines.vllm.connector.encoder_cache",
@@ -219,7 +220,7 @@ def _arguments(transport: Transport, options: dict[str, Any]) -> dict[str, Any]:
             "ec_connector_extra_config": {"folder": str(transport.embeddings), "identity": transport.kv.identity},
         }
     connector = {
-        "kv_connector": "CtxwinConnector",
+        "kv_connector": CONNECTOR,
         "kv_connector_module_path": "ctxwin.engines.vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "fail",
@@ -229,28 +230,21 @@ def _arguments(transport: Transport, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _correct_rotation(arguments: dict[str, Any]) -> None:
-    """Has rotary embedding done by torch: vLLM 0.32's CPU kernel gets the strided view wrong that MLA hands to it."""
-    given = arguments.get("compilation_config")
-    if given is None or isinstance(given, dict):
-        ops = list((given or {}).get("custom_ops", ()))
-        if "+rotary_embedding" in ops:
-            raise ValueError(
-                "custom_ops must not switch on rotary_embedding for a model with latent attention on a CPU"
-            )
-        arguments["compilation_config"] = {**(given or {}), "custom_ops": [*ops, "-rotary_embedding"]}
-    else:
+    """Has torch do rotary embeddings: vLLM 0.32's CPU kernel misreads the strided view that MLA hands to it."""
+    given = arguments.get("compilation_config") or {}
+    if not isinstance(given, dict):
         raise ValueError(
-            "compilation_config must be a dict for a model with latent attention on a CPU, got "
-            f"{type(given).__name__}; ctxwin adds to it"
+            f"compilation_config must be a dict for a model with latent attention on a CPU, got {type(given).__name__}; "
+            "ctxwin adds to it"
         )
-
-
-def _itemsize(dtype: str) -> int:
-    return 4 if dtype == "float32" else 2
+    ops = list(given.get("custom_ops", ()))
+    if "+rotary_embedding" in ops:
+        raise ValueError("custom_ops must not switch on rotary_embedding for a model with latent attention on a CPU")
+    arguments["compilation_config"] = {**given, "custom_ops": [*ops, "-rotary_embedding"]}
 
 
 def eager_on_cpu(options: dict[str, Any]) -> bool:
-    """Whether nothing of vLLM will be compiled: no GPU, and not asked for."""
+    """Whether vLLM will compile nothing: there is no GPU, and nobody asked for it."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu()) and bool(options.get("enforce_eager", True))
@@ -259,9 +253,6 @@ def eager_on_cpu(options: dict[str, Any]) -> bool:
 @contextlib.contextmanager
 def _unnoticed(processes: Processes, options: dict[str, Any]) -> Iterator[None]:
     """Restores what starting vLLM changes in the process: environment, random state, threads, logging."""
-    import numpy as np
-    import torch
-
     before = dict(os.environ)
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
@@ -275,11 +266,9 @@ def _unnoticed(processes: Processes, options: dict[str, Any]) -> Iterator[None]:
         with _quiet():
             yield
     finally:
-        for name in [n for n in os.environ if n not in before]:
+        for name in os.environ.keys() - before.keys():
             del os.environ[name]
-        for name, value in before.items():
-            if os.environ.get(name) != value:
-                os.environ[name] = value
+        os.environ.update(before)
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
@@ -290,7 +279,7 @@ def _unnoticed(processes: Processes, options: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps vLLM's log at errors unless the user chose a level, and its deprecation warnings to itself."""
+    """Keeps vLLM's log at errors unless the user chose a level, and silences its deprecation warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         if "VLLM_LOGGING_LEVEL" in os.environ:

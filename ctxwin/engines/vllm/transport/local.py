@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import threading
 
 from ctxwin.engines.vllm.transport.base import Endpoint, Job, Load, Save, Transfer, Transport, new_handle, overlaps
 from ctxwin.kv.kernels import Part
@@ -13,7 +12,6 @@ from ctxwin.kv.layout import KVSpec
 
 _log = logging.getLogger("ctxwin.engines")
 _open: dict[str, LocalTransport] = {}
-_lock = threading.Lock()
 
 
 class LocalTransport(Transport, Endpoint):
@@ -26,55 +24,43 @@ class LocalTransport(Transport, Endpoint):
     def __init__(self, kv: KVSpec) -> None:
         self.kv = kv
         self.source = f"{os.getpid()}-{secrets.token_hex(4)}"
-        self._transfers: dict[str, Transfer] = {}
-        self._lock = threading.Lock()
-        with _lock:
-            _open[self.source] = self
+        self._transfers: dict[str, Transfer] = {}  # each operation on it is atomic
+        _open[self.source] = self
 
     def add(self, transfer: Transfer) -> str:
         handle = new_handle()
-        with self._lock:
-            self._transfers[handle] = transfer
+        self._transfers[handle] = transfer
         return handle
 
-    def get(self, handle: str) -> Transfer | None:
-        """None for a handle that is not (or no longer) known."""
-        with self._lock:
-            return self._transfers.get(handle)
-
     def collect(self, handle: str, transfer: Transfer, finished: bool) -> None:
-        """Nothing to bring: what was reported is in ``transfer``."""
+        """Nothing to collect: the connector reports into ``transfer`` itself."""
 
     def remove(self, handle: str) -> None:
-        with self._lock:
-            self._transfers.pop(handle, None)
+        self._transfers.pop(handle, None)
 
     def __len__(self) -> int:
-        with self._lock:
-            return len(self._transfers)
+        return len(self._transfers)
 
     def close(self) -> None:
-        with _lock:
-            _open.pop(self.source, None)
+        _open.pop(self.source, None)
         self.paged = None
 
     def job(self, handle: str) -> Job | None:
-        transfer = self.get(handle)
-        return None if transfer is None else transfer.job
+        return self._transfers.get(handle)
 
     def seen(self, handle: str, local: int, planned: int) -> None:
-        transfer = self.get(handle)
+        transfer = self._transfers.get(handle)
         if transfer is not None:
-            # Asked anew after a preemption: what was loaded before has left, or is a hit now.
+            # Called again after a preemption: what was loaded before has gone, or is a hit now.
             transfer.local_tokens, transfer.planned_tokens, transfer.loaded_tokens = local, planned, 0
 
     def fail(self, handle: str, error: BaseException) -> None:
-        transfer = self.get(handle)
+        transfer = self._transfers.get(handle)
         if transfer is not None:
             transfer.error = error
 
     def parts(self, handle: str, begin: int, end: int) -> list[Part]:
-        transfer = self.get(handle)
+        transfer = self._transfers.get(handle)
         if transfer is None:
             raise LookupError("the transfer was taken back")
         found = []
@@ -85,13 +71,13 @@ class LocalTransport(Transport, Endpoint):
         return found
 
     def loaded(self, load: Load, nbytes: int) -> None:
-        transfer = self.get(load.handle)
+        transfer = self._transfers.get(load.handle)
         if transfer is not None:
             transfer.bytes_loaded += nbytes
             transfer.loaded_tokens = load.end - load.begin
 
     def read_now(self, save: Save, job: Job) -> bool:
-        transfer = self.get(save.handle)
+        transfer = self._transfers.get(save.handle)
         if transfer is None or transfer.error is not None:
             return True
         try:
@@ -105,13 +91,8 @@ class LocalTransport(Transport, Endpoint):
 
 
 def find(source: str) -> LocalTransport:
-    """The open transport of that name.
-
-    Raises:
-        RuntimeError: there is none in this process, which means that vLLM runs the connector in another one.
-    """
-    with _lock:
-        found = _open.get(source)
+    """The open transport of that name; raises RuntimeError where vLLM runs the connector in another process."""
+    found = _open.get(source)
     if found is None:
         raise RuntimeError(
             f"the ctxwin KV connector must run in the process of its engine, but process {os.getpid()} holds no "

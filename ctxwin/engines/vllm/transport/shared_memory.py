@@ -27,7 +27,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
-import json
 import logging
 import os
 import shutil
@@ -36,14 +35,13 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from ctxwin.engines.base import Segment
 from ctxwin.engines.vllm.lifecycle import watchdog
@@ -57,32 +55,26 @@ from ctxwin.engines.vllm.lifecycle.folders import (
     write_file,
     write_json,
 )
-from ctxwin.engines.vllm.ranks import gather, own_heads
+from ctxwin.engines.vllm.ranks import gather
 from ctxwin.engines.vllm.transport import embeddings
-from ctxwin.engines.vllm.transport.base import Endpoint, Job, Save, Transfer, Transport, is_handle, new_handle, overlaps
+from ctxwin.engines.vllm.transport.base import Job, Transfer, Transport, new_handle
 from ctxwin.errors import EngineFailed, StoreCorrupt
 from ctxwin.hashing import digest
 from ctxwin.kv.basis import SharedBasis
-from ctxwin.kv.kernels import Part
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch
 from ctxwin.store import codec
-from ctxwin.store.recent import Recent
 
 if TYPE_CHECKING:
     import torch
 
 MAX_BYTES = 2 << 30
 """Spans and patches kept in a folder by default, or half of its file system's free space where that is less."""
-LIVE_BYTES = 512 << 20
-"""Decoded spans and patches that each endpoint remembers."""
 RESERVE_BYTES = 64 << 20
 """Left free for others, or a sixteenth of the file system where that is less."""
 WAIT_S = 120.0
 """How long a capture may take after its request has ended: a step of the other requests of the batch."""
 _EMBEDDINGS = "embed"
-_MOST_JOBS = 4096
-_SPEC, _JOB = TypeAdapter(KVSpec), TypeAdapter(Job)
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -159,7 +151,8 @@ class SharedMemoryTransport(Transport):
             for identifier, tensor in transfer.embeddings.items():
                 made = partial(embeddings.encode, tensor, self.kv.identity)
                 self._file(f"{_EMBEDDINGS}/{embeddings.file_name(identifier)}", tensor, made, names)
-            write_json(self.path / f"job-{handle}.json", {"job": asdict(transfer.job), "loads": entries})
+            job = {part.name: getattr(transfer, part.name) for part in fields(Job)}
+            write_json(self.path / f"job-{handle}.json", {"job": job, "loads": entries})
         except BaseException:
             self._unlease(names, handle)
             raise
@@ -228,11 +221,11 @@ class SharedMemoryTransport(Transport):
                 if self._bytes + len(blob) <= self.max_bytes and _room(self.path) >= len(blob):
                     break
                 self._drop(old)
-        _check_room(self.path, len(blob))
+        check_room(self.path, len(blob))
         write_file(self.path / name, blob)
         with self._lock:
             self._bytes += len(blob) - self._held.pop(name, (0, 0))[0]
-            self._held[name] = len(blob), _sum(blob)
+            self._held[name] = len(blob), sum_of(blob)
 
     def _drop(self, name: str) -> None:
         self._bytes -= self._held.pop(name, (0, 0))[0]
@@ -279,146 +272,6 @@ class SharedMemoryTransport(Transport):
         transfer.captured[name] = gather([p["k"] for p in parts], heads), gather([p["v"] for p in parts], heads)
 
 
-class SharedMemoryEndpoint(Endpoint):
-    """The side of vLLM's processes: the scheduler reads jobs, workers read spans and write captures."""
-
-    def __init__(self, source: str) -> None:
-        self.path = Path(source)
-        raw = read_json(self.path / "spec.json")
-        if raw is None:
-            raise RuntimeError(f"the ctxwin KV connector must find {self.path / 'spec.json'}; was its engine closed?")
-        self.kv = _SPEC.validate_python(raw)
-        self._rank = 0
-        self._jobs: Recent[Job] = Recent(_MOST_JOBS)  # vLLM asks about a waiting request in every step
-        self._live: Recent[Any] = Recent(LIVE_BYTES)
-
-    def job(self, handle: str) -> Job | None:
-        """As `Endpoint.job`. Cost: one read for each handle, then a stat."""
-        if not is_handle(handle) or not self._wanted(handle):
-            self._jobs.pop(handle)
-            return None
-        known = self._jobs.get(handle)
-        raw = read_json(self.path / f"job-{handle}.json") if known is None else None
-        if raw is not None:
-            known = _JOB.validate_python(raw["job"])
-            self._jobs.put(handle, known, 1)
-        return known
-
-    def seen(self, handle: str, local: int, planned: int) -> None:
-        self._tell(handle, f"seen-{handle}.json", {"local": local, "planned": planned})
-
-    def fail(self, handle: str, error: BaseException) -> None:
-        self._tell(handle, f"error-{handle}.json", {"error": f"{type(error).__name__}: {error}"})
-
-    def refuse(self, error: BaseException) -> None:
-        write_json(self.path / "refused.json", {"error": str(error)})
-
-    def open_cache(self, layers: Mapping[str, Any], block_size: int) -> None:
-        from ctxwin.engines.vllm.internals import tensor_parallel
-        from ctxwin.engines.vllm.paged import PagedKV
-
-        try:
-            self._rank, size = tensor_parallel()
-            self.heads = own_heads(self.kv.heads, self._rank, size)
-            own = replace(self.kv, heads=self.heads.stop - self.heads.start)
-            self.paged = PagedKV(layers, own, block_size)
-        except Exception as error:
-            self.refuse(error)
-            raise
-
-    def parts(self, handle: str, begin: int, end: int) -> list[Part]:
-        raw = read_json(self.path / f"job-{handle}.json") if is_handle(handle) else None
-        if raw is None:
-            raise LookupError("the transfer was taken back")
-        entries = raw["loads"]
-        found = []
-        for i, first, last in overlaps((entry["tokens"] for entry in entries), begin, end):
-            entry = entries[i]
-            basis = entry["basis"] and self._get(entry["basis"], lambda t, m: SharedBasis.from_tensors(t, m["basis"]))
-            patch = entry["patch"] and self._get(
-                entry["patch"], lambda t, m, basis=basis: Patch.from_tensors(t, m["patch"], basis)
-            )
-            span = self._get(entry["span"], lambda t, m: SpanKV(t["k"], t["v"], t["positions"], int(m["start"])))
-            if span.tokens != entry["tokens"]:
-                raise ValueError(f"{entry['span'][0]} must hold {entry['tokens']} tokens, got {span.tokens}")
-            found.append(Part(span, entry["start"], patch, first, last))
-        return found
-
-    def read_now(self, save: Save, job: Job) -> bool:
-        missing = sorted(set(job.captures) - set(save.ranges))
-        if missing:
-            self.fail(save.handle, RuntimeError(f"the request ended before {missing} were computed"))
-        return bool(missing)
-
-    def save(self, save: Save) -> None:
-        try:
-            assert self.paged is not None
-            for name, (begin, end) in save.ranges.items():
-                k, v = self.paged.read(save.blocks, begin, end)
-                self.give(save.handle, name, k, v)
-        except Exception as error:
-            self.fail(save.handle, error)
-            _log.warning("reading spans back from the paged cache failed: %s", error)
-
-    def give(self, handle: str, name: str, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Returns a capture (this rank's heads). Raises OSError where there is no room for it."""
-        if self._wanted(handle):
-            blob = codec.encode_tensors({"k": k, "v": v})
-            _check_room(self.path, len(blob))
-            self._report(handle, f"out-{handle}-{name}.{self._rank}", blob)
-
-    def _wanted(self, handle: str) -> bool:
-        return (self.path / f"job-{handle}.json").exists()
-
-    def _tell(self, handle: str, name: str, said: dict[str, Any]) -> None:
-        """Reports where it can: an error here, on a full disk for example, would end vLLM for everybody.
-
-        Untold, the request ends with vLLM's word alone, or misses its media or captures.
-        """
-        try:
-            self._report(handle, name, json.dumps(said).encode())
-        except OSError as error:
-            _log.warning("%s could not be written for the engine: %s", name.partition("-")[0], error)
-
-    def _report(self, handle: str, name: str, data: bytes) -> None:
-        """Writes a file of a job, and removes it again if the engine, which removes the job first, has meanwhile done so."""
-        write_file(self.path / name, data)
-        if not self._wanted(handle):
-            (self.path / name).unlink(missing_ok=True)
-
-    def _get(self, file: tuple[str, int], make: Callable[[dict[str, torch.Tensor], dict[str, Any]], Any]) -> Any:
-        """A record, made from its file's tensors and meta. Raises OSError or StoreCorrupt. Cost: a read, or a stat."""
-        name, total = file
-        path = self.path / name
-        key = f"{name}@{path.stat().st_mtime_ns}"  # a file that was written anew is read anew
-        record = self._live.get(key)
-        if record is None:
-            blob = path.read_bytes()
-            if _sum(blob) != total:
-                raise StoreCorrupt(f"{name} is not what the engine wrote")
-            try:
-                record = make(*codec.decode_tensors(blob, checked=False))
-            except (KeyError, TypeError, ValueError) as error:
-                raise StoreCorrupt(f"{name} is not what it is called: {error}") from error
-            self._live.put(key, record, len(blob))
-        return record
-
-
-_endpoints: weakref.WeakValueDictionary[str, SharedMemoryEndpoint] = weakref.WeakValueDictionary()
-
-
-def endpoint(source: str) -> SharedMemoryEndpoint:
-    """The endpoint of this process, which from now on ends soon after the engine's, see `watchdog`.
-
-    Raises RuntimeError where the transport is gone.
-    """
-    found = _endpoints.get(source)
-    if found is None:
-        _endpoints[source] = found = SharedMemoryEndpoint(source)
-        watchdog.end_with_owner(found.path)
-    return found
-
-
 def _contents(segment: Segment) -> Iterator[tuple[str, str, torch.Tensor, Callable[[], bytes]]]:
     """What a segment hands over: kind of file, stable key, the tensor that tells it from another, and what encodes it."""
     assert segment.span is not None
@@ -449,13 +302,14 @@ def _room(folder: Path) -> int:
     return free - min(RESERVE_BYTES, total // 16)
 
 
-def _check_room(folder: Path, size: int) -> None:
+def check_room(folder: Path, size: int) -> None:
+    """Raises OSError where a folder's file system has no room for ``size`` bytes more."""
     room = max(0, _room(folder))
     if size > room:
         raise OSError(errno.ENOSPC, f"{folder.parent} must have room for {size} more bytes, got {room}; free some")
 
 
-def _sum(blob: bytes) -> int:
+def sum_of(blob: bytes) -> int:
     """Tells a damaged file from a sound one at the speed of memory; digests are for files that leave the machine."""
     words = np.frombuffer(blob, dtype="<u8", count=len(blob) // 8)
     rest = int.from_bytes(blob[8 * len(words) :], "little")
