@@ -40,7 +40,7 @@ FIDELITIES = [
 ]  # fmt: skip
 MOVES = {
     "append": 4, "insert": 1, "evict": 2, "recall": 2, "reorder": 2, "toggle": 1, "compress": 1.5, "refresh": 0.7,
-    "orbit": 0.5, "fork": 0.7, "remember": 0.7, "forget": 0.4, "vanish": 1.5, "reset": 1, "visit": 4,
+    "orbit": 0.5, "fork": 0.7, "remember": 0.7, "forget": 0.4, "vanish": 1.5, "reset": 1, "visit": 2,
     "ask": 7,
 }  # fmt: skip
 
@@ -143,15 +143,23 @@ class Sequence:
         self.ask(window, remember=True)
 
     def visit(self, window: Window) -> None:
-        """Another window over the first texts of this one, exact or not, which may be compressed before it goes."""
+        """Others come over the texts of a compressed window, exactly and as it does, and leave other KV of them behind."""
+        if self.random.random() < 0.7:
+            self.ask(window)
+            window.compress()
+            window.append(self.random.choice(self.chunks))
+            self.ask(window)
         texts = [window.chunk(name) for name in window.ids]
-        fidelity = self.random.choice([Fidelity("exact"), window.fidelity])
-        with Window(self.engine, window.system_prompt, fidelity=fidelity) as other:
-            other.extend(texts[: self.random.randint(1, len(texts))])
-            self.ask(other)
-            if self.random.random() < 0.5:
-                other.compress()
+        for fidelity in self.random.choice(
+            [[Fidelity("exact"), window.fidelity], [window.fidelity], [Fidelity("exact")]]
+        ):
+            exact = fidelity.mode == "exact"
+            with Window(self.engine, window.system_prompt, fidelity=fidelity) as other:
+                other.extend(texts if exact else texts[: self.random.randint(1, len(texts))])
                 self.ask(other)
+                if not exact:
+                    other.compress()
+        self.ask(window)
 
     def vanish(self, window: Window) -> None:
         held = {key for w in self.windows for key in w.snapshot().keys()}  # noqa: SIM118  # a method of a state

@@ -1,10 +1,9 @@
 """Prompt pieces read off a model's own chat template by rendering it with sentinels.
 
-A window needs the template in pieces that can be put together in any order: what opens (*system prompt*), what closes
-(*query*), and what turns around a whole message. `Template` renders small conversations whose texts are sentinels, cuts
-the result at the sentinels, and compares. A template under which an earlier turn reads differently once later turns
-follow (stripped thinking, numbered pictures, a dropped system turn) cannot be cut into such pieces: the piece concerned
-raises UnsupportedModel, naming the reason.
+A window needs the template in pieces that can be combined in any order: what opens (*system prompt*), what closes (*query*),
+and the turns around a whole message. `Template` renders small conversations whose texts are sentinels, cuts the result at the
+sentinels, and compares. Where an earlier turn reads differently once later turns follow (stripped thinking, numbered
+pictures, a dropped system turn), there is no such piece, and asking for it raises UnsupportedModel with the reason.
 
 Pieces are tokenised separately; "the same prompt" means the same token ids.
 """
@@ -24,12 +23,13 @@ Render = Callable[..., str]
 IMAGE = {"type": "image"}
 _SYSTEM, _USER, _LATER, _LAST = "CTXWINSYS", "CTXWINUSER", "CTXWINLATER", "CTXWINLAST"
 _ONE, _TWO = "CTXWINONE", "CTXWINTWO"
+_WITH_SYSTEM = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _USER}]
 PROBE_CALL: dict[str, Any] = {
     "id": "CTXWINABC",
     "type": "function",
     "function": {"name": "CTXWINNAME", "arguments": {"CTXWINKEY": "CTXWINVALUE"}},
 }
-"""A tool call whose rendering shows how the template writes one."""
+"""A tool call that shows how the template writes one."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Template:
     """The pieces of one chat template.
 
     Without a chat template (a base model) pieces are plain concatenation: the system prompt and a newline, chunks as they are,
-    the query and a newline; a message has no turn to be and is refused.
+    the query and a newline; there are no turns, so messages are refused.
 
     Args:
         render: renders messages; None where the tokenizer has no chat template.
@@ -88,8 +88,8 @@ class Template:
     def system_prompt(self, text: str) -> tuple[str, str]:
         """What stands before and after ``text`` in the system prompt: the system turn, and the opening of the user turn.
 
-        An empty text gives the opening that the template makes without a system message.
-        Raises UnsupportedModel where the template has no system turn.
+        An empty text gives the opening that the template makes without a system message. Raises UnsupportedModel where
+        the template has no system turn.
         """
         if self._render is None:
             return ("", "\n") if text else ("", "")
@@ -106,8 +106,7 @@ class Template:
         """What stands before and after the placeholders of one picture: the opening and closing tokens, and text.
 
         Where the template writes the placeholder without the opening token, the model's processor adds both tokens
-        right around it (InternVL). Raises UnsupportedModel where the template numbers pictures or drops them; O(1)
-        after the first call.
+        right around it (InternVL). Raises UnsupportedModel where the template numbers pictures or drops them.
         """
         if self._image is None:
             raise UnsupportedModel("the model does not see pictures")
@@ -131,8 +130,8 @@ class Template:
         want = f"{before}{shown}{after}"
         if got is None or _loose(got, before, after) != shown.strip() or not got.startswith(before):
             raise UnsupportedModel(
-                f"the chat template rewrites an earlier {role} turn: {_near(want, got or '')}; "
-                "pass the content in the form the template gives it (for example without the thinking part)"
+                f"the chat template rewrites an earlier {role} turn: {_near(want, got or '')}; pass the content in the form "
+                "that the template gives it (for example without the thinking part)"
             )
 
     def exchange(self, query: str, answer: str) -> str:
@@ -168,9 +167,7 @@ class Template:
         whole = made[0][len(before) : len(made[0]) - len(after)]
         framed = made[0].startswith(before) and made[0].endswith(after) and made[1] == self._closing
         if not framed or whole.count(_SYSTEM) != bool(text):
-            raise UnsupportedModel(
-                "the chat template shows tools elsewhere than in the system turn, which is the system prompt"
-            )
+            raise UnsupportedModel("the chat template shows tools elsewhere than in the system turn, the system prompt")
         return whole.replace(_SYSTEM, text) if text else whole
 
     def answer(self, text: str, calls: Sequence[dict[str, Any]] = ()) -> str:
@@ -243,14 +240,10 @@ class Template:
 
     def _base(self) -> list[dict[str, Any]]:
         """The turns in front of a probed one; with a system turn where the template has one."""
-        system = [{"role": "system", "content": _SYSTEM}]
-        return [*system, _user(_USER)] if self._has_system() else [_user(_USER)]
-
-    def _has_system(self) -> bool:
-        return self._cut([{"role": "system", "content": _SYSTEM}, _user(_USER)], _SYSTEM, _USER) is not None
+        return _WITH_SYSTEM if self._cut(_WITH_SYSTEM, _SYSTEM, _USER) else [_user(_USER)]
 
     def _system(self) -> tuple[str, str]:
-        cut = self._cut([{"role": "system", "content": _SYSTEM}, _user(_USER)], _SYSTEM, _USER)
+        cut = self._cut(_WITH_SYSTEM, _SYSTEM, _USER)
         if cut is None:
             raise UnsupportedModel(
                 'the chat template has no system turn (it refuses or drops a system message); use system_prompt="" and put '
@@ -274,14 +267,8 @@ class Template:
             )
         if once[0] != plain[0]:
             raise UnsupportedModel(f"the chat template rewrites what comes before when a {role} turn follows")
-        twice = self._cut(
-            [*base, {"role": role, "content": _ONE}, _user(_LATER), {"role": role, "content": _TWO}, _user(_LAST)],
-            _USER,
-            _ONE,
-            _LATER,
-            _TWO,
-            _LAST,
-        )
+        more = [{"role": role, "content": _ONE}, _user(_LATER), {"role": role, "content": _TWO}, _user(_LAST)]
+        twice = self._cut([*base, *more], _USER, _ONE, _LATER, _TWO, _LAST)
         if twice is None or twice[:3] != once[:3] or twice[1:3] != twice[3:5] or twice[5] != once[3]:
             raise UnsupportedModel(f"the chat template writes a {role} turn differently depending on its place")
         if once[3] != self._closing:

@@ -60,6 +60,7 @@ class Ticket:
 
     def __init__(self) -> None:
         self.name = f"ctxwin-{next(_serial)}"
+        self.request = ""  # what vLLM calls it
         self.outputs: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
 
@@ -132,7 +133,6 @@ class StepDriver(Driver):
         self._stop = stop
         self._tasks: deque[Callable[[], None]] = deque()
         self._tickets: dict[str, Ticket] = {}
-        self._ids: dict[str, str] = {}
         self._wake = threading.Condition()
         self._closing = False
         self._dead: BaseException | None = None
@@ -152,18 +152,16 @@ class StepDriver(Driver):
             except Exception as error:
                 ticket.outputs.put(_ours(error))
             else:
-                self._tickets[request] = ticket
-                self._tickets[ticket.name] = ticket
-                self._ids[ticket.name] = request
+                ticket.request = request
+                self._tickets |= {request: ticket, ticket.name: ticket}
 
         self._post(add)
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
         def abort() -> None:
-            request = self._forget(ticket)
-            if request is not None:
-                self._engine.abort_request([request], internal=True)
+            if self._forget(ticket):
+                self._engine.abort_request([ticket.request], internal=True)
 
         with contextlib.suppress(EngineFailed):
             self.call(abort)
@@ -253,15 +251,13 @@ class StepDriver(Driver):
         self._end(error)
         internals.wake_waiting(engine, error)
 
-    def _forget(self, ticket: Ticket) -> str | None:
-        request = self._ids.pop(ticket.name, None)
-        self._tickets.pop(ticket.name, None)
-        if request is not None:
-            self._tickets.pop(request, None)
-        return request
+    def _forget(self, ticket: Ticket) -> bool:
+        """Whether a request was still in flight."""
+        self._tickets.pop(ticket.request, None)
+        return self._tickets.pop(ticket.name, None) is not None
 
     def _end(self, error: BaseException) -> None:
-        """Nothing will be stepped any more."""
+        """No more steps: whoever waits is told."""
         with self._wake:
             if not self._closing:
                 self._dead = error
@@ -269,12 +265,11 @@ class StepDriver(Driver):
         for task in tasks:  # a request that is added now gets its answer below
             with contextlib.suppress(Exception):
                 task()
-        if self._dead is None and self._ids:  # somebody else's vLLM serves on; it must not meet answers of ours
-            with contextlib.suppress(Exception):
-                self._engine.abort_request(list(self._ids.values()), internal=True)
-        waiting = {id(t): t for t in list(self._tickets.values())}
+        waiting = {ticket.request: ticket for ticket in list(self._tickets.values())}
         self._tickets.clear()
-        self._ids.clear()
+        if self._dead is None and waiting:  # somebody else's vLLM serves on, and must not meet answers of ours
+            with contextlib.suppress(Exception):
+                self._engine.abort_request(list(waiting), internal=True)
         for ticket in waiting.values():
             ticket.outputs.put(error if isinstance(error, EngineFailed) else _ended(error))
 
@@ -363,7 +358,7 @@ class LoopDriver(Driver):
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _wait(self, future: Future[T]) -> T:
-        """The result of work on the loop; vLLM never answers calls that were on their way when its process died."""
+        """The result of work on the loop; vLLM never answers calls that were under way when its process died."""
         while not wait([future], timeout=WATCH_S).done:
             dead = self.dead
             if dead is not None:
@@ -392,7 +387,7 @@ def _ended(error: BaseException) -> EngineFailed:
 
 @contextlib.contextmanager
 def _no_compilation(config: Any) -> Iterator[None]:
-    """Runs vLLM's few ``torch.compile``d sampling functions as written on a CPU, whose compiler takes 17 s for them."""
+    """Runs vLLM's few ``torch.compile``d sampling functions uncompiled on a CPU, where compiling them takes 17 s."""
     if config.device_config.device_type == "cpu" and config.model_config.enforce_eager:
         with torch.compiler.set_stance("force_eager"):
             yield

@@ -1,12 +1,12 @@
 """Writing and reading token slots of vLLM's paged KV cache, whatever its packing.
 
-Attention backends pack a block as their kernels like it (transposed keys, tiles, keys and values in one tensor), and
-the packing depends on the instruction set. Writing therefore goes through the backend's own ``do_kv_cache_update``,
-which every backend has. There is no reading counterpart, so `PagedKV` learns the packing once: it writes the index of
-each number into a scratch block, in digits that the cache dtype holds exactly, and inverts the permutation it finds.
+Attention backends pack a block as their kernels need it (transposed keys, tiles, keys and values in one tensor), and the
+packing depends on the instruction set. Writing therefore goes through the backend's own ``do_kv_cache_update``, which every
+backend has. There is no reading counterpart, so `PagedKV` learns the packing once: it writes the index of each number into a
+scratch block, in digits that the cache dtype holds exactly, and inverts the permutation it finds.
 
-A load kernel that can write slots itself (Triton's) does so where the packing is one of constant steps, as those of
-FlashAttention, FlashInfer and Triton are: keys and values then go from where they are computed to where they stay.
+A load kernel that can write slots itself (Triton's) does so where the packing has constant strides, as in FlashAttention,
+FlashInfer and Triton: keys and values then go straight from where they are computed to where they stay.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PagedKV:
         kv: layout of the model's KV.
         block_size: tokens in a block, as the scheduler counts them.
         kernel: the load kernel; None is what `choose` takes for the cache's device.
-        alone: whether a CPU's loads are computed by a thread of their own, see `load_thread`.
+        alone: whether a CPU's loads are computed by a thread of their own; see `load_thread`.
 
     Attributes:
         kv: the layout of what is cached here; of a tensor-parallel rank, with its own heads only.
@@ -94,14 +94,11 @@ class PagedKV:
         return owned[tokens // self.block_size] * self.block_size + tokens % self.block_size
 
     def write(self, placing: Placing, slots: torch.Tensor) -> int:
-        """Writes spans as they are placed, layer by layer, so that each layer's work stays in the processor's cache.
+        """Writes spans layer by layer, so that each layer's work stays in the processor's cache; returns the bytes written.
 
         Args:
-            placing: of as many tokens as there are slots, in the cache's dtype, on its device.
+            placing: of as many tokens as there are slots, in the cache's dtype, on its device; else ValueError.
             slots: int64 ``[T]``.
-
-        Returns:
-            the bytes written. Raises ValueError where the numbers of tokens or layers do not fit.
         """
         if placing.tokens != len(slots) or placing.layers != len(self.layers):
             raise ValueError(
@@ -128,20 +125,15 @@ class PagedKV:
 
         Returns:
             ``(k, v)``, each ``[layers, end - begin, heads, dim]``, new tensors on the cache's device, complete: other
-            threads may read them on streams of their own. Cost: one gather of the blocks concerned per layer, and on a
-            GPU the wait for it.
+            threads may read them on streams of their own. Cost: one gather of the blocks per layer, on a GPU waited for.
         """
         first, last = begin // self.block_size, -(-end // self.block_size)
         if not 0 <= begin < end or last > len(blocks):
             raise ValueError(f"tokens [{begin}, {end}) must be non-empty and lie in {len(blocks)} blocks")
-        index = torch.tensor(blocks[first:last], dtype=torch.int64, device=self.layers[0].kv_cache.device)
-        head, tail = begin - first * self.block_size, end - first * self.block_size
-        ks, vs = [], []
-        for layer in self.layers:
-            k, v = self._unpack(layer.kv_cache[index])
-            ks.append(k[head:tail])
-            vs.append(v[head:tail])
-        found = torch.stack(ks), torch.stack(vs)
+        index = torch.tensor(blocks[first:last], dtype=torch.int64, device=self.device)
+        wanted = slice(begin - first * self.block_size, end - first * self.block_size)
+        pairs = [self._unpack(layer.kv_cache[index]) for layer in self.layers]
+        found = torch.stack([k[wanted] for k, _ in pairs]), torch.stack([v[wanted] for _, v in pairs])
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         return found
@@ -206,7 +198,7 @@ class PagedKV:
             )
 
     def _steps(self) -> list[Lines] | None:
-        """Each layer's packing as steps of constant length, where it is one and the load kernel writes by it rightly."""
+        """Each layer's packing as constant strides, where it has them and the load kernel writes correctly by them."""
         found = [self._line(layer.kv_cache) for layer in self.layers]
         lines = [line for line in found if line is not None]
         if len(lines) < len(found) or self.block_size < 8:
@@ -215,7 +207,7 @@ class PagedKV:
             # All in a block and a half, so that two blocks of the scratch cache hold it.
             tokens = (self.block_size, self.block_size // 4 + 1, self.block_size // 4 + 1)
             fault = trial(self._written, self.kv, self.dtype, self.device, tokens)
-        except Exception as error:  # whatever a compiler or a driver comes up with
+        except Exception as error:  # anything that a compiler or a driver may raise
             fault = f"{type(error).__name__}: {error}"
         if fault is not None:
             report(f"the Triton load kernel does not write the paged cache itself on {self.device}: {fault}")

@@ -1,10 +1,10 @@
 """Where a layout's blocks stand in vLLM's prefix cache: shared with plain requests, or apart from them.
 
 vLLM names a block by its parent's name, its tokens, the identifiers of the media that reach into it and, for the first block,
-the request's salt. A salt keeps a whole prompt apart. Where the KV that no forward would give begins later, it is enough
-to mark the identifier of a medium there (``<name>@<digest of that KV>``): the block in which that medium begins gets
-another name, and through the chain of parents so does every block behind it, while all blocks in front are those of plain
-requests. The mark has to be in the block in which such KV begins or in front of it; a layout without a medium there is salted.
+the request's salt. A salt keeps a whole prompt apart. Where KV that no forward would give begins later, it is enough to
+mark the identifier of a medium there (``<name>@<digest of that KV>``): the block in which that medium begins gets another
+name, and through the chain of parents so does every block behind it, while all blocks in front are those of plain requests.
+The mark must be in the block in which such KV begins or in front of it; a layout without a medium there is salted.
 """
 
 from __future__ import annotations
@@ -60,6 +60,6 @@ def space_of(segments: Sequence[Segment], salt: str, block: int) -> Space:
                 # And where: the same text may stand in the prompt twice, apart at one place and exact at the other.
                 marks.setdefault(latest, []).append(f"{begin}:{segment.key}")
         begin = end
-    if not marks or not markable:  # without marks the caller says nothing of its segments
+    if not marks or not markable:  # without marks the caller tells nothing of its segments
         return Space(salt)
     return Space("", {at: digest("mark", ids) for at, ids in marks.items()}, min(marks) // block * block)

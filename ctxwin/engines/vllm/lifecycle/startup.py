@@ -31,7 +31,6 @@ from ctxwin.errors import EngineFailed, UnsupportedModel
 Processes = Literal["single", "multi", "async"]
 """``single``: all of vLLM in this process. ``multi``: ``vllm.LLM`` with engine and workers in processes of their own.
 ``async``: ``AsyncLLM``, the engine of vLLM's server, likewise in processes of its own."""
-
 CPU_KV_BYTES = 1 << 30
 """Default paged cache on a CPU, or what one request of full length takes where that is more; vLLM's own default there is most
 of the machine's memory."""
