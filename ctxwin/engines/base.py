@@ -164,6 +164,14 @@ class Sampling:
     json_schema: str | None = None
 
 
+def check_sampling(sampling: Sampling) -> None:
+    """Raises ValueError for a sampling that no engine can do."""
+    if sampling.max_tokens < 1 or sampling.temperature < 0:
+        raise ValueError(
+            f"max_tokens must be >= 1 and temperature >= 0, got {sampling.max_tokens} and {sampling.temperature}"
+        )
+
+
 class ScoredToken(int):
     """A generated token id that knows its log-probabilities: those of the model, whatever was sampled from them.
 

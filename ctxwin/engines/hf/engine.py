@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ctxwin.engines.base import Encoded, EngineCounters, EngineSpec, Generation, MediaSpan, Sampling, Segment, Tally
+from ctxwin.engines.base import (
+    Encoded,
+    EngineCounters,
+    EngineSpec,
+    Generation,
+    MediaSpan,
+    Sampling,
+    Segment,
+    Tally,
+    check_sampling,
+)
 from ctxwin.engines.encoding.checkpoint import open_checkpoint
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.hf import model as hf_model
@@ -61,7 +71,7 @@ class _Pass:
 
 class HFEngine(EncodingEngine):
     """Serves Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL, Kimi K2.5, and text models with rotary positions: GQA, MHA (Qwen2,
-    Llama and their kin) and MLA (DeepSeek).
+    Llama and similar) and MLA (DeepSeek).
 
     Args:
         model: local folder or Hub name.
@@ -132,10 +142,7 @@ class HFEngine(EncodingEngine):
         on_token: Callable[[int, str], bool] | None = None,
     ) -> Generation:
         """See `Engine.generate`. ``salt`` has no effect: this engine has no prefix cache."""
-        if sampling.max_tokens < 1 or sampling.temperature < 0:
-            raise ValueError(
-                f"max_tokens must be >= 1 and temperature >= 0, got {sampling.max_tokens} and {sampling.temperature}"
-            )
+        check_sampling(sampling)
         if sampling.json_schema is not None or sampling.repetition_penalty != 1:
             raise UnsupportedModel("the hf engine has no JSON schemas and no repetition_penalty; open it as vllm:MODEL")
         begun = time.perf_counter()
@@ -145,14 +152,15 @@ class HFEngine(EncodingEngine):
             done = self._run([*layout, Segment(query, start)], room=sampling.max_tokens)
             made.computed_tokens, made.forwards = done.computed, done.forwards
             made.bytes_loaded = done.bytes_loaded
-            for index, segment in enumerate(layout):
+            for i, segment in enumerate(layout):
                 if segment.capture and segment.span is None:
-                    made.captured[index] = self._span(
-                        done, done.slices[index], segment.encoded.positions, segment.start
-                    )
+                    made.captured[i] = self._span(done, done.slices[i], segment.encoded.positions, segment.start)
             fed = self._decode_loop(done, query, start, sampling, made, on_token, begun)
-            if capture_query:
-                made.query_span = self._query_span(done, query, fed, start)
+            if capture_query:  # positions relative to its start
+                begin, end = done.slices[-1]
+                behind = np.tile(np.arange(query.advance, query.advance + fed, dtype=np.int64), (3, 1))
+                positions = np.concatenate([query.positions, behind], axis=1)
+                made.query_span = self._span(done, (begin, end + fed), positions, start)
         made.text = self.decode(made.token_ids)
         made.total_s = time.perf_counter() - begun
         return made
@@ -262,7 +270,7 @@ class HFEngine(EncodingEngine):
         self.counters.prefill_forwards += 1
 
     def _feed(self, done: _Pass, fed: hf_model.Inputs, positions: torch.Tensor, keep: int) -> None:
-        """Runs T tokens at ``positions [3, T]`` and leaves the last ``keep`` logits in ``done``."""
+        """Runs T tokens at ``positions [3, T]``; the last ``keep`` logits are then in ``done``."""
         past, new = int(done.cache.get_seq_length()), int(fed.embeds.shape[0])
         # Explicit, since transformers would otherwise guess packed sequences from positions that jump.
         mask = torch.ones(new, past + new, dtype=torch.bool, device=self._device).tril(past)
@@ -297,9 +305,8 @@ class HFEngine(EncodingEngine):
             for media in encoded.media:
                 stored = self.embed(media.key)
                 if int(stored.shape[0]) != media.tokens:
-                    raise EngineFailed(
-                        f"stored vision embeddings must have {media.tokens} rows, got {int(stored.shape[0])}"
-                    )
+                    rows = int(stored.shape[0])
+                    raise EngineFailed(f"stored vision embeddings must have {media.tokens} rows, got {rows}")
                 seen.append((at + media.offset, stored))
             at += encoded.tokens
         try:
@@ -331,7 +338,7 @@ class HFEngine(EncodingEngine):
 
     @property
     def text_model(self) -> Any:
-        """The decoder, for who runs it layer by layer: ``layers``, ``norm``, ``rotary_emb``, ``config``."""
+        """The decoder, for running it layer by layer: ``layers``, ``norm``, ``rotary_emb``, ``config``."""
         return self._opened().get_decoder()
 
     @property
@@ -375,12 +382,6 @@ class HFEngine(EncodingEngine):
                 self._feed(done, hf_model.Inputs(self._words([token])), torch.full((3, 1), at + fed), 1)
                 fed += 1
                 logits = done.last
-
-    def _query_span(self, done: _Pass, query: Encoded, fed: int, start: int) -> SpanKV:
-        """KV of the query and the tokens fed behind it, positions relative to the query's start."""
-        begin, end = done.slices[-1]
-        answer = np.tile(np.arange(query.advance, query.advance + fed, dtype=np.int64), (3, 1))
-        return self._span(done, (begin, end + fed), np.concatenate([query.positions, answer], axis=1), start)
 
     def _span(self, done: _Pass, part: tuple[int, int], positions: np.ndarray, start: int) -> SpanKV:
         """A copy, on the CPU, of part of the cache, in the frame it was computed in."""

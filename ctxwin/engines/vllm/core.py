@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from ctxwin.engines.base import check_sampling
 from ctxwin.engines.vllm import requests
 from ctxwin.engines.vllm.drivers import Driver, LoopDriver, StepDriver
 from ctxwin.engines.vllm.inputs import Inputs, joined
@@ -214,10 +215,7 @@ class Core:
         Raises:
             ValueError, EngineFailed, UnsupportedModel: a request that vLLM would answer wrongly, or would end of.
         """
-        if sampling.max_tokens < 1:
-            raise ValueError(f"max_tokens must be >= 1, got {sampling.max_tokens}")
-        if sampling.temperature < 0:
-            raise ValueError(f"temperature must be >= 0, got {sampling.temperature}")
+        check_sampling(sampling)
         requests.check(self.driver, sampling)
         at = base = layout[0].start if layout else 0
         for i, segment in enumerate(layout):

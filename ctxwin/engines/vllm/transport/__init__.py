@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctxwin.engines.vllm.transport.base import PARAM, Endpoint, Job, Load, Save, Transfer, Transport, is_handle
-from ctxwin.engines.vllm.transport.endpoint import SharedMemoryEndpoint, endpoint
+from ctxwin.engines.vllm.transport.endpoint import SharedMemoryEndpoint, open_endpoint
 from ctxwin.engines.vllm.transport.local import LocalTransport, find
 from ctxwin.engines.vllm.transport.shared_memory import SharedMemoryTransport
 
@@ -13,4 +13,4 @@ __all__ += ["SharedMemoryTransport", "Transfer", "Transport", "connect", "is_han
 
 def connect(source: str) -> Endpoint:
     """vLLM's end of the transport whose `Transport.source` this is. Raises RuntimeError where there is none."""
-    return endpoint(source) if source.startswith("/") else find(source)
+    return open_endpoint(source) if source.startswith("/") else find(source)

@@ -160,7 +160,7 @@ class SharedMemoryEndpoint(Endpoint):
 _endpoints: weakref.WeakValueDictionary[str, SharedMemoryEndpoint] = weakref.WeakValueDictionary()
 
 
-def endpoint(source: str) -> SharedMemoryEndpoint:
+def open_endpoint(source: str) -> SharedMemoryEndpoint:
     """The endpoint of this process, which from now on ends soon after the engine's, see `watchdog`.
 
     Raises RuntimeError where the transport is gone.
