@@ -1,7 +1,7 @@
 """The engine contract.
 
 An engine turns chunks into tokens and positions, computes the KV of one span behind others, and answers a query behind
-a layout of spans. It keeps no window state: everything it needs for a call is in the call. Engines are thread-safe.
+a layout of spans. It keeps no window state: a call holds all that it needs. Engines are thread-safe.
 """
 
 from __future__ import annotations

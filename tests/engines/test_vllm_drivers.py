@@ -116,7 +116,7 @@ def test_what_cannot_be_attached_is_let_go(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     with (
         mock.patch.dict(cores._prepared, {transport.source: transport}),
-        mock.patch.object(cores, "read_model", return_value=mock.Mock()),
+        mock.patch.object(cores, "read_model", return_value=(mock.Mock(), KV)),
         pytest.raises(AttributeError, match="cache_config"),
     ):
         Core.attach(llm, "a model", None)

@@ -559,7 +559,7 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
 
 def test_segments_of_a_killed_process_are_removed() -> None:
     """Shared memory that vLLM's processes would have removed themselves; not while one of them still uses it."""
-    from ctxwin.engines.vllm.lifecycle import cleanup
+    from ctxwin.engines.vllm.lifecycle import folders
 
     script = """
         import time
@@ -572,12 +572,12 @@ def test_segments_of_a_killed_process_are_removed() -> None:
     child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     name = child.stdout.readline().strip()
-    assert name in cleanup.segments()
-    with mock.patch.object(cleanup, "_PATIENCE_S", 0.0):
-        cleanup.remove([name])
+    assert name in folders.segments()
+    with mock.patch.object(folders, "_PATIENCE_S", 0.0):
+        folders.remove_segments([name])
     assert faults.left({name}) == [name]
     child.kill()
-    cleanup.remove([name, "psm_never"])
+    folders.remove_segments([name, "psm_never"])
     assert faults.left({name}) == []
     child.wait(timeout=10)
     child.stdout.close()

@@ -94,7 +94,7 @@ class Encoder:
             return held
         self.tokens.check(system_prompt)
         before, after = self.checkpoint.template.system_prompt(system_prompt)
-        ids = [*self.template_ids(before), *self.text_ids(system_prompt), *self.template_ids(after)]
+        ids = [*self.tokens.template(before), *self.tokens.content(system_prompt), *self.tokens.template(after)]
         if self.checkpoint.template.plain:
             ids = [*self.checkpoint.bos, *ids]
         made = self._made(name, ids, ())
@@ -108,8 +108,8 @@ class Encoder:
     def encode_exchange(self, query: str, answer_ids: Sequence[int]) -> Encoded:
         """``encode_query(query)``, the answer, its turn's end and a reopened user turn."""
         answer = [int(i) for i in answer_ids]
-        after = self.checkpoint.template.exchange(query, self.decode(answer))
-        ids = [*self._query_ids(query), *answer, *self.template_ids(after)]
+        after = self.checkpoint.template.exchange(query, self.tokens.text(answer))
+        ids = [*self._query_ids(query), *answer, *self.tokens.template(after)]
         return self._made(digest("exchange", query, answer), ids, ())
 
     def encode(self, chunk: Chunk) -> Encoded:
@@ -120,25 +120,21 @@ class Encoder:
         ids: list[int] = []
         media: list[MediaSpan] = []
         before, after = self._around(chunk)
-        ids += self.template_ids(before)
+        ids += self.tokens.template(before)
         for part in chunk.parts:
             if isinstance(part, TextPart):
-                ids += self.text_ids(part.text)
+                ids += self.tokens.content(part.text)
             elif isinstance(part, TokensPart):
                 ids += self._raw_ids(part)
             else:
                 with self._seeing:  # one at a time: of two with the same picture the second finds it
                     self._add_media(chunk, part, ids, media)
-        ids += self.template_ids(after)
+        ids += self.tokens.template(after)
         if not ids:
             raise ValueError("a chunk must have at least one token, got none after tokenisation")
         made = self._made(chunk.id, ids, tuple(media))
         self._cache.put(chunk.id, made, _TOKEN_BYTES * made.tokens)
         return made
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of generated ids, special tokens left out."""
-        return self.tokens.text(token_ids)
 
     def embed(self, key: str) -> torch.Tensor:
         """Stored embeddings, as the tower gave them; see `Engine.embed`."""
@@ -154,18 +150,10 @@ class Encoder:
         positions, advance = self._positions(ids, media)
         return Encoded(chunk_id, tuple(ids), positions, advance, media)
 
-    def text_ids(self, text: str) -> list[int]:
-        """Ids of content: special tokens spelled out in it stay text."""
-        return self.tokens.content(text)
-
-    def template_ids(self, text: str) -> list[int]:
-        """Ids of a piece of the template: special tokens count."""
-        return self.tokens.template(text)
-
     def _query_ids(self, query: str) -> list[int]:
         if self._closing is None:
-            self._closing = tuple(self.template_ids(self.checkpoint.template.closing))
-        return [*self.text_ids(query), *self._closing]
+            self._closing = tuple(self.tokens.template(self.checkpoint.template.closing))
+        return [*self.tokens.content(query), *self._closing]
 
     def _raw_ids(self, part: TokensPart) -> tuple[int, ...]:
         media = self.checkpoint.media
@@ -198,13 +186,13 @@ class Encoder:
         family = self._family(part)
         tokens = self.checkpoint.media
         assert tokens is not None
-        lead, tail = (self.template_ids(text) for text in self.checkpoint.template.picture())
+        lead, tail = (self.tokens.template(text) for text in self.checkpoint.template.picture())
         native = part.media == "video" and not chunk.as_frames and tokens.video is not None
         items = self._video(chunk, part, family) if native else self._images(chunk, part, family)
         pad = tokens.video if native else tokens.image
         assert pad is not None
         for key, rows, grid, seconds, stamp in items:
-            ids += [*self.text_ids(stamp), tokens.start] if native else lead
+            ids += [*self.tokens.content(stamp), tokens.start] if native else lead
             media.append(MediaSpan("video" if native else "image", key, len(ids), rows, grid, seconds))
             ids += [pad] * rows
             ids += [tokens.end] if native else tail
@@ -331,13 +319,13 @@ class EncodingEngine(Engine):
         return self.encoder.checkpoint.template
 
     def text_ids(self, text: str) -> tuple[int, ...]:
-        return tuple(self.encoder.text_ids(text))
+        return tuple(self.encoder.tokens.content(text))
 
     def template_ids(self, text: str) -> tuple[int, ...]:
-        return tuple(self.encoder.template_ids(text))
+        return tuple(self.encoder.tokens.template(text))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self.encoder.decode(token_ids)
+        return self.encoder.tokens.text(token_ids)
 
     def embed(self, key: str) -> torch.Tensor:
         return self.encoder.embed(key)

@@ -6,7 +6,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,11 +17,11 @@ from ctxwin.engines.vllm import requests
 from ctxwin.engines.vllm.drivers import Driver, LoopDriver, StepDriver
 from ctxwin.engines.vllm.inputs import Inputs, joined
 from ctxwin.engines.vllm.internals import bare_model, worker_model
-from ctxwin.engines.vllm.lifecycle import cleanup, startup
+from ctxwin.engines.vllm.lifecycle import folders, startup
 from ctxwin.engines.vllm.paged import PagedKV
 from ctxwin.engines.vllm.relocation import refusal
 from ctxwin.engines.vllm.transport import PARAM, LocalTransport, SharedMemoryTransport, Transport
-from ctxwin.engines.vllm.vision import remote, see
+from ctxwin.engines.vllm.vision import Vision, remote, see
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.kv.config import kv_spec_from_config
 from ctxwin.kv.layout import KVSpec
@@ -39,31 +38,22 @@ REFUSED = {"kimi_k25": "vLLM 0.32 does not know transformers' class of it"}
 _prepared: weakref.WeakValueDictionary[str, SharedMemoryTransport] = weakref.WeakValueDictionary()
 
 
-@dataclass(frozen=True)
-class Served:
-    """A checkpoint as vLLM serves it in one dtype."""
+def read_model(model: str | Path, dtype: Any = "auto") -> tuple[Checkpoint, KVSpec]:
+    """A checkpoint and its KV as vLLM serves it in one dtype. Reads no weights but for their digest.
 
-    checkpoint: Checkpoint
-    dtype: str
-    identity: str
-    kv: KVSpec
-
-
-def read_model(model: str | Path, dtype: Any = "auto") -> Served:
-    """Raises UnsupportedModel for a model whose config says that KV cannot be moved, ValueError for an unknown dtype."""
+    Raises UnsupportedModel for a model whose config says that KV cannot be moved, ValueError for an unknown dtype.
+    """
     from ctxwin.engines.encoding.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(model)
-    kind = str(checkpoint.config.model_type)
+    kind, known = str(checkpoint.config.model_type), ", ".join(VISION_MODELS)
     if checkpoint.media is not None and kind not in VISION_MODELS:
         reason = f" ({REFUSED[kind]})" if kind in REFUSED else ""
-        known = ", ".join(VISION_MODELS)
         raise UnsupportedModel(
             f"a vision model on vLLM must be one of {known}, got {kind!r}{reason}; open it as hf:MODEL"
         )
     name = checkpoint.dtype(None if dtype == "auto" else dtype, "bfloat16")
-    identity = checkpoint.identity(name, "vllm")
-    return Served(checkpoint, name, identity, kv_spec_from_config(checkpoint.config, identity, name, "vllm"))
+    return checkpoint, kv_spec_from_config(checkpoint.config, checkpoint.identity(name, "vllm"), name, "vllm")
 
 
 def engine_arguments(model: str | Path, options: dict[str, Any]) -> dict[str, Any]:
@@ -74,11 +64,10 @@ def engine_arguments(model: str | Path, options: dict[str, Any]) -> dict[str, An
     Raises:
         ValueError, UnsupportedModel: options that ctxwin cannot work with; the message says what to do.
     """
-    served = read_model(model, options.get("dtype") or "auto")
-    transport = SharedMemoryTransport(served.kv)
+    checkpoint, kv = read_model(model, options.get("dtype") or "auto")
+    transport = SharedMemoryTransport(kv)
     try:
-        given = {**options, "dtype": served.dtype}
-        arguments = startup.with_connector(str(served.checkpoint.path), given, transport)
+        arguments = startup.with_connector(str(checkpoint.path), {**options, "dtype": kv.dtype}, transport)
     except BaseException:
         transport.close()
         raise
@@ -95,56 +84,55 @@ class Core:
 
     Attributes:
         model: the path or hub name it was opened with.
-        inputs: renders prompts, counts positions, runs the tower.
+        inputs: renders prompts and counts positions.
+        see: one run of the vision tower.
         vision: whether it sees images.
+        longest: tokens that a prompt and its answer may have.
         block: tokens of a block of its paged cache.
         positions: how many positions the model can rotate to; a video's may run ahead of its tokens.
     """
 
-    def __init__(self, model: str | Path, served: Served, driver: Driver, transport: Transport) -> None:
-        self.model = str(model)
-        self.checkpoint, self.identity, self.kv = served.checkpoint, served.identity, served.kv
-        self.driver = driver
-        self.transport = transport
+    def __init__(self, model: str | Path, checkpoint: Checkpoint, driver: Driver, transport: Transport) -> None:
+        self.model, self.checkpoint = str(model), checkpoint
+        self.driver, self.transport, self.kv = driver, transport, transport.kv
         self.block = int(driver.config.cache_config.block_size)
-        text = self.checkpoint.config.get_text_config()
-        longest = int(driver.config.model_config.max_model_len)
-        self.positions = max(longest, int(getattr(text, "max_position_embeddings", 0) or 0))
+        config = driver.config.model_config
+        self.longest = int(config.max_model_len)
+        self.positions = max(self.longest, int(getattr(checkpoint.text_config, "max_position_embeddings", 0) or 0))
         self._users = 0
         self._segments: set[str] = set()  # shared memory of processes that it started
         self._lock = threading.Lock()
-        config = driver.config.model_config
+        self.see: Vision = self._see_here
         if isinstance(transport, LocalTransport):
             model_here = worker_model(cast("StepDriver", driver).llm)
-            self.inputs = Inputs(config, driver.renderer, model_here, self._see_here)
+            self.inputs = Inputs(config, driver.renderer, model_here)
             layers = driver.config.compilation_config.static_forward_context
-            transport.paged = PagedKV(layers, self.kv, driver.config.cache_config.block_size, alone=True)
+            transport.paged = PagedKV(layers, self.kv, self.block, alone=True)
         elif isinstance(transport, SharedMemoryTransport):
             transport.alive = lambda: driver.dead is None
-            transport.remember_segments(cleanup.segments())
+            transport.remember_segments(folders.segments())
             transport.ranks = int(driver.config.parallel_config.tensor_parallel_size)
-            self.inputs = Inputs(
-                config, driver.renderer, bare_model(config), remote(driver.rpc, transport.path), files=True
-            )
-        self.vision = self.inputs.multimodal and self.checkpoint.media is not None
+            self.inputs = Inputs(config, driver.renderer, bare_model(config), files=True)
+            self.see = remote(driver.rpc, transport.path)
+        self.vision = self.inputs.multimodal and checkpoint.media is not None
 
     @classmethod
     def start(cls, model: str | Path, processes: str | None, options: dict[str, Any], connector: bool = True) -> Core:
         """See `VLLMEngine`; ``connector``: as for `startup.start`."""
         options = dict(options)
-        served = read_model(model, options.pop("dtype", "auto"))
+        checkpoint, kv = read_model(model, options.pop("dtype", "auto"))
         if processes is None:
             processes = "multi" if options.get("tensor_parallel_size", 1) > 1 else "single"
         transport: Transport
-        transport = LocalTransport(served.kv) if processes == "single" else SharedMemoryTransport(served.kv)
-        driver, before = None, cleanup.segments()
+        transport = LocalTransport(kv) if processes == "single" else SharedMemoryTransport(kv)
+        driver, before = None, folders.segments()
         try:
-            given = {"dtype": served.dtype, **options}
-            driver = startup.start(str(served.checkpoint.path), transport, given, cast("Any", processes), connector)
-            core = cls(model, served, driver, transport)
+            options = {"dtype": kv.dtype, **options}
+            driver = startup.start(str(checkpoint.path), transport, options, cast("Any", processes), connector)
+            core = cls(model, checkpoint, driver, transport)
             if connector:
                 core.check_relocation()
-            core._segments = set() if driver.local else cleanup.segments() - before
+            core._segments = set() if driver.local else folders.segments() - before
             return core
         except BaseException:
             if driver is not None:
@@ -168,11 +156,12 @@ class Core:
             raise ValueError("vLLM's last ctxwin engine was closed; start vLLM anew with new engine_arguments")
         if engine is llm and loop is None:
             raise ValueError("an AsyncLLM needs loop=, the running event loop that it was started on")
-        served = read_model(model, str(config.model_config.dtype))
+        checkpoint, kv = read_model(model, str(config.model_config.dtype))
+        transport.kv = kv
         driver: Driver
         driver = StepDriver(llm, lambda _: None) if engine is not llm else LoopDriver(llm, cast("Any", loop))
         try:
-            core = cls(model, served, driver, transport)
+            core = cls(model, checkpoint, driver, transport)
             core.check_relocation()
         except BaseException:
             driver.close()
@@ -197,7 +186,7 @@ class Core:
         try:
             self.driver.close()
         finally:
-            cleanup.remove(self._segments)
+            folders.remove_segments(self._segments)
             self.inputs.close()
             self.transport.close()
 
@@ -236,7 +225,7 @@ class Core:
                 )
         parts = [*(segment.encoded for segment in layout), *tail]
         ids, media = joined(parts)
-        longest = int(self.driver.config.model_config.max_model_len)
+        longest = self.longest
         if not 0 < len(ids) <= longest - sampling.max_tokens:
             raise EngineFailed(
                 f"the prompt must have 1 to {longest - sampling.max_tokens} tokens (the model takes {longest}, "

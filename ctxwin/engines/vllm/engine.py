@@ -154,14 +154,13 @@ class VLLMEngine(EncodingEngine):
         self._embeddings: Recent[torch.Tensor] = Recent(_EMBEDDED_BYTES)  # of the media that are asked about
         try:
             self.store: Store = open_store("memory:", tenant=tenant) if store is None else store
-            self.repo = SpanRepository(self.store, core.identity, spec=core.kv)
+            self.repo = SpanRepository(self.store, core.kv.identity, spec=core.kv)
             self.counters = EngineCounters()
-            vision = core.inputs.see if core.vision else None
-            longest = int(core.driver.config.model_config.max_model_len)
+            vision = core.see if core.vision else None
             self.encoder = Encoder(
-                core.checkpoint, core.identity, self.repo, vision, core.inputs.positions, self.counters, longest
+                core.checkpoint, core.kv.identity, self.repo, vision, core.inputs.positions, self.counters, core.longest
             )
-            self.spec = EngineSpec("vllm", core.model, core.identity, core.kv, longest, core.vision)
+            self.spec = EngineSpec("vllm", core.model, core.kv.identity, core.kv, core.longest, core.vision)
         except BaseException:
             self.close()
             raise

@@ -14,7 +14,7 @@ import torch
 from ctxwin.engines.base import Encoded, MediaSpan
 from ctxwin.engines.hf.model import deep_layers
 from ctxwin.engines.vllm.internals import media_items
-from ctxwin.engines.vllm.vision import Vision, is_tiled
+from ctxwin.engines.vllm.vision import is_tiled
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.hashing import digest
 
@@ -51,19 +51,17 @@ class Inputs:
         config: vLLM's ``ModelConfig``.
         renderer: its renderer, whose processor names the fields of media.
         model: the model, or `internals.bare_model` of its class: only its rule of positions is used.
-        vision: ``(pixels, grids) -> embeddings``, one run of the vision tower where the model is; see `see`.
         files: whether embeddings reach vLLM as files, through its encoder-cache connector, and not inside requests.
 
     Attributes:
         secret: known to this vLLM alone; part of every name in its caches that clients must not be able to guess.
     """
 
-    def __init__(self, config: Any, renderer: Any, model: Any, vision: Vision, *, files: bool = False) -> None:
+    def __init__(self, config: Any, renderer: Any, model: Any, *, files: bool = False) -> None:
         self._config = config
         self._files = files
         self.secret = secrets.token_hex(32)
         self.model = model
-        self._vision = vision
         self.multimodal = bool(config.is_multimodal_model)
         self._tiled = is_tiled(config.hf_config)
         self._blank: dict[Any, Any] = {}
@@ -87,7 +85,8 @@ class Inputs:
             int64 ``[3, T]`` from 0 (three equal rows without M-RoPE), and the position of a text token that would
             follow. Cost: O(T), no forward.
         """
-        self._check_open()
+        if self.model is None:
+            raise EngineFailed("the engine is closed; open a new one")
         count = len(token_ids)
         if not self._config.uses_mrope:
             return np.tile(np.arange(count, dtype=np.int64), (3, 1)), count
@@ -99,22 +98,6 @@ class Inputs:
         if rows.shape != (3, count):
             raise UnsupportedModel(f"the model must give positions [3, {count}], got {list(rows.shape)}")
         return rows, count + int(delta)
-
-    def see(self, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
-        """One run of the vision tower, for images and videos alike.
-
-        Args:
-            pixels: the processor's patches of all items, one after the other.
-            grids: int64 ``[items, 3]``, the patch grid (t, h, w) of each.
-
-        Returns:
-            Embeddings ``[tokens, hidden * (1 + D)]`` of all items in order, on the CPU, in the model's dtype; D as in
-            `ctxwin.engines.hf.model.Inputs`.
-        """
-        self._check_open()
-        if not self.multimodal:
-            raise UnsupportedModel(f"{self._config.model} is a text model: it has no vision tower")
-        return self._vision(pixels, grids)
 
     def prompt(
         self,
@@ -176,10 +159,6 @@ class Inputs:
         kwargs = MultiModalKwargsItems(dict(items))
         made = mm_input(list(token_ids), kwargs, dict(hashes), dict(places), cache_salt=salt or None)
         return Rendered(dict(made), blank, embeddings)
-
-    def _check_open(self) -> None:
-        if self.model is None:
-            raise EngineFailed("the engine is closed; open a new one")
 
     def _features(
         self, span: MediaSpan, embeddings: torch.Tensor | None, tenant: str

@@ -19,6 +19,10 @@ BACKGROUND = 10
 """Priority of work that nobody waits for; vLLM serves lower numbers first, and other requests have 0."""
 
 
+_SAME: tuple[str, ...] = ("max_tokens", "temperature", "seed", "top_p", "top_k", "min_p")
+_SAME += ("presence_penalty", "frequency_penalty", "repetition_penalty")  # the same fields in vLLM's parameters
+
+
 class LoadError(Exception):
     """The connector could not load or read back a span; nothing of the request may be used."""
 
@@ -195,16 +199,8 @@ def _parameters(sampling: Sampling, ending: Sequence[int], handle: str) -> Any:
     if logprobs >= 0 and sampling.token_logprobs is not None:
         logprobs = max(logprobs, sampling.token_logprobs)  # vLLM adds the token's own
     return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        seed=sampling.seed,
+        **{name: getattr(sampling, name) for name in _SAME},
         logprobs=None if not logprobs and sampling.token_logprobs is None else logprobs,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
         structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
         # The ending ids are the tokenizer's and the generation config's, collected once for every engine.
         ignore_eos=True,

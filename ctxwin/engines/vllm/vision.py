@@ -29,7 +29,18 @@ def is_tiled(config: Any) -> bool:
 
 
 def see(model: Any, config: Any, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
-    """One run of a model's tower; ``config`` is its Hugging Face config. See `Inputs.see`."""
+    """One run of a model's tower, for images and videos alike.
+
+    Args:
+        model: vLLM's.
+        config: its Hugging Face config.
+        pixels: the processor's patches of all items, one after the other.
+        grids: int64 ``[items, 3]``, the patch grid (t, h, w) of each.
+
+    Returns:
+        Embeddings ``[tokens, hidden * (1 + D)]`` of all items in order, on the CPU, in the model's dtype; D as in
+        `ctxwin.engines.hf.model.Inputs`.
+    """
     like = next(model.parameters())
     given: dict[str, Any] = {"pixel_values": pixels.to(device=like.device, dtype=like.dtype)}
     if is_tiled(config):

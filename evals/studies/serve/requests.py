@@ -101,7 +101,7 @@ class Plain:
         self._engine, core = engine, engine.core
         self._driver, self._stop = core.driver, core.checkpoint.eos
         # Embeddings travel inside the requests, as those of other users of vLLM do, in whatever process it runs.
-        self._inputs = Inputs(core.driver.config.model_config, core.driver.renderer, core.inputs.model, core.inputs.see)
+        self._inputs = Inputs(core.driver.config.model_config, core.driver.renderer, core.inputs.model)
         self._rendered: dict[str, dict[str, Any]] = {}
 
     def ask(self, parts: Sequence[Encoded], answer: int, on_token: Callable[[], None]) -> Served:

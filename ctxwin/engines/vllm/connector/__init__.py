@@ -1,19 +1,19 @@
 """The KV connector: spans go into vLLM's paged blocks before a forward, computed spans come out when a request ends.
 
-vLLM imports this module by its path and instantiates the class for its scheduler and for each of its workers, in one
-process or in several. The connector works for requests that carry a ctxwin handle; all others pass untouched.
+vLLM imports this module by its path and instantiates the class for its scheduler and for each of its workers, in one process
+or several. The connector serves requests that carry a ctxwin handle; all others pass untouched.
 
-**Loading.** KV that only this window can hit (its blocks are its own, see `prefix_space`) is loaded synchronously, in the
-step that needs it. Exact KV stands in blocks that plain requests share; it is loaded asynchronously, because vLLM
-publishes the blocks of an asynchronous load only once they are written, while a plain request that comes in the
-same step could hit those of a synchronous one, and would fail with it. With ``kv_load_failure_policy="fail"`` vLLM
-drops the step's token, evicts the blocks and ends that request alone, and the engine then asks again.
-``recompute`` would keep the blocks in front of the failed one, which may be approximate.
+**Loading.** KV that only this window can hit (its blocks are its own, see `prefix_space`) is loaded synchronously, in the step
+that needs it. Exact KV stands in blocks that plain requests share, so it is loaded asynchronously: vLLM publishes the blocks
+of an asynchronous load only once they are written, whereas a plain request in the same step could hit those of a synchronous
+one, and would fail with it. With ``kv_load_failure_policy="fail"`` vLLM drops the step's token, evicts the blocks and ends
+that request alone, and the engine asks again. ``recompute`` would keep the blocks in front of the failed one, which may be
+approximate.
 
-**Reading back** happens when a request has ended, for all its captures at once: every step's forward is complete, tokens of
-earlier steps, of chunked prefill and of vLLM's own prefix cache are all there, and nothing is added to the time to the
-first token. In the engine's own process the blocks are read on the spot; elsewhere vLLM keeps them until the workers
-have written them out in the next step.
+**Reading back** happens when a request has ended, for all its captures at once: every forward is complete then, tokens of
+earlier steps, of chunked prefill and of vLLM's own prefix cache are all there, and the time to the first token is unaffected.
+In the engine's own process the blocks are read at once; elsewhere vLLM keeps them until the workers have written them out in
+the next step.
 """
 
 from __future__ import annotations

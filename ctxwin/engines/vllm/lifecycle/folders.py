@@ -1,7 +1,12 @@
-"""Folders that hand files from one process to another: written whole or not at all, and removed when their owner is gone."""
+"""What engines and vLLM leave in shared memory: folders of files for other processes, and vLLM's segments.
+
+A file is written whole or not at all; a folder is removed when its owner is gone. vLLM removes its segments when it shuts down,
+but those of a killed process would stay until the whole program ends: hundreds of megabytes for each engine opened since.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -9,12 +14,13 @@ import os
 import shutil
 import tempfile
 import threading
+import time
+from collections.abc import Iterable
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # ships no types
-
-from ctxwin.engines.vllm.lifecycle import cleanup
 
 PREFIX = "ctxwin-"
 """How a transport's folder is called: this, its owner's process number, and something random."""
@@ -22,6 +28,10 @@ LOCK = "lock"
 """A file that the folder's owner keeps locked."""
 SEGMENTS = "segments.json"
 """A file that names what vLLM's processes keep in shared memory, for when all of them are killed with their owner."""
+_FOLDER = "/dev/shm/"
+_TRACKED = "psm_"  # how Python names segments, of which it keeps a list
+_NAMES = (_TRACKED, "vllm_")
+_PATIENCE_S = 5.0  # a worker ends by itself, soon after the process that started it was killed
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -36,7 +46,7 @@ def sweep(root: Path) -> list[str]:
     for folder in root.glob(f"{PREFIX}*-*"):
         pid = owner_of(folder)
         if folder.is_dir() and pid is not None and not runs(pid) and not _locked(folder):
-            cleanup.unlink(name for name in (read_json(folder / SEGMENTS) or {}) if cleanup.is_segment(name))
+            unlink_segments(name for name in (read_json(folder / SEGMENTS) or {}) if is_segment(name))
             shutil.rmtree(folder, ignore_errors=True)
             gone.append(folder.name)
     if gone:
@@ -96,3 +106,44 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     return found if isinstance(found, dict) else None
+
+
+def segments() -> set[str]:
+    """Names of the segments that processes below this one have mapped now. Cost: milliseconds."""
+    return set().union(*(mapped(child.pid) for child in psutil.Process().children(recursive=True)))
+
+
+def mapped(pid: int) -> set[str]:
+    """Names of the segments that one process has mapped."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return set(filter(is_segment, (line.partition(_FOLDER)[2] for line in lines)))
+
+
+def is_segment(name: str) -> bool:
+    """Whether a segment can be one of vLLM's, and still exists."""
+    return name.startswith(_NAMES) and "/" not in name and not name.endswith("(deleted)")
+
+
+def remove_segments(names: Iterable[str]) -> None:
+    """Removes those of the segments that still exist, once the processes below this one have let go of them."""
+    there = {name for name in names if Path(_FOLDER, name).exists()}
+    until = time.monotonic() + _PATIENCE_S
+    used: set[str] = set()
+    while there and there & (used := segments()) and time.monotonic() < until:
+        time.sleep(0.05)
+    unlink_segments(there - used)
+
+
+def unlink_segments(names: Iterable[str]) -> None:
+    """Removes segments, whoever uses them; a missing one is no error."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            if name.startswith(_TRACKED):
+                segment = SharedMemory(name)
+                segment.close()
+                segment.unlink()  # also strikes it off Python's list
+            else:
+                Path(_FOLDER, name).unlink()

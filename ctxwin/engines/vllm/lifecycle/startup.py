@@ -160,18 +160,17 @@ def _in_thread(model: str, arguments: dict[str, Any]) -> LoopDriver:
 
     held = [llm]
 
+    async def shut_down() -> None:
+        held.pop().shutdown()
+        await asyncio.sleep(0)  # what was cancelled ends before its loop does
+
     def stop_all() -> None:
         with _lock, _quiet():
-            asyncio.run_coroutine_threadsafe(_shut_down(held.pop()), loop).result()
+            asyncio.run_coroutine_threadsafe(shut_down(), loop).result()
             stop_loop()
             gc.collect()  # vLLM cleans up once more with the last reference, which must not be at the interpreter's end
 
     return LoopDriver(llm, loop, stop_all)
-
-
-async def _shut_down(llm: Any) -> None:
-    llm.shutdown()
-    await asyncio.sleep(0)  # what was cancelled ends before its loop does
 
 
 def stop(llm: Any) -> None:

@@ -24,8 +24,7 @@ from collections.abc import Iterator
 from multiprocessing import util
 from pathlib import Path
 
-from ctxwin.engines.vllm.lifecycle import cleanup
-from ctxwin.engines.vllm.lifecycle.folders import owner_of, runs
+from ctxwin.engines.vllm.lifecycle.folders import mapped, owner_of, runs, unlink_segments
 
 WATCH_S = 1.0
 """How often to check that the process that started this one still runs; the engine's end is noticed at once."""
@@ -86,7 +85,7 @@ def _watch(folder: Path, owner: int, parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)  # vLLM ends its workers and frees its shared memory on this one
     time.sleep(PATIENCE_S)
     if ended:  # else the engine is left to remove them
-        cleanup.unlink(cleanup.mapped(os.getpid()))
+        unlink_segments(mapped(os.getpid()))
     os.kill(os.getpid(), signal.SIGKILL)  # while it starts, vLLM only makes a note of a SIGTERM
 
 

@@ -1,7 +1,7 @@
-"""The contract between an engine and its connector: what one vLLM request shall load and capture.
+"""The contract between an engine and its connector: what one vLLM request has to load and capture.
 
-vLLM carries only a small string from the caller to the connector (``kv_transfer_params``); everything else waits under
-that handle. An engine has a `Transport`, each process of vLLM that runs the connector an `Endpoint` of it.
+vLLM carries only a small string from the caller to the connector (``kv_transfer_params``), a handle under which everything else
+waits. An engine has a `Transport`, and each process of vLLM that runs the connector an `Endpoint` of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ctxwin.kv.layout import KVSpec
 
 PARAM = "ctxwin"
-"""Key of the handle inside ``kv_transfer_params``, and of the transport's source inside the connector's extra config."""
+"""Key of the handle in ``kv_transfer_params``, and of the transport's source in the connector's extra config."""
 _HANDLE = re.compile(r"[0-9a-f]{32}")
 
 
@@ -185,28 +185,28 @@ class Endpoint(ABC):
 
     @abstractmethod
     def seen(self, handle: str, local: int, planned: int) -> None:
-        """Tells the engine how many tokens the scheduler found in its own cache, and how many it counts on."""
+        """Tells the engine how many tokens the scheduler found in its own cache, and how many it expects to be loaded."""
 
     @abstractmethod
     def read_now(self, save: Save, job: Job) -> bool:
-        """Settles the captures of a request that has ended; False where the workers have to read them in the next step."""
+        """Handles the captures of a request that has ended; False where the workers must read them in the next step."""
 
     @abstractmethod
     def fail(self, handle: str, error: BaseException) -> None:
-        """Tells the engine why what it waits for does not come."""
+        """Tells the engine why it waits in vain."""
 
-    def refuse(self, error: BaseException) -> None:  # noqa: B027  # nobody to tell where the engine sees the error itself
-        """Tells the engine why this process cannot serve its model; it dies of ``error`` next."""
+    def refuse(self, error: BaseException) -> None:  # noqa: B027  # in one process the engine sees the error itself
+        """Tells the engine why this process cannot serve its model, before it dies of ``error``."""
 
     def open_cache(self, layers: Mapping[str, Any], block_size: int) -> None:  # noqa: B027  # see `LocalTransport.paged`
         """Learns the packing of the worker's cache. Raises UnsupportedModel."""
 
     @abstractmethod
     def parts(self, handle: str, begin: int, end: int) -> list[Part]:
-        """What fills the prompt tokens ``[begin, end)``. Raises LookupError, OSError or StoreCorrupt where it is gone."""
+        """KV of the prompt tokens ``[begin, end)``. Raises LookupError, OSError or StoreCorrupt where it is gone."""
 
     def load(self, load: Load) -> None:
-        """Writes a load into the paged cache. Raises whatever keeps it from being written whole."""
+        """Writes a load into the paged cache. Raises whatever prevents that."""
         if self.paged is None:
             raise RuntimeError("the engine is not up yet")
         parts = self.parts(load.handle, load.begin, load.end)
