@@ -183,10 +183,11 @@ class Encoder:
         return around
 
     def _add_media(self, chunk: Chunk, part: MediaPart, ids: list[int], media: list[MediaSpan]) -> None:
-        family = self._family(part)
-        tokens = self.checkpoint.media
-        assert tokens is not None
-        lead, tail = (self.tokens.template(text) for text in self.checkpoint.template.picture())
+        checkpoint = self.checkpoint
+        family, tokens = checkpoint.family, checkpoint.media
+        if family is None or tokens is None or self._vision is None or checkpoint.image_processor is None:
+            raise UnsupportedModel(f"{checkpoint.name} does not see {part.media}s; use a vision-language model")
+        lead, tail = (self.tokens.template(text) for text in checkpoint.template.picture())
         native = part.media == "video" and not chunk.as_frames and tokens.video is not None
         items = self._video(chunk, part, family) if native else self._images(chunk, part, family)
         pad = tokens.video if native else tokens.image
@@ -196,12 +197,6 @@ class Encoder:
             media.append(MediaSpan("video" if native else "image", key, len(ids), rows, grid, seconds))
             ids += [pad] * rows
             ids += [tokens.end] if native else tail
-
-    def _family(self, part: MediaPart) -> Family:
-        family = self.checkpoint.family
-        if family is None or self._vision is None or self.checkpoint.image_processor is None:
-            raise UnsupportedModel(f"{self.checkpoint.name} does not see {part.media}s; use a vision-language model")
-        return family
 
     def _images(self, chunk: Chunk, part: MediaPart, family: Family) -> list[_Item]:
         """An image, or the frames of a video as images."""
@@ -216,10 +211,8 @@ class Encoder:
             for at in range(0, len(missing), _FRAMES_AT_ONCE):
                 batch = missing[at : at + _FRAMES_AT_ONCE]
                 pictures = [Image.fromarray(shown[i]) for i in batch]
-                pixels, grids = self._processed(
-                    part, process_images, family, checkpoint.config, checkpoint.image_processor, pictures, frames
-                )
-                fresh |= self._run(pixels, grids, [keys[i] for i in batch])
+                given = family, checkpoint.config, checkpoint.image_processor, pictures, frames
+                fresh |= self._run(part, [keys[i] for i in batch], process_images, *given)
         return [(key, *(fresh.get(key) or self._known(key)), None, "") for key in keys]
 
     def _video(self, chunk: Chunk, part: MediaPart, family: Family) -> list[_Item]:
@@ -231,26 +224,24 @@ class Encoder:
         keys = [self._key(part, "video", [fps, i] if family.stamps else fps) for i in range(len(marks))]
         fresh: dict[str, tuple[int, Grid]] = {}
         if any(self.embeddings.get(key) is None for key in keys):
-            frames = self._pixels(chunk, part)
-            pixels, grids = self._processed(part, process_video, processor, frames)
-            fresh = self._run(pixels, grids, keys)
+            fresh = self._run(part, keys, process_video, processor, self._pixels(chunk, part))
         seconds = None if family.stamps else patch / fps
         return [
             (key, *(fresh.get(key) or self._known(key)), seconds, mark) for key, mark in zip(keys, marks, strict=True)
         ]
 
-    def _processed(self, part: MediaPart, process: Callable[..., tuple[Any, Any]], *inputs: Any) -> tuple[Any, Any]:
-        try:
-            return process(*inputs)
-        except ValueError as error:  # an aspect ratio beyond the processor's limits, for example
-            raise BadMedia(f"the model's processor refused a {part.media} of {part.shape}: {error}") from error
+    def _run(
+        self, part: MediaPart, keys: list[str], process: Callable[..., tuple[Any, Any]], *inputs: Any
+    ) -> dict[str, tuple[int, Grid]]:
+        """One run of the vision tower over what ``process`` makes of ``inputs``; stores each part by its key.
 
-    def _run(self, pixels: Any, grids: Any, keys: list[str]) -> dict[str, tuple[int, Grid]]:
-        """One run of the vision tower over ``keys``; stores each part, returns (tokens, grid) by key.
-
-        More keys than grids: each temporal step of the one grid has a key of its own.
+        Returns (tokens, grid) by key. With more keys than grids, each temporal step of the one grid has a key of its own.
         """
         assert self._vision is not None
+        try:
+            pixels, grids = process(*inputs)
+        except ValueError as error:  # an aspect ratio beyond the processor's limits, for example
+            raise BadMedia(f"the model's processor refused a {part.media} of {part.shape}: {error}") from error
         merge = self.checkpoint.patches_per_token
         embeddings = self._vision(pixels, grids)
         self._counters.vision_encodes += 1
@@ -261,8 +252,8 @@ class Encoder:
         rows = [t * h * w // merge for t, h, w in sizes]
         if int(embeddings.shape[0]) != sum(rows):
             raise UnsupportedModel(f"the vision tower must give {sum(rows)} embeddings, got {int(embeddings.shape[0])}")
-        for key, part, grid in zip(keys, embeddings.split(rows), sizes, strict=True):
-            self.embeddings.put(key, part.clone(), grid)
+        for key, seen, grid in zip(keys, embeddings.split(rows), sizes, strict=True):
+            self.embeddings.put(key, seen.clone(), grid)
         return {key: (count, grid) for key, count, grid in zip(keys, rows, sizes, strict=True)}
 
     def _known(self, key: str) -> tuple[int, Grid]:

@@ -243,18 +243,18 @@ class SharedMemoryTransport(Transport):
                     if self._bytes > self.max_bytes or handle in name:
                         self._drop(name)
 
-    def _look_for_error(self, handle: str, transfer: Transfer) -> None:
+    def _look_for_error(self, handle: str, transfer: Transfer) -> bool:
         error = read_json(self.path / f"error-{handle}.json")
         if error is not None and transfer.error is None:
             transfer.error = RuntimeError(str(error["error"]))
+        return transfer.error is not None
 
     def _await_capture(self, handle: str, name: str, transfer: Transfer, until: float) -> None:
         """Polls: a rename in shared memory tells nobody, and the file is there within a step."""
         paths = [self.path / f"out-{handle}-{name}.{rank}" for rank in range(self.ranks)]
         pause = 0.0002
         while not all(path.exists() for path in paths):
-            self._look_for_error(handle, transfer)
-            if transfer.error is not None:
+            if self._look_for_error(handle, transfer):
                 return
             if not self.alive():
                 raise EngineFailed("vLLM's processes ended while a request was read back; open a new engine")
