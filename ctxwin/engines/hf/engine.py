@@ -297,22 +297,14 @@ class HFEngine(EncodingEngine):
             ChunkUnavailable: vision embeddings left the store. EngineFailed: they are another model's.
         """
 
-        ids = [i for encoded in encodeds for i in encoded.token_ids]
-        words = self._words(ids)
-        seen: list[tuple[int, torch.Tensor]] = []
-        at = 0
-        for encoded in encodeds:
-            for media in encoded.media:
-                stored = self.embed(media.key)
-                if int(stored.shape[0]) != media.tokens:
-                    rows = int(stored.shape[0])
-                    raise EngineFailed(f"stored vision embeddings must have {media.tokens} rows, got {rows}")
-                seen.append((at + media.offset, stored))
-            at += encoded.tokens
-        try:
-            return hf_model.inputs(words, seen, self._deep)
-        except ValueError as error:
-            raise EngineFailed(str(error)) from error
+        words = self._words([i for encoded in encodeds for i in encoded.token_ids])
+        starts = itertools.accumulate((encoded.tokens for encoded in encodeds), initial=0)
+        seen = [
+            (at + media.offset, media.tokens, self.embed(media.key))
+            for at, encoded in zip(starts, encodeds, strict=False)
+            for media in encoded.media
+        ]
+        return hf_model.inputs(words, seen, self._deep)
 
     def _probe(self, start: int) -> SpanKV:
         """KV of some tokens, from all over the vocabulary, at ``start``; see `check_relocation`."""

@@ -11,6 +11,7 @@ import torch
 
 from ctxwin.engines.base import MediaSpan, Sampling, ScoredToken
 from ctxwin.engines.encoding.checkpoint import Checkpoint
+from ctxwin.errors import EngineFailed
 
 
 @dataclass(frozen=True)
@@ -77,29 +78,29 @@ def deep_layers(config: Any) -> int:
     return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
 
 
-def inputs(words: torch.Tensor, seen: Sequence[tuple[int, torch.Tensor]], deep: int) -> Inputs:
+def inputs(words: torch.Tensor, seen: Sequence[tuple[int, int, torch.Tensor]], deep: int) -> Inputs:
     """Puts stored vision embeddings among word embeddings.
 
     Args:
         words: ``[T, hidden]``; changed in place.
-        seen: (first token, stored embeddings ``[tokens, hidden * (1 + deep)]``) by item: what goes in at the bottom,
-            then what is added behind each of the first layers.
+        seen: (first token, tokens, stored embeddings ``[tokens, hidden * (1 + deep)]``) by item: what goes in at the
+            bottom, then what is added behind each of the first layers.
         deep: number of those layers.
 
     Raises:
-        ValueError: stored embeddings of another width.
+        EngineFailed: stored embeddings of another shape.
     """
     tokens, hidden = int(words.shape[0]), int(words.shape[1])
     added = words.new_zeros(deep, tokens, hidden) if deep else None
-    for offset, stored in seen:
-        if stored.ndim != 2 or int(stored.shape[1]) != hidden * (1 + deep):
-            raise ValueError(f"stored vision embeddings must be [tokens, {hidden * (1 + deep)}], got {[*stored.shape]}")
+    for offset, count, stored in seen:
+        want = (count, hidden * (1 + deep))
+        if tuple(stored.shape) != want:
+            raise EngineFailed(f"stored vision embeddings must be {[*want]}, got {[*stored.shape]}")
         parts = torch.split(stored.to(words), hidden, dim=1)
-        end = offset + int(stored.shape[0])
-        words[offset:end] = parts[0]
+        words[offset : offset + count] = parts[0]
         if added is not None:
             for layer, part in enumerate(parts[1:]):
-                added[layer, offset:end] = part
+                added[layer, offset : offset + count] = part
     return Inputs(words, added)
 
 
