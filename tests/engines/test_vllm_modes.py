@@ -185,7 +185,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Opened]:
         driver.submit = submitted
         with mock.patch.object(type(driver), "rpc", called):
             # The engine holds the method that it was opened with.
-            engine._core.inputs._vision = remote(driver.rpc, made.folder)
+            engine.encoder._vision = remote(driver.rpc, made.folder)
             made.answers = program(engine)
         del driver.submit
         yield made
