@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from ctxwin.evals.metrics import ETA_FLOOR, Figures, Outcome
-from ctxwin.evals.stats import Interval, bootstrap_mean, bootstrap_ratio, difference_interval, mcnemar
+from ctxwin.evals.stats import Interval, bootstrap_mean, bootstrap_ratio, difference_interval, mcnemar, mean
 
 Outcomes = Mapping[int, Outcome]
 """Scored samples of one arm on one task, by the index of their item."""
@@ -62,28 +62,27 @@ def best_patched(cells: Mapping[str, Figures]) -> str | None:
 
 def paired(first: Outcomes, second: Outcomes) -> Pair | None:
     """``first`` minus ``second`` on the items that both have; None where they share none."""
-    shared = sorted(first.keys() & second.keys())
-    if not shared:
+    pairs = [(first[i], second[i]) for i in sorted(first.keys() & second.keys())]
+    if not pairs:
         return None
-    pairs = [(first[i], second[i]) for i in shared]
-    clusters = [a.cluster for a, _ in pairs]
-    kls = [a.kl - b.kl for a, b in pairs]
+    clusters = [a.row.cluster for a, _ in pairs]
+    kls = [a.row.kl - b.row.kl for a, b in pairs]
     known = [
-        (mine, theirs, a.cluster)
+        (mine, theirs, a.row.cluster)
         for a, b in pairs
         if (mine := a.answer.score) is not None and (theirs := b.answer.score) is not None
     ]
-    right = [(bool(a), bool(b)) for a, b, _ in known]
     graded = not known or any(score not in (0, 1) for a, b, _ in known for score in (a, b))
-    apart = len({c for _, _, c in known}) == len(known)
+    exact = not graded and len({c for _, _, c in known}) == len(known)
+    base_kls = [a.row.base_kl for a, _ in pairs]
     return {
         "n": len(pairs),
         "clusters": len(set(clusters)),
-        **_difference([(a - b, c) for a, b, c in known], [-kl for kl in kls], [a.base_kl for a, _ in pairs], clusters),
-        "gained": None if graded else sum(a and not b for a, b in right),
-        "lost": None if graded else sum(b and not a for a, b in right),
-        "mcnemar_p": None if graded or not apart else mcnemar([a for a, _ in right], [b for _, b in right]),
-        "kl": math.fsum(kls) / len(kls),
+        **_difference([(a - b, c) for a, b, c in known], [-kl for kl in kls], base_kls, clusters),
+        "gained": None if graded else sum(a > b for a, b, _ in known),
+        "lost": None if graded else sum(b > a for a, b, _ in known),
+        "mcnemar_p": mcnemar([a > 0 for a, _, _ in known], [b > 0 for _, b, _ in known]) if exact else None,
+        "kl": mean(kls),
         "kl_ci95": bootstrap_mean(kls, clusters),
     }
 
@@ -91,27 +90,23 @@ def paired(first: Outcomes, second: Outcomes) -> Pair | None:
 def _difference(
     scores: Sequence[tuple[float, str]], removed: Sequence[float], base_kls: Sequence[float], clusters: Sequence[str]
 ) -> Difference:
-    """Of scores (with their clusters) and of the base's KL that is removed."""
-    accuracy = accuracy_ci = eta = eta_ci = None
+    """From scores (with their clusters) and the share of the base's KL that is removed."""
+    made: Difference = {"accuracy": None, "accuracy_ci95": None, "eta": None, "eta_ci95": None}
     if scores:
-        values = [value for value, _ in scores]
-        accuracy = math.fsum(values) / len(values)
-        accuracy_ci = difference_interval(values, [cluster for _, cluster in scores], drawn=True)
-    total = math.fsum(base_kls)
-    if total / len(base_kls) >= ETA_FLOOR:
-        eta, eta_ci = math.fsum(removed) / total, bootstrap_ratio(removed, base_kls, clusters)
-    return {"accuracy": accuracy, "accuracy_ci95": accuracy_ci, "eta": eta, "eta_ci95": eta_ci}
+        values, of = zip(*scores, strict=True)
+        made["accuracy"], made["accuracy_ci95"] = mean(values), difference_interval(values, of, drawn=True)
+    if mean(base_kls) >= ETA_FLOOR:
+        made["eta"] = math.fsum(removed) / math.fsum(base_kls)
+        made["eta_ci95"] = bootstrap_ratio(removed, base_kls, clusters)
+    return made
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a token arm.
+    """One setting of a token arm: its name, the share of the chunks' tokens that it computes anew, and its samples.
 
-    Attributes:
-        name: of the arm.
-        share: of the chunks' tokens it computes anew. A computed token costs its KV's bytes, so this is its share of
-            their bytes, too (Kamera, Table 6, sets a rank-16 patch beside 31 tokens that way).
-        outcomes: its samples.
+    A computed token costs its KV's bytes, so the share is of their bytes, too (Kamera, Table 6, sets a rank-16 patch beside
+    31 tokens that way).
     """
 
     name: str
@@ -132,11 +127,7 @@ def matched(patch: Outcomes, share: float, settings: Sequence[Setting]) -> Match
         share: its bytes over the KV's.
         settings: of one token arm, any order.
 
-    Returns:
-        None where no item is shared.
-
-    Raises:
-        ValueError: no setting.
+    Returns None where no item is shared; raises ValueError for no setting.
     """
     if not settings:
         raise ValueError("a token arm must have at least one setting, got none")
@@ -150,13 +141,13 @@ def matched(patch: Outcomes, share: float, settings: Sequence[Setting]) -> Match
     weight = (share - low_share) / (upper.share - low_share) if upper and upper.share > low_share else 0.0
     removed, gaps = [], []
     for i in shared:
-        mine = patch[i]
-        low = (lower.outcomes[i].kl, lower.outcomes[i].answer.score) if lower else (mine.base_kl, mine.base.score)
-        high = (upper.outcomes[i].kl, upper.outcomes[i].answer.score) if upper else low
-        removed.append((1 - weight) * low[0] + weight * high[0] - mine.kl)
+        mine, row = patch[i], patch[i].row
+        low = (lower.outcomes[i].row.kl, lower.outcomes[i].answer.score) if lower else (row.base_kl, mine.base.score)
+        high = (upper.outcomes[i].row.kl, upper.outcomes[i].answer.score) if upper else low
+        removed.append((1 - weight) * low[0] + weight * high[0] - row.kl)
         if mine.answer.score is not None and low[1] is not None and high[1] is not None:
-            gaps.append((mine.answer.score - ((1 - weight) * low[1] + weight * high[1]), mine.cluster))
-    clusters = [patch[i].cluster for i in shared]
+            gaps.append((mine.answer.score - ((1 - weight) * low[1] + weight * high[1]), row.cluster))
+    clusters = [patch[i].row.cluster for i in shared]
     above = paired(patch, upper.outcomes) if upper else None
     return {
         "n": len(shared),
@@ -164,11 +155,10 @@ def matched(patch: Outcomes, share: float, settings: Sequence[Setting]) -> Match
         "settings": [lower.name if lower else "base", upper.name if upper else None],
         "shares": [low_share, upper.share if upper else None],
         "interpolated": 0.0 < weight < 1.0,
-        **_difference(gaps, removed, [patch[i].base_kl for i in shared], clusters),
+        **_difference(gaps, removed, [patch[i].row.base_kl for i in shared], clusters),
         "above": above and _only(above),
     }
 
 
 def _only(pair: Pair) -> Difference:
-    accuracy, eta = (pair["accuracy"], pair["accuracy_ci95"]), (pair["eta"], pair["eta_ci95"])
-    return {"accuracy": accuracy[0], "accuracy_ci95": accuracy[1], "eta": eta[0], "eta_ci95": eta[1]}
+    return {k: pair[k] for k in Difference.__annotations__}  # type: ignore[literal-required,return-value]

@@ -16,14 +16,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ctxwin.evals.items import Scored
-from ctxwin.evals.stats import Interval, bootstrap_mean, bootstrap_ratio, difference_interval, share_interval
+from ctxwin.evals.samples import Sample
+from ctxwin.evals.stats import Interval, bootstrap_mean, bootstrap_ratio, difference_interval, mean, share_interval
 
 ETA_FLOOR = 0.01
 """Mean KL of the base in nats below which eta would divide noise by noise, and is None."""
 
 
 class Figures(TypedDict):
-    """Figures of one arm on one task, as JSON has them. An interval is of 95 %; a figure that no item has is None.
+    """Figures of one arm on one task, as JSON holds them. Intervals are of 95 %; a figure that no item has is None.
 
     Attributes:
         n, clusters, unparsed: items, groups of items that depend on each other, and answers that the rule could not score.
@@ -91,37 +92,24 @@ class Figures(TypedDict):
 
 @dataclass(frozen=True)
 class Outcome:
-    """One scored sample of one arm.
+    """One scored sample: the answers under its arm, under re-prefill and under the base, as the task's rule reads them."""
 
-    Attributes:
-        answer, reference, base: answers under the arm, under re-prefill and under the base.
-        cluster: items of one cluster are not independent; never empty.
-        kl, base_kl: KL(re-prefill || arm) and KL(re-prefill || base) of the next token, nats, whole vocabulary.
-        forced_kl, base_forced_kl: the same, averaged over the tokens of re-prefill's answer, which is forced; None for
-            answers of one token, where it would be ``kl``.
-        stored: bytes kept for the patched chunks beyond their canonicals.
-        over: bytes of those chunks' KV in bf16.
-        recomputed: share of the chunks' tokens that were computed when it was asked, 0..1.
-        renewed: share of the chunks' KV that was replaced then; None where that is ``recomputed``.
-    """
-
+    row: Sample
     answer: Scored
     reference: Scored
     base: Scored
-    cluster: str
-    kl: float
-    base_kl: float
-    forced_kl: float | None = None
-    base_forced_kl: float | None = None
-    stored: int = 0
-    over: int = 0
-    recomputed: float = 0.0
-    renewed: float | None = None
+
+    @property
+    def recomputed(self) -> float:
+        """Share of the placed tokens that were computed when it was asked."""
+        if self.row.arm == "reprefill":
+            return 1.0  # by definition; the prompt's other tokens are system prompt and question
+        return self.row.extra.get("recomputed", min(1.0, self.row.computed / self.row.placed))
 
     @property
     def spent(self) -> float:
         """Bytes stored, or replaced when it was asked."""
-        return self.stored + (self.recomputed if self.renewed is None else self.renewed) * self.over
+        return self.row.stored + self.row.extra.get("renewed", self.recomputed) * self.row.over
 
 
 def kl_divergence(reference: ArrayLike, other: ArrayLike) -> float:
@@ -140,8 +128,7 @@ def _log_softmax(logits: ArrayLike) -> NDArray[np.float64]:
     if x.ndim != 1 or not x.size:
         raise ValueError(f"logits must be a non-empty vector, got shape {x.shape}")
     x = x - x.max()
-    shifted: NDArray[np.float64] = x - np.log(np.exp(x).sum())
-    return shifted
+    return np.asarray(x - np.log(np.exp(x).sum()))
 
 
 def eta(kls: Sequence[float], base_kls: Sequence[float]) -> float | None:
@@ -183,21 +170,26 @@ def cell(outcomes: Sequence[Outcome]) -> Figures:
     n = len(outcomes)
     if not n:
         raise ValueError("outcomes must hold at least one sample, got none")
-    clusters = [o.cluster for o in outcomes]
-    kls, base_kls = [o.kl for o in outcomes], [o.base_kl for o in outcomes]
-    over = sum(o.over for o in outcomes)
+    rows = [o.row for o in outcomes]
+    clusters = [row.cluster for row in rows]
+    kls, base_kls = [row.kl for row in rows], [row.base_kl for row in rows]
+    over = sum(row.over for row in rows)
     accuracy, accuracy_ci = _share(outcomes, lambda o: o.answer.score)
     harm, harm_ci = _share(outcomes, harmed)
     agree, agree_ci = _share(outcomes, agreed)
     recovered, flip_ci = _share([o for o in outcomes if flipped(o)], agreed)
-    delta, delta_ci = _delta(outcomes)
+    gains = [
+        (o.answer.score - o.reference.score, o.row.cluster)
+        for o in outcomes
+        if o.answer.score is not None and o.reference.score is not None
+    ]
     figures: Figures = {
         "n": n,
         "clusters": len(set(clusters)),
         "unparsed": sum(o.answer.score is None for o in outcomes),
         "accuracy": accuracy,
         "ci95": accuracy_ci,
-        "kl": math.fsum(kls) / n,
+        "kl": mean(kls),
         "kl_ci95": bootstrap_mean(kls, clusters),
         "kl_p99": float(np.quantile(kls, 0.99)),
         "eta": eta(kls, base_kls),
@@ -208,20 +200,18 @@ def cell(outcomes: Sequence[Outcome]) -> Figures:
         "flip_ci95": flip_ci,
         "harm_rate": harm,
         "harm_ci95": harm_ci,
-        "bytes_share": sum(o.stored for o in outcomes) / over if over else None,
-        "recomputed_share": math.fsum(o.recomputed for o in outcomes) / n,
+        "bytes_share": sum(row.stored for row in rows) / over if over else None,
+        "recomputed_share": mean([o.recomputed for o in outcomes]),
         "flips": sum(map(flipped, outcomes)),
         "reference_accuracy": _share(outcomes, lambda o: o.reference.score)[0],
         "base_accuracy": _share(outcomes, lambda o: o.base.score)[0],
-        "base_kl": math.fsum(base_kls) / n,
-        "delta": delta,
-        "delta_ci95": delta_ci,
+        "base_kl": mean(base_kls),
+        "delta": mean([gain for gain, _ in gains]) if gains else None,
+        "delta_ci95": difference_interval(*zip(*gains, strict=True)) if gains else None,
     }
-    if any(o.forced_kl is not None for o in outcomes):
-        # An answer of one token counts its next token's KL.
-        kls = [o.kl if o.forced_kl is None else o.forced_kl for o in outcomes]
-        base_kls = [o.base_kl if o.base_forced_kl is None else o.base_forced_kl for o in outcomes]
-        figures["forced_kl"] = math.fsum(kls) / n
+    if any(row.forced_kl is not None for row in rows):
+        kls, base_kls = [row.answer_kl for row in rows], [row.base_answer_kl for row in rows]
+        figures["forced_kl"] = mean(kls)
         figures["forced_kl_ci95"] = bootstrap_mean(kls, clusters)
         figures["forced_eta"] = eta(kls, base_kls)
         figures["forced_eta_ci95"] = eta_interval(kls, base_kls, clusters)
@@ -234,24 +224,12 @@ def eta_interval(kls: Sequence[float], base_kls: Sequence[float], clusters: Sequ
     return None if found is None else (1 - found[1], 1 - found[0])
 
 
-def _delta(outcomes: Sequence[Outcome]) -> tuple[float | None, Interval | None]:
-    """Accuracy minus re-prefill's on the items that are scored both ways, with its interval."""
-    differences, clusters = [], []
-    for o in outcomes:
-        if o.answer.score is not None and o.reference.score is not None:
-            differences.append(o.answer.score - o.reference.score)
-            clusters.append(o.cluster)
-    if not differences:
-        return None, None
-    return math.fsum(differences) / len(differences), difference_interval(differences, clusters)
-
-
 def _share(
     outcomes: Sequence[Outcome], read: Callable[[Outcome], float | bool | None]
 ) -> tuple[float | None, Interval | None]:
-    """Mean and interval of what is read of the outcomes, where that is not None."""
-    known = [(float(value), o.cluster) for o in outcomes if (value := read(o)) is not None]
+    """Mean and interval of a figure over the outcomes that have it."""
+    known = [(float(value), o.row.cluster) for o in outcomes if (value := read(o)) is not None]
     if not known:
         return None, None
-    values = [value for value, _ in known]
-    return math.fsum(values) / len(values), share_interval(values, [cluster for _, cluster in known])
+    values, clusters = zip(*known, strict=True)
+    return mean(values), share_interval(values, clusters)

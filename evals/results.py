@@ -1,10 +1,10 @@
 """The result of a run in lm-eval's files, for its table maker and for people's scripts.
 
-lm-eval names a figure ``METRIC,FILTER``, a filter being one way to read the same answers of the same documents. Arms take
-that place: ``acc,patched:8`` stands beside ``acc,blind`` under one task, tables show the arm in the filter column, a sample
-names its arm as ``filter``, and lm-eval's ``none`` is the exact re-prefill, i.e. what any harness would report of the model.
-That way ``results[TASK]["acc,none"]`` means what it means elsewhere, and task names, versions, configurations, counts and
-hashes stay one a task. (Tasks named TASK|ARM would hide all figures from scripts that look up a task by name.)
+lm-eval names a figure ``METRIC,FILTER``, a filter being one way to read the same answers to the same documents. Arms take
+its place: ``acc,patched:8`` stands beside ``acc,blind`` under one task, tables show the arm in the filter column, a sample
+names its arm as ``filter``, and lm-eval's ``none`` is the exact re-prefill, which is what any harness would report for the
+model. So ``results[TASK]["acc,none"]`` means what it means elsewhere, and names, versions and counts stay one per task.
+(Tasks named TASK|ARM would hide all figures from scripts that look up a task by name.)
 """
 
 from __future__ import annotations
@@ -13,73 +13,20 @@ import hashlib
 import json
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import ctxwin
 from ctxwin.evals.metrics import Outcome, agreed, harmed
-from ctxwin.evals.samples import Sample, Samples
+from ctxwin.evals.samples import Samples
 from ctxwin.evals.score import Cells, Scorer, Table, TaskOf, select
 from ctxwin.evals.stats import standard_error
 
 PLAIN = "none"
 """lm-eval's name of unfiltered answers: here re-prefill's."""
 HIGHER = {"acc": True, "agreement": True, "eta": True, "kl": False, "harm": False, "spent_share": False}
-
-
-def lm_eval_result(found: Table, samples: Samples, n: int | None = None) -> dict[str, Any]:
-    """The aggregated file (``results_DATE.json``).
-
-    ``n-samples`` counts documents that were asked about (``original``) and that some arm has a score of (``effective``);
-    ``sample_count`` in a task's results counts the scored answers behind each ``acc``. Standard errors are cluster-robust.
-
-    Args:
-        found: the samples, scored.
-        samples: of the run they are from.
-        n: the limit on items that ``found`` was made with, if any.
-    """
-    made = found.arms()
-    asked: dict[str, set[int]] = {task: set() for task in found.rows}
-    for row in samples.first(n):
-        if row.task in asked:
-            asked[row.task].add(row.index)
-    tasks = {name: found.scorer.task(name) for name in found.rows}
-    about = samples.config.get("tasks", {})
-    metrics = [{"metric": m, "aggregation": "mean", "higher_is_better": up} for m, up in HIGHER.items()]
-    kept = {k: v for k, v in samples.config.items() if k not in ("format", "tasks", "model")}
-    return {
-        "results": {name: {"alias": name} | _figures(name, found, made) for name in tasks},
-        "configs": {
-            name: {
-                "task": name,
-                "description": task.about,
-                "output_type": "generate_until",
-                "num_fewshot": 0,
-                "metric_list": metrics,
-                "metadata": dict(about.get(name, {})),
-            }
-            for name, task in tasks.items()
-        },
-        "versions": {name: task.version for name, task in tasks.items()},
-        "n-shot": dict.fromkeys(tasks, 0),
-        "higher_is_better": {name: dict(HIGHER) for name in tasks},
-        "n-samples": {name: {"original": len(asked[name]), "effective": _effective(found, name)} for name in tasks},
-        "config": {"model": "ctxwin", "model_args": str(samples.config.get("model", "")), "limit": n, **kept},
-        "git_hash": version(),
-        "date": _date(samples),
-        "task_hashes": {name: _hash("".join(_hashes(found, name))) for name in tasks},
-    }
-
-
-def lm_eval_samples(found: Table) -> dict[str, Iterator[dict[str, Any]]]:
-    """The lines of each task's file (``samples_TASK_DATE.jsonl``): one a document and arm, re-prefill's as ``none``.
-
-    ``doc_hash`` is the content of the item, chunks included, and ``prompt_hash`` the same with the question; ``arguments``
-    hold the question only, since the chunks in front of it may be pictures.
-    """
-    return {task: _lines(found, task) for task in found.rows}
 
 
 def write_lm_eval(
@@ -92,18 +39,21 @@ def write_lm_eval(
 ) -> Path:
     """Writes both kinds of files into ``out``; they carry the run's date, so that scoring again replaces them.
 
-    Returns the path of the aggregated file. Raises ValueError as `ctxwin.evals.score.scores` does.
+    ``samples_TASK_DATE.jsonl`` has one line a document and arm. Its ``doc_hash`` is the content of the item, chunks
+    included, and ``prompt_hash`` the same with the question; ``arguments`` hold the question only, since the chunks in
+    front of it may be pictures. Returns the path of the aggregated file, ``results_DATE.json``.
+
+    Raises ValueError as `ctxwin.evals.score.scores` does.
     """
     found = Table(select(samples, names, n), Scorer(task_of))
     out.mkdir(parents=True, exist_ok=True)
     stamp = (samples.created or "undated").replace(":", "-")
-    for task, lines in lm_eval_samples(found).items():
+    for task in found.rows:
         name = re.sub(r"\W", "_", task)
         with (out / f"samples_{name}_{stamp}.jsonl").open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in _lines(found, task))
     path = out / f"results_{stamp}.json"
-    text = json.dumps(lm_eval_result(found, samples, n), indent=2, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    path.write_text(json.dumps(_result(found, samples, n), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
 
 
@@ -112,29 +62,77 @@ def version() -> str:
     root = Path(ctxwin.__file__).resolve().parent.parent
     if (root / ".git").exists():
         try:
-            made = subprocess.run(
-                ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-            )
-            return made.stdout.strip()
+            command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         except (OSError, subprocess.CalledProcessError):
             pass  # no git here: the version says less, and is true
     return ctxwin.__version__
+
+
+def _result(found: Table, samples: Samples, n: int | None) -> dict[str, Any]:
+    """The aggregated file, of the first ``n`` items.
+
+    ``n-samples`` counts documents that were asked about (``original``) and those that some arm has a score for
+    (``effective``); ``sample_count`` in a task's results counts the scored answers behind each ``acc``. Standard errors are
+    cluster-robust.
+    """
+    made, config = found.arms(), samples.config
+    asked = {task: {row.index for row in samples.first(n) if row.task == task} for task in found.rows}
+    tasks = {name: found.scorer.task(name) for name in found.rows}
+    metrics = [{"metric": m, "aggregation": "mean", "higher_is_better": up} for m, up in HIGHER.items()]
+    kept = {k: v for k, v in config.items() if k not in ("format", "tasks", "model")}
+    return {
+        "results": {name: {"alias": name} | _figures(name, found, made) for name in tasks},
+        "configs": {
+            name: {
+                "task": name,
+                "description": task.about,
+                "output_type": "generate_until",
+                "num_fewshot": 0,
+                "metric_list": metrics,
+                "metadata": dict(config.get("tasks", {}).get(name, {})),
+            }
+            for name, task in tasks.items()
+        },
+        "versions": {name: task.version for name, task in tasks.items()},
+        "n-shot": dict.fromkeys(tasks, 0),
+        "higher_is_better": {name: dict(HIGHER) for name in tasks},
+        "n-samples": {name: {"original": len(asked[name]), "effective": _effective(found, name)} for name in tasks},
+        "config": {"model": "ctxwin", "model_args": str(config.get("model", "")), "limit": n, **kept},
+        "git_hash": version(),
+        "date": datetime.fromisoformat(samples.created).timestamp() if samples.created else None,
+        "task_hashes": {
+            name: _hash("".join(x["doc_hash"] + x["prompt_hash"] + x["target_hash"] for x in _lines(found, name)))
+            for name in tasks
+        },
+    }
 
 
 def _figures(task: str, found: Table, made: Cells) -> dict[str, Any]:
     """``METRIC,ARM`` and ``METRIC_stderr,ARM`` of one task, re-prefill as ``none`` over every item that any arm has."""
     figures: dict[str, Any] = {}
     count: dict[str, int] = {}
-    reference = {o_index: o for arm in found.rows[task] for o_index, o in found.outcomes.get((task, arm), {}).items()}
-    _put(figures, count, "acc", PLAIN, [(o.reference.score, o.cluster) for _, o in sorted(reference.items())])
-    for arm in found.rows[task]:
-        outcomes = list(found.outcomes.get((task, arm), {}).values())
+
+    def put(metric: str, arm: str, outcomes: Iterable[Outcome], read: Callable[[Outcome], float | bool | None]) -> None:
+        known = [(float(value), o.row.cluster) for o in outcomes if (value := read(o)) is not None]
+        if known:
+            values, clusters = zip(*known, strict=True)
+            error = standard_error(values, clusters)
+            figures[f"{metric},{arm}"] = sum(values) / len(values)
+            figures[f"{metric}_stderr,{arm}"] = "N/A" if error is None else error
+            if metric == "acc":
+                count[f"acc,{arm}"] = len(values)
+
+    by_arm = {arm: found.outcomes.get((task, arm), {}) for arm in found.rows[task]}
+    reference = {index: o for outcomes in by_arm.values() for index, o in outcomes.items()}
+    put("acc", PLAIN, [o for _, o in sorted(reference.items())], lambda o: o.reference.score)
+    for arm, outcomes in by_arm.items():
         if not outcomes or arm == "reprefill":
             continue
-        _put(figures, count, "acc", arm, [(o.answer.score, o.cluster) for o in outcomes])
-        _put(figures, count, "kl", arm, [(o.kl, o.cluster) for o in outcomes])
-        _put(figures, count, "agreement", arm, [(agreed(o), o.cluster) for o in outcomes])
-        _put(figures, count, "harm", arm, [(harmed(o), o.cluster) for o in outcomes])
+        put("acc", arm, outcomes.values(), lambda o: o.answer.score)
+        put("kl", arm, outcomes.values(), lambda o: o.row.kl)
+        put("agreement", arm, outcomes.values(), agreed)
+        put("harm", arm, outcomes.values(), harmed)
         cell = made[arm][task]
         for name, value in (("eta", cell["eta"]), ("spent_share", cell["spent_share"])):
             if value is not None:
@@ -143,28 +141,9 @@ def _figures(task: str, found: Table, made: Cells) -> dict[str, Any]:
 
 
 def _effective(found: Table, task: str) -> int:
-    """Items that some arm has a scored answer of."""
-    return len(
-        {
-            index
-            for arm in found.rows[task]
-            for index, outcome in found.outcomes.get((task, arm), {}).items()
-            if outcome.answer.score is not None
-        }
-    )
-
-
-def _put(figures: dict[str, Any], count: dict[str, int], metric: str, arm: str,
-         pairs: Sequence[tuple[float | bool | None, str]]) -> None:  # fmt: skip
-    known = [(float(v), c) for v, c in pairs if v is not None]
-    if not known:
-        return
-    values, clusters = [v for v, _ in known], [c for _, c in known]
-    error = standard_error(values, clusters)
-    figures[f"{metric},{arm}"] = sum(values) / len(values)
-    figures[f"{metric}_stderr,{arm}"] = "N/A" if error is None else error
-    if metric == "acc":
-        count[f"acc,{arm}"] = len(values)
+    """Items that some arm has a scored answer to."""
+    outcomes = [found.outcomes.get((task, arm), {}) for arm in found.rows[task]]
+    return len({index for some in outcomes for index, o in some.items() if o.answer.score is not None})
 
 
 def _lines(found: Table, task: str) -> Iterator[dict[str, Any]]:
@@ -174,23 +153,24 @@ def _lines(found: Table, task: str) -> Iterator[dict[str, Any]]:
             outcome = found.outcomes[task, arm][row.index]
             if row.index not in seen:
                 seen.add(row.index)
-                yield _line(row, PLAIN, outcome, found.scorer)
+                yield _line(PLAIN, outcome, found.scorer)
             if arm != "reprefill":
-                yield _line(row, arm, outcome, found.scorer)
+                yield _line(arm, outcome, found.scorer)
 
 
-def _line(row: Sample, arm: str, outcome: Outcome, scorer: Scorer) -> dict[str, Any]:
-    said = "reference" if arm == PLAIN else "answer"
-    answer, scored = getattr(row, said), scorer.scored(row, said)
+def _line(arm: str, outcome: Outcome, scorer: Scorer) -> dict[str, Any]:
+    row, said = outcome.row, "reference" if arm == PLAIN else "answer"
+    scored = scorer.scored(row, said)
     metrics: dict[str, float | None] = {"acc": scored.score, **scored.metrics}
     if arm != PLAIN:
-        metrics |= {"kl": outcome.kl, "agreement": float(agreed(outcome)), "harm": _number(harmed(outcome))}
+        harm = harmed(outcome)
+        metrics |= {"kl": row.kl, "agreement": float(agreed(outcome)), "harm": None if harm is None else float(harm)}
     return {
         "doc_id": row.index,
         "doc": {"id": row.doc_id, "cluster": row.cluster, "frames": row.frames, "meta": row.meta},
         "target": str(row.target),
         "arguments": {"gen_args_0": {"arg_0": row.question, "arg_1": {"do_sample": False}}},
-        "resps": [[answer]],
+        "resps": [[getattr(row, said)]],
         "filtered_resps": [scored.prediction],
         "filter": arm,
         "metrics": list(metrics),
@@ -201,19 +181,5 @@ def _line(row: Sample, arm: str, outcome: Outcome, scorer: Scorer) -> dict[str, 
     }
 
 
-def _hashes(found: Table, task: str) -> Iterator[str]:
-    for line in _lines(found, task):
-        yield line["doc_hash"] + line["prompt_hash"] + line["target_hash"]
-
-
-def _number(value: bool | None) -> float | None:
-    return None if value is None else float(value)
-
-
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _date(samples: Samples) -> float | None:
-    """Seconds since 1970, as lm-eval has it."""
-    return datetime.fromisoformat(samples.created).timestamp() if samples.created else None

@@ -1,8 +1,8 @@
 """The samples of a run on disk: ``config.json`` and an append-only ``samples.jsonl``, one line per (task, arm, item).
 
-A line is written whole or not at all as far as a reader is concerned: a last line without its newline, left by a killed
-run, is cut off when the file is opened again. Lines are never rewritten. One process writes a folder at a time; the lock
-is the kernel's (`fcntl.lockf`) and ends with its process, however that ends.
+Readers see whole lines only: a last line without its newline, left by a killed run, is cut off when the file is opened for
+writing again. Lines are never rewritten. One process writes a folder at a time; its lock is the kernel's (`fcntl.lockf`) and
+ends with the process, however that ends.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from typing import IO, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ctxwin.files import atomic_write, sync_folder
+
 Key = tuple[str, str, int]
 
 FORMAT = 3
 """Rises when samples of an older version cannot be scored by this one."""
 _CREATED = "created"
-"""When the run was started; in ``config.json``, but no part of what must agree."""
+"""When the run was started; stands in ``config.json``, but need not agree."""
 
 
 class Sample(BaseModel):
-    """What one arm answered to one item, and what that took: one line of ``samples.jsonl``.
+    """What one arm answered to one item, and what that cost: one line of ``samples.jsonl``.
 
     Attributes:
-        task, arm, index: what it is a sample of.
-        doc_id, cluster, question, target, meta: the item's, see `ctxwin.evals.items.Item`.
-        case: the item's digest.
+        doc_id, cluster, question, target, meta: the item's, see `ctxwin.evals.items.Item`; ``case`` is the item's digest.
         frames, media, placed, tokens: placed chunks, their pictures and videos, their tokens, and tokens of the whole prompt.
-        unscored: why the arm could not serve the item; None where it did. All below is of served items only.
+        unscored: why the arm could not serve the item; None where it did. The fields below are set for served items only.
         answer, reference, base: text under the arm, under the exact re-prefill, and under doing nothing.
         kl, base_kl: KL(re-prefill || arm) and KL(re-prefill || base) of the next token, nats.
         forced_kl, base_forced_kl: the same, averaged along re-prefill's answer; None where that has one token.
         stored, over, computed, forwards, encodes: see `ctxwin.evals.arms.Served`.
-        by_layer: relative distance of the KV served from the exact one; None where they are of other tokens.
+        by_layer: relative distance between the served and the exact KV; None where they hold different tokens.
         ttft_s: seconds to the first token; None where it was not timed.
         extra: the arm's own figures, by name.
     """
@@ -88,8 +88,13 @@ class Sample(BaseModel):
         """KL along re-prefill's answer; of the next token where that has one."""
         return self.kl if self.forced_kl is None else self.forced_kl
 
+    @property
+    def base_answer_kl(self) -> float:
+        """The same under the base."""
+        return self.base_kl if self.base_forced_kl is None else self.base_forced_kl
+
     def line(self) -> str:
-        """The sample as a line of JSON; ValueError for a figure that is not finite, in its meta or target too."""
+        """The sample as a line of JSON; raises ValueError for a figure that is not finite, also in its meta or target."""
         try:
             return json.dumps(self.model_dump(exclude_defaults=True), allow_nan=False) + "\n"
         except ValueError as error:
@@ -100,8 +105,8 @@ class Sample(BaseModel):
 class Samples:
     """A folder of samples of one configuration.
 
-    Use `open_samples` to make or continue one, `read_samples` to look at one. A context manager; what is closed or was
-    only read takes no more samples.
+    `open_samples` makes or continues one, `read_samples` only reads one. A context manager; once closed, or opened for
+    reading, it takes no more samples.
     """
 
     folder: Path
@@ -112,12 +117,13 @@ class Samples:
 
     @property
     def path(self) -> Path:
+        """File of the samples."""
         return self.folder / "samples.jsonl"
 
     def add(self, rows: Iterable[Sample]) -> None:
-        """Appends samples that are not there yet, and makes them durable. Cost: one write and one sync.
+        """Appends the samples that are missing and makes them durable. Cost: one write and one sync.
 
-        Raises ValueError for a figure that is not finite, and where this folder is not open for writing (any more).
+        Raises ValueError for a figure that is not finite, and where this folder is not (or no longer) open for writing.
         """
         if self._lock is None:
             raise ValueError(f"{self.folder} must be open for writing, got one that was closed, read, or opened anew")
@@ -125,7 +131,6 @@ class Samples:
         if not fresh:
             return
         lines = "".join(row.line() for row in fresh.values()).encode()
-        new = not self.path.exists()
         with self.path.open("ab") as file:
             whole = file.tell()
             try:
@@ -135,18 +140,16 @@ class Samples:
             except OSError:
                 file.truncate(whole)  # a full disk must not leave half a line in front of the next one
                 raise
-        if new:
-            _sync_folder(self.folder)
+        if not whole:
+            sync_folder(self.folder)
         self.rows |= fresh
 
     def has(self, task: str, arm: str, index: int) -> bool:
+        """Whether there is a sample of this item under this arm."""
         return (task, arm, index) in self.rows
 
     def first(self, n: int | None = None) -> list[Sample]:
-        """Samples of the first ``n`` items of every task, counted among the items that have samples; all for None.
-
-        Indices have gaps where a task leaves items out, as it does where media are missing.
-        """
+        """Samples of the first ``n`` items of every task that have any (indices have gaps where media are missing); None: all."""
         if n is None:
             return list(self.rows.values())
         indices: dict[str, set[int]] = {}
@@ -156,7 +159,7 @@ class Samples:
         return [row for row in self.rows.values() if (row.task, row.index) in kept]
 
     def close(self) -> None:
-        """Lets another process write here; does nothing the second time."""
+        """Lets another process write here; closing twice is harmless."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -174,15 +177,15 @@ class Samples:
 
 
 _WRITERS: weakref.WeakValueDictionary[Path, Samples] = weakref.WeakValueDictionary()
-"""Folders that this process writes. The kernel's lock is the process's, so within one this must be kept by hand."""
+"""Folders that this process writes: the kernel's lock belongs to the process and does not tell its objects apart."""
 
 
 def open_samples(folder: Path, config: dict[str, Any]) -> Samples:
     """Starts a folder, or continues one of the same configuration.
 
-    Opened a second time by one process, the folder belongs to the newer object and the older one takes no more samples.
+    When a process opens a folder twice, it belongs to the newer object, and the older one takes no more samples.
 
-    Raises ValueError where the folder holds samples of another configuration, naming what differs, where it is damaged,
+    Raises ValueError where the folder holds samples of another configuration, naming the differences, where it is damaged,
     and where another process is writing it.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -203,41 +206,26 @@ def open_samples(folder: Path, config: dict[str, Any]) -> Samples:
 
 
 def read_samples(folder: Path) -> Samples:
-    """Reads a folder without changing it, also while a run is going on.
-
-    Raises ValueError where it holds no run, or a damaged one.
-    """
-    held = _config(folder)
-    samples = Samples(folder, held, held.pop(_CREATED, ""))
-    samples.rows = _rows(samples.path)
-    return samples
+    """Reads a folder without changing it, also during a run; raises ValueError where it holds no run, or a damaged one."""
+    return _read(folder, mend=False)
 
 
 def _opened(folder: Path, config: dict[str, Any]) -> Samples:
     path = folder / "config.json"
-    if path.exists():
-        held = _config(folder)
-        created = held.pop(_CREATED, "")
-        differs = list(_differences(held, json.loads(json.dumps(config))))
-        if differs:
-            raise ValueError(
-                f"{folder} must hold samples of this configuration, got {'; '.join(differs)}; choose another --output"
-            )
-        samples = Samples(folder, held, created)
-        _cut_torn_line(samples.path)
-        samples.rows = _rows(samples.path)
-        return samples
-    if (folder / "samples.jsonl").exists():
-        raise ValueError(f"{folder} must hold a config.json beside its samples, got none; choose another --output")
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    temporary = folder / "config.json.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps({**config, _CREATED: created}, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _sync_folder(folder)
-    return Samples(folder, config, created)
+    if not path.exists():
+        if (folder / "samples.jsonl").exists():
+            raise ValueError(f"{folder} must hold a config.json beside its samples, got none; choose another --output")
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        text = json.dumps({**config, _CREATED: created}, indent=1) + "\n"
+        atomic_write(path, text.encode(), durable=True)
+        sync_folder(folder)
+        return Samples(folder, config, created)
+    samples = _read(folder, mend=True)
+    if differs := list(_differences(samples.config, json.loads(json.dumps(config)))):
+        raise ValueError(
+            f"{folder} must hold samples of this configuration, got {'; '.join(differs)}; choose another --output"
+        )
+    return samples
 
 
 def _take(folder: Path) -> IO[str]:
@@ -263,15 +251,14 @@ def _differences(held: dict[str, Any], wanted: dict[str, Any], prefix: str = "")
     """What differs between two configurations, nested ones by their inner names."""
     for key in sorted({*held, *wanted}):
         there, now = held.get(key), wanted.get(key)
-        if there == now:
-            continue
         if isinstance(there, dict) and isinstance(now, dict):
             yield from _differences(there, now, f"{prefix}{key}.")
-        else:
+        elif there != now:
             yield f"{prefix}{key} {there!r} there, {now!r} now"
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _read(folder: Path, *, mend: bool) -> Samples:
+    """The configuration and the whole lines of a folder; ``mend`` cuts off a torn last line."""
     path = folder / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -285,49 +272,29 @@ def _config(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} must be of format {FORMAT}, got {config.get('format')!r}; run it again into another folder"
         )
-    return config
-
-
-def _rows(path: Path) -> dict[Key, Sample]:
-    """The whole lines of a file; ValueError where one is no sample, or stands there twice."""
-    rows: dict[Key, Sample] = {}
-    if not path.exists():
-        return rows
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break  # torn by a kill; its sample counts as missing
-            try:
-                sample = Sample.model_validate(json.loads(line, parse_constant=_refused))
-            except ValueError as error:
-                raise ValueError(f"{path} must hold one sample a line as JSON, got line {number}: {error}") from error
-            if sample.key in rows:
-                raise ValueError(f"{path} must hold each sample once, got {sample.key} again in line {number}")
-            rows[sample.key] = sample
-    return rows
-
-
-def _refused(figure: str) -> None:
-    raise ValueError(f"figures must be finite, got {figure}")
-
-
-def _cut_torn_line(path: Path) -> None:
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
+    samples = Samples(folder, config, config.pop(_CREATED, ""))
+    if not samples.path.exists():
+        return samples
+    with samples.path.open("r+b" if mend else "rb") as file:
         whole = 0
-        for line in file:
-            if line.endswith(b"\n"):
-                whole += len(line)
-        if whole != file.seek(0, os.SEEK_END):
-            file.truncate(whole)
-            os.fsync(file.fileno())
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):  # torn by a kill; its sample counts as missing
+                if mend:
+                    file.truncate(whole)
+                    os.fsync(file.fileno())
+                break
+            whole += len(line)
+            try:
+                sample = Sample.model_validate(json.loads(line, parse_constant=_refuse))
+            except ValueError as error:
+                raise ValueError(
+                    f"{samples.path} must hold one sample a line as JSON, got line {number}: {error}"
+                ) from error
+            if sample.key in samples.rows:
+                raise ValueError(f"{samples.path} must hold each sample once, got {sample.key} again in line {number}")
+            samples.rows[sample.key] = sample
+    return samples
 
 
-def _sync_folder(folder: Path) -> None:
-    """Makes a new name in a folder durable."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+def _refuse(figure: str) -> None:
+    raise ValueError(f"figures must be finite, got {figure}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -10,12 +11,17 @@ from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
+from ctxwin.evals.benchmarks import mm_niah
 from ctxwin.evals.compare import Match, Pair, Setting, best_patched, matched, paired
-from ctxwin.evals.groups import by_frames, by_layer, grid
 from ctxwin.evals.items import Scored, Task
 from ctxwin.evals.metrics import Figures, Outcome, cell
 from ctxwin.evals.samples import Sample, Samples
+from ctxwin.evals.stats import mean
 
+LENGTHS = (0, *mm_niah.LENGTHS)
+"""Lower edges in tokens of MM-NIAH's bins of context length, and the bin under 1,000 that its own figure leaves out."""
+DEPTH = 1 / mm_niah.DEPTHS
+"""Width of a bin of the needle's depth, 0 (front) to 1 (end)."""
 TaskOf = Callable[[str], Task]
 Cells = Mapping[str, Mapping[str, Figures]]
 """Figures by arm and task."""
@@ -103,25 +109,12 @@ class Scorer:
             raise ValueError(f"sample {row.index} of {row.task!r} is unscored: {row.unscored}")
         if not row.cluster:
             raise ValueError(f"sample {row.index} of {row.task!r} must name its cluster, got {row.cluster!r}")
-        return Outcome(
-            answer=self._compared(row, "answer"),
-            reference=self._compared(row, "reference"),
-            base=self._compared(row, "base"),
-            cluster=row.cluster,
-            kl=row.kl,
-            base_kl=row.base_kl,
-            forced_kl=row.forced_kl,
-            base_forced_kl=row.base_forced_kl,
-            stored=row.stored,
-            over=row.over,
-            recomputed=_recomputed(row),
-            renewed=row.extra.get("renewed"),
-        )
-
-    def _compared(self, row: Sample, field: str) -> Scored:
-        """As `scored`; what the rule reads nothing in is compared as it is, since two such answers need not be one."""
-        made = self.scored(row, field)
-        return made if made.prediction else replace(made, prediction=getattr(row, field).strip())
+        made = []
+        for field in ("answer", "reference", "base"):
+            scored = self.scored(row, field)
+            # Answers that the rule reads nothing in are compared as they stand: two of them need not be the same.
+            made.append(scored if scored.prediction else replace(scored, prediction=getattr(row, field).strip()))
+        return Outcome(row, *made)
 
     def official(self, rows: Sequence[Sample]) -> dict[str, float]:
         """The data set's own aggregates over samples of one arm on one task."""
@@ -136,11 +129,7 @@ class Scorer:
 
 
 class Table:
-    """Samples by task and arm with their outcomes; what all figures are made from.
-
-    Args:
-        rows: samples, any order.
-        scorer: of their answers.
+    """Samples (given in any order) by task and arm with their outcomes; all figures are made from it.
 
     Raises ValueError where there is nothing scored at all.
     """
@@ -179,21 +168,30 @@ class Table:
         scores = [self.scorer.scored(row).score for row in rows]
         unserved = self.unserved.get((task, arm), {})
         figures["unscored"] = sum(unserved.values())
-        figures["by_frames"] = by_frames(rows, scores)
+        frames: dict[int, list[float | None]] = defaultdict(list)
+        for row, score in zip(rows, scores, strict=True):
+            frames[row.frames].append(score)
+        figures["by_frames"] = {str(count): _accuracy(some) for count, some in sorted(frames.items())}
         if unserved:
             figures["unscored_why"] = dict(unserved)
-        figures["tokens"] = math.fsum(row.tokens for row in rows) / len(rows)
-        figures["computed"] = math.fsum(row.computed for row in rows) / len(rows)
-        figures["forwards"] = math.fsum(row.forwards for row in rows) / len(rows)
-        figures["encodes"] = math.fsum(row.encodes for row in rows) / len(rows)
+        figures["tokens"] = mean([row.tokens for row in rows])
+        figures["computed"] = mean([row.computed for row in rows])
+        figures["forwards"] = mean([row.forwards for row in rows])
+        figures["encodes"] = mean([row.encodes for row in rows])
         figures["spent_share"] = self._spent(task, arm)
-        if own := _own(rows):
-            figures["own"] = own
+        own: dict[str, list[float]] = defaultdict(list)
+        for row in rows:
+            for name, value in row.extra.items():
+                own[name].append(value)
+        if own:
+            figures["own"] = {name: mean(values) for name, values in own.items()}
         if seconds := [row.ttft_s for row in rows if row.ttft_s is not None]:
             figures["ttft_s"] = {"median": float(np.median(seconds)), "n": len(seconds)}
-        if layers := by_layer(rows):
-            figures["by_layer"] = layers
-        if cells := grid(rows, scores):
+        if layers := [row.by_layer for row in rows if row.by_layer]:
+            if len(counts := {len(x) for x in layers}) != 1:
+                raise ValueError(f"samples of a run must be of one model's layers, got {sorted(counts)}")
+            figures["by_layer"] = [float(x) for x in np.mean(np.asarray(layers, dtype=np.float64), axis=0)]
+        if cells := _grid(rows, scores):
             figures["grid"] = cells
         if official := self.scorer.official(rows):
             figures["official"] = official
@@ -201,15 +199,15 @@ class Table:
     def _spent(self, task: str, arm: str) -> float | None:
         """Bytes that the arm stores or computes anew over the KV bytes that patches of this task are applied to.
 
-        So that patches and token arms stand on one axis; where nothing is patched, over the arm's own chunks. Re-prefill
-        has no place on it: None.
+        This puts patches and token arms on one axis; where nothing is patched, it is over the arm's own chunks. None for
+        re-prefill, which has no place on that axis.
         """
         if arm == "reprefill":
             return None
         mine = self.outcomes[task, arm]
         patched = next((o for (t, a), o in self.outcomes.items() if t == task and a.startswith("patched:")), mine)
         shared = [i for i in mine if i in patched]
-        over = sum(patched[i].over for i in shared)
+        over = sum(patched[i].row.over for i in shared)
         return math.fsum(mine[i].spent for i in shared) / over if over else None
 
     def against(self, chosen: str | None, made: Cells) -> dict[str, Pairs]:
@@ -248,11 +246,6 @@ class Table:
         return found
 
 
-def table(rows: Iterable[Sample], task_of: TaskOf | None = None) -> dict[str, dict[str, Figures]]:
-    """All figures by arm and task."""
-    return Table(rows, Scorer(task_of)).arms()
-
-
 def select(samples: Samples, names: Sequence[str] | None = None, n: int | None = None) -> list[Sample]:
     """Samples of some arms (all by default) and the first ``n`` items of every task (all by default).
 
@@ -285,8 +278,7 @@ def scores(
         against: the arm that the others are paired with; each task's best patch by default.
         task_of: from a name to its task; `ctxwin.evals.tasks.open_task` by default.
 
-    Raises:
-        ValueError: an arm without samples, or nothing scored at all.
+    Raises ValueError for an arm without samples, or where nothing is scored at all.
     """
     rows = select(samples, names, n)
     held = {row.arm for row in rows}
@@ -313,17 +305,22 @@ def scores(
     }
 
 
-def _own(rows: Sequence[Sample]) -> dict[str, float]:
-    """Means of the figures that an arm left on its samples, each over the samples that have it."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        for name, value in row.extra.items():
-            found[name].append(value)
-    return {name: math.fsum(values) / len(values) for name, values in found.items()}
+def _accuracy(scores: Sequence[float | None]) -> dict[str, Any]:
+    """Of a group of items; None where no answer could be scored."""
+    known = [s for s in scores if s is not None]
+    return {"n": len(scores), "accuracy": mean(known) if known else None}
 
 
-def _recomputed(row: Sample) -> float:
-    """Share of the placed tokens that were computed when it was asked."""
-    if row.arm == "reprefill":
-        return 1.0  # by definition; the prompt's other tokens are system prompt and question
-    return row.extra.get("recomputed", min(1.0, row.computed / row.placed))
+def _grid(rows: Sequence[Sample], scores: Sequence[float | None]) -> list[dict[str, Any]]:
+    """Accuracy by context length (lower edge) and depth of the needle (number of the bin), MM-NIAH's grid.
+
+    Cells without items are left out. Needles in several places count at their mean depth, as in the official figure.
+    """
+    found: dict[tuple[int, int], list[float | None]] = defaultdict(list)
+    for row, score in zip(rows, scores, strict=True):
+        length, depth = row.meta.get("context_length"), row.meta.get("placed_depth")
+        if length is not None and depth is not None and depth != []:
+            # Divided, not multiplied, so that edges fall as they do in the official figure.
+            at = int(min(float(np.mean(depth)), 0.99) / DEPTH)
+            found[LENGTHS[bisect_right(LENGTHS, length) - 1], at].append(score)
+    return [{"length": length, "depth": depth, **_accuracy(some)} for (length, depth), some in sorted(found.items())]

@@ -29,6 +29,11 @@ _COUNTS_AT_ONCE = 4_000_000
 """Counts that are multiplied at once, 32 MB."""
 
 
+def mean(values: Sequence[float]) -> float:
+    """Mean by a compensated sum, so that the order of the values does not matter."""
+    return math.fsum(values) / len(values)
+
+
 def wilson(right: int, n: int) -> Interval:
     """Wilson score interval of a proportion of independent items.
 
@@ -58,16 +63,16 @@ def mean_interval(values: ArrayLike, clusters: Sequence[str]) -> Interval | None
     error = standard_error(values, clusters)
     if error is None:
         return None
-    mean = float(np.mean(np.asarray(values, dtype=np.float64)))
+    middle = float(np.mean(np.asarray(values, dtype=np.float64)))
     half = float(stats.t.ppf(0.5 + _LEVEL / 2, len(set(clusters)) - 1)) * error
-    return mean - half, mean + half
+    return middle - half, middle + half
 
 
 def difference_interval(differences: ArrayLike, clusters: Sequence[str], *, drawn: bool = False) -> Interval | None:
     """Interval of the mean difference of two scores of the same items, each within 0..1.
 
-    `mean_interval`, or `bootstrap_mean` where ``drawn``, cut to -1..1. Where all differences are alike both would be of no
-    width however few the items; there Wilson's bound on another difference that was not met is put on either side.
+    `mean_interval`, or `bootstrap_mean` where ``drawn``, cut to -1..1. Where all differences are equal, both would have no
+    width however few the items; Wilson's bound on an unseen different value is then put on either side.
     """
     x, _ = _checked(differences, clusters)
     found = bootstrap_mean(x, clusters) if drawn else mean_interval(x, clusters)
@@ -84,9 +89,9 @@ def share_interval(scores: ArrayLike, clusters: Sequence[str]) -> Interval:
 
     Scores that are all 0 or 1 get Wilson's interval on the effective number of items, n over the design effect with
     the correction for few clusters (Korn and Graubard 1998), never more than n. That number is n where every item is
-    a cluster of its own, and the number of clusters where all scores are alike, since nothing then tells how alike
-    the items of a cluster are. Other scores get `mean_interval`, cut to 0..1, or where they are all alike, which would be
-    of no width, the means that they would have if Wilson's bound on another score that was not met were 0 or 1.
+    a cluster of its own, and the number of clusters where all scores are equal, since nothing then tells how similar
+    the items of a cluster are. Other scores get `mean_interval`, cut to 0..1; where they are all equal it would have no
+    width, so the interval allows for a share of unseen 0s or 1s up to Wilson's bound.
 
     Raises ValueError for empty input, an item without a cluster or a score outside 0..1.
     """
@@ -118,11 +123,8 @@ def share_interval(scores: ArrayLike, clusters: Sequence[str]) -> Interval:
 def bootstrap_ratio(numerator: ArrayLike, denominator: ArrayLike, clusters: Sequence[str]) -> Interval | None:
     """Percentile interval of ``sum(numerator) / sum(denominator)`` over draws of whole clusters.
 
-    A mean is the ratio to ones, eta one minus a ratio of KLs, a paired difference the ratio of differences to ones.
-
-    Returns None where there is one cluster only, or where some draw leaves a denominator of 0.
-
-    Raises ValueError for empty input, unequal lengths or an item without a cluster.
+    A mean is the ratio to ones, eta one minus a ratio of KLs. None where there is only one cluster, or where some draw leaves
+    a denominator of 0. Raises ValueError for empty input, unequal lengths or an item without a cluster.
     """
     over, codes = _checked(numerator, clusters)
     under, _ = _checked(denominator, clusters)
@@ -169,37 +171,25 @@ def _checked(values: ArrayLike, clusters: Sequence[str]) -> tuple[Floats, NDArra
         raise ValueError(f"values must be a non-empty vector, got shape {x.shape}")
     if len(clusters) != x.size:
         raise ValueError(f"every item must name its cluster, got {len(clusters)} clusters of {x.size} items")
-    numbers: dict[str, int] = {}
-    for i, cluster in enumerate(clusters):
-        if not cluster:
-            raise ValueError(f"every item must name its cluster, got {cluster!r} for item {i}; a run of one item a "
-                             "cluster names its items")  # fmt: skip
-        numbers.setdefault(cluster, len(numbers))
+    if not all(clusters):
+        raise ValueError(f"every item must name its cluster (independent items their own), got {list(clusters)}")
+    numbers = {cluster: i for i, cluster in enumerate(dict.fromkeys(clusters))}
     return x, np.array([numbers[c] for c in clusters], dtype=np.intp)
 
 
 def _draws(count: int) -> Iterator[Floats]:
     """How often each of ``count`` clusters is drawn, ``[draws, count]`` at a time, `RESAMPLES` draws in all."""
-    at_once = max(1, _COUNTS_AT_ONCE // count)
-    if count * RESAMPLES <= _COUNTS_KEPT:
-        kept = _kept_draws(count)
-        yield from (kept[at : at + at_once].astype(np.float64) for at in range(0, RESAMPLES, at_once))
-        return
-    rng = np.random.default_rng(SEED)
-    for done in range(0, RESAMPLES, at_once):
-        yield _multinomial(rng, count, min(at_once, RESAMPLES - done)).astype(np.float64)
+    drawn = _kept_draws(count) if count * RESAMPLES <= _COUNTS_KEPT else _multinomial(count)
+    yield from (part.astype(np.float64) for part in drawn)
 
 
 @lru_cache(maxsize=3)
-def _kept_draws(count: int) -> NDArray[np.uint8]:
-    made = np.empty((RESAMPLES, count), dtype=np.uint8)
-    rng = np.random.default_rng(SEED)
-    at_once = max(1, _COUNTS_AT_ONCE // count)
-    for at in range(0, RESAMPLES, at_once):
-        # No cluster is drawn 255 times where all are as likely and the draws as many as the clusters.
-        made[at : at + at_once] = _multinomial(rng, count, min(at_once, RESAMPLES - at))
-    return made
+def _kept_draws(count: int) -> list[NDArray[np.uint8]]:
+    # No cluster is drawn 255 times where all are equally likely and the draws as many as the clusters.
+    return [part.astype(np.uint8) for part in _multinomial(count)]
 
 
-def _multinomial(rng: np.random.Generator, count: int, draws: int) -> NDArray[np.int64]:
-    return rng.multinomial(count, np.full(count, 1 / count), size=draws)
+def _multinomial(count: int) -> Iterator[NDArray[np.int64]]:
+    rng, at_once = np.random.default_rng(SEED), max(1, _COUNTS_AT_ONCE // count)
+    for done in range(0, RESAMPLES, at_once):
+        yield rng.multinomial(count, np.full(count, 1 / count), size=min(at_once, RESAMPLES - done))

@@ -18,31 +18,16 @@ from ctxwin.evals.group import Group
 from ctxwin.evals.items import Item
 from ctxwin.evals.measure import BATCH, Measurer, by_shape
 from ctxwin.evals.patching import Patcher, fitted
-from ctxwin.evals.probe import structure
+from ctxwin.evals.probe import structure, verdict
 from ctxwin.evals.probe.arms import Lately, Swapped
 from ctxwin.evals.probe.contexts import PLACED, Kind, Source
 from ctxwin.evals.probe.cost import SIZES, costs
 from ctxwin.evals.probe.reading import Competence, competence, readings
-from ctxwin.evals.probe.verdict import (
-    Judgement,
-    Limits,
-    Setting,
-    Summary,
-    candidate,
-    cheapest,
-    judge,
-    may_keep,
-    proven,
-    sentence,
-    smallest_safe,
-    summary,
-    survival,
-    survivors_sentence,
-    with_margin,
-)
+from ctxwin.evals.probe.verdict import Judgement, Limits, Setting, Summary, summary
 from ctxwin.evals.run import model_name
 from ctxwin.evals.samples import Sample
 from ctxwin.fidelity import Fidelity
+from ctxwin.kv.patch import Layers
 from ctxwin.profiles import Profile, model_digest
 
 if TYPE_CHECKING:
@@ -56,7 +41,7 @@ _RUNGS = 5
 """How many ranks are held against fresh contexts."""
 WAYS = ("", "deep", "per_layer", "per_layer+deep", "balanced", "output", "shared", "shared+deep")
 """Ways to compress, as `ctxwin.evals.patching.parse_variant` reads them; "" is one joint factorisation of all layers."""
-SERVED = ("", "deep")
+SERVED = WAYS[:2]
 """Those that windows serve."""
 TURNED = (0, 1, PLACED - 1)
 """How many of the chunks in front are replaced between an eviction and the recall."""
@@ -70,15 +55,14 @@ class Sizes:
     """How much is measured, time permitting.
 
     Attributes:
-        reading: contexts by which it is told whether the model reads its context.
-        looks: numbers of contexts after which the loss may be called one; that there is none, only after the last.
-        choosing: contexts on which ways to compress are compared.
-        proving: fresh ones for the settings that were chosen.
+        reading: contexts that show whether the model reads its context.
+        looks: numbers of contexts after which a loss may be called one; only the last may show that there is none.
+        choosing, proving: contexts on which ways to compress are compared, and fresh ones for the chosen settings.
         fitting: contexts that a shared basis is fitted on.
-        survivors: windows that slide once, by which it is decided whether survivors may be kept.
+        survivors: windows that slide once, which decide whether survivors may be kept.
         streams, slides: windows that slide further, and how far.
         moving: contexts for orders and recalls.
-        layouts: whether all ways to compress are compared, or those only that windows serve.
+        layouts: whether all ways to compress are compared, or only those that windows serve.
         chunks: sizes of chunks that are timed, in tokens.
     """
 
@@ -100,11 +84,11 @@ class Probe:
 
     Args:
         engine: the model.
-        sources: where contexts come from, the first one whose questions the model answers from its context is used.
+        sources: of contexts; the first one whose questions the model answers from its context is used.
         limits: what counts as safe.
         sizes: how much is measured.
         seconds: time after which stages are cut short; each makes at least one batch.
-        progress: called with a stage, what is done of it and how much there is.
+        progress: called with the stage, the amount done and the total.
     """
 
     def __init__(
@@ -129,7 +113,7 @@ class Probe:
         self._use(self.sources[0])
 
     def run(self) -> dict[str, Any]:
-        """Runs all stages. Within a source, and given the time, everything depends on the sizes alone."""
+        """Runs all stages. For one source, and with enough time, the outcome depends on the sizes alone."""
         reading: dict[str, list[Competence]] = {}
         for number, source in enumerate(self.sources, 1):
             self._use(source)
@@ -148,22 +132,29 @@ class Probe:
             if judgement.finding == "binds":
                 result["proving"] = self._prove(judgement.evidence, result["curve"])
             result |= {"survivors": self._survivors()} | self._moves()
-        rank, layers = (self.served.rank, self.served.layers) if self.served else (16, "all")
         chunks = self._timely("what computing and loading cost", self.sizes.chunks, 1.0)
-        result["cost"] = costs(self.decoder, self.source.system_prompt, rank, layers, chunks)
+        result["cost"] = costs(self.decoder, self.source.system_prompt, *self._setting, chunks)
         blind = result["arms"].get(judgement.evidence or "cross", {}).get("blind")
         survivors = result.get("survivors", [])
         result["fidelity"] = self._fidelity(judgement, survivors)
         reasons = list(judgement.reasons)
         if "survivors" in result["fidelity"]:
-            reasons.append(survivors_sentence(survivors, result["fidelity"]["survivors"]))
+            reasons.append(verdict.survivors_sentence(survivors, result["fidelity"]["survivors"]))
         result["verdict"] = {
-            "finding": judgement.finding, "sentence": sentence(judgement, self.served, blind),
-            "evidence": judgement.evidence, "reasons": reasons, "limits": asdict(self.limits),
-        }  # fmt: skip
+            "finding": judgement.finding,
+            "sentence": verdict.sentence(judgement, self.served, blind),
+            "evidence": judgement.evidence,
+            "reasons": reasons,
+            "limits": asdict(self.limits),
+        }
         result["served"] = self.served and {k: getattr(self.served, k) for k in ("rank", "layers", "share")}
         result["seconds"] = round(time.monotonic() - self._begun, 1)
         return result
+
+    @property
+    def _setting(self) -> tuple[int, Layers]:
+        """Rank and layers of the patches that moves and costs are measured with."""
+        return (self.served.rank, self.served.layers) if self.served else (16, "all")
 
     def _use(self, source: Source) -> None:
         self.source = source
@@ -182,7 +173,7 @@ class Probe:
         return max(1, min(BATCH, _TOKENS // self.measurer.group(items[:1]).context_tokens)) if items else 1
 
     def _batches(self, stage: str, items: Sequence[Item], until: float) -> Iterator[list[Item]]:
-        """Items that share forwards, in order; ends where a share of the time is used, after one batch at least."""
+        """Items that share forwards, in order; ends when a share of the time is used up, after one batch at least."""
         contexts: dict[str, list[Item]] = {}
         for item in items:
             contexts.setdefault(item.context, []).append(item)
@@ -191,25 +182,25 @@ class Probe:
             for batch in by_shape([item for row in rows[at : at + BATCH] for item in row], size):
                 yield batch
                 done += len({item.context for item in batch})
-                self.progress(stage, done, len(rows))
-                if self._late(until):
+                if self._late(stage, done, len(rows), until):
                     return
 
     def _timely(self, stage: str, sizes: Sequence[int], until: float) -> Iterator[int]:
         """Sizes one by one; as `_batches` otherwise."""
         for done, size in enumerate(sizes, 1):
             yield size
-            self.progress(stage, done, len(sizes))
-            if self._late(until):
+            if self._late(stage, done, len(sizes), until):
                 return
 
-    def _late(self, until: float) -> bool:
+    def _late(self, stage: str, done: int, total: int, until: float) -> bool:
+        """Reports progress; whether the share of the time is used up."""
+        self.progress(stage, done, total)
         return time.monotonic() - self._begun > until * self.seconds
 
     def _heard(
         self, stage: str, items: Sequence[Item], arms: Sequence[Arm], until: float, **held: Arm | None
     ) -> list[Sample]:
-        """Samples of arms, held against ``base`` and ``control`` as `Measurer.samples` has them."""
+        """Samples of arms; ``base`` and ``control`` are those of `Measurer.samples`."""
         return [s for batch in self._batches(stage, items, until) for s in self.measurer.samples(batch, arms, **held)]  # type: ignore[arg-type]
 
     def _by_kind(self, samples: Sequence[Sample]) -> dict[Kind, Summary]:
@@ -240,7 +231,7 @@ class Probe:
             at, blind = look, of_arm(heard, "blind")
             over = len(blind) < look * each or look == looks[-1]
             noise = self._by_kind(of_arm(heard, "stepwise"))
-            made = judge(found, self._by_kind(blind), noise, self.limits, last=over)
+            made = verdict.judge(found, self._by_kind(blind), noise, self.limits, last=over)
             if over or made.finding == "binds":
                 break
         return heard, made
@@ -250,7 +241,7 @@ class Probe:
         ways = [way for way in WAYS if self._allows(way)] if self.sizes.layouts else SERVED
         arms = {(way, rank): parse_arm(spelling(rank, way)) for way in ways for rank in RANKS}
         self.measurer.patcher.floor = RANKS[-1]
-        items = of_kind(self.source.items(self.sizes.choosing), (evidence,))
+        items = _of_kind(self.source.items(self.sizes.choosing), (evidence,))
         heard = self._heard("ways to compress", items, [BLIND, *arms.values()], 0.65, base=BLIND)
         curve = []
         for (way, rank), arm in arms.items():
@@ -267,7 +258,7 @@ class Probe:
                 ranks[way or "joint"] = structure.functional_rank(
                     RANKS, np.array(kls), np.array([s.answer_kl for s in blind]), [s.cluster for s in blind]
                 )
-        return {"curve": curve, "cheapest": cheapest(curve, self.limits), "functional_rank": ranks}
+        return {"curve": curve, "cheapest": verdict.cheapest(curve, self.limits), "functional_rank": ranks}
 
     def _allows(self, way: str) -> bool:
         """Whether model and contexts allow a way: an output weight needs per-head values, a basis contexts to fit on."""
@@ -277,7 +268,7 @@ class Probe:
 
     def _prove(self, evidence: Kind, curve: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The cheaper of the ways that windows serve, on fresh contexts, at ranks around the one that was enough."""
-        layers, rank = candidate(curve, self.limits, LADDER[-1])
+        layers, rank = verdict.candidate(curve, self.limits, LADDER[-1])
         at = next((i for i, r in enumerate(LADDER) if r >= rank), len(LADDER) - 1)
         rungs = LADDER[max(0, at - 1) : max(0, at - 1) + _RUNGS]
         way = "deep" if layers == "deep" else ""
@@ -291,12 +282,12 @@ class Probe:
             some = of_arm(heard, arm.name)
             every = summary(some, self.source)
             assert every is not None
-            settings.append(proven(r, layers, self._by_kind(some)[evidence], every, noise, self.limits))
-        self.served = with_margin(smallest_safe(settings), settings)
+            settings.append(verdict.proven(r, layers, self._by_kind(some)[evidence], every, noise, self.limits))
+        self.served = verdict.with_margin(verdict.smallest_safe(settings), settings)
         return [asdict(s) for s in settings]
 
     def _survivors(self) -> list[dict[str, Any]]:
-        """Windows slide one chunk at a time; what stays is rotated and nothing else, the new chunk is computed behind it."""
+        """Windows slide one chunk at a time: what stays is only rotated, and the new chunk is computed behind it."""
         once = [self.source.stream(i, 1) for i in range(self.sizes.survivors)]
         further = [self.source.stream(i, self.sizes.slides) for i in range(self.sizes.streams)]
         pairs: dict[int, list[tuple[Sample, Sample]]] = {}
@@ -310,43 +301,34 @@ class Probe:
                     for other in ({}, {"reference": Lately("lately")})
                 )
                 pairs.setdefault(slides, []).extend(zip(window, stream, strict=True))
-        return survival(pairs)
+        return verdict.survival(pairs)
 
     def _moves(self) -> dict[str, Any]:
         """Orders and recalls of the last chunk, at the setting that was found safe (Kamera, section 5, appendices B, D)."""
-        rank, layers = (self.served.rank, self.served.layers) if self.served else (16, "all")
+        rank, layers = self._setting
         patcher = Patcher(self.decoder.spec, layers=layers, floor=rank)
         measurer = Measurer(self.decoder, patcher, self.source.system_prompt, along=True)
 
         def heard(items: Sequence[Item], names: Sequence[str], base: Arm, stage: str) -> dict[str, list[Sample]]:
             arms = [parse_arm(f"{name}:{rank}") for name in names]
             batches = self._batches(stage, items, 1.0)
-            found = [s for batch in batches for s in measurer.samples(batch, arms, base=base)]
-            return {arm.name.partition(":")[0]: of_arm(found, arm.name) for arm in arms}
+            found = [s for batch in batches for s in measurer.samples(batch, arms, base=base) if s.unscored is None]
+            return {name: of_arm(found, arm.name) for name, arm in zip(names, arms, strict=True)}
 
         kinds: tuple[Kind, ...] = ("cross", "yours")
-        items = of_kind(self.source.items(self.sizes.moving), kinds)
+        items = _of_kind(self.source.items(self.sizes.moving), kinds)
         about = [item for item in items if not item.meta["needs"] or PLACED - 1 in item.meta["needs"]]
         orders = heard(about, ("patched", "transfer", "orbit"), BLIND, "orders")
-        moved = [s.extra["moved"] for s in orders["orbit"] if s.unscored is None]
+        moved = [s.extra["moved"] for s in orders["orbit"]]
         recalls = []
+        back = _of_kind(self.source.items(self.sizes.moving, strangers=True), kinds)
         for turned in TURNED:
-            items = of_kind(self.source.items(self.sizes.moving, strangers=True), kinds)
-            back = [recalled(item, turned) for item in items]
-            found = heard(back, ("stale", "update"), BASES["recall"], "recalls")
-            stale, fresh = (summary(found[name], self.source) for name in ("stale", "update"))
+            found = heard([recalled(item, turned) for item in back], ("stale", "update"), BASES["recall"], "recalls")
+            stale, fresh = (summary(samples, self.source) for samples in found.values())
             recalls.append({"replaced": turned / (PLACED - 1), "stale": stale, "fresh": fresh})
-        return {
-            "reorder": {
-                "rank": rank,
-                **{
-                    name: summary([s for s in orders[arm] if s.unscored is None], self.source)
-                    for name, arm in (("exact", "patched"), ("transfer", "transfer"), ("orbit", "orbit"))
-                },
-                "moved": sum(moved) / len(moved) if moved else None,
-            },
-            "recall": recalls,
-        }
+        exact, transfer, orbit = (summary(samples, self.source) for samples in orders.values())
+        reorder = {"rank": rank, "exact": exact, "transfer": transfer, "orbit": orbit}
+        return {"reorder": reorder | {"moved": sum(moved) / len(moved) if moved else None}, "recall": recalls}
 
     def _fidelity(self, judgement: Judgement, survivors: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What `auto` should do with this model: `exact` unless something else was shown to be safe."""
@@ -356,7 +338,7 @@ class Probe:
             return {"mode": "exact"}
         # Shares in whole percents upwards, so that the rank that was proven is not lost to rounding.
         share = min(1.0, float(np.ceil(round(100 * self.served.share, 6)) / 100))
-        kept = "keep" if may_keep(survivors, self.limits) else "refresh"
+        kept = "keep" if verdict.may_keep(survivors, self.limits) else "refresh"
         return {"mode": "patched", "bytes_share": share, "layers": self.served.layers, "survivors": kept}
 
     def _about(self) -> dict[str, Any]:
@@ -369,53 +351,56 @@ class Probe:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "model": model_name(spec.model),
             "engine": {
-                "family": spec.kv.family, "layers": spec.kv.layers, "dtype": spec.kv.dtype,
+                "family": spec.kv.family,
+                "layers": spec.kv.layers,
+                "dtype": spec.kv.dtype,
                 "machine": platform.processor() or platform.machine(),
             },
             "source": {
-                "name": source.kind, "about": source.about, "notes": list(source.notes), "chunks": len(group.places),
-                "chunk_tokens": [p.tokens for p in group.places], "system_prompt": source.system_prompt,
+                "name": source.kind,
+                "about": source.about,
+                "notes": list(source.notes),
+                "chunks": len(group.places),
+                "chunk_tokens": [p.tokens for p in group.places],
+                "system_prompt": source.system_prompt,
                 "max_tokens": source.max_tokens,
             },
             "sizes": asdict(self.sizes),
-        }  # fmt: skip
+        }
 
 
 def as_profile(result: Mapping[str, Any], model: str) -> Profile:
-    """The profile that windows follow: the figures that the verdict rests on, not all of them.
+    """The profile that windows follow, with the figures that the verdict rests on.
 
     Args:
         result: of `Probe.run`.
         model: folder or Hub name of the model.
     """
-    verdict = result["verdict"]
-    arms = result["arms"].get(verdict["evidence"], {})
+    found = result["verdict"]
+    arms = result["arms"].get(found["evidence"], {})
     keep = ("n", "clusters", "flips", "flips_ci95", "kl", "kl_ci95", "right")
     blind, noise = ({k: arms[name][k] for k in keep} if name in arms else None for name in ("blind", "stepwise"))
+    survivors = result.get("survivors", [])
     measured = {
         "source": result["source"],
         "engine": result["engine"],
-        "limits": verdict["limits"],
-        "reasons": verdict["reasons"],
+        "limits": found["limits"],
+        "reasons": found["reasons"],
         "blind": blind,
         "noise": noise,
         "settings": [{k: s[k] for k in ("rank", "layers", "share", "safe")} for s in result.get("proving", [])],
         "served": result["served"],
         "functional_rank": result.get("functional_rank", {}),
-        "survivors_by_slides": {
-            str(s["slides"]): s[f"other_than_{s['stricter']}"] for s in result.get("survivors", [])
-        },
+        "survivors_by_slides": {str(s["slides"]): s[f"other_than_{s['stricter']}"] for s in survivors},
     }
     return Profile(
         weights=model_digest(model),
-        model=result["model"],
-        verdict=verdict["sentence"],
-        finding=verdict["finding"],
+        verdict=found["sentence"],
+        finding=found["finding"],
         fidelity=Fidelity(**result["fidelity"]),
         measured=measured,
         n=blind["n"] if blind else 0,
-        date=result["date"],
-        ctxwin=result["ctxwin"],
+        **{name: result[name] for name in ("model", "date", "ctxwin")},
     )
 
 
@@ -436,6 +421,6 @@ def of_arm(samples: Sequence[Sample], name: str) -> list[Sample]:
     return [sample for sample in samples if sample.arm == name]
 
 
-def of_kind(items: Sequence[Item], kinds: Sequence[Kind]) -> list[Item]:
+def _of_kind(items: Sequence[Item], kinds: Sequence[Kind]) -> list[Item]:
     """Questions of some kinds."""
     return [item for item in items if item.meta["kind"] in kinds]

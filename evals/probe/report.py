@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ctxwin.evals.report.columns import NONE, Cell, between, count, share
 from ctxwin.evals.report.figures import Picture, lines, render
 from ctxwin.evals.report.page import Section, render_page
-from ctxwin.evals.report.tables import Table
+from ctxwin.evals.report.tables import Cell, Format, Row, count, share, tabulate
 
-Row = Sequence[Cell | str]
 NOT_MEASURED = (
     "Answers longer than the questions here ask for, other kinds of questions, and windows with more chunks.",
     "Other engines than transformers, and other dtypes: a profile holds for the weights, the figures for what is named above.",
 )
+number = Format("{:.3g}".format)
 
 
 def html(result: Mapping[str, Any]) -> str:
     """The report. Every number in it is one of ``result``'s."""
     verdict, source, engine = result["verdict"], result["source"], result["engine"]
+    low, high = (f"{end(source['chunk_tokens']):.4g}" for end in (min, max))
     about = (
-        f"{source['about']}; {source['chunks']} chunks of {_range(source['chunk_tokens'])} tokens; {engine['family']}, "
-        f"{engine['layers']} layers, {engine['dtype']}; {result['seconds']:.0f} s; {result['date']}"
+        f"{source['about']}; {source['chunks']} chunks of {low if low == high else f'{low} to {high}'} tokens; "
+        f"{engine['family']}, {engine['layers']} layers, {engine['dtype']}; {result['seconds']:.0f} s; {result['date']}"
     )
+    rest = "".join(f", {name}={value!r}" for name, value in result["fidelity"].items() if name != "mode")
     safe = (
-        f'Safe for it: {_spelled(result["fidelity"])}, which Fidelity("auto") means where this probe\'s profile lies beside '
-        "the weights or among your own."
+        f'Safe for it: Fidelity("{result["fidelity"]["mode"]}"{rest}), which Fidelity("auto") means where this probe\'s '
+        "profile lies beside the weights or among your own."
     )
     sections = [_reading(result["reading"]), _arms(result["arms"]), _shape(result)]
     if "curve" in result:
@@ -37,20 +38,24 @@ def html(result: Mapping[str, Any]) -> str:
         sections.append(_moves(result))
     sections.append(_costs(result["cost"]))
     sections.append(Section("What was not measured", facts=[*source["notes"], *NOT_MEASURED]))
-    return render_page(
-        f"Can {result['model']} reuse KV out of context?", about, [safe, *verdict["reasons"]], sections,
-        verdict=(verdict["finding"], verdict["sentence"]),
-    )  # fmt: skip
+    title, found = f"Can {result['model']} reuse KV out of context?", (verdict["finding"], verdict["sentence"])
+    return render_page(title, about, [safe, *verdict["reasons"]], sections, verdict=found)
 
 
 def _reading(reading: Mapping[str, Sequence[Mapping[str, Any]]]) -> Section:
-    head = ("source, questions", "n", "right", "needed chunk swapped", "needed moves further by", "at least", "reads")
-    rows = [
-        (f"{name}, {c['kind']}", count(c["n"]), share(c["accuracy"]), share(c["swapped"]), _number(c["addressed"]),
-         _number(c["addressed_low"]), "yes" if c["reads"] else "no")
+    rows: list[Row] = [
+        {
+            "source, questions": f"{name}, {c['kind']}",
+            "n": count(c["n"]),
+            "right": share(c["accuracy"]),
+            "needed chunk swapped": share(c["swapped"]),
+            "needed moves further by": number(c["addressed"]),
+            "at least": number(c["addressed_low"]),
+            "reads": "yes" if c["reads"] else "no",
+        }
         for name, found in reading.items()
         for c in found
-    ]  # fmt: skip
+    ]
     facts = [
         f"Your questions do not say what they need: swapping a chunk changes {c['changed']:.0%} of the answers (at least "
         f"{c['changed_low']:.0%})."
@@ -58,46 +63,47 @@ def _reading(reading: Mapping[str, Sequence[Mapping[str, Any]]]) -> Section:
         for c in found
         if c["changed"] is not None
     ]
-    return Section("Does it read its context?", tables=[_table("Reading", head, rows)], facts=facts)
+    return Section("Does it read its context?", tables=[tabulate("Reading", rows)], facts=facts)
 
 
 def _arms(arms: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Section:
-    head = ("questions, arm", "n", "other answers [95 %]", "KL a token", "KL, next token", "right", "KL to the oracle")
-    rows = [
-        (f"{kind}, {name}", count(a["n"]), _flips(a), _number(a["kl"]), _number(a["next_kl"]), share(a["right"]),
-         _number(a["to_oracle"]))
+    rows: list[Row] = [
+        {
+            "questions, arm": f"{kind}, {name}",
+            **_changed(a),
+            "KL a token": number(a["kl"]),
+            "KL, next token": number(a["next_kl"]),
+            "right": share(a["right"]),
+            "KL to the oracle": number(a["to_oracle"]),
+        }
         for kind, found in arms.items()
         for name, a in found.items()
-    ]  # fmt: skip
+    ]
     note = (
         "stepwise: a re-prefill chunk by chunk, the arithmetic noise. oracle: one forward in which no chunk sees another one, "
         "at its own place. Blind reuse should equal the oracle: what differs is position."
     )
-    return Section("What blind reuse changes", tables=[_table("Blind reuse", head, rows, note)])
+    return Section("What blind reuse changes", tables=[tabulate("Blind reuse", rows, note=note)])
 
 
 def _shape(result: Mapping[str, Any]) -> Section:
     deficit = result["deficit"]
     names = {"relative_norm": "both", "relative_norm_rope": "rope channel (K)", "relative_norm_content": "content (V)"}
-    norms = lines(
-        "norm", "Size of the loss by layer, relative to the KV", "layer", "relative norm",
-        {label: list(enumerate(deficit[key])) for key, label in names.items()},
-    )  # fmt: skip
-    ranks = lines(
-        "directions", "Directions that hold 90 % of its energy, layer by layer", "layer", "directions",
-        {"per layer": list(enumerate(deficit["energy_rank_by_layer"]))},
-    )  # fmt: skip
+    sizes = {label: list(enumerate(deficit[key])) for key, label in names.items()}
+    norms = lines("norm", "Size of the loss by layer, relative to the KV", "layer", "relative norm", sizes)
+    directions = {"per layer": list(enumerate(deficit["energy_rank_by_layer"]))}
+    caption = "Directions that hold 90 % of its energy, layer by layer"
+    ranks = lines("directions", caption, "layer", "directions", directions)
     facts = [
         f"{deficit['chunks']} chunks of {deficit['tokens']:.0f} tokens; all layers together: "
         f"{deficit['energy_rank_joint']:.1f} directions for 90 % of the energy",
         f"relocation: first-layer keys moved and computed in place differ by {deficit['relocation_error']:.1e} of the largest",
     ]
-    for way, found in result.get("functional_rank", {}).items():
-        if found is not None:
-            low, high = found["ci95"]
-            facts.append(
-                f"functional rank ({way}): {found['rank']} [{low}, {high}], where the divergence reaches its plateau"
-            )
+    facts += [
+        f"functional rank ({way}): {found['rank']} {found['ci95']}, where the divergence reaches its plateau"
+        for way, found in result.get("functional_rank", {}).items()
+        if found is not None
+    ]
     return Section("The shape of the loss", pictures=_drawn(norms, ranks), facts=facts)
 
 
@@ -105,103 +111,85 @@ def _compression(result: Mapping[str, Any]) -> Section:
     ways: dict[str, list[Mapping[str, Any]]] = {}
     for row in result["curve"]:
         ways.setdefault(row["way"], []).append(row)
-    figure = lines(
-        "bytes", "Divergence to re-prefill over bytes", "share of the chunk's KV bytes", "KL a token (nats)",
-        {way: [(r["share"], r["kl"]) for r in rows] for way, rows in ways.items()}, log=True,
-    )  # fmt: skip
-    rows = []
+    points = {way: [(r["share"], r["kl"]) for r in rows] for way, rows in ways.items()}
+    caption, x = "Divergence to re-prefill over bytes", "share of the chunk's KV bytes"
+    figure = lines("bytes", caption, x, "KL a token (nats)", points, log=True)
+    rows: list[Row] = []
     for way, best in result["cheapest"].items():
-        found = [count(best["rank"]), share(best["share"]), _number(best["eta"]), _flips(best),
-                 Cell(f"{best['basis_bytes']:,}", best["basis_bytes"])] if best else [Cell(NONE)] * 5  # fmt: skip
-        rows.append((way, count(ways[way][0]["n"]), *found))
-    head = ("smallest that is enough", "n", "rank", "bytes", "eta", "other answers [95 %]", "bytes of the basis, once")
+        cells: dict[str, Cell | str] = {"smallest that is enough": way, "n": count(ways[way][0]["n"])}
+        if best:
+            cells |= {"rank": count(best["rank"]), "bytes": share(best["share"]), "eta": number(best["eta"])}
+            cells |= _changed(best) | {
+                "bytes of the basis, once": Cell(f"{best['basis_bytes']:,}", best["basis_bytes"])
+            }
+        rows.append(cells)
     note = (
         "Enough by its means on these few contexts, which only chooses what is tried below; KL under a millionth is drawn at a "
         "millionth."
     )
-    return Section(
-        "Bytes at equal fidelity", tables=[_table("Ways to compress", head, rows, note)], pictures=_drawn(figure)
-    )
+    tables = [tabulate("Ways to compress", rows, note=note)]
+    return Section("Bytes at equal fidelity", tables=tables, pictures=_drawn(figure))
 
 
 def _proving(result: Mapping[str, Any]) -> Section:
-    head = ("setting", "bytes", "n", "other answers [95 %]", "eta [95 %]", "safe")
-    rows = []
-    for s in result["proving"]:
-        f = s["figures"]
-        served = " (served)" if result["served"] and s["rank"] == result["served"]["rank"] else ""
-        rows.append(
-            (f"rank {s['rank']}, {s['layers']}{served}", share(s["share"]), count(f["n"]), _flips(f),
-             between(_number(f["eta"]), f["eta_ci95"], _number), "yes" if s["safe"] else "no")
-        )  # fmt: skip
-    return Section("Settings on fresh contexts", tables=[_table("Settings", head, rows)])
+    rows: list[Row] = [
+        {
+            "setting": f"rank {s['rank']}, {s['layers']}"
+            + (" (served)" if result["served"] and s["rank"] == result["served"]["rank"] else ""),
+            "bytes": share(s["share"]),
+            **_changed(s["figures"]),
+            "eta [95 %]": number(s["figures"]["eta"], s["figures"]["eta_ci95"]),
+            "safe": "yes" if s["safe"] else "no",
+        }
+        for s in result["proving"]
+    ]
+    return Section("Settings on fresh contexts", tables=[tabulate("Settings", rows)])
 
 
 def _moves(result: Mapping[str, Any]) -> Section:
     survivors = result["survivors"]
     references = {"window": "to what is placed now", "stream": "to what was seen lately", "nearer": "to the nearer"}
-    figure = lines(
-        "survivors", "Survivors kept as they are", "slides", "KL a token (nats)",
-        {label: [(s["slides"], s[f"kl_{name}"]) for s in survivors] for name, label in references.items()},
-    )  # fmt: skip
-    head = ("answers other than by", "n", "placed now [95 %]", "seen lately [95 %]", "both")
+    points = {label: [(s["slides"], s[f"kl_{name}"]) for s in survivors] for name, label in references.items()}
+    figure = lines("survivors", "Survivors kept as they are", "slides", "KL a token (nats)", points)
     lost: list[Row] = [
-        (f"after {s['slides']} slide{'s' if s['slides'] > 1 else ''}", count(s["n"]),
-         *(between(share(s[f"other_than_{name}"]), s[f"other_than_{name}_ci95"], share) for name in ("window", "stream")),
-         share(s["other_than_both"]))
+        {
+            "answers other than by": f"after {s['slides']} slide{'s' if s['slides'] > 1 else ''}",
+            "n": count(s["n"]),
+            "placed now [95 %]": share(s["other_than_window"], s["other_than_window_ci95"]),
+            "seen lately [95 %]": share(s["other_than_stream"], s["other_than_stream_ci95"]),
+            "both": share(s["other_than_both"]),
+        }
         for s in survivors
-    ]  # fmt: skip
+    ]
     moves = [(f"other order, {name} patch", result["reorder"][name]) for name in ("exact", "transfer", "orbit")]
     for r in result["recall"]:
         moves += [(f"recall, {r['replaced']:.0%} replaced, {name} patch", r[name]) for name in ("stale", "fresh")]
-    rows: list[Row] = [
-        (name, count(f["n"]), _number(f["eta"]), _number(f["kl"]), _flips(f)) if f else (name, *[Cell(NONE)] * 4)
-        for name, f in moves
-    ]
+    rows: list[Row] = []
+    for name, f in moves:
+        found = {"n": count(f["n"]), "eta": number(f["eta"]), "KL a token": number(f["kl"])} | _changed(f) if f else {}
+        rows.append({"move": name, **found})
     note = "The stricter of both references decides whether survivors may be kept."
-    tables = [
-        _table("Survivors", head, lost, note),
-        _table("Moves", ("move", "n", "eta", "KL a token", "other answers [95 %]"), rows),
-    ]
+    tables = [tabulate("Survivors", lost, note=note), tabulate("Moves", rows)]
     return Section("What windows do", tables=tables, pictures=_drawn(figure))
 
 
 def _costs(rows: Sequence[Mapping[str, Any]]) -> Section:
-    named = {
-        "prefill": "compute", "memory": "fetch (memory)", "disk": "fetch (disk)", "relocate": "rotate",
-        "apply": "rotate + patch", "compress": "compress",
-    }  # fmt: skip
+    names = {"prefill": "compute", "memory": "fetch (memory)", "disk": "fetch (disk)", "relocate": "rotate"}
+    names |= {"apply": "rotate + patch", "compress": "compress"}
+    milliseconds = Format("{:.2f} ms".format)
     cells: list[Row] = [
-        (str(r["tokens"]), *(Cell(f"{r[f'{name}_ms']:.2f} ms", r[f"{name}_ms"]) for name in named),
-         count(r["uses"]) if r["uses"] else Cell("never"))
+        {"tokens": str(r["tokens"])}
+        | {title: milliseconds(r[f"{name}_ms"]) for name, title in names.items()}
+        | {"pays from use": count(r["uses"]) if r["uses"] else "never"}
         for r in rows
-    ]  # fmt: skip
-    table = _table("Costs", ("tokens", *named.values(), "pays from use"), cells)
-    return Section("Computing against loading, on this machine", tables=[table])
-
-
-def _table(title: str, head: Sequence[str], rows: Iterable[Row], note: str = "") -> Table:
-    cells = tuple(tuple(Cell(cell) if isinstance(cell, str) else cell for cell in row) for row in rows)
-    return Table(title, tuple(head), cells, note)
+    ]
+    return Section("Computing against loading, on this machine", tables=[tabulate("Costs", cells)])
 
 
 def _drawn(*pictures: Picture) -> list[tuple[str, bytes]]:
     return [(picture.caption, render(picture.figure, "svg")) for picture in pictures]
 
 
-def _flips(figures: Mapping[str, Any]) -> Cell:
-    return between(share(figures["flips"]), figures["flips_ci95"], share)
-
-
-def _number(value: float | None) -> Cell:
-    return Cell(NONE) if value is None else Cell(f"{value:.3g}", value)
-
-
-def _spelled(fidelity: Mapping[str, Any]) -> str:
-    rest = "".join(f", {name}={value!r}" for name, value in fidelity.items() if name != "mode")
-    return f'Fidelity("{fidelity["mode"]}"{rest})'
-
-
-def _range(values: Sequence[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+def _changed(figures: Mapping[str, Any]) -> dict[str, Cell]:
+    """How many answers there are, and how many of them are others than re-prefill's."""
+    return {"n": count(figures["n"]), "other answers [95 %]": share(figures["flips"], figures["flips_ci95"])}

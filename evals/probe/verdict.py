@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal, TypedDict
 
 from ctxwin.evals.items import Task
@@ -17,10 +18,12 @@ from ctxwin.evals.stats import Interval, bootstrap_mean, share_interval
 Finding = Literal["binds", "chains", "unclear", "unread"]
 Layers = Literal["all", "deep"]
 MARGIN = 2
-"""What is served has up to this many times the smallest rank that was shown safe: windows hold more, and other things, than
-a probe's contexts do."""
-_NAMES: dict[Kind, str] = {"cross": "questions about several chunks", "one": "questions about one chunk",
-                           "yours": "your questions"}  # fmt: skip
+"""The served rank is up to this many times the smallest one shown safe: windows hold more than a probe's contexts do."""
+_NAMES: dict[Kind, str] = {
+    "cross": "questions about several chunks",
+    "one": "questions about one chunk",
+    "yours": "your questions",
+}
 
 
 @dataclass(frozen=True)
@@ -92,12 +95,10 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Setting:
-    """A patch that was tried on held-out contexts.
+    """A patch (rank, layers, share of the chunks' bytes) that was tried on held-out contexts.
 
-    Attributes:
-        rank, layers: of the patch. ``share``: bytes beyond the canonicals over the chunks' KV in bf16.
-        safe: whether it restores enough and changes few enough answers, by the ends of the intervals.
-        figures: of the questions that the verdict rests on, and ``flips_all`` of all.
+    ``safe`` tells whether it restores enough and changes few enough answers, by the ends of the intervals; ``figures`` are
+    those of the questions that the verdict rests on, with ``flips_all`` over all questions.
     """
 
     rank: int
@@ -185,28 +186,23 @@ def proven(rank: int, layers: Layers, own: Summary, every: Summary, noise: float
 
 def smallest_safe(settings: Sequence[Setting]) -> Setting | None:
     """From the largest downwards as long as each is safe: testing in this order needs no correction for many tests."""
-    chosen = None
-    for setting in sorted(settings, key=lambda s: s.share, reverse=True):
-        if not setting.safe:
-            break
-        chosen = setting
-    return chosen
+    downwards = sorted(settings, key=lambda s: s.share, reverse=True)
+    return next(reversed(list(takewhile(lambda s: s.safe, downwards))), None)
 
 
 def with_margin(smallest: Setting | None, settings: Sequence[Setting]) -> Setting | None:
-    """The largest setting within `MARGIN` times the smallest safe rank; all that are larger than it were shown safe too."""
+    """The largest setting within `MARGIN` times the smallest safe rank; all ranks above that one were shown safe, too."""
     if smallest is None:
         return None
     return max((s for s in settings if smallest.rank <= s.rank <= MARGIN * smallest.rank), key=lambda s: s.rank)
 
 
 def survival(pairs: Mapping[int, Sequence[tuple[Sample, Sample]]]) -> list[dict[str, Any]]:
-    """By number of slides: how far survivors are from two references, and from the stricter of them.
+    """By number of slides: how far survivors are from two references, and which of these is the stricter one.
 
-    Args:
-        pairs: by number of slides, samples of survivors held against a re-prefill of what is placed (``window``), and
-            against one of what was seen lately (``stream``): survivors remember what left, and that is right or wrong
-            depending on what is asked for.
+    ``pairs`` holds, by number of slides, samples of survivors compared with a re-prefill of what is placed (``window``) and
+    with one of what was seen lately (``stream``): survivors remember what left, which is right or wrong depending on the
+    question.
     """
     rows = []
     for slides, some in sorted(pairs.items()):
@@ -227,13 +223,10 @@ def survival(pairs: Mapping[int, Sequence[tuple[Sample, Sample]]]) -> list[dict[
 
 
 def may_keep(survivors: Sequence[Mapping[str, Any]], limits: Limits) -> bool:
-    """Whether survivors may stay as they are: shown to be safe after one slide, and shown to be unsafe after none.
+    """Whether survivors (rows of `survival`) may stay as they are: shown safe after one slide, and unsafe after no number.
 
-    Both by the stricter reference. Fewer windows slide further, too few to show that they are safe; that a window loses more
-    the further it slides is still seen there.
-
-    Args:
-        survivors: rows of `survival`.
+    Both by the stricter reference. Fewer windows slide further: too few to show that they are safe, but enough to notice that
+    a window loses more the further it slides.
     """
     ends = {row["slides"]: row[f"other_than_{row['stricter']}_ci95"] for row in survivors}
     return 1 in ends and ends[1][1] <= limits.flips and all(low <= limits.flips for low, _ in ends.values())
@@ -253,14 +246,11 @@ def survivors_sentence(survivors: Sequence[Mapping[str, Any]], survivors_mode: s
 
 def cheapest(curve: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str, Mapping[str, Any] | None]:
     """By way to compress: the smallest share of bytes that restores enough and changes few enough answers."""
-    found: dict[str, Mapping[str, Any] | None] = {}
-    for way in dict.fromkeys(row["way"] for row in curve):
-        enough = [
-            row
-            for row in curve
-            if row["way"] == way and (row["eta"] is None or row["eta"] >= limits.eta) and row["flips"] <= limits.flips
-        ]
-        found[way] = min(enough, key=lambda row: row["share"], default=None)
+    found: dict[str, Mapping[str, Any] | None] = dict.fromkeys(row["way"] for row in curve)
+    for row in sorted(curve, key=lambda row: row["share"]):
+        enough = (row["eta"] is None or row["eta"] >= limits.eta) and row["flips"] <= limits.flips
+        if enough and found[row["way"]] is None:
+            found[row["way"]] = row
     return found
 
 

@@ -7,23 +7,24 @@ reader's colour scheme, as PNG they are on white.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ctxwin.evals.groups import DEPTH, LENGTHS
 from ctxwin.evals.metrics import Figures
 from ctxwin.evals.report.runs import Run
+from ctxwin.evals.score import DEPTH, LENGTHS
 from ctxwin.evals.stats import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Drawn = tuple[str, "Figure"]
+"""A caption and what it describes."""
 Measured = tuple[float | None, Interval | None]
 """A figure with its interval."""
 RUN_COLOURS = ("#5b76e0", "#d0652f", "#2f9468", "#a066b8", "#a5831f", "#3b95b0")
@@ -33,24 +34,21 @@ INK, _DARK_INK = "#16202b", "#e8edf2"
 _SERIES = (RUN_COLOURS[0], BASE, REFERENCE, TOKEN_COLOURS[0], PATCH, OTHER, TOKEN_COLOURS[3], TOKEN_COLOURS[2])
 _WIDTH = 5.4
 _TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
-_STYLE = {
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), INK),
-    **dict.fromkeys(("axes.facecolor", "figure.facecolor"), "none"),
-    **dict.fromkeys(("font.size", "axes.titlesize", "axes.labelsize", "legend.fontsize"), 9),
-    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize"), 8.5),
-    "grid.alpha": 0.25, "legend.frameon": False, "svg.hashsalt": "ctxwin", "svg.fonttype": "path",
-}  # fmt: skip
+_STYLE = {"grid.alpha": 0.25, "legend.frameon": False, "svg.hashsalt": "ctxwin", "svg.fonttype": "path"} | {
+    name: value
+    for names, value in (
+        ("text.color axes.labelcolor axes.edgecolor xtick.color ytick.color grid.color", INK),
+        ("axes.facecolor figure.facecolor", "none"),
+        ("font.size axes.titlesize axes.labelsize legend.fontsize", 9),
+        ("xtick.labelsize ytick.labelsize", 8.5),
+    )
+    for name in names.split()
+}
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with what it shows in words.
-
-    Attributes:
-        name: file name without its ending; unique within a task.
-        caption: what is drawn.
-        figure: not yet rendered.
-    """
+    """A figure, not yet rendered, with its file name (without an ending; unique within a task) and its caption."""
 
     name: str
     caption: str
@@ -58,42 +56,46 @@ class Picture:
 
 
 def styled() -> AbstractContextManager[None]:
-    """Figures that are made inside look alike.
-
-    Raises ModuleNotFoundError without matplotlib (``pip install 'ctxwin[evals]'``).
-    """
+    """The common style; raises ModuleNotFoundError without matplotlib (``pip install 'ctxwin[evals]'``)."""
     import matplotlib
 
     return matplotlib.rc_context(_STYLE)
 
 
 def render(figure: Figure, kind: str) -> bytes:
-    """A figure as ``png`` or ``svg``; the same figures give the same bytes."""
+    """A figure as ``png`` or ``svg``; equal figures give equal bytes."""
     if figure.get_layout_engine() is not None:
         # The layout is solved once, not for every format.
         figure.draw_without_rendering()
         figure.set_layout_engine(None)
-    out = io.BytesIO()
+    out, svg = io.BytesIO(), kind == "svg"
+    unstamped = {"Date" if svg else "Software": None}
     with styled():
-        if kind != "svg":
-            figure.savefig(out, format=kind, dpi=144, metadata={"Software": None}, facecolor="white")
-            return out.getvalue()
-        figure.savefig(out, format=kind, metadata={"Date": None}, facecolor="none")
+        figure.savefig(out, format=kind, dpi=144, metadata=unstamped, facecolor="none" if svg else "white")
+    if not svg:
+        return out.getvalue()
     scheme = f"svg{{--ink:{INK}}}@media(prefers-color-scheme:dark){{svg{{--ink:{_DARK_INK}}}}}"
     text = out.getvalue().decode().replace(INK, "var(--ink)")
     return text.replace('<style type="text/css">', f'<style type="text/css">{scheme}', 1).encode()
 
 
 def pictures(runs: Sequence[Run], task: str) -> list[Picture]:
-    """Every figure that the runs have something to show in."""
+    """The figures of a task for which the runs have something to show."""
+    having = [run for run in runs if task in run.tasks]
     with styled():
-        return list(_pictures([run for run in runs if task in run.tasks], task))
+        found = [_arms(having, task)]
+        for i, run in enumerate(having):
+            suffix, whose = (f"-{i + 1}", f" ({run.label})") if len(having) > 1 else ("", "")
+            for name, draw in (("bytes", _curves), ("layers", _layers), ("grid", _grid)):
+                if drawn := draw(run, task):
+                    found.append(Picture(name + suffix, drawn[0] + whose, drawn[1]))
+        return found
 
 
 def lines(
     name: str, caption: str, x: str, y: str, series: Mapping[str, Sequence[tuple[float, float]]], *, log: bool = False
 ) -> Picture:
-    """Lines over a number, on logarithmic axes where ``log``; values are then drawn at a millionth at least."""
+    """Lines over a number; on logarithmic axes (``log``) values are drawn at no less than a millionth."""
     with styled():
         from matplotlib.ticker import MaxNLocator
 
@@ -104,27 +106,15 @@ def lines(
             shown = [max(v, 1e-6) for v in ys] if log else ys
             axis.plot(xs, shown, "o-", markersize=3, linewidth=1.5, label=label, color=_SERIES[i % len(_SERIES)])
         if log:
-            axis.set_xscale("log")
-            axis.set_yscale("log")
+            axis.set(xscale="log", yscale="log")
         else:
             axis.set_ylim(bottom=0)
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.set_xlabel(x)
-        axis.set_ylabel(y)
+        axis.set(xlabel=x, ylabel=y)
         axis.grid()
         if len(series) > 1:
             figure.legend(loc="outside lower center", ncols=2)
         return Picture(name, caption, figure)
-
-
-def _pictures(having: Sequence[Run], task: str) -> Iterator[Picture]:
-    yield _arms(having, task)
-    for i, run in enumerate(having):
-        suffix = f"-{i + 1}" if len(having) > 1 else ""
-        whose = f" ({run.label})" if len(having) > 1 else ""
-        for name, draw in (("bytes", _curves), ("layers", _layers), ("grid", _grid)):
-            if picture := draw(run, task):
-                yield Picture(name + suffix, picture.caption + whose, picture.figure)
 
 
 def _figure(height: float) -> Figure:
@@ -178,38 +168,33 @@ def _arms(runs: Sequence[Run], task: str) -> Picture:
     return Picture("arms", "Accuracy, KL, flips restored and harm by arm, with 95 % intervals.", figure)
 
 
-def _curves(run: Run, task: str) -> Picture | None:
+def _curves(run: Run, task: str) -> Drawn | None:
     """Accuracy and eta over bytes, patches and token arms on one axis; None where there are fewer than two settings."""
     arms = run.arms(task)
     families: dict[str, list[tuple[float, str]]] = {}
     for name, f in arms.items():
-        head = name.partition(":")[0]
         token = f.get("own", {}).get("recomputed", 0.0) > 0
         if (share := f["spent_share"]) and (name.startswith("patched:") or token):
-            families.setdefault(head, []).append((share, name))
-    if sum(map(len, families.values())) < 2:
+            families.setdefault(name.partition(":")[0], []).append((share, name))
+    spans = [share for found in families.values() for share, _ in found]
+    if len(spans) < 2:
         return None
     figure = _figure(6.4)
     upper, lower = figure.subplots(2, 1)
     others = iter(TOKEN_COLOURS * len(families))
     for head, found in families.items():
-        patch = head == "patched"
-        style: dict[str, Any] = {
-            "color": PATCH if patch else next(others), "marker": "o" if patch else "s", "markersize": 4.5,
-            "linewidth": 1.8 if patch else 1.3,
-        }  # fmt: skip
+        if patch := head == "patched":
+            style = {"color": PATCH, "marker": "o", "linewidth": 1.8, "label": "patch, by rank"}
+        else:
+            style = {"color": next(others), "marker": "s", "linewidth": 1.3, "label": _plain(head)}
         ordered = [(share, arms[name]) for share, name in sorted(found)]
-        label = "patch, by rank" if patch else _plain(head)
-        _line(upper, [(x, (f["accuracy"], f["ci95"])) for x, f in ordered], label, style)
-        _line(lower, [(x, (f["eta"], f["eta_ci95"])) for x, f in ordered], label, style)
-        if patch:
-            for share, name in sorted(found):
-                if (value := arms[name]["accuracy"]) is not None:
-                    upper.annotate(
-                        name.partition(":")[2], (100 * share, value), textcoords="offset points", xytext=(4, -10),
-                        fontsize=8, color=PATCH,
-                    )  # fmt: skip
-    widest = max(arms.values(), key=lambda f: f["n"])  # an arm that leaves items out has another re-prefill to stand by
+        _line(upper, [(x, (f["accuracy"], f["ci95"])) for x, f in ordered], style)
+        _line(lower, [(x, (f["eta"], f["eta_ci95"])) for x, f in ordered], style)
+        for share, name in sorted(found) if patch else ():
+            if (value := arms[name]["accuracy"]) is not None:
+                place = {"xy": (100 * share, value), "textcoords": "offset points", "xytext": (4, -10)}
+                upper.annotate(name.partition(":")[2], **place, fontsize=8, color=PATCH)
+    widest = max(arms.values(), key=lambda f: f["n"])  # arms that leave items out have another re-prefill beside them
     for value, label, colour in (
         (widest["reference_accuracy"], "re-prefill", REFERENCE),
         (widest["base_accuracy"], "nothing done (base)", BASE),
@@ -223,7 +208,6 @@ def _curves(run: Run, task: str) -> Picture | None:
     lower.axhline(0.0, color=BASE, linestyle="--", linewidth=1)
     upper.set_ylabel("accuracy")
     lower.set_ylabel("eta (share of the base's KL removed)")
-    spans = [share for found in families.values() for share, _ in found]
     lower.sharex(upper)
     for axis in (upper, lower):
         axis.set_xlabel("bytes stored or computed anew, % of the chunks' KV")
@@ -236,16 +220,14 @@ def _curves(run: Run, task: str) -> Picture | None:
     upper.set_ylim(-0.04, 1.04)
     lower.set_ylim(bottom=max(-1.1, min(lower.get_ylim()[0], -0.04)), top=1.06)
     figure.legend(*upper.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return Picture(
-        "bytes", "Accuracy and eta over bytes: ranks of the patch (numbers), token arms, with 95 % intervals.", figure
-    )
+    return "Accuracy and eta over bytes: ranks of the patch (numbers), token arms, with 95 % intervals.", figure
 
 
-def _line(axis: Axes, points: Sequence[tuple[float, Measured]], label: str, style: dict[str, Any]) -> None:
+def _line(axis: Axes, points: Sequence[tuple[float, Measured]], style: dict[str, Any]) -> None:
     known = [(100 * share, value, span) for share, (value, span) in points if value is not None]
     if not known:
         return
-    axis.plot([x for x, _, _ in known], [value for _, value, _ in known], label=label, **style)
+    axis.plot([x for x, _, _ in known], [value for _, value, _ in known], markersize=4.5, **style)
     spans = [(x, *span) for x, _, span in known if span is not None]
     if spans:
         at, low, high = zip(*spans, strict=True)
@@ -254,8 +236,8 @@ def _line(axis: Axes, points: Sequence[tuple[float, Measured]], label: str, styl
             axis.vlines(at, low, high, color=style["color"], linewidth=1.2, alpha=0.6)
 
 
-def _layers(run: Run, task: str) -> Picture | None:
-    """What arms upper for every layer, as a map; None where they upper nothing."""
+def _layers(run: Run, task: str) -> Drawn | None:
+    """What arms measured in every layer, as a map; None where they measured nothing."""
     found = {name: f["by_layer"] for name, f in run.arms(task).items() if f.get("by_layer")}
     if not found:
         return None
@@ -267,12 +249,12 @@ def _layers(run: Run, task: str) -> Picture | None:
     axis.set_xlabel("layer, first to last")
     axis.set_xticks(range(0, values.shape[1], 1 if values.shape[1] <= 8 else 4))
     if values.shape[1] <= 8:
-        _numbers(axis, values, lambda y, x: f"{values[y, x]:.2g}", (values - values.min()) / (np.ptp(values) or 1.0))
+        _numbers(axis, values, np.char.mod("%.2g", values), (values - values.min()) / (np.ptp(values) or 1.0))
     figure.colorbar(image, ax=axis)
-    return Picture("layers", "By layer: mean over items of what each arm measured there.", figure)
+    return "By layer: mean over items of what each arm measured there.", figure
 
 
-def _grid(run: Run, task: str) -> Picture | None:
+def _grid(run: Run, task: str) -> Drawn | None:
     """Accuracy over context length and depth of the needle, a map an arm; None where items have neither."""
     found = {name: f["grid"] for name, f in run.arms(task).items() if f.get("grid")}
     if not found:
@@ -295,30 +277,24 @@ def _grid(run: Run, task: str) -> Picture | None:
                 values[at] = c["accuracy"]
         image = axis.imshow(values, aspect="auto", cmap="viridis", vmin=0, vmax=1)
         axis.set_facecolor("#9aa3ad66")  # cells without items: no figure, rather than a zero
-        _numbers(axis, values, partial(_counted, values, counts), values)
+        texts = np.char.add(np.char.mod("%.2f", values), np.char.mod("\nn=%.0f", counts))
+        _numbers(axis, values, texts, values)
         axis.set_title(_plain(name))
-        axis.set_xticks(range(len(lengths)), [_length(v) for v in lengths])
+        edges = [f"{edge // 1000}k" if edge else f"< {LENGTHS[1] // 1000}k" for edge in lengths]
+        axis.set_xticks(range(len(lengths)), edges)
         axis.set_yticks(range(depths), [f"{i * DEPTH:.1f} to {(i + 1) * DEPTH:.1f}" for i in range(depths)])
     figure.supxlabel("context length in tokens, from")
     figure.supylabel("depth of the needle")
     figure.colorbar(image, ax=list(axes.flat))
-    return Picture("grid", "Accuracy by context length and depth of the needle; grey: no items.", figure)
+    return "Accuracy by context length and depth of the needle; grey: no items.", figure
 
 
-def _numbers(axis: Axes, values: np.ndarray, show: Callable[[int, int], str], brightness: np.ndarray) -> None:
-    """Writes into every cell that has a value."""
+def _numbers(axis: Axes, values: np.ndarray, texts: np.ndarray, brightness: np.ndarray) -> None:
+    """Writes a text into every cell that has a value."""
     for (y, x), value in np.ndenumerate(values):
         if not np.isnan(value):
             ink = "black" if brightness[y, x] > 0.6 else "white"
-            axis.text(x, y, show(y, x), ha="center", va="center", fontsize=8, color=ink)
-
-
-def _counted(values: np.ndarray, counts: np.ndarray, y: int, x: int) -> str:
-    return f"{values[y, x]:.2f}\nn={counts[y, x]:.0f}"
-
-
-def _length(edge: int) -> str:
-    return f"{edge // 1000}k" if edge else f"< {LENGTHS[1] // 1000}k"
+            axis.text(x, y, str(texts[y, x]), ha="center", va="center", fontsize=8, color=ink)
 
 
 def _arm_colour(name: str) -> str:

@@ -15,13 +15,7 @@ from ctxwin.evals.score import Result, TaskOf, scores
 
 @dataclass(frozen=True)
 class Run:
-    """A scored run.
-
-    Attributes:
-        label: what tells it from the other runs of a report.
-        folder: where its samples are.
-        result: see `ctxwin.evals.score.scores`.
-    """
+    """A scored run: a label that tells it from the others, its samples' folder, and what `ctxwin.evals.score.scores` made."""
 
     label: str
     folder: Path
@@ -29,21 +23,16 @@ class Run:
 
     @property
     def tasks(self) -> list[str]:
-        """Names of its tasks, those that anything could be scored of."""
+        """Names of the tasks of which anything could be scored."""
         return [name for name in self.result["tasks"] if self.arms(name)]
 
     def arms(self, task: str) -> dict[str, Figures]:
-        """Figures of a task by arm, without arms that served nothing."""
+        """Figures of a task by arm; arms that served nothing are left out."""
         return {arm: made[task] for arm, made in self.result["arms"].items() if task in made}
 
 
 def read_runs(folders: Sequence[Path], against: str | None = None, task_of: TaskOf | None = None) -> list[Run]:
-    """Scores the samples of some folders; no model is opened.
-
-    Args:
-        folders: of runs, at least one.
-        against: the arm that others are paired with; each task's best patch by default.
-        task_of: from a name to its task; `ctxwin.evals.tasks.open_task` by default.
+    """Scores the samples of some folders, see `ctxwin.evals.score.scores`; no model is opened.
 
     Raises ValueError for no folder, one folder twice, or one without a run.
     """
@@ -54,11 +43,11 @@ def read_runs(folders: Sequence[Path], against: str | None = None, task_of: Task
         raise ValueError(f"folders must be named once each, got {', '.join(map(str, folders))}")
     results = [scores(read_samples(folder), against=against, task_of=task_of) for folder in folders]
     names = [str(result["config"].get("name") or path.name) for result, path in zip(results, paths, strict=True)]
-    return [
+    for longer in ([f"{name} ({path.name})" for name, path in zip(names, paths, strict=True)], map(str, paths)):
         # Where names are not enough, the folder's name and then its whole path tell runs apart.
-        Run(label, path, result)
-        for label, path, result in zip(_distinct(names, paths), paths, results, strict=True)
-    ]
+        times = Counter(names)
+        names = [more if times[name] > 1 else name for name, more in zip(names, longer, strict=True)]
+    return [Run(*made) for made in zip(names, paths, results, strict=True)]
 
 
 def tasks_of(runs: Sequence[Run]) -> dict[str, Mapping[str, Any]]:
@@ -78,15 +67,8 @@ def configuration(run: Run) -> dict[str, str]:
     return flat
 
 
-def _distinct(names: Sequence[str], paths: Sequence[Path]) -> list[str]:
-    count = Counter(names)
-    longer = [name if count[name] == 1 else f"{name} ({path.name})" for name, path in zip(names, paths, strict=True)]
-    count = Counter(longer)
-    return [name if count[name] == 1 else str(path) for name, path in zip(longer, paths, strict=True)]
-
-
 def _merged(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What all tasks have in common is said once, as ``tasks.*``."""
+    """The configuration with what all tasks have in common said once, as ``tasks.*``."""
     tasks = config.get("tasks", {})
     if len(tasks) < 2:
         return dict(config)

@@ -1,13 +1,120 @@
-"""Tables as values: heads, and cells with a text and a key to sort by. Renderers are elsewhere."""
+"""Tables as values: cells with a text and a key to sort by. `text` and `page` render them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from ctxwin.evals.report.columns import COLUMNS, NONE, Cell, between, count, number, share, signed
+from ctxwin.evals.metrics import Figures
 from ctxwin.evals.report.runs import Run, configuration, tasks_of
+
+NONE = "-"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One entry: its text, and a number to sort by (None sorts last)."""
+
+    text: str
+    key: float | None = None
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a kind of figure is written: called with a figure, and its interval where there is one, it makes the cell."""
+
+    write: Callable[[float], str]
+
+    def __call__(self, value: float | None, interval: Sequence[float] | None = None) -> Cell:
+        if value is None:
+            return Cell(NONE)
+        text = self.write(value)
+        if interval is not None:
+            text += f" [{self.write(interval[0])}, {self.write(interval[1])}]"
+        return Cell(text, value)
+
+
+def _small(sign: str) -> Format:
+    """Three decimals; small figures by their order of magnitude."""
+    return Format(lambda v: f"{v:{sign}.3f}" if abs(v) >= 0.001 or v == 0 else f"{v:{sign}.0e}")
+
+
+share, fixed, number, signed = Format("{:.1%}".format), Format("{:.3f}".format), _small(""), _small("+")
+count, whole, mean = Format(str), Format("{:.0f}".format), Format(lambda v: f"{v:,.1f}".removesuffix(".0"))
+
+
+def _of(value: float | None, n: int) -> Cell:
+    """A figure, and of how many items."""
+    return Cell(NONE) if value is None else Cell(f"{value:.3f} of {n}", value)
+
+
+def _left_out(f: Figures) -> Cell:
+    total = f["unscored"] + f["unparsed"]
+    return Cell(f"{f['unscored']} + {f['unparsed']}", total) if total else Cell(NONE)
+
+
+def _first_token(f: Figures) -> Cell:
+    timed = f.get("ttft_s")
+    return Cell(NONE) if timed is None else Cell(f"{timed['median']:.3g} s of {timed['n']}", timed["median"])
+
+
+MAIN: dict[str, Callable[[Figures], Cell]] = {
+    "n": lambda f: count(f["n"]),
+    "accuracy [95 %]": lambda f: fixed(f["accuracy"], f["ci95"]),
+    "harm": lambda f: share(f["harm_rate"]),
+    "bytes": lambda f: share(f["bytes_share"]),
+    "computed": lambda f: share(f["recomputed_share"]),
+    "KL": lambda f: number(f["kl"]),
+    "eta": lambda f: fixed(f["eta"]),
+    "flips back": lambda f: _of(f["flip_recover"], f["flips"]),
+}
+"""Columns of the main table, which every medium shows."""
+MORE: dict[str, Callable[[Figures], Cell]] = {
+    "clusters": lambda f: count(f["clusters"]),
+    "left out": _left_out,
+    "to re-prefill": lambda f: signed(f["delta"], f["delta_ci95"]),
+    "agrees": lambda f: share(f["agreement"]),
+    "KL [95 %]": lambda f: number(f["kl"], f["kl_ci95"]),
+    "KL p99": lambda f: number(f["kl_p99"]),
+    "KL of answers": lambda f: number(f.get("forced_kl"), f.get("forced_kl_ci95")),
+    "eta [95 %]": lambda f: fixed(f["eta"], f["eta_ci95"]),
+    "eta of answers": lambda f: fixed(f.get("forced_eta"), f.get("forced_eta_ci95")),
+    "spent": lambda f: share(f["spent_share"]),
+    "tokens": lambda f: mean(f["tokens"]),
+    "tokens computed": lambda f: mean(f["computed"]),
+    "forwards": lambda f: mean(f["forwards"]),
+    "encodes": lambda f: mean(f["encodes"]),
+    "first token": _first_token,
+}
+"""Columns of the table of further figures, which only the page has room for."""
+ABOUT = {
+    "n": "Items that the arm served.",
+    "accuracy [95 %]": "Mean score under the task's own rule.",
+    "harm": "Share of items in which the arm scores lower than re-prefill (re-prefill right, arm wrong).",
+    "bytes": "Stored for the patched chunks beyond the KV they are applied to, over their KV in bf16.",
+    "computed": "Share of the chunks' tokens that went through the decoder when the question came.",
+    "KL": "KL(re-prefill || arm) of the next token in nats, mean.",
+    "eta": "Share of the base's KL that is removed; the base is blind reuse, for slides the survivor as it is. "
+    "'-' where the base's mean KL is under 0.01.",
+    "flips back": "Of the items whose prediction the base changes, the share in which the arm restores re-prefill's.",
+    "clusters": "Groups of items that depend on each other (questions on one video, one document).",
+    "left out": "Items that the arm has no meaning for + answers that the task's rule could not read. Neither counts as wrong.",
+    "to re-prefill": "Accuracy minus re-prefill's on the same items.",
+    "agrees": "Share of items with re-prefill's prediction, right or wrong.",
+    "KL [95 %]": "KL with its interval.",
+    "KL p99": "Its 99th percentile over items.",
+    "KL of answers": "As KL, averaged over the tokens of re-prefill's answer, which is forced.",
+    "eta [95 %]": "eta with its interval.",
+    "eta of answers": "As eta, by the KL of answers.",
+    "spent": "Bytes stored or replaced when asked (a token computed anew costs its KV), over the KV that patches are "
+    "applied to: the axis on which patches and token arms are compared.",
+    "tokens": "Tokens of the prompt, mean.",
+    "tokens computed": "Of them computed when asked, mean, the question apart.",
+    "forwards": "Decoder passes for them, mean.",
+    "encodes": "Runs of the vision encoder, mean.",
+    "first token": "Median seconds to the first token, of the items that were timed.",
+}
+"""What each column means, a sentence."""
 
 
 @dataclass(frozen=True)
@@ -21,94 +128,108 @@ class Table:
     labels: int = 1
 
 
+Row = Mapping[str, Cell | str]
+"""Cells by column; plain text has no key."""
+
+
+def tabulate(title: str, rows: Iterable[Row], *, note: str = "", labels: int = 1) -> Table:
+    """A table of rows; columns stand in the order in which they first appear, and a cell that a row lacks is `NONE`."""
+    found = list(rows)
+    columns = tuple(dict.fromkeys(name for row in found for name in row))
+    cells = ((row.get(name, NONE) for name in columns) for row in found)
+    made = tuple(tuple(Cell(cell) if isinstance(cell, str) else cell for cell in row) for row in cells)
+    return Table(title, columns, made, note, labels)
+
+
 def arm_table(runs: Sequence[Run], task: str, *, more: bool = False) -> Table:
     """All arms of a task in all runs: what counts most, or with ``more`` the other figures."""
     entries = [(run, arm, figures) for run in runs for arm, figures in run.arms(task).items()]
-    found = [figures for _, _, figures in entries]
-    columns = [c for c in COLUMNS if c.short != more and (c.held(found) or c.name == "accuracy [95 %]")]
-    rows = [(run, [Cell(arm), *(c.cell(figures) for c in columns)]) for run, arm, figures in entries]
-    names = ("arm", *(c.name for c in columns))
+    columns = {
+        name: read
+        for name, read in (MORE if more else MAIN).items()
+        if name == "accuracy [95 %]" or any(read(f).text != NONE for _, _, f in entries)
+    }
+    rows = [(run, {"arm": arm} | {name: read(f) for name, read in columns.items()}) for run, arm, f in entries]
     if more:
-        return _table(runs, f"{task}: more figures", names, rows)
+        return _table(runs, f"{task}: more figures", rows)
     about = tasks_of(runs)[task]
+    notes = []
+    if left_out := [f"{arm}: {why} ({n})" for _, arm, f in entries for why, n in f.get("unscored_why", {}).items()]:
+        notes.append(f"Left out. {'; '.join(left_out)}.")
+    if unread := [f"{arm} ({f['unparsed']})" for _, arm, f in entries if f["accuracy"] is None]:
+        notes.append(f"No accuracy where the task's rule could read none of the answers: {', '.join(unread)}.")
     kind = ", negative control" if about["control"] else ""
-    left_out = [
-        f"{arm}: {reason} ({count})" for _, arm, f in entries for reason, count in f.get("unscored_why", {}).items()
-    ]
-    unread = [f"{arm} ({f['unparsed']})" for _, arm, f in entries if f["accuracy"] is None]
-    note = f"Left out. {'; '.join(left_out)}. " if left_out else ""
-    if unread:
-        note += f"No accuracy where the task's rule could read none of the answers: {', '.join(unread)}."
-    return _table(runs, f"{task}: {about['about']}{kind}", names, rows, note=note.strip())
+    return _table(runs, f"{task}: {about['about']}{kind}", rows, note=" ".join(notes))
 
 
 def paired_table(runs: Sequence[Run], task: str) -> Table | None:
     """Every arm minus the chosen one on the same items; None where there is nothing to pair."""
     found = [(run, pairs) for run in runs if (pairs := run.result["paired"].get(task)) and pairs["arms"]]
-    names = ("arm", "minus", "n", "accuracy [95 %]", "gained", "lost", "McNemar p", "KL [95 %]", "eta [95 %]")
-    rows = [
-        (run, [
-            Cell(arm), Cell(pairs["against"]), count(f["n"]), between(signed(f["accuracy"]), f["accuracy_ci95"], signed),
-            count(f["gained"]), count(f["lost"]), number(f["mcnemar_p"]),
-            between(signed(f["kl"]), f["kl_ci95"], signed), between(signed(f["eta"]), f["eta_ci95"], signed),
-        ])
-        for run, pairs in found
-        for arm, f in pairs["arms"].items()
-    ]  # fmt: skip
+    rows: list[tuple[Run, Row]] = []
+    for run, pairs in found:
+        for arm, f in pairs["arms"].items():
+            cells: Row = {
+                "arm": arm,
+                "minus": pairs["against"],
+                "n": count(f["n"]),
+                "accuracy [95 %]": signed(f["accuracy"], f["accuracy_ci95"]),
+                "gained": count(f["gained"]),
+                "lost": count(f["lost"]),
+                "McNemar p": number(f["mcnemar_p"]),
+                "KL [95 %]": signed(f["kl"], f["kl_ci95"]),
+                "eta [95 %]": signed(f["eta"], f["eta_ci95"]),
+            }
+            rows.append((run, cells))
     others = " or ".join(dict.fromkeys(pairs["against"] for _, pairs in found))
-    return _table(runs, f"{task}: each arm minus {others}", names, rows, labels=2) if rows else None
+    return _table(runs, f"{task}: each arm minus {others}", rows, labels=2) if rows else None
 
 
 def matched_table(runs: Sequence[Run], task: str) -> Table | None:
     """Patches minus token arms at the same bytes; None without both."""
-    names = ("patch", "bytes", "token arm", "between", "n", "accuracy [95 %]", "eta [95 %]",
-             "eta to the larger setting [95 %]")  # fmt: skip
-    rows = []
+    rows: list[tuple[Run, Row]] = []
     for run in runs:
         for f in run.result["matched"].get(task, []):
-            (low, high), shares = f["settings"], f["shares"]
+            (low, high), shares, above = f["settings"], f["shares"], f["above"]
             span = f"{low} {shares[0]:.1%}" + (f" and {high} {shares[1]:.1%}" if high not in (None, low) else "")
-            above = (f["above"]["eta"], f["above"]["eta_ci95"]) if f["above"] else (None, None)
-            cells = [
-                Cell(f["patch"]), share(f["share"]), Cell(f["family"]), Cell(span), count(f["n"]),
-                between(signed(f["accuracy"]), f["accuracy_ci95"], signed),
-                between(signed(f["eta"]), f["eta_ci95"], signed), between(signed(above[0]), above[1], signed),
-            ]  # fmt: skip
+            cells: Row = {
+                "patch": f["patch"],
+                "bytes": share(f["share"]),
+                "token arm": f["family"],
+                "between": span,
+                "n": count(f["n"]),
+                "accuracy [95 %]": signed(f["accuracy"], f["accuracy_ci95"]),
+                "eta [95 %]": signed(f["eta"], f["eta_ci95"]),
+                "eta to the larger setting [95 %]": signed(above["eta"], above["eta_ci95"]) if above else NONE,
+            }
             rows.append((run, cells))
-    return _table(runs, f"{task}: patches minus token arms at equal bytes", names, rows) if rows else None
-
-
-def official_table(runs: Sequence[Run], task: str) -> Table | None:
-    """The data set's own aggregates, one a line, since there can be many; None where it has none."""
-    entries = [(run, arm, f["official"]) for run in runs for arm, f in run.arms(task).items() if "official" in f]
-    if not entries:
-        return None
-    keys = dict.fromkeys(key for _, _, official in entries for key in official)
-    heads = [arm if len(runs) == 1 else f"{run.label}: {arm}" for run, arm, _ in entries]
-    rows = tuple((Cell(key), *(_official(key, official.get(key)) for _, _, official in entries)) for key in keys)
-    return Table(f"{task}: the data set's own figures", ("figure", *heads), rows)
+    return _table(runs, f"{task}: patches minus token arms at equal bytes", rows) if rows else None
 
 
 _COUNTS = {"n", "empty_cells", "under_1000", "unscored", "complete", "videos", "without_subtitles"}
 """Official figures that count something, by the first part of their names; a value alone does not tell 1 from 100 %."""
 
 
-def _official(name: str, value: float | None) -> Cell:
-    """A share, or a count as a whole number."""
-    return number(value) if value is None or name.partition("/")[0] not in _COUNTS else Cell(f"{value:.0f}", value)
+def official_table(runs: Sequence[Run], task: str) -> Table | None:
+    """The data set's own aggregates, one a line, since there can be many; None where it has none."""
+    rows: dict[str, dict[str, Cell | str]] = {}
+    for run in runs:
+        for arm, figures in run.arms(task).items():
+            head = arm if len(runs) == 1 else f"{run.label}: {arm}"
+            for key, value in figures.get("official", {}).items():
+                show = whole if key.partition("/")[0] in _COUNTS else number
+                rows.setdefault(key, {"figure": key})[head] = show(value)
+    return tabulate(f"{task}: the data set's own figures", rows.values()) if rows else None
 
 
 def own_table(runs: Sequence[Run], task: str) -> Table | None:
     """Figures that arms left of their own accord; None where there is none."""
-    # What was computed anew has a column of its own.
-    entries = [
-        (run, arm, {k: v for k, v in f.get("own", {}).items() if k != "recomputed"})
-        for run in runs
-        for arm, f in run.arms(task).items()
-    ]
-    keys = list(dict.fromkeys(key for _, _, own in entries for key in own))
-    rows = [(run, [Cell(arm), *(number(own.get(key)) for key in keys)]) for run, arm, own in entries if own]
-    return _table(runs, f"{task}: the arms' own figures, means", ("arm", *keys), rows) if rows else None
+    rows = []
+    for run in runs:
+        for arm, f in run.arms(task).items():
+            # What was computed anew has a column of its own.
+            if own := {key: number(value) for key, value in f.get("own", {}).items() if key != "recomputed"}:
+                rows.append((run, {"arm": arm} | own))
+    return _table(runs, f"{task}: the arms' own figures, means", rows) if rows else None
 
 
 def frames_table(runs: Sequence[Run], task: str) -> Table | None:
@@ -117,39 +238,28 @@ def frames_table(runs: Sequence[Run], task: str) -> Table | None:
     counts = sorted({int(count) for _, _, found in entries for count in found})
     if len(counts) < 2:
         return None
-    rows = [(run, [Cell(arm), *(_of(found.get(str(c))) for c in counts)]) for run, arm, found in entries]
-    names = ("arm", *(f"{c} chunks" for c in counts))
-    return _table(runs, f"{task}: accuracy by number of placed chunks", names, rows)
-
-
-def _of(some: Mapping[str, Any] | None) -> Cell:
-    """An accuracy, and of how many items."""
-    if some is None or some["accuracy"] is None:
-        return Cell(NONE)
-    return Cell(f"{some['accuracy']:.3f} of {some['n']}", some["accuracy"])
+    rows = []
+    for run, arm, found in entries:
+        some = {c: found.get(str(c), {"accuracy": None, "n": 0}) for c in counts}
+        rows.append((run, {"arm": arm} | {f"{c} chunks": _of(f["accuracy"], f["n"]) for c, f in some.items()}))
+    return _table(runs, f"{task}: accuracy by number of placed chunks", rows)
 
 
 def configuration_table(runs: Sequence[Run]) -> Table:
     """One line a setting; the note names those that differ."""
     found = [configuration(run) for run in runs]
-    keys = list(dict.fromkeys(key for flat in found for key in flat))
+    keys = dict.fromkeys(key for flat in found for key in flat)
     values = {key: [flat.get(key, NONE) for flat in found] for key in keys}
     differ = [key for key, some in values.items() if len(set(some)) > 1 and key not in ("samples", "started")]
-    rows = tuple((Cell(key), *(Cell(v) for v in some)) for key, some in values.items())
+    rows = tuple((Cell(key), *map(Cell, some)) for key, some in values.items())
     note = f"The runs differ in {', '.join(differ)}." if differ else ""
     return Table("Configuration", ("setting", *(run.label for run in runs)), rows, note, labels=1 + len(runs))
 
 
 def _table(
-    runs: Sequence[Run],
-    title: str,
-    names: Sequence[str],
-    rows: Sequence[tuple[Run, Sequence[Cell]]],
-    *,
-    labels: int = 1,
-    note: str = "",
+    runs: Sequence[Run], title: str, rows: Iterable[tuple[Run, Row]], *, labels: int = 1, note: str = ""
 ) -> Table:
     """A table with the run of each row in front, where there are several."""
-    lead = int(len(runs) > 1)
-    made = tuple((*([Cell(run.label)] * lead), *cells) for run, cells in rows)
-    return Table(title, (*["run"] * lead, *names), made, note, labels + lead)
+    lead = len(runs) > 1
+    made = [{"run": run.label, **row} if lead else row for run, row in rows]
+    return tabulate(title, made, note=note, labels=labels + lead)

@@ -1,4 +1,4 @@
-"""Tables for a terminal (rich) and for a document (markdown)."""
+"""Tables for a terminal (rich) and for a document (markdown), and what must be said beside the figures."""
 
 from __future__ import annotations
 
@@ -7,26 +7,74 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ctxwin.evals.report import tables
-from ctxwin.evals.report.notes import caveats, meanings
 from ctxwin.evals.report.runs import Run, tasks_of
 from ctxwin.evals.score import Result
+from ctxwin.evals.stats import RESAMPLES
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
+SMALL = 100
+"""Items under which a cell is called small."""
 
-def rich_tables(result: Result, label: str = "") -> list[RichTable]:
+
+def caveats(runs: Sequence[Run]) -> list[str]:
+    """Sentences a reader should know before the figures; they depend on the runs."""
+    tasks = tasks_of(runs)
+    cells = [f for run in runs for task in run.tasks for f in run.arms(task).values()]
+    controls = [name for name, about in tasks.items() if about["control"]]
+    small = [f["n"] for f in cells if f["n"] < SMALL]
+    said = {
+        "Every arm is held against an exact re-prefill of the same model on the same prompt; accuracy says what that is "
+        "worth on the task, KL, eta and agreement how close the arm comes to it.": True,
+        "Tasks named tiny/ are generated for the small bundled model. What holds there proves that the mechanism "
+        "exists; it is no evidence about pretrained models.": any(name.startswith("tiny/") for name in tasks),
+        f"Negative controls, whose answers blind reuse should not change: {', '.join(controls)}.": bool(controls),
+        f"{len(small)} of {len(cells)} cells have fewer than {SMALL} items (the smallest {min(small, default=0)}): "
+        "read their intervals, not their middles.": bool(small),
+        "Items that an arm has no meaning for, and answers that the task's rule cannot read, are left out and "
+        "counted apart; they are not wrong answers. Arms that leave out different items stand on different ones: "
+        "compare them in the tables of differences, which use shared items only.": any(
+            f["unscored"] or f["unparsed"] for f in cells
+        ),
+        "Items come in clusters; intervals are cluster-robust, and McNemar's test, which takes items as independent, "
+        "is left out there.": any(f["clusters"] < f["n"] for f in cells),
+        "The patch that others are compared with was chosen on these items unless it was named, so its lead is a "
+        "little flattered. The many differences are not corrected for their number.": any(
+            run.result["paired"] for run in runs
+        ),
+    }
+    return [text for text, holds in said.items() if holds]
+
+
+_OTHERS = {
+    "gained, lost": "Items that only the arm, or only the one it is compared with, gets right.",
+    "McNemar p": "Exact two-sided p of as many gained as lost; only where items are independent and scores 0 or 1.",
+    "between": "The token arm's settings on either side of the patch's bytes; each item's score and KL are interpolated "
+    "between them. A bent curve is better than its chord, which flatters the patch: 'to the larger setting' gives "
+    "the token arm at least the patch's bytes, and is the figure to quote.",
+    "[95 %]": "Shares: Wilson's interval, with clusters on the effective number of items. Differences to re-prefill: "
+    f"Student's t on the cluster-robust standard error. All others: percentiles of {RESAMPLES:,} draws of whole "
+    "clusters. '-' where one cluster leaves nothing to estimate from.",
+}
+
+
+def meanings(*, short: bool = False) -> dict[str, str]:
+    """What the columns mean, all of them or those that every medium shows, and how intervals are made."""
+    return {name: about for name, about in tables.ABOUT.items() if not short or name in tables.MAIN} | _OTHERS
+
+
+def rich_tables(result: Result) -> list[RichTable]:
     """One table a task of one scored run (see `ctxwin.evals.score.scores`)."""
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    run = Run(label, Path(), result)
+    run = Run("", Path(), result)
     made = []
     for task in run.tasks:
         table = tables.arm_table([run], task)
-        drawn = RichTable(
-            title=Text(table.title), title_justify="left", caption=Text(table.note) if table.note else None
-        )
+        caption = Text(table.note) if table.note else None
+        drawn = RichTable(title=Text(table.title), title_justify="left", caption=caption)
         for i, column in enumerate(table.columns):
             drawn.add_column(Text(column), justify="left" if i < table.labels else "right", no_wrap=True)
         for row in table.rows:
@@ -35,42 +83,36 @@ def rich_tables(result: Result, label: str = "") -> list[RichTable]:
     return made
 
 
-def markdown(runs: Run | Sequence[Run] | Result, figures: Mapping[str, Sequence[str]] | None = None) -> str:
-    """Runs side by side as a document: tables a task, differences, configuration, what the columns mean.
+def markdown(runs: Sequence[Run], figures: Mapping[str, Sequence[str]] | None = None) -> str:
+    """Runs side by side as a document: tables for each task, differences, configuration, what the columns mean.
 
     Args:
-        runs: scored runs, or the result of one.
+        runs: scored runs.
         figures: file names of pictures by task, to be shown under its table.
     """
-    several = [runs] if isinstance(runs, Run) else [Run("run", Path(), runs)] if isinstance(runs, dict) else list(runs)
-    lines = ["# Fidelity", "", *(f"- {text}" for text in caveats(several)), ""]
-    for task in tasks_of(several):
-        main = tables.arm_table(several, task)
+    lines = ["# Fidelity", "", *(f"- {text}" for text in caveats(runs)), ""]
+    for task in tasks_of(runs):
+        main = tables.arm_table(runs, task)
         lines += [f"## {_escaped(main.title)}", "", *_table(main), ""]
-        for more in (
-            tables.paired_table(several, task),
-            tables.matched_table(several, task),
-            tables.official_table(several, task),
-        ):
-            if more:
+        for make in (tables.paired_table, tables.matched_table, tables.official_table):
+            if more := make(runs, task):
                 lines += [f"### {_escaped(more.title)}", "", *_table(more), ""]
         lines += [f"![{_escaped(task)}]({name})" for name in (figures or {}).get(task, ())]
         lines += [""] if figures else []
-    lines += ["## Configuration", "", *_table(tables.configuration_table(several)), "", "## What the columns mean", ""]
-    lines += [f"- **{name}**: {about}" for name, about in meanings(short=True)]
-    return "\n".join(lines) + "\n"
+    lines += ["## Configuration", "", *_table(tables.configuration_table(runs)), "", "## What the columns mean", ""]
+    return "\n".join([*lines, *(f"- **{name}**: {about}" for name, about in meanings(short=True).items())]) + "\n"
 
 
 def _table(table: tables.Table) -> list[str]:
-    lines = [_line(table.columns), _line(["---" if i < table.labels else "---:" for i in range(len(table.columns))])]
-    lines += [_line([cell.text for cell in row]) for row in table.rows]
+    marks = ["---" if i < table.labels else "---:" for i in range(len(table.columns))]
+    lines = [_line(table.columns), _line(marks), *(_line([cell.text for cell in row]) for row in table.rows)]
     return [*lines, "", _escaped(table.note)] if table.note else lines
 
 
 def _line(columns: Sequence[str]) -> str:
-    return "| " + " | ".join(_escaped(c) for c in columns) + " |"
+    return "| " + " | ".join(map(_escaped, columns)) + " |"
 
 
 def _escaped(text: str) -> str:
-    """Text that cannot end its cell, line, or start markup of its own."""
+    """Text that can neither end its cell or line nor start markup of its own."""
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")

@@ -12,6 +12,7 @@ from scipy import stats as scipy_stats
 from ctxwin.evals.items import Scored
 from ctxwin.evals.metrics import Outcome, cell, eta, eta_interval, kl_divergence
 from ctxwin.evals.stats import wilson
+from eval_rows import row
 
 
 def scored(answer: str, truth: str = "red") -> Scored:
@@ -21,7 +22,9 @@ def scored(answer: str, truth: str = "red") -> Scored:
 def made(answer: str, reference: str, base: str, kl: float = 0.0, base_kl: float = 1.0, cluster: str = "") -> Outcome:
     made.count += 1  # type: ignore[attr-defined]
     answers = (scored(a) for a in (answer, reference, base))
-    return Outcome(*answers, cluster or f"c{made.count}", kl, base_kl, stored=10, over=100)  # type: ignore[attr-defined]
+    number = made.count  # type: ignore[attr-defined]
+    sample = row("patched:1", number, kl=kl, base_kl=base_kl, cluster=cluster or f"c{number}", stored=10, over=100)
+    return Outcome(sample, *answers)
 
 
 made.count = 0  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from ctxwin.evals.compare import Setting, best_patched, matched, paired
 from ctxwin.evals.items import Scored
 from ctxwin.evals.metrics import eta
 from ctxwin.evals.samples import Sample, Samples, open_samples
-from ctxwin.evals.score import Scorer, Table, scores, table
+from ctxwin.evals.score import Scorer, Table, scores
 from eval_rows import CONFIG, Words, row, sweep, unserved
 
 
@@ -47,7 +47,7 @@ def test_a_result_says_what_was_run(tmp_path: Path) -> None:
 
 def test_figures_of_an_arm_are_averaged_whatever_their_name() -> None:
     rows = [row("orbit:2", 0, orders=2, moved=0.5), row("orbit:2", 1, orders=5), row("orbit:2", 2)]
-    made = table(rows, Words)["orbit:2"]["made/words"]
+    made = Table(rows, Scorer(Words)).arms()["orbit:2"]["made/words"]
     assert made["own"] == {"orders": 3.5, "moved": 0.5}
     assert (made["tokens"], made["computed"], made["forwards"]) == (100, 0, 0)
 
@@ -55,7 +55,7 @@ def test_figures_of_an_arm_are_averaged_whatever_their_name() -> None:
 def test_times_layers_and_grid() -> None:
     rows = sweep(10)
     rows[0] = rows[0].model_copy(update={"ttft_s": 0.2})
-    made = table(rows, Words)
+    made = Table(rows, Scorer(Words)).arms()
     assert made["reprefill"]["made/words"]["ttft_s"] == {"median": 0.2, "n": 1}
     assert "ttft_s" not in made["blind"]["made/words"]
     assert made["patched:1"]["made/words"]["by_layer"] == pytest.approx([0.0, 0.45, 1.0])
@@ -67,14 +67,14 @@ def test_times_layers_and_grid() -> None:
     # A needle in two places counts at the middle: 0.1 and 1.0 is 0.55, the third of five bins.
     assert {cell["depth"] for cell in grid} == {0, 1, 2}
     with pytest.raises(ValueError, match="one model's layers"):
-        table([row("blind", 0, by_layer=[1.0]), row("blind", 1, by_layer=[1.0, 2.0])], Words)
+        Table([row("blind", 0, by_layer=[1.0]), row("blind", 1, by_layer=[1.0, 2.0])], Scorer(Words)).arms()
 
 
 def test_nothing_scored_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least one scored sample"):
-        table([], Words)
+        Table([], Scorer(Words))
     with pytest.raises(ValueError, match="at least one scored sample"):
-        table([unserved("orbit:2", 0)], Words)
+        Table([unserved("orbit:2", 0)], Scorer(Words))
     with pytest.raises(ValueError, match="must hold samples, got none"):
         scores(run(tmp_path, []), task_of=Words)
 
@@ -86,7 +86,7 @@ def test_unknown_arms_and_missing_clusters_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="samples of patched:8 to compare with, got blind"):
         scores(samples, against="patched:8", task_of=Words)
     with pytest.raises(ValueError, match="sample 0 of 'made/words' must name its cluster"):
-        table([row("blind", 0, cluster="")], Words)
+        Table([row("blind", 0, cluster="")], Scorer(Words))
     with pytest.raises(ValueError, match="unscored: no other order"):
         Scorer(Words).outcome(unserved("orbit:2", 0))
 
@@ -106,7 +106,7 @@ def test_answers_that_cannot_be_read_agree_only_where_they_are_the_same() -> Non
 
     said = [("no idea", "no idea"), ("no idea", "what?"), ("A", "what?"), ("A", "A")]
     rows = [row("first_k:2", i, arm, reference=exact, base="zz") for i, (arm, exact) in enumerate(said)]
-    figures = table(rows, Letters)["first_k:2"]["made/words"]
+    figures = Table(rows, Scorer(Letters)).arms()["first_k:2"]["made/words"]
     assert figures["agreement"] == 0.5 and figures["flips"] == 4 and figures["flip_recover"] == 0.5
     assert figures["unparsed"] == 2
 
@@ -120,7 +120,7 @@ def test_every_text_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return score(self, answer, target, meta)
 
     monkeypatch.setattr(Words, "score", spy)
-    table([row(arm, 0) for arm in ("blind", "patched:1", "patched:2")], Words)
+    Table([row(arm, 0) for arm in ("blind", "patched:1", "patched:2")], Scorer(Words)).arms()
     assert sorted(seen) == ["blue", "red"]
 
 
@@ -178,7 +178,7 @@ def test_results_pair_every_arm_with_the_chosen_one(tmp_path: Path) -> None:
 
 def test_token_arms_are_compared_at_the_bytes_of_a_patch() -> None:
     rows = sweep(60)
-    blind = {o.base_kl for o in outcomes(rows, "blind").values()}
+    blind = {o.row.base_kl for o in outcomes(rows, "blind").values()}
     assert len(blind) == 60
     patch = outcomes(rows, "patched:4")
     token = [Setting(f"first_k:{k}", k / 100, outcomes(rows, f"first_k:{k}")) for k in (20, 2, 6)]
@@ -186,9 +186,9 @@ def test_token_arms_are_compared_at_the_bytes_of_a_patch() -> None:
     assert found is not None
     assert (found["settings"], found["interpolated"]) == (["first_k:2", "first_k:6"], True)
     assert found["shares"] == [0.02, 0.06]
-    base = [o.base_kl for o in patch.values()]
-    etas = [eta([o.kl for o in s.outcomes.values()], base) for s in token]
-    mine = eta([o.kl for o in patch.values()], base)
+    base = [o.row.base_kl for o in patch.values()]
+    etas = [eta([o.row.kl for o in s.outcomes.values()], base) for s in token]
+    mine = eta([o.row.kl for o in patch.values()], base)
     assert mine is not None and None not in etas
     middle = (etas[1] + etas[2]) / 2  # type: ignore[operator]
     assert found["eta"] == pytest.approx(mine - middle)
