@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Model = Annotated[str, typer.Option(help="'tiny' (bundled), or a local folder or Hub name.")]
+ModelArgument = Annotated[str, typer.Argument(help="'tiny' (bundled), or a local folder or Hub name.")]
 Dtype = Annotated[str, typer.Option(help="The model's arithmetic: float32 or bfloat16.")]
 Device = Annotated[str, typer.Option(help="torch device.")]
+OwnDtype = Annotated[str, typer.Option(help="The model's arithmetic; '' takes the checkpoint's own.")]
+MaxPixels = Annotated[int, typer.Option(help="Larger pictures are scaled down to this; 0: as they are.", min=0)]
 Threads = Annotated[int, typer.Option(help="CPU threads; 0 leaves the default.", min=0)]
 
 

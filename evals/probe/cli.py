@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ctxwin.evals.config import Config
-from ctxwin.evals.console import Json, errors, open_model, print_json, say, stages
+from ctxwin.evals.console import (
+    Device,
+    Json,
+    MaxPixels,
+    ModelArgument,
+    OwnDtype,
+    errors,
+    open_model,
+    print_json,
+    say,
+    stages,
+)
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -19,26 +30,28 @@ if TYPE_CHECKING:
 FOLDER, REPORT, RESULT = "probe-output", "probe.html", "probe.json"
 _SMALL = 50_000_000
 """Parameters of a decoder whose threads would only wait for each other."""
+_OUTPUT = "Folder for report, result and profile; by default the report goes to probe-output and the profile beside the weights."
+_THREADS = "CPU threads; 0: one for a small model, else torch's default."
+_QUESTIONS = "Your own questions, one a line; with --images or --texts."
 
 
 def probe(
-    model: Annotated[str, typer.Argument(help="'tiny' (bundled), or a local folder or Hub name.")] = "tiny",
+    model: ModelArgument = "tiny",
     images: Annotated[Path | None, typer.Option(help="Folder of pictures and videos to probe with.")] = None,
     texts: Annotated[Path | None, typer.Option(help="Folder of text files to probe with.")] = None,
-    questions: Annotated[Path | None, typer.Option(help="Your own questions, one a line; with --images or --texts.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder for report, result and profile; by default the report "
-                                                "goes to probe-output and the profile beside the weights.")] = None,
+    questions: Annotated[Path | None, typer.Option(help=_QUESTIONS)] = None,
+    output: Annotated[Path | None, typer.Option(help=_OUTPUT)] = None,
     minutes: Annotated[float, typer.Option(help="Time after which stages are cut short.")] = 4.0,
     flips: Annotated[float, typer.Option(help="Largest share of answers that reuse may change.")] = 0.05,
     max_tokens: Annotated[int, typer.Option(help="Longest answer about your own material.", min=1)] = 8,
-    max_pixels: Annotated[int, typer.Option(help="Larger pictures are scaled down to this; 0: as they are.", min=0)] = 0,
+    max_pixels: MaxPixels = 0,
     profile: Annotated[bool, typer.Option(help="Write the profile that Fidelity('auto') follows.")] = True,
-    dtype: Annotated[str, typer.Option(help="The model's arithmetic; '' takes the checkpoint's own.")] = "float32",
-    device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: one for a small model, else torch's default.", min=0)] = 0,
+    dtype: OwnDtype = "float32",
+    device: Device = "cpu",
+    threads: Annotated[int, typer.Option(help=_THREADS, min=0)] = 0,
     config: Config = None,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Measure whether blind KV reuse changes this model's answers, and the cheapest patch that is safe.
 
     Writes probe.html and probe.json, and a profile that `Fidelity("auto")` follows from then on: patched or blind where
@@ -58,7 +71,7 @@ def probe(
 
                 torch.set_num_threads(1)
             sources = _sources(engine, images, texts, asked, max_tokens, max_pixels or None)
-            # A folder that cannot be made is better known before minutes of measuring.
+            # A folder that cannot be made should fail before minutes of measuring.
             (output or Path(FOLDER)).mkdir(parents=True, exist_ok=True)
             with stages() as advance:
                 result = Probe(engine, sources, limits, seconds=60 * minutes, progress=advance).run()
@@ -77,7 +90,7 @@ def write(result: dict[str, Any], model: str, output: Path | None, profile: bool
 
     folder = output or Path(FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
-    # What was measured first, so that it is not lost where a profile cannot be written.
+    # Measurements first, so that they are not lost where a profile cannot be written.
     (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (folder / REPORT).write_text(html(result), encoding="utf-8")
     files = {"report": str(folder / REPORT), "result": str(folder / RESULT)}
@@ -110,8 +123,13 @@ def show(result: dict[str, Any], model: str) -> None:
 
 
 def _sources(
-    engine: HFEngine, images: Path | None, texts: Path | None, asked: Sequence[str], max_tokens: int, max_pixels: int | None
-) -> list[Source]:  # fmt: skip
+    engine: HFEngine,
+    images: Path | None,
+    texts: Path | None,
+    asked: Sequence[str],
+    max_tokens: int,
+    max_pixels: int | None,
+) -> list[Source]:
     """The user's own material, or what is generated."""
     from ctxwin.evals.probe.folder import Images, Texts
     from ctxwin.evals.probe.generated import Scenes, World

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ctxwin.evals.items import Item, Scored, Task
@@ -22,7 +21,6 @@ Kind = Literal["one", "cross", "yours"]
 """Asks about one chunk; about several; as the user wrote it."""
 Split = Literal["reading", "choosing", "proving", "fitting", "moving"]
 """What contexts are for; no two splits share a context. ``fitting`` also shares no medium, where there are enough."""
-SPLITS: tuple[Split, ...] = ("reading", "choosing", "proving", "fitting", "moving")
 PLACED = 4
 """Chunks of a sequence: three antecedents have six orders, five of them others than the one that is served."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -30,12 +28,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True)
 class Question:
-    """One question about a context.
-
-    Attributes:
-        needs: places that the answer depends on, ascending; () where that is not known.
-        truth: the right answer; None where it is not known.
-    """
+    """One question about a context: the places that its answer needs (ascending) and the right answer, where known."""
 
     text: str
     kind: Kind
@@ -49,9 +42,9 @@ class Context:
 
     Attributes:
         load: makes the chunks: `PLACED` of them and a stranger of the same size for each, or all of a stream.
-        sizes: of the chunks (of a context, of the placed ones); contexts of the same sizes share forwards.
+        sizes: of the chunks (in a context, of the placed ones); contexts of the same sizes share forwards.
         cluster: contexts of one cluster are not independent.
-        questions: as many for every context of a source, kinds in one order; of a stream, one a slide.
+        questions: equally many for every context of a source, kinds in one order; in a stream, one for each slide.
     """
 
     load: Callable[[], Sequence[Chunk]]
@@ -91,45 +84,48 @@ class Source(Task):
 
         With ``strangers``, chunk `PLACED` + i of an item is a stranger of the same size as chunk i.
         """
-        made = []
-        for index in range(n or 0):
-            context = self.context(split, index)
-            load = context.load if strangers else partial(_first, context.load, PLACED)
-            for i, question in enumerate(context.questions):
-                number = index * len(context.questions) + i
-                made.append(self._item(context, question, number, f"{split}-{index}", load, strangers))
+        made: list[Item] = []
+        for i in range(n or 0):
+            context, count = self.context(split, i), 2 * PLACED if strangers else PLACED
+            for question in context.questions:
+                made.append(self._item(context, question, len(made), f"{split}-{i}", count))
         return made
 
     def slid(self, streams: Sequence[Context], slides: int) -> list[Item]:
         """Windows of `PLACED` chunks after so many slides along streams that are long enough."""
-        made = []
-        for index, stream in enumerate(streams):
-            if slides <= len(stream.questions):
-                count, name = PLACED + slides, f"stream-{index}-{slides}"
-                load = partial(_first, stream.load, count)
-                made.append(self._item(stream, stream.questions[slides - 1], index, name, load, slides=slides))
-        return made
+        count = PLACED + slides
+        made = [
+            self._item(stream, stream.questions[slides - 1], index, f"stream-{index}-{slides}", count)
+            for index, stream in enumerate(streams)
+            if slides <= len(stream.questions)
+        ]
+        before, placed = tuple(range(count)), tuple(range(slides, count))
+        return [
+            replace(item, before=before, placed=placed, meta={**item.meta, "stream_window": PLACED}) for item in made
+        ]
 
     def score(self, answer: str, target: Any, meta: Mapping[str, Any]) -> Scored:
         """The first word must be the truth, where one is known; answers agree where all their words do."""
         return Scored(None if target is None else float(normal(answer) == target), answer)
 
-    def _item(
-        self, context: Context, question: Question, index: int, name: str, load: Callable[[], Sequence[Chunk]],
-        strangers: bool = False, slides: int = 0,
-    ) -> Item:  # fmt: skip
-        count = PLACED + slides
+    def _item(self, context: Context, question: Question, index: int, name: str, count: int) -> Item:
+        """A question behind the first `PLACED` of ``count`` chunks."""
         return Item(
-            task=f"probe/{self.kind}", index=index, load=load, count=2 * PLACED if strangers else count,
-            placed=tuple(range(slides, count)), before=tuple(range(count)) if slides else (), query=question.text,
-            target=question.truth, doc_id=name, cluster=context.cluster, digest=digest("probe", self.kind, name, index),
-            max_tokens=self.max_tokens, shape=(self.kind, context.sizes[:count]), context=name,
-            meta={"kind": question.kind, "needs": list(question.needs)} | ({"stream_window": PLACED} if slides else {}),
-        )  # fmt: skip
-
-
-def _first(load: Callable[[], Sequence[Chunk]], count: int) -> list[Chunk]:
-    return list(load())[:count]
+            task=f"probe/{self.kind}",
+            index=index,
+            load=lambda: list(context.load())[:count],
+            count=count,
+            placed=tuple(range(PLACED)),
+            query=question.text,
+            target=question.truth,
+            doc_id=name,
+            cluster=context.cluster,
+            digest=digest("probe", self.kind, name, index),
+            max_tokens=self.max_tokens,
+            shape=(self.kind, context.sizes[:count]),
+            context=name,
+            meta={"kind": question.kind, "needs": list(question.needs)},
+        )
 
 
 def seed_of(split: str) -> int:

@@ -31,7 +31,7 @@ def costs(
 
     ``prefill``: a forward over the chunk, no vision. ``relocate``, ``apply``: rotation, rotation and patch. ``compress``:
     the decomposition when the patch is formed. ``memory``, ``disk``: fetching canonical and patch from a store. ``uses``:
-    from how many uses on forming a canonical and a patch is repaid, loading from memory; None where never.
+    the number of uses (loading from memory) after which forming canonical and patch has paid off; None where it never does.
     """
     encoded, head = decoder.system_prompt(system_prompt)
     limit = decoder.engine.spec.max_tokens - encoded.tokens
@@ -47,13 +47,15 @@ def _one(decoder: Decoder, start: int, head: SpanKV, size: int, rank: int, layer
     at = start + size
     tokens = decoder.tokens([chunk], at)
 
+    positions = torch.arange(size).expand(3, -1).contiguous()
+
     def prefill() -> SpanKV:
         memory, _ = decoder.append(tokens, before)
-        return memory.span(0, memory.slots - size, memory.slots, _positions(size), at)
+        return memory.span(0, memory.slots - size, memory.slots, positions, at)
 
     def alone() -> SpanKV:
         memory, _ = decoder.append(decoder.tokens([chunk], start), behind)
-        return relocate(memory.span(0, memory.slots - size, memory.slots, _positions(size), start), spec, 0)
+        return relocate(memory.span(0, memory.slots - size, memory.slots, positions, start), spec, 0)
 
     conditioned, canonical = prefill(), alone()
     lost = deficit(conditioned, canonical, spec)
@@ -77,22 +79,19 @@ def _one(decoder: Decoder, start: int, head: SpanKV, size: int, rank: int, layer
     saved = ms["prefill"] - ms["memory"] - ms["apply"]
     # The conditioned forward is not counted: it serves the first use.
     uses = max(1, math.ceil((ms["alone"] + ms["compress"]) / saved)) if saved > 0 else None
-    return {
-        "tokens": size, "rank": patch.rank, "bytes": spec.span_bytes(size), "patch_bytes": patch.nbytes,
-        **{f"{name}_ms": round(value, 4) for name, value in ms.items()}, "uses": uses,
-    }  # fmt: skip
+    sizes = {"tokens": size, "rank": patch.rank, "bytes": spec.span_bytes(size), "patch_bytes": patch.nbytes}
+    return {**sizes, **{f"{name}_ms": round(value, 4) for name, value in ms.items()}, "uses": uses}
 
 
 def _best(what: Callable[[], object]) -> float:
     """Milliseconds."""
     times = []
+    settle: Callable[[], object] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for _ in range(REPEATS):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        settle()
         begun = time.perf_counter()
         what()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        settle()
         times.append(1000 * (time.perf_counter() - begun))
     return min(times)
 
@@ -102,7 +101,3 @@ def _words(decoder: Decoder, rng: np.random.Generator, size: int) -> Encoded:
     known = decoder.engine.text_ids("The quick brown fox jumps over the lazy dog and looks at the color of the sky.")
     ids = tuple(int(known[int(i)]) for i in rng.integers(len(known), size=size))
     return Encoded("", ids, np.tile(np.arange(size, dtype=np.int64), (3, 1)), size)
-
-
-def _positions(size: int) -> torch.Tensor:
-    return torch.arange(size).expand(3, -1).contiguous()

@@ -25,18 +25,16 @@ TEXTS = (".txt", ".md")
 FRAMES = 8
 """Frames taken of a video."""
 FILES, CHARACTERS = 256, 200_000
-"""Files of a folder that are looked at, and what is read of each text: a probe is minutes, whatever lies in the folder."""
+"""Files read from a folder, and characters of each text: a probe takes minutes, however much the folder holds."""
 _FIT_EVERY = 4
 """Every fourth picture is kept for fitting, where there are enough for that."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One thing that a chunk is made of: a picture, a frame of a video, or a block of a text.
+    """What a chunk is made of: a picture, a frame of a video, or a block of a text.
 
-    Attributes:
-        name: for people, and to tell what repeats.
-        size: pieces of one size can stand in for one another.
+    ``name`` tells people and clusters which one it is; pieces of one ``size`` can stand in for one another.
     """
 
     name: str
@@ -100,12 +98,12 @@ class Folder(Source):
         return Context(partial(self._load, taken, ()), tuple(p.size for p in taken), taken[-1].name, tuple(asked))
 
     def _questions(self, rng: np.random.Generator) -> tuple[Question, ...]:
-        """One about two pieces, one about one, and one of the user's."""
+        """A question about two pieces, one about one piece, and one of the user's."""
         first, second = sorted(int(i) for i in rng.permutation(PLACED)[:2])
         at = int(rng.integers(PLACED))
         made = [
             Question(self._differ(LETTERS[first], LETTERS[second]), "cross", (first, second)),
-            Question(self._shows(LETTERS[at]), "one", (at,)),
+            Question(f"What does {self.word} {LETTERS[at]} show? Answer in a few words.", "one", (at,)),
         ]
         if self.asked:
             made.append(Question(self.asked[int(rng.integers(len(self.asked)))], "yours"))
@@ -114,9 +112,6 @@ class Folder(Source):
     def _differ(self, first: str, second: str) -> str:
         return f"What differs between {self.word} {first} and {self.word} {second}? Answer in a few words."
 
-    def _shows(self, letter: str) -> str:
-        return f"What does {self.word} {letter} show? Answer in a few words."
-
     def _load(self, placed: Sequence[Piece], strangers: Sequence[Piece]) -> list[Chunk]:
         made = [self.chunk(p, p.size, LETTERS[i % len(LETTERS)]) for i, p in enumerate(placed)]
         return made + [
@@ -124,7 +119,7 @@ class Folder(Source):
         ]
 
     def chunk(self, piece: Piece, size: tuple[int, ...], letter: str) -> Chunk:
-        """A piece as a chunk of a size, called by a letter."""
+        """A piece as a chunk of the given size, named by a letter."""
         raise NotImplementedError
 
 
@@ -151,19 +146,13 @@ class Images(Folder):
     def chunk(self, piece: Piece, size: tuple[int, ...], letter: str) -> Chunk:
         from PIL import Image
 
-        pixels = self._pixels(piece)
+        pixels = fit(as_rgb(piece.path), self._max_pixels) if piece.frame < 0 else self._video(piece.path)[piece.frame]
         if pixels.shape[:2] != size:
             pixels = np.asarray(Image.fromarray(pixels).resize((size[1], size[0]), Image.Resampling.BICUBIC))
         return Chunk.image(pixels, text=f"Picture {letter}:", keep_source=False)
 
-    def _pixels(self, piece: Piece) -> Pixels:
-        if piece.frame >= 0:
-            frame: Pixels = self._video(piece.path)[piece.frame]
-            return frame
-        return fit(as_rgb(piece.path), self._max_pixels)
-
     def _video(self, path: Path) -> Pixels:
-        """The sampled frames of a video; those of one video are kept at a time."""
+        """The sampled frames of a video; only those of the last video are kept."""
         if path not in self._frames:
             self._frames.clear()
             self._frames[path] = video_frames(path, "linspace", FRAMES, self._max_pixels).pixels

@@ -22,10 +22,10 @@ _DRAWS = 200
 
 
 class World(Source):
-    """Frames of the bundled world: what a marked thing's colour is depends on an earlier frame.
+    """Frames of the bundled world, in which the colour of a marked thing depends on an earlier frame.
 
-    Half of the contexts have legends that agree, half have legends that do not: a model may bind a colour when it reads
-    the scene, or look it up when asked, and both answer the former.
+    Legends agree in half of the contexts and conflict in the other half: a model may bind a colour when it reads the scene
+    or look it up when asked, and where legends agree both give the right answer.
     """
 
     kind: ClassVar[str] = "world"
@@ -39,9 +39,9 @@ class World(Source):
     def context(self, split: Split, index: int) -> Context:
         rng = np.random.default_rng((SPACE, 0x70726F62, seed_of(split), index))
         for _ in range(_DRAWS):
-            roles: list[Role] = ["legend", *_roles(rng, PLACED - 2), "scene"]
-            conflict = float(index % 2)
-            frames = sample_frames(rng, roles, conflict=conflict)
+            middle: list[Role] = ["legend" if rng.random() < 0.5 else "scene" for _ in range(PLACED - 2)]
+            roles: list[Role] = ["legend", *middle, "scene"]
+            frames = sample_frames(rng, roles, conflict=float(index % 2))
             questions = all_questions(frames)
             one = [q for q in questions if q.kind == "single_hop"]
             cross = [q for q in questions if q.kind in _BOUND]
@@ -51,7 +51,7 @@ class World(Source):
             raise ValueError(f"no context {index} of split {split!r} in {_DRAWS} draws")
         strangers = sample_frames(rng, roles, marks=[f.marks for f in frames], conflict=1.0)
         load = partial(_rendered, (*frames, *strangers))
-        asked = (_asked(_draw(rng, cross)), _asked(_draw(rng, one)))
+        asked = (_drawn_from(rng, cross), _drawn_from(rng, one))
         return Context(load, ("frame",) * PLACED, f"{split}-{index}", asked)
 
     def stream(self, index: int, slides: int) -> Context:
@@ -61,7 +61,7 @@ class World(Source):
         for slide in range(1, slides + 1):
             window = frames[slide : slide + PLACED]
             pool = [q for q in all_questions(window) if q.kind in (*_BOUND, "unbound")] or all_questions(window)
-            asked.append(_asked(_draw(rng, pool)))
+            asked.append(_drawn_from(rng, pool))
         return Context(partial(_rendered, frames), ("frame",) * len(frames), f"stream-{index}", tuple(asked))
 
 
@@ -81,7 +81,14 @@ class Scenes(Source):
         rng = np.random.default_rng((SPACE, 0x7363656E, seed_of(split), index))
         things = _things(rng, PLACED)
         load = partial(self._drawn, (*things, *_others(rng, things)))
-        questions = (self._cross(rng, things, index), self._one(rng, things))
+        first, second = sorted(int(i) for i in rng.permutation(PLACED)[:2])
+        by = index % 2
+        same, what = things[first][by] == things[second][by], ("color", "shape")[by]
+        text = f"Do pictures {LETTERS[first]} and {LETTERS[second]} show the same {what}? Answer yes or no."
+        cross = Question(text, "cross", (first, second), "yes" if same else "no")
+        at = int(rng.integers(PLACED))
+        text = f"What color is the shape in picture {LETTERS[at]}? Answer with one word."
+        questions = (cross, Question(text, "one", (at,), things[at][0]))
         return Context(load, ("picture",) * PLACED, f"{split}-{index}", questions)
 
     def stream(self, index: int, slides: int) -> Context:
@@ -95,23 +102,8 @@ class Scenes(Source):
             asked.append(Question(text, "cross", (PLACED - 2, PLACED - 1), "yes" if same else "no"))
         return Context(partial(self._drawn, things), ("picture",) * len(things), f"stream-{index}", tuple(asked))
 
-    def _cross(self, rng: np.random.Generator, things: Sequence[Thing], index: int) -> Question:
-        first, second = sorted(int(i) for i in rng.permutation(PLACED)[:2])
-        by_color = index % 2 == 0
-        same = things[first][0 if by_color else 1] == things[second][0 if by_color else 1]
-        text = (
-            f"Do pictures {LETTERS[first]} and {LETTERS[second]} show the same {'color' if by_color else 'shape'}? "
-            "Answer yes or no."
-        )
-        return Question(text, "cross", (first, second), "yes" if same else "no")
-
-    def _one(self, rng: np.random.Generator, things: Sequence[Thing]) -> Question:
-        at = int(rng.integers(PLACED))
-        text = f"What color is the shape in picture {LETTERS[at]}? Answer with one word."
-        return Question(text, "one", (at,), things[at][0])
-
     def _drawn(self, things: Sequence[Thing]) -> list[Chunk]:
-        count = PLACED if len(things) == 2 * PLACED else len(things)  # strangers take the letters of whom they replace
+        count = PLACED if len(things) == 2 * PLACED else len(things)  # strangers take the letters of those they replace
         return [
             Chunk.image(_picture(thing, self.side), text=f"Picture {LETTERS[i % count]}:", keep_source=False)
             for i, thing in enumerate(things)
@@ -121,14 +113,18 @@ class Scenes(Source):
 Thing = tuple[str, str]
 """(colour, shape)."""
 COLORS = {
-    "red": (214, 40, 40), "green": (42, 157, 60), "blue": (38, 84, 214), "yellow": (240, 200, 20), "black": (20, 20, 20),
+    "red": (214, 40, 40),
+    "green": (42, 157, 60),
+    "blue": (38, 84, 214),
+    "yellow": (240, 200, 20),
+    "black": (20, 20, 20),
     "orange": (244, 140, 6),
-}  # fmt: skip
+}
 SHAPES = ("circle", "square", "triangle", "cross")
 
 
 def _things(rng: np.random.Generator, count: int) -> list[Thing]:
-    """Few enough kinds that two of them are often alike."""
+    """So few kinds that two of them are often alike."""
     colors = [str(c) for c in rng.permutation(list(COLORS))[:2]]
     shapes = [str(s) for s in rng.permutation(SHAPES)[:2]]
     return [(colors[int(rng.integers(2))], shapes[int(rng.integers(2))]) for _ in range(count)]
@@ -161,15 +157,8 @@ def _picture(thing: Thing, side: int) -> np.ndarray:
     return np.asarray(image)
 
 
-def _roles(rng: np.random.Generator, count: int) -> list[Role]:
-    return ["legend" if rng.random() < 0.5 else "scene" for _ in range(count)]
-
-
-def _draw(rng: np.random.Generator, pool: Sequence[WorldQuestion]) -> WorldQuestion:
-    return pool[int(rng.integers(len(pool)))]
-
-
-def _asked(question: WorldQuestion) -> Question:
+def _drawn_from(rng: np.random.Generator, pool: Sequence[WorldQuestion]) -> Question:
+    question = pool[int(rng.integers(len(pool)))]
     kind: AskedKind = "one" if question.kind == "single_hop" else "cross"
     return Question(question.text, kind, tuple(sorted({question.frame, *question.antecedents})), question.answer)
 

@@ -1,11 +1,11 @@
 """Does the model read its context at all? Without that no verdict is possible, whatever blind reuse changes.
 
-A random model also moves when its input does, so that a moving distribution proves nothing. What tells a model that
-reads apart is *which* change moves it: the chunk that a question is about, more than any other chunk. Places differ (the
-last one moves most models most), so each place's mean over all questions is taken out first; what is left has mean zero
-for a model to which the question and the chunks are unrelated. Where the generator knows the answers, the model must
-also be right, and lose that when a needed chunk is swapped. A user's own questions do not say what they need: they count
-where swapping a chunk changes enough of their answers.
+A random model's answers also move when its input does, so a moving distribution proves nothing. What sets a reading model
+apart is *which* change moves it: the chunk that a question is about, more than any other. Places differ (the last one moves
+most models most), so each place's mean over all questions is subtracted first; the remainder has mean zero for a model to
+which question and chunks are unrelated. Where the generator knows the answers, the model must also be right, and no longer
+be when a needed chunk is swapped. A user's own questions do not say what they need: they count where swapping a chunk
+changes enough of their answers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ctxwin.evals.stats import bootstrap_mean, share_interval, standard_error
 LEVEL = 0.995
 """One-sided; a model that does not read passes for a reader once in 200 probes."""
 GAIN = 0.1
-"""Least share of right answers that must hang on a needed chunk; of a user's answers, on any."""
+"""Least share of right answers that must depend on a needed chunk; of a user's answers, on any chunk."""
 
 
 @dataclass(frozen=True)
