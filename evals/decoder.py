@@ -1,8 +1,8 @@
 """The decoder of an opened transformers engine, run in batches, layer by layer, over any set of tokens.
 
 The engine answers one request at a time, from whole spans. Evaluation needs more: batches of items, tokens recomputed in
-the middle of a context (`at`), layers skipped or run alone, and what attention looked at. All of it is one primitive,
-`Decoder.run`, over a `Memory` of KV slots in prompt order; the tests hold it against the engine.
+the middle of a context (`at`), layers skipped or run alone, and attention weights. One primitive does it all, `Decoder.run`
+over a `Memory` of KV slots in prompt order; the tests compare it with the engine.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ if TYPE_CHECKING:
 Watch = Callable[[int, Tensor], None]
 """Called with a layer and its attention weights ``[B, heads, T, S]`` (rows: the tokens run; columns: slots).
 
-Long inputs come in blocks of rows: what is summed over rows must be added up."""
-
-
+Long inputs come in blocks of rows, so that sums over rows must be accumulated."""
 AT_ONCE = 1024
 """Tokens of one block of a long input."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A batch of tokens to run: what goes into the first layer, and where they stand.
+    """A batch of tokens to run.
 
     Attributes:
-        embeds: ``[B, T, hidden]``, pictures included.
+        embeds: input of the first layer ``[B, T, hidden]``, pictures included.
         positions: int64 ``[3, B, T]``, absolute.
         deep: ``[D, B, T, hidden]``, added behind the first D layers (deepstack); None where the model has none.
     """
@@ -48,6 +46,7 @@ class Tokens:
 
     @property
     def count(self) -> int:
+        """Tokens of an item."""
         return int(self.embeds.shape[1])
 
     def moved(self, shift: int) -> Tokens:
@@ -63,17 +62,16 @@ class Tokens:
     def pick(self, at: Tensor) -> Tokens:
         """Tokens ``at`` (int64 ``[B, n]``) of each item."""
         width = at[..., None].expand(-1, -1, self.embeds.shape[-1])
-        deep = None
-        if self.deep is not None:
-            deep = self.deep.gather(2, width[None].expand(len(self.deep), -1, -1, -1))
-        positions = self.positions.gather(2, at[None].expand(3, -1, -1))
-        return Tokens(self.embeds.gather(1, width), positions, deep)
+        deep = self.deep if self.deep is None else self.deep.gather(2, width[None].expand(len(self.deep), -1, -1, -1))
+        return Tokens(self.embeds.gather(1, width), self.positions.gather(2, at[None].expand(3, -1, -1)), deep)
 
 
-def concatenated(parts: Sequence[Tokens]) -> Tokens:
-    """Tokens of one batch, one part behind the other."""
-    deep = None if parts[0].deep is None else torch.cat([p.deep for p in parts if p.deep is not None], 2)
-    return Tokens(torch.cat([p.embeds for p in parts], 1), torch.cat([p.positions for p in parts], 2), deep)
+def concatenated(parts: Sequence[Tokens], *, items: bool = False) -> Tokens:
+    """Tokens of one batch, one part behind the other; with ``items``, the items of several batches in one."""
+    along = 0 if items else 1
+    deep = None if parts[0].deep is None else torch.cat([p.deep for p in parts if p.deep is not None], along + 1)
+    positions = torch.cat([p.positions for p in parts], along + 1)
+    return Tokens(torch.cat([p.embeds for p in parts], along), positions, deep)
 
 
 @dataclass
@@ -89,14 +87,17 @@ class Memory:
 
     @property
     def slots(self) -> int:
+        """Slots of an item."""
         return int(self.k.shape[3])
 
     @property
     def items(self) -> int:
+        """Items of the batch."""
         return int(self.k.shape[1])
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all slots."""
         return self.k.nbytes + self.v.nbytes
 
     def of(self, items: Sequence[int]) -> Memory:
@@ -111,12 +112,11 @@ class Memory:
         """Only these slots: int64 ``[n]``, or ``[L, B, n]`` where they differ by layer and item."""
         if slots.ndim == 1:
             return Memory(self.k[:, :, :, slots].contiguous(), self.v[:, :, :, slots].contiguous())
-        index = slots[:, :, None, :, None]
-        heads = self.k.shape[2]
-        return Memory(*(x.gather(3, index.expand(-1, -1, heads, -1, x.shape[4])) for x in (self.k, self.v)))
+        at = slots[:, :, None, :, None]
+        return Memory(*(x.gather(3, at.expand(-1, -1, x.shape[2], -1, x.shape[4])) for x in (self.k, self.v)))
 
     def span(self, item: int, begin: int, end: int, positions: Tensor, start: int) -> SpanKV:
-        """Slots ``[begin, end)`` of one item as a span in the frame ``start``, a copy on the CPU.
+        """Slots ``[begin, end)`` of one item as a span in the frame ``start``, copied to the CPU.
 
         ``positions`` are int64 ``[3, T]``, relative to the span's origin.
         """
@@ -124,17 +124,8 @@ class Memory:
         return SpanKV(k=k, v=v, positions=positions, start=start)
 
 
-def memory_of(rows: Sequence[Sequence[SpanKV]]) -> Memory:
-    """The memory of a batch in which every item is a sequence of spans that stand where they were rotated to."""
-    k, v = (
-        torch.stack([torch.cat([getattr(span, name) for span in row], 1) for row in rows], 1).transpose(2, 3)
-        for name in ("k", "v")
-    )
-    return Memory(k.contiguous(), v.contiguous())
-
-
 class _Slots:
-    """What a decoder layer takes for its cache: writes the new KV to its slots, gives back all of them."""
+    """Stands in for a decoder layer's cache: writes the new KV to its slots and returns all of them."""
 
     def __init__(self, memory: Memory, at: Tensor, latent: bool) -> None:
         self._memory = memory
@@ -150,15 +141,7 @@ class _Slots:
 
 
 class Decoder:
-    """An opened transformers engine, read in batches.
-
-    Args:
-        engine: the engine; its weights are used as they are.
-
-    Attributes:
-        spec: layout of the KV.
-        layers: number of decoder layers.
-    """
+    """An opened transformers engine, read in batches; ``spec`` is the layout of its KV, ``layers`` the number of layers."""
 
     def __init__(self, engine: HFEngine) -> None:
         self.engine = engine
@@ -171,14 +154,14 @@ class Decoder:
         self._queries: dict[str, Encoded] = {}
 
     def system_prompt(self, text: str) -> tuple[Encoded, SpanKV]:
-        """A system prompt's tokens and its KV at position 0."""
+        """The tokens of a system prompt and its KV at position 0."""
         if text not in self._system_prompts:
             encoded = self.engine.encode_system_prompt(text)
             self._system_prompts[text] = encoded, self.engine.prefill([], encoded, 0)
         return self._system_prompts[text]
 
     def query(self, text: str) -> Encoded:
-        """A question's tokens and the closing of the turn."""
+        """The tokens of a question, the end of the turn included."""
         if text not in self._queries:
             if len(self._queries) > 4096:
                 self._queries.clear()
@@ -198,9 +181,12 @@ class Decoder:
         )
 
     def memory(self, rows: Sequence[Sequence[SpanKV]]) -> Memory:
-        """`memory_of`, on the model's device."""
-        made = memory_of(rows)
-        return Memory(made.k.to(self._device), made.v.to(self._device))
+        """A batch whose items are sequences of spans, each standing where it was rotated to."""
+        k, v = (
+            torch.stack([torch.cat([getattr(span, name) for span in row], 1) for row in rows], 1).transpose(2, 3)
+            for name in ("k", "v")
+        )
+        return Memory(k.contiguous().to(self._device), v.contiguous().to(self._device))
 
     @torch.inference_mode()
     def run(
@@ -220,16 +206,15 @@ class Decoder:
 
         Args:
             tokens: B items of T tokens.
-            memory: of B items and S slots; changed in place.
+            memory: B items of S slots; changed in place.
             at: int64 ``[B, T]`` (or ``[T]`` for all), the slot of each token, ascending.
-            mask: bool ``[B, T, S]`` (or ``[T, S]``), what each token sees, nothing behind itself; its own slot and all before
-                by default.
+            mask: bool ``[B, T, S]`` (or ``[T, S]``), what each token sees, nothing behind itself; by default its own slot and
+                all slots before it.
             layers: which ones; all by default.
-            hidden: ``[B, T, hidden]`` in front of the first of these layers; the embeddings by default.
-            watch: sees the attention weights of each layer (eager attention, T x S numbers a head), block by block.
+            hidden: ``[B, T, hidden]``, input of the first of these layers; the embeddings by default.
+            watch: receives the attention weights of each layer (eager attention, T x S numbers a head), block by block.
 
-        Returns:
-            ``[B, T, hidden]`` behind the last of these layers, not normalised.
+        Returns ``[B, T, hidden]`` behind the last of these layers, not normalised.
         """
         batch, count = int(tokens.embeds.shape[0]), tokens.count
         if not count:
@@ -306,23 +291,19 @@ class Decoder:
 
     @contextmanager
     def _watching(self, watch: Watch | None) -> Iterator[list[Tensor]]:
-        """Attention weights of each layer as it is run; eager attention while it lasts, since others give none."""
+        """Attention weights of each layer that is run; switches to eager attention meanwhile, since others give none."""
         found: list[Tensor] = []
         if watch is None:
             yield found
             return
-        configs = {id(layer.self_attn.config): layer.self_attn.config for layer in self._text.layers}
-        before = {key: config._attn_implementation for key, config in configs.items()}
-        hooks = [
-            layer.self_attn.register_forward_hook(lambda module, args, output: found.append(output[1]))
-            for layer in self._text.layers
-        ]
+        attentions = [layer.self_attn for layer in self._text.layers]
+        before = [module.config._attn_implementation for module in attentions]
+        hooks = [m.register_forward_hook(lambda module, args, output: found.append(output[1])) for m in attentions]
         try:
-            for config in configs.values():
-                config._attn_implementation = "eager"
+            for module in attentions:
+                module.config._attn_implementation = "eager"
             yield found
         finally:
-            for key, config in configs.items():
-                config._attn_implementation = before[key]
-            for hook in hooks:
+            for module, implementation, hook in zip(attentions, before, hooks, strict=True):
+                module.config._attn_implementation = implementation
                 hook.remove()

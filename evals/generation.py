@@ -1,4 +1,4 @@
-"""Asking behind a memory: the next token, an answer, and how an arm's distribution follows re-prefill's answer."""
+"""Asking behind a memory: the next token, an answer, and an arm's distribution along re-prefill's answer."""
 
 from __future__ import annotations
 
@@ -18,24 +18,18 @@ if TYPE_CHECKING:
     from ctxwin.evals.decoder import Watch
 
 ROOM = 64
-"""Slots that are made at once while an answer grows."""
+"""Slots that are added at once while an answer grows."""
 
 
 class Held:
-    """KV that grows while an answer is generated, and that policies thin out.
+    """KV that grows while an answer is generated, and that policies thin out; starts with a copy of a memory.
 
-    Args:
-        memory: what is there at first; copied.
-
-    Attributes:
-        slots: KV held now, by layer and item.
-        peak_slots: most that were held at once.
+    ``slots`` are those held now, by every layer and item, ``peak_slots`` the most that were held at once.
     """
 
     def __init__(self, memory: Memory) -> None:
         self._room = memory.grown(ROOM)
-        self.slots = memory.slots
-        self.peak_slots = memory.slots
+        self.slots = self.peak_slots = memory.slots
 
     @property
     def memory(self) -> Memory:
@@ -49,10 +43,11 @@ class Held:
 
     @property
     def peak_bytes(self) -> int:
+        """Most bytes that were held at once."""
         return self.peak_slots * self.slot_bytes
 
     def grow(self, slots: int) -> Memory:
-        """Makes empty slots behind; all slots with them."""
+        """Appends empty slots; returns all slots."""
         if self.slots + slots > self._room.slots:
             self._room = self.memory.grown(slots + ROOM)
         self.slots += slots
@@ -60,52 +55,50 @@ class Held:
         return self.memory
 
     def drop(self, slot: int) -> None:
-        """Takes one slot out of every layer and item; what is behind it moves up, in place."""
+        """Removes one slot from every layer and item; later slots move up, in place."""
         for x in (self._room.k, self._room.v):
             x[:, :, :, slot : self.slots - 1] = x[:, :, :, slot + 1 : self.slots].clone()
         self.slots -= 1
 
     def replace(self, memory: Memory) -> None:
-        """Holds this instead; copied."""
+        """Holds a copy of this instead."""
         self._room, self.slots = memory.grown(ROOM), memory.slots
 
 
 class Keeper(ABC):
-    """What a policy has seen of one answer, and drops."""
+    """A policy at work on one answer: what it has seen so far decides what it drops."""
 
     @property
     def watch(self) -> Watch | None:
-        """Sees the attention weights of the coming pass; None does without."""
+        """Receives the attention weights of the coming pass; None where it needs none."""
         return None
 
     @abstractmethod
     def prompted(self, held: Held) -> None:
-        """Header, placed chunks and question are held; the first token comes from that pass and is not affected."""
+        """Called when system prompt, chunks and question are held; the first token comes from that pass, unaffected."""
 
     @abstractmethod
     def stepped(self, held: Held) -> None:
-        """The KV of one more token came in behind."""
+        """Called when the KV of one more token was appended."""
 
 
 class Policy(ABC):
-    """Drops KV while an answer is generated. Itself it has no state and serves any number of answers."""
+    """Drops KV while an answer is generated. It has no state of its own and serves any number of answers."""
 
     @abstractmethod
     def start(self) -> Keeper:
-        """For one answer, of one item or of a batch that the policy was made for."""
+        """A keeper for one answer, of one item or of a batch that the policy was made for."""
 
 
 class Reading:
-    """A batch of items of one shape that is asked and answered, a pass at a time.
+    """A batch of items of one shape that is asked and answered, one pass at a time.
 
     Args:
         decoder: the model.
         memory: system prompt and placed chunks.
         policy: drops KV on the way.
 
-    Attributes:
-        held: the KV, question and answer so far included.
-        at: position of the next token.
+    ``held`` is the KV, question and answer so far included; ``at`` the position of the next token.
     """
 
     def __init__(self, decoder: Decoder, memory: Memory, policy: Policy | None = None) -> None:
@@ -150,7 +143,7 @@ class Continuation:
         token_ids: the tokens, without the ending one.
         logits: float32 ``[n, vocab]``, what each token (and the end) was chosen from.
         end: the token that ended it; None where it was cut at its longest, or forced.
-        peak_bytes: most bytes of KV held at once, of the whole batch.
+        peak_bytes: most bytes of KV held at once, by the whole batch.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -174,18 +167,17 @@ def generate(
     forced: Sequence[Sequence[int]] | None = None,
     policy: Policy | None = None,
 ) -> list[Continuation]:
-    """Asks a question an item behind a memory, all questions of one length.
+    """Asks one question an item behind a memory, all questions of one length.
 
     Args:
         decoder: the model.
         memory: system prompt and placed chunks.
-        queries: the questions.
-        begin: their position.
+        queries: the questions, asked at position ``begin``.
         max_tokens: most tokens to generate, greedily.
         forced: tokens to follow instead of the model's own choice, as many for each item; ``logits`` then has one row each.
         policy: drops KV on the way.
 
-    Cost: one pass over the questions and one a token, until every item has ended.
+    Cost: one pass over the questions and one for each token, until every item has ended.
     """
     ends = decoder.engine.ends
     made = [Continuation() for _ in queries]
@@ -222,7 +214,7 @@ def forced_logits(
 ) -> list[Tensor]:
     """Logits before each token of an item's answer given the earlier ones, float32 ``[len(answer), vocab]`` each.
 
-    One pass over questions (all of one length) and answers where nothing is dropped on the way, else one a token and item.
+    One pass over questions (all of one length) and answers where nothing is dropped on the way, else one for each token.
     Raises ValueError for an empty answer.
     """
     if not all(answers):
@@ -233,17 +225,12 @@ def forced_logits(
     longest = max(map(len, answers))
     parts = [decoder.tokens(queries, begin)]
     for i in range(longest - 1):
-        # What stands behind an item's own answer is not seen by what is read, so that any token fills up.
+        # Nothing that is read sees the slots behind an item's own answer, so any token may pad them.
         words = [_word(answer[i] if i < len(answer) else 0) for answer in answers]
         parts.append(decoder.tokens(words, begin + queries[0].advance + i))
     _, hidden = decoder.append(concatenated(parts), memory)
     logits = decoder.logits(hidden[:, -longest:])
     return [row[: len(answer)] for row, answer in zip(logits, answers, strict=True)]
-
-
-def by_length(queries: Sequence[Encoded]) -> list[list[int]]:
-    """Which questions have as many tokens and can share passes."""
-    return [[b for b, q in enumerate(queries) if q.tokens == n] for n in sorted({q.tokens for q in queries})]
 
 
 def _word(token: int) -> Encoded:

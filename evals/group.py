@@ -1,6 +1,6 @@
-"""Items of one shape with everything the arms share: tokens, exact spans, canonicals, deficits, patches.
+"""Items of one shape with all that arms share: tokens, exact spans, canonicals, deficits, patches.
 
-Every forward is run once for the whole group, when the first arm asks for it.
+Each forward runs once for the whole group, when the first arm needs it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,7 @@ AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Place:
-    """Where a chunk stands in a row of chunks.
-
-    Attributes:
-        slot: index of its first token among the row's tokens, the system prompt's not counted.
-        start: position of its origin.
-        tokens: number of its tokens.
-    """
+    """Where a chunk stands in a row: its first token's index (the system prompt's not counted), its origin, its size."""
 
     slot: int
     start: int
@@ -42,23 +36,21 @@ class Place:
 
     @property
     def end(self) -> int:
+        """Index behind its last token."""
         return self.slot + self.tokens
 
 
 class Group:
-    """A batch of items whose chunks have the same sizes and positions.
+    """A batch of items whose chunks have the same sizes and positions; ``chunks`` are encoded, by item and index.
 
     Args:
         decoder: the model.
         items: all of one shape; see `Item.shape`.
-        patcher: how deficits are compressed.
+        patcher: compresses deficits.
         system_prompt: system prompt of items that have none of their own.
 
-    Attributes:
-        chunks: encoded chunks by item and index.
-
-    ``b`` below is the index of an item, ``place`` the position of a chunk among the placed ones, ``frame`` the index of a
-    chunk among all of an item's chunks.
+    Below, ``b`` is the index of an item, ``place`` the position of a chunk among the placed ones, and ``frame`` its index
+    among all chunks of the item.
     """
 
     def __init__(self, decoder: Decoder, items: Sequence[Item], patcher: Patcher, system_prompt: str) -> None:
@@ -84,18 +76,17 @@ class Group:
 
     @property
     def spec(self) -> KVSpec:
+        """Layout of the model's KV."""
         return self.decoder.spec
 
     def rewind(self, found: Collection[str] = ()) -> None:
-        """Forgets KV in place but what is ``found`` there (of exact, blind, kept), as no engine would have stored it.
+        """Forgets KV in place except for what is ``found`` there (of exact, blind, kept), since no engine would store it.
 
-        Canonicals, patches, vision embeddings and the KV before an edit stay. What an arm does after this is what it would
-        do at the time of an ask.
+        Canonicals, patches, vision embeddings and the KV before an edit stay, so that an arm then does what it would do when
+        asked.
         """
         for name in {"exact", "blind", "kept"} - set(found):
             self.__dict__.pop(name, None)
-
-    # Layout
 
     def layout(self, order: Sequence[int]) -> list[Place]:
         """Where chunks stand that are placed in this order behind the system prompt."""
@@ -146,7 +137,7 @@ class Group:
         parts = []
         for i, place in enumerate(self.layout(orders[0])):
             some = [self.tokens(order[i]).of([b]) for b, order in zip(batch, orders, strict=True)]
-            parts.append(_stacked(some).moved(place.start))
+            parts.append(concatenated(some, items=True).moved(place.start))
         return concatenated(parts)
 
     @cached_property
@@ -157,8 +148,6 @@ class Group:
     def position_rows(self, frame: int) -> Tensor:
         """int64 ``[3, T]``: positions of a chunk relative to its origin."""
         return torch.from_numpy(np.array(self.chunks[0][frame].positions))
-
-    # Exact
 
     def behind_system_prompt(self, count: int) -> Memory:
         """The system prompt's KV, ``count`` times."""
@@ -184,14 +173,13 @@ class Group:
 
     @cached_property
     def earlier(self) -> list[list[SpanKV]]:
-        """Spans as they were conditioned before the edit (slide, recall), rotated where they were then. One forward."""
+        """Spans as conditioned before the edit (slide, recall), rotated to where they stood then. One forward."""
         return self.prefilled([item.before for item in self.items])
 
     def behind(self, wanted: Sequence[tuple[int, tuple[int, ...]]]) -> list[SpanKV]:
         """The last chunk of each wanted order, conditioned on the others in that order.
 
-        Args:
-            wanted: (item, frames in order). Orders of one layout share a forward; each is computed once.
+        ``wanted`` are pairs (item, frames in order). Orders of one layout share a forward; each is computed once.
         """
         missing: dict[object, list[tuple[int, tuple[int, ...]]]] = {}
         for w in dict.fromkeys(wanted):
@@ -205,8 +193,6 @@ class Group:
                     self._orders[w] = row[-1]
         return [self._orders[w] for w in wanted]
 
-    # Stored
-
     @cached_property
     def canonical(self) -> list[list[SpanKV]]:
         """Canonicals of the placed chunks, formed behind the system prompt alone, in the canonical frame."""
@@ -215,7 +201,7 @@ class Group:
         return [[next(spans) for _ in item.placed] for item in self.items]
 
     def deficit(self, b: int, place: int, *, against: str = "canonical") -> Deficit:
-        """What the exact span has over the canonical, or over the survivor (``against="kept"``)."""
+        """The exact span minus the canonical, or minus the survivor (``against="kept"``)."""
         key = (b, place, against)
         if key not in self._deficits:
             base = self.canonical if against == "canonical" else self.kept
@@ -223,7 +209,7 @@ class Group:
         return self._deficits[key]
 
     def deficits(self) -> Iterator[Deficit]:
-        """Of every placed chunk but the first, which has none."""
+        """The deficits of all placed chunks but the first, which has none."""
         for b in range(len(self)):
             yield from (self.deficit(b, place) for place in range(1, len(self.places)))
 
@@ -233,32 +219,30 @@ class Group:
         return self.patcher.variant(variant).patch(lambda: self.deficit(b, place), rank, self._patches, key)
 
     def removal(self, b: int, place: int, rank: int | None) -> Patch:
-        """The patch on the survivor that takes out what left the window."""
+        """The patch on the survivor that removes what left the window."""
         key = ("kept", b, place)
         return self.patcher.patch(lambda: self.deficit(b, place, against="kept"), rank, self._patches, key)
 
     def compressed(self, lost: Deficit, rank: int | None, key: object) -> Patch:
-        """The patch of a deficit of an arm's own; ``key`` tells it from others of this group."""
+        """The patch of an arm's own deficit; ``key`` tells it from others of this group."""
         return self.patcher.patch(lambda: lost, rank, self._patches, key)
 
-    # Served
+    def _rotated(self, row: Sequence[SpanKV], places: Sequence[Place]) -> list[SpanKV]:
+        return [relocate(span, self.spec, place.start) for span, place in zip(row, places, strict=True)]
 
     @cached_property
     def blind(self) -> list[list[SpanKV]]:
         """Canonicals rotated into place."""
-        return [
-            [relocate(span, self.spec, p.start) for span, p in zip(row, self.places, strict=True)]
-            for row in self.canonical
-        ]
+        return [self._rotated(row, self.places) for row in self.canonical]
 
     @cached_property
     def _streamed(self) -> list[list[SpanKV]]:
-        """What is left of a stream through a window of the items' size, by item and place, where it was formed.
+        """What remains of a stream through a window of the items' size, by item and place, where it was formed.
 
-        `earlier` conditions chunks on everything before them, in one forward. Along a stream a chunk meets survivors only,
+        `earlier` conditions chunks on everything before them, in one forward. Along a stream a chunk meets only survivors,
         which met earlier survivors: a full window loses its leading chunk before the next one comes, survivors are rotated,
         each time from where they were formed, and the new chunk is computed behind them (Kamera, section 5, "Sliding-window
-        survival" and "The window mechanics, end to end"). Cost: a forward a chunk of the stream.
+        survival" and "The window mechanics, end to end"). Cost: one forward for each chunk of the stream.
 
         Raises ValueError for items whose ``placed`` is not the end of ``before``.
         """
@@ -275,29 +259,23 @@ class Group:
             orders = [item.before[first : step + 1] for item in self.items]
             places = self.layout(orders[0])
             held = [row[len(row) - (len(places) - 1) :] for row in held]
-            moved = [
-                [relocate(span, self.spec, p.start) for span, p in zip(row, places[:-1], strict=True)] for row in held
-            ]
+            moved = [self._rotated(row, places[:-1]) for row in held]
             new = self.decoder.tokens([row[order[-1]] for row, order in zip(self.chunks, orders, strict=True)])
             memory, _ = self.decoder.append(new.moved(places[-1].start), self.memory(moved))
             for b, order in enumerate(orders):
-                at = lead + places[-1].slot
                 positions = self.position_rows(order[-1])
-                held[b].append(memory.span(b, at, memory.slots, positions, places[-1].start))
+                held[b].append(memory.span(b, lead + places[-1].slot, memory.slots, positions, places[-1].start))
         return held
 
     @cached_property
     def kept(self) -> list[list[SpanKV]]:
         """Placed chunks with the KV they had before the edit, rotated into place: survivors."""
         if self.items[0].meta.get("stream_window") is not None:
-            return [
-                [relocate(span, self.spec, p.start) for span, p in zip(row, self.places, strict=True)]
-                for row in self._streamed
-            ]
+            return [self._rotated(row, self.places) for row in self._streamed]
         rows = []
         for item, spans in zip(self.items, self.earlier, strict=True):
             held = dict(zip(item.before, spans, strict=True))
-            rows.append([relocate(held[f], self.spec, p.start) for f, p in zip(item.placed, self.places, strict=True)])
+            rows.append(self._rotated([held[frame] for frame in item.placed], self.places))
         return rows
 
     def patched(self, base: SpanKV, patch: Patch, place: int) -> SpanKV:
@@ -311,12 +289,9 @@ class Group:
     def recomputed(self, rows: Sequence[Sequence[SpanKV]], at: Tensor) -> list[list[SpanKV]]:
         """``rows`` with some placed tokens computed in context: one forward over these tokens only.
 
-        Every one of them sees all slots in front of it, recomputed or not, layer by layer: selective attention in a single
-        step (MPIC, section 4.1), the strongest form of recomputing tokens.
-
-        Args:
-            rows: spans by item and place, in place.
-            at: int64 ``[B, n]`` (or ``[n]`` for all), indices among the placed tokens, ascending.
+        Each of them sees all slots in front of it, recomputed or not, layer by layer: selective attention in a single
+        step (MPIC, section 4.1), the strongest form of recomputing tokens. ``rows`` are spans by item and place, ``at`` is
+        int64 ``[B, n]`` (or ``[n]`` for all), indices among the placed tokens, ascending.
         """
         at = at if at.ndim == 2 else at[None].expand(len(self), -1)
         memory = self.memory(rows)
@@ -337,9 +312,3 @@ class Group:
 def _kind(encoded: Encoded) -> tuple[int, int, bytes]:
     """(tokens, advance, positions): chunks of one kind can stand in for one another in a batch."""
     return encoded.tokens, encoded.advance, np.ascontiguousarray(encoded.positions).tobytes()
-
-
-def _stacked(parts: Sequence[Tokens]) -> Tokens:
-    """Batches of one put into one batch."""
-    deep = None if parts[0].deep is None else torch.cat([p.deep for p in parts if p.deep is not None], 1)
-    return Tokens(torch.cat([p.embeds for p in parts]), torch.cat([p.positions for p in parts], 1), deep)

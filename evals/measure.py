@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from ctxwin.kv.layout import SpanKV
 BATCH = 16
 """Contexts that share a forward, at most."""
 _DIGITS = 6
+_COSTS = ("stored", "over", "computed", "forwards", "encodes")
 
 
 @dataclass
@@ -52,10 +54,10 @@ class Measurer:
 
     Args:
         decoder: the model.
-        patcher: how deficits are compressed.
+        patcher: compresses deficits.
         system_prompt: system prompt of items that have none of their own.
-        along: read arms along the reference's answer, its end included, and generate an answer of their own only where they
-            depart from it: one pass an arm instead of one a token. Distances of the KV by layer are left out.
+        along: read arms along the reference's answer, its end included, and generate their own answer only where they depart
+            from it: one pass for an arm instead of one for each token. Distances of the KV by layer are left out.
     """
 
     def __init__(self, decoder: Decoder, patcher: Patcher, system_prompt: str, *, along: bool = False) -> None:
@@ -85,9 +87,9 @@ class Measurer:
             items: of one shape.
             arms: to be measured.
             base: what doing nothing would serve; the reference itself by default.
-            reference: what arms are held against.
+            reference: what arms are compared with.
             control: an arm whose distance to each arm is also measured, along the reference's answer (``to_control``).
-            group: of these items, where there is one already.
+            group: of these items, where it exists already.
 
         Cost: the reference, and for each arm its serving and its answers.
         """
@@ -95,17 +97,18 @@ class Measurer:
         try:
             group = self.group(items) if group is None else group
         except BudgetExceeded as error:  # a text that the model could not read even alone
-            reason = f"the prompt of at least {error.needed} tokens is longer than the model's {limit}"
+            total, unread = error.needed, {"placed": error.needed, "tokens": error.needed, "media": 0}
+            reason = f"the prompt of at least {total} tokens is longer than the model's {limit}"
+        else:
+            unread = {}
+            longest = max(self.decoder.query(item.query).tokens + item.max_tokens for item in items)
+            total = group.system_prompt.tokens + group.context_tokens + longest
+            reason = f"the prompt of {total} tokens is longer than the model's {limit}"
+        if group is None or total > limit:
             for arm in arms:
                 for item in items:
-                    yield self._sample(item, arm, unscored=reason, placed=error.needed, tokens=error.needed, media=0)
-            return
-        longest = max(self.decoder.query(item.query).tokens + item.max_tokens for item in items)
-        total = group.system_prompt.tokens + group.context_tokens + longest
-        if total > limit:
-            reason = f"the prompt of {total} tokens is longer than the model's {limit}"
-            for arm in arms:
-                yield from (self._sample(item, arm, **self._sizes(item, group), unscored=reason) for item in items)
+                    placed = unread if group is None else self._sizes(item, group)
+                    yield self._sample(item, arm, **placed, unscored=reason)
             return
         numbers = {item.context or item.index: b for b, item in enumerate(group.items)}
         rows = [numbers[item.context or item.index] for item in items]
@@ -118,30 +121,42 @@ class Measurer:
         for arm in arms:
             for i, item in enumerate(items):
                 one, said, first, before = heard[arm][0][i], heard[arm][1][i], heard[reference][1][i], heard[base][1][i]
+                sizes = self._sizes(item, group)
                 if one is None or said is None or first is None or before is None:
-                    reason = "the arm has no meaning for this item"
-                    yield self._sample(item, arm, **self._sizes(item, group), unscored=reason)
+                    yield self._sample(item, arm, **sizes, unscored="the arm has no meaning for this item")
                     continue
                 extra = dict(one.extra)
                 if control is not None and (other := heard[control][1][i]) is not None:
                     along = _forced_kl(other, said)
                     extra["to_control"] = kl_divergence(other.logits, said.logits) if along is None else along
+                layers = None if self.along or one.begin is not None else by_layer(one.spans, group.exact[rows[i]])
+                costs: dict[str, Any] = {
+                    name: getattr(one, name) for name in ("stored", "over", "computed", "forwards", "encodes")
+                }
                 yield self._sample(
-                    item, arm, **self._sizes(item, group), answer=said.answer, reference=first.answer, base=before.answer,
-                    kl=kl_divergence(first.logits, said.logits), base_kl=kl_divergence(first.logits, before.logits),
-                    forced_kl=_forced_kl(first, said), base_forced_kl=_forced_kl(first, before), stored=one.stored,
-                    over=one.over, computed=one.computed, forwards=one.forwards, encodes=one.encodes, extra=extra,
-                    by_layer=None if self.along or one.begin is not None else by_layer(one.spans, group.exact[rows[i]]),
-                )  # fmt: skip
+                    item,
+                    arm,
+                    **sizes,
+                    **costs,
+                    answer=said.answer,
+                    reference=first.answer,
+                    base=before.answer,
+                    kl=kl_divergence(first.logits, said.logits),
+                    base_kl=kl_divergence(first.logits, before.logits),
+                    forced_kl=_forced_kl(first, said),
+                    base_forced_kl=_forced_kl(first, before),
+                    extra=extra,
+                    by_layer=layers,
+                )
 
     def first_token(self, item: Item, arm: Arm) -> float:
         """Seconds to the first token of one item alone: serving from what is stored, then the question.
 
-        Canonicals, patches and vision embeddings are there already, as they are from the second use on, and so is what
-        else the arm finds (`Arm.found`).
+        Canonicals, patches and vision embeddings exist already, as from the second use on, and so does what else the arm
+        finds (`Arm.found`).
         """
         group = self.group([item])
-        group.context.embeds.sum()  # embeddings are held by everybody
+        group.context.embeds.sum()  # every arm holds the embeddings
         again = arm.prepared(group)
         begun = time.perf_counter()
         served = again()
@@ -154,10 +169,14 @@ class Measurer:
         return self.decoder.engine.decode(token_ids).strip()
 
     def _sample(self, item: Item, arm: Arm, **more: Any) -> Sample:
-        return Sample(
-            task=item.task, arm=arm.name, index=item.index, doc_id=item.doc_id, cluster=item.cluster, case=item.digest,
-            frames=len(item.placed), question=item.query, target=item.target, meta=dict(item.meta), **more,
-        )  # fmt: skip
+        same: dict[str, Any] = {name: getattr(item, name) for name in ("task", "index", "doc_id", "cluster", "target")}
+        about: dict[str, Any] = {
+            "case": item.digest,
+            "frames": len(item.placed),
+            "question": item.query,
+            "meta": dict(item.meta),
+        }
+        return Sample(arm=arm.name, **same, **about, **more)
 
     def _sizes(self, item: Item, group: Group) -> dict[str, int]:
         asked = group.system_prompt.tokens + group.context_tokens + self.decoder.query(item.query).tokens
@@ -168,22 +187,20 @@ class Measurer:
         self, group: Group, items: Sequence[Item], served: Sequence[Served | None], first: Sequence[Said | None] | None
     ) -> list[Said | None]:
         """Asks each item's question behind what is served for it; ``first`` is what the reference said."""
-        found = {i: one for i, one in enumerate(served) if one is not None}
-        if not self.along and all(items[i].max_tokens == 1 for i in found):
-            return self._next(group, items, served)
-        kinds: dict[object, list[int]] = {}
-        for i, one in found.items():
-            # What shares passes: as many slots, the question of one length at one position, no policy.
+        kinds: dict[object, list[tuple[int, Served]]] = {}
+        for i, one in enumerate(served):
+            if one is None:
+                continue
+            # These share passes: as many slots, a question of one length at one position, no policy.
             item, alone = items[i], i if one.policy is not None else -1
-            length = self.decoder.query(item.query).tokens
-            kinds.setdefault((_slots(one), _begin(one, group), length, item.max_tokens, alone), []).append(i)
+            slots, length = sum(span.tokens for span in one.spans), self.decoder.query(item.query).tokens
+            kinds.setdefault((slots, _begin(one, group), length, item.max_tokens, alone), []).append((i, one))
         out: list[Said | None] = [None] * len(items)
         for same in kinds.values():
-            memory = group.memory([found[i].spans for i in same])
-            known = [said for i in same if first is not None and (said := first[i]) is not None]
-            begin, policy = _begin(found[same[0]], group), found[same[0]].policy
-            some = [items[i] for i in same]
-            for i, said in zip(same, self._answers(memory, some, begin, policy, known), strict=True):
+            memory, some = group.memory([one.spans for _, one in same]), [items[i] for i, _ in same]
+            known = [said for i, _ in same if first is not None and (said := first[i]) is not None]
+            begin, policy = _begin(same[0][1], group), same[0][1].policy
+            for (i, _), said in zip(same, self._answers(memory, some, begin, policy, known), strict=True):
                 out[i] = said
         return out
 
@@ -191,6 +208,9 @@ class Measurer:
         self, memory: Memory, items: Sequence[Item], begin: int, policy: Policy | None, first: Sequence[Said]
     ) -> list[Said]:
         queries, longest = [self.decoder.query(item.query) for item in items], items[0].max_tokens
+        if not self.along and longest == 1:
+            logits = self.decoder.read(memory, [item.query for item in items], begin)
+            return [Said(row.numpy(), self.text([int(row.argmax())])) for row in logits]
         if not (self.along and first):
             made = generate(self.decoder, memory, queries, begin, max_tokens=longest, policy=policy)
             ids = [one.whole if self.along else one.token_ids for one in made]
@@ -206,24 +226,11 @@ class Measurer:
         said = [replace(one, logits=row[0].numpy(), forced=row.numpy()) for one, row in zip(first, rows, strict=True)]
         astray = [j for j, row in enumerate(rows) if row.argmax(-1).tolist() != first[j].token_ids]
         if astray:
-            part = memory.of(astray)
-            made = generate(self.decoder, part, [queries[j] for j in astray], begin, max_tokens=longest, policy=policy)
+            part, asked = memory.of(astray), [queries[j] for j in astray]
+            made = generate(self.decoder, part, asked, begin, max_tokens=longest, policy=policy)
             for j, one in zip(astray, made, strict=True):
                 said[j].answer = self.text(one.token_ids)
         return said
-
-    def _next(self, group: Group, items: Sequence[Item], served: Sequence[Served | None]) -> list[Said | None]:
-        """Next tokens; items whose rows have as many slots, and the question at one position, share a forward."""
-        out: list[Said | None] = [None] * len(items)
-        ones = {i: one for i, one in enumerate(served) if one is not None}
-        kinds = {i: (_slots(one), _begin(one, group)) for i, one in ones.items()}
-        for kind in sorted(set(kinds.values())):
-            same = [i for i in ones if kinds[i] == kind]
-            memory = group.memory([ones[i].spans for i in same])
-            logits = self.decoder.read(memory, [items[i].query for i in same], kind[1])
-            for i, row in zip(same, logits, strict=True):
-                out[i] = Said(row.numpy(), self.text([int(row.argmax())]))
-        return out
 
 
 def by_shape(items: Sequence[Item], size: int = BATCH) -> Iterator[list[Item]]:
@@ -236,14 +243,14 @@ def by_shape(items: Sequence[Item], size: int = BATCH) -> Iterator[list[Item]]:
     for same in shapes.values():
         contexts = list(same.values())
         for at in range(0, len(contexts), size):
-            yield [item for context in contexts[at : at + size] for item in context]
+            yield list(chain.from_iterable(contexts[at : at + size]))
 
 
 def by_layer(served: Sequence[SpanKV], exact: Sequence[SpanKV]) -> list[float] | None:
     """Relative distance ``|KV - exact| / |exact|`` of each layer, rope and content channel together, over all placed chunks.
 
-    Where in depth an arm is wrong (Kamera, section 4 and figure 8). None where an arm serves other tokens than a re-prefill
-    does (thinned out, or other chunks). Cost: one pass over the KV.
+    Shows where in depth an arm is wrong (Kamera, section 4 and figure 8). None where it serves other tokens than a re-prefill
+    (thinned out, or other chunks). Cost: one pass over the KV.
     """
     if [span.tokens for span in served] != [span.tokens for span in exact]:
         return None
@@ -254,10 +261,6 @@ def by_layer(served: Sequence[SpanKV], exact: Sequence[SpanKV]) -> list[float] |
             apart = apart + (a.double() - reference).pow(2).sum(dim=(1, 2, 3))
             size = size + reference.pow(2).sum(dim=(1, 2, 3))
     return [float(f"{x:.{_DIGITS}g}") for x in (apart / size).sqrt().tolist()]
-
-
-def _slots(served: Served) -> int:
-    return sum(span.tokens for span in served.spans)
 
 
 def _begin(served: Served, group: Group) -> int:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
+from ctxwin.files import atomic_write
 from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.deficit import Deficit
 from ctxwin.kv.layout import KVSpec, SpanKV
@@ -36,9 +37,9 @@ class Patcher:
 
     Attributes:
         layout: ``joint``, ``per_layer`` or ``shared`` (needs ``basis``).
-        weight: how truncation errors are measured; None for the plain norm.
+        weight: measures truncation errors; None for the plain norm.
         basis: directions for ``shared``, of at least the largest rank that will be asked for.
-        floor: patches are decomposed at this rank at least, so that a sweep is cut from one decomposition in any order.
+        floor: least rank of a decomposition, so that a sweep is cut from one decomposition in any order.
         build: makes the patchers of other ways to compress, see `variant`; None where there are none.
     """
 
@@ -56,7 +57,7 @@ class Patcher:
     def variant(self, name: str) -> Patcher:
         """The patcher of another way to compress, as `parse_variant` reads it; this one for "".
 
-        Cost: on first use, fitting a basis or a weight where the way needs one. Raises ValueError where it cannot.
+        Cost: on first use, fitting a basis or a weight where the way needs one. Raises ValueError where it cannot be fitted.
         """
         if not name:
             return self
@@ -74,28 +75,23 @@ class Patcher:
         known = held.get(key)
         if known is not None and rank is not None and rank <= known.rank:
             return _cut(known, rank)
-        deficit = lost()
-        if rank is not None and rank < self.floor:
-            whole = self._compressed(deficit, self.floor)
-            if not whole.dense and whole.right is not None:
-                held[key] = whole
-                return _cut(whole, rank) if rank < whole.rank else whole
-        made = self._compressed(deficit, rank)
-        if not made.dense and made.right is not None:
-            held[key] = made
-        return made
-
-    def _compressed(self, lost: Deficit, rank: int | None) -> Patch:
-        return compress(
-            lost, self.spec, rank=rank, layers=self.layers, layout=self.layout, dtype=self.dtype, weight=self.weight
+        deficit, options = (
+            lost(),
+            {"layers": self.layers, "layout": self.layout, "dtype": self.dtype, "weight": self.weight},
         )
+        # Factors that would be dense at the floor are formed at the rank itself.
+        for size in dict.fromkeys((rank if rank is None else max(rank, self.floor), rank)):
+            made = compress(deficit, self.spec, rank=size, **options)  # type: ignore[arg-type]
+            if not made.dense and made.right is not None:
+                held[key] = made
+                return _cut(made, rank) if rank is not None and rank < made.rank else made
+        return made
 
     def _projected(self, lost: Deficit, rank: int | None) -> Patch:
         if self.basis is None:
             raise ValueError("layout 'shared' needs a basis, got none")
         rank = self.basis.rank if rank is None else min(rank, self.basis.rank)
-        if rank < 1:
-            # No directions: the relocated canonical itself.
+        if rank < 1:  # no directions: the relocated canonical itself
             return compress(lost, self.spec, rank=0, dtype=self.dtype)
         if rank not in self._bases:
             # Directions are ordered by energy, so the first ones are the basis of a smaller rank.
@@ -112,13 +108,8 @@ class Patcher:
 
 def _cut(patch: Patch, rank: int) -> Patch:
     assert patch.right is not None
-    return replace(
-        patch,
-        rank=rank,
-        left=patch.left[..., :rank].contiguous(),
-        right=patch.right[:, :rank].contiguous(),
-        meta={**patch.meta, "cut_from": patch.rank},
-    )
+    left, right = patch.left[..., :rank].contiguous(), patch.right[:, :rank].contiguous()
+    return replace(patch, rank=rank, left=left, right=right, meta={**patch.meta, "cut_from": patch.rank})
 
 
 def parse_variant(name: str) -> tuple[Layout, Layers, Weighting] | None:
@@ -126,19 +117,13 @@ def parse_variant(name: str) -> tuple[Layout, Layers, Weighting] | None:
 
     Words: ``joint`` (the default), ``per_layer`` or ``shared``; ``deep``; ``balanced`` or ``output``. One of each kind.
     """
-    layout: Layout | None = None
-    layers: Layers | None = None
-    weight: Weighting | None = None
-    for word in name.split("+"):
-        if word in get_args(Layout) and layout is None:
-            layout = word  # type: ignore[assignment]
-        elif word == "deep" and layers is None:
-            layers = "deep"
-        elif word in ("balanced", "output") and weight is None:
-            weight = word  # type: ignore[assignment]
-        else:
+    words, found = name.split("+"), []
+    for known, default in ((get_args(Layout), "joint"), (("deep",), "all"), (("balanced", "output"), "none")):
+        some = [word for word in words if word in known]
+        if len(some) > 1:
             return None
-    return layout or "joint", layers or "all", weight or "none"
+        found.append(some[0] if some else default)
+    return tuple(found) if len(words) == sum(word in words for word in found) else None  # type: ignore[return-value]
 
 
 def fitted(
@@ -150,14 +135,14 @@ def fitted(
     keep: Path | None = None,
     name: str = "",
 ) -> Patcher:
-    """The patcher of a way to compress, and of all its variants.
+    """The patcher of a way to compress (layout, layers, weight, see `parse_variant`), and of all its variants.
 
     Args:
         decoder: the model.
-        way: layout, layers and weight, see `parse_variant`.
+        way: to compress.
         groups: contexts of their own, on which weights and shared bases are fitted when they are first asked for.
         dtype: of the factors.
-        keep: folder in which a shared basis is kept, and looked for first; None fits it anew.
+        keep: folder in which a shared basis is looked for first, and then kept; None fits it anew.
         name: of the variant.
     """
     layout, layers, weight = way
@@ -189,14 +174,12 @@ def _basis(patcher: Patcher, groups: Callable[[], Iterator[Group]], path: Path |
         deficits, patcher.spec, BASIS_RANK, layers=patcher.layers, weight=patcher.weight, dtype=patcher.dtype
     )
     if path is not None:
-        temporary = path.with_suffix(".tmp")
-        save_file(basis.tensors(), temporary, metadata={"basis": json.dumps(basis.describe())})
-        temporary.replace(path)
+        atomic_write(path, save(basis.tensors(), metadata={"basis": json.dumps(basis.describe())}))
     return basis
 
 
 def make_weight(kind: Weighting, text_model: Any, spec: KVSpec, sample: SpanKV) -> Weight:
-    """The weight of a run.
+    """How a run measures truncation errors.
 
     ``balanced`` counts keys and values alike in every layer. ``output`` measures values by what the output projection
     makes of them (the Cholesky factor of ``W_O W_O^T`` per KV head) and keys balanced against them.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +38,7 @@ class Settings:
         system_prompt: system prompt of items that have none of their own.
         layout, layers, weight, dtype: of the patches (see `form_patch`).
         basis_items: contexts a shared basis is fitted on (layout ``shared`` only).
-        timed: the first so many items of a task are timed, each on its own; a time is no part of what a run compares.
+        timed: how many items of a task are timed, each alone; times are no part of what a run compares.
     """
 
     system_prompt: str = "You watch a camera."
@@ -64,17 +63,10 @@ class Settings:
 
     def config(self, engine: HFEngine) -> dict[str, Any]:
         """What goes into ``config.json``: a run can be continued only under the same."""
-        plain = json.loads(json.dumps(asdict(self)))
-        del plain["timed"]
-        if self.layout != "shared":
-            del plain["basis_items"]
-        return {
-            "format": FORMAT,
-            "name": model_name(engine.spec.model),
-            "model": engine.spec.identity,
-            "kv": engine.spec.kv.dtype,
-            **plain,
-        }
+        left_out = ("timed",) if self.layout == "shared" else ("timed", "basis_items")
+        plain = {name: value for name, value in asdict(self).items() if name not in left_out}
+        name, spec = model_name(engine.spec.model), engine.spec
+        return {"format": FORMAT, "name": name, "model": spec.identity, "kv": spec.kv.dtype, **plain}
 
 
 def model_name(model: str) -> str:
@@ -91,25 +83,26 @@ class Job:
 
 
 def fits(arm: Arm, task: Task) -> bool:
-    """Whether an arm runs on a task: it is of its setting, and of its turnover where it names one."""
+    """Whether an arm runs on a task: it is made for its setting, and for its turnover where it names one."""
     if arm.turnover is not None:
         return task.name == f"tiny/recall@{arm.turnover:g}"
     return arm.name == BASES[task.setting].name or task.setting in arm.settings
 
 
 def companions(arms: Sequence[Arm], tasks: Sequence[Task]) -> list[str]:
-    """Generated tasks for arms that fit none of the given ones, where those are all generated: slides, or recalls."""
+    """Generated tasks (slides, recalls) for arms that fit none of the given tasks, where those are all generated."""
     if not all(task.name.startswith("tiny/") for task in tasks):
         return []
     found: dict[str, None] = {}
     for arm in arms:
-        if not any(fits(arm, task) for task in tasks):
-            if arm.turnover is not None:
-                found[f"tiny/recall@{arm.turnover:g}"] = None
-            elif "slide" in arm.settings:
-                found |= dict.fromkeys(("tiny/slide_distractor", "tiny/slide_needed"))
-            elif "recall" in arm.settings:
-                found |= dict.fromkeys(SUITES["tiny-recall"])
+        if any(fits(arm, task) for task in tasks):
+            continue
+        if arm.turnover is not None:
+            found[f"tiny/recall@{arm.turnover:g}"] = None
+        elif "slide" in arm.settings:
+            found |= dict.fromkeys(("tiny/slide_distractor", "tiny/slide_needed"))
+        elif "recall" in arm.settings:
+            found |= dict.fromkeys(SUITES["tiny-recall"])
     return list(found)
 
 
@@ -117,18 +110,13 @@ def plan_jobs(arms: Sequence[Arm], tasks: Sequence[Task]) -> list[Job]:
     """Which arms run on which tasks, see `fits`. Raises ValueError for an arm that fits none of them."""
     jobs = []
     for task in tasks:
-        fitting = []
-        for arm in arms:
-            base = BASES[task.setting]
-            if arm.name == base.name:
-                fitting.append(base)  # doing nothing means something else in every setting
-            elif fits(arm, task):
-                fitting.append(arm.on(task.setting))
+        base = BASES[task.setting]
+        # Doing nothing means something else in every setting.
+        fitting = [base if arm.name == base.name else arm.on(task.setting) for arm in arms if fits(arm, task)]
         if fitting:
             jobs.append(Job(task, tuple(fitting)))
     used = {arm.name for job in jobs for arm in job.arms}
-    idle = [arm for arm in arms if arm.name not in used]
-    if idle:
+    if idle := [arm for arm in arms if arm.name not in used]:
         what = "; ".join(f"{arm.name} needs a task of setting {' or '.join(arm.settings)}" for arm in idle)
         raise ValueError(f"every arm must fit one of the tasks, got {what} (`ctxwin eval ls` lists the tasks)")
     return jobs
@@ -149,10 +137,8 @@ class Runner:
         config = settings.config(engine) | {"tasks": {task.name: task.config() for task in tasks}}
         self.samples: Samples = open_samples(folder, config)
         self._decoder = Decoder(engine)
-        patcher = fitted(
-            self._decoder, (settings.layout, settings.layers, settings.weight), self._groups,
-            dtype=PATCH_DTYPES[settings.dtype], keep=folder,
-        )  # fmt: skip
+        way, dtype = (settings.layout, settings.layers, settings.weight), PATCH_DTYPES[settings.dtype]
+        patcher = fitted(self._decoder, way, self._groups, dtype=dtype, keep=folder)
         self.measurer = Measurer(self._decoder, patcher, settings.system_prompt)
 
     def run(self, jobs: Sequence[Job], n: int | None, progress: Callable[[int], None] = lambda done: None) -> None:
@@ -166,32 +152,27 @@ class Runner:
         for job in jobs:
             # A sweep is cut from its largest rank: of the job, not of the arms that happen to be missing.
             self.measurer.patcher.floor = max((arm.rank or 0 for arm in job.arms), default=0)
-            empty = True
+            items: list[Item] = []
             for items in batches(job.task, n):
-                empty = False
                 wanted = {item.index for item in items if _asked(job.task, item, n)}
                 self._check_items(job, items)
-                missing = [
-                    arm
-                    for arm in job.arms
-                    if any(not self.samples.has(job.task.name, arm.name, index) for index in wanted)
-                ]
+                name, has = job.task.name, self.samples.has
+                missing = [arm for arm in job.arms if any(not has(name, arm.name, index) for index in wanted)]
                 if missing:
                     self.samples.add(self._measured(job.task, items, missing, wanted))
                 progress(len(wanted) * len(job.arms))
-            if empty:
+            if not items:
                 raise ValueError(f"{job.task.name} must have items, got none among the first {n}; take a larger n")
 
     def _check_items(self, job: Job, items: Sequence[Item]) -> None:
         """Raises ValueError where a sample on disk is of another item than the task gives today."""
-        for item in items:
-            for arm in job.arms:
-                row = self.samples.rows.get((item.task, arm.name, item.index))
-                if row is not None and row.case != item.digest:
-                    raise ValueError(
-                        f"samples of {self.samples.folder} must be of today's items, got another item {item.index} of "
-                        f"{item.task!r}; choose another --output"
-                    )
+        for item, arm in product(items, job.arms):
+            row = self.samples.rows.get((item.task, arm.name, item.index))
+            if row is not None and row.case != item.digest:
+                raise ValueError(
+                    f"samples of {self.samples.folder} must be of today's items, got another item {item.index} of "
+                    f"{item.task!r}; choose another --output"
+                )
 
     def _measured(
         self, task: Task, items: Sequence[Item], arms: Sequence[Arm], wanted: Collection[int]
@@ -199,12 +180,11 @@ class Runner:
         """The wanted samples of one batch, timed where that was asked for."""
         by_name, by_index = {arm.name: arm for arm in arms}, {item.index: item for item in items}
         for sample in self.measurer.samples(items, arms, base=BASES[task.setting]):
-            if sample.index not in wanted:
-                continue
-            if sample.index < self.settings.timed and sample.unscored is None:
+            if sample.index in wanted and sample.index < self.settings.timed and sample.unscored is None:
                 seconds = self.measurer.first_token(by_index[sample.index], by_name[sample.arm])
                 sample = sample.model_copy(update={"ttft_s": seconds})
-            yield sample
+            if sample.index in wanted:
+                yield sample
 
     def _groups(self) -> Iterator[Group]:
         """Contexts of their own seeds, to fit bases and weights on."""
@@ -220,12 +200,7 @@ def batches(task: Task, n: int | None) -> Iterator[list[Item]]:
 
     Where items share shapes, whole blocks are made, the last one too, of which some items may lie behind ``n``.
     """
-    if n is None:
-        found: Sequence[Item] = task.items()
-    elif task.endless:
-        found = task.items(-(-n // BLOCK) * BLOCK)
-    else:
-        found = task.items(n)
+    found = task.items(-(-n // BLOCK) * BLOCK if n is not None and task.endless else n)
     for _, block in groupby(found, lambda item: item.index // BLOCK):  # by index: a task may leave items out
         for part in by_shape(list(block)):
             if any(_asked(task, item, n) for item in part):

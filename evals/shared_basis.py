@@ -13,7 +13,6 @@ from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Segment
 from ctxwin.evals.patching import make_weight
 from ctxwin.kv.deficit import Deficit, deficit
-from ctxwin.kv.lowrank import Weight
 from ctxwin.kv.pooling import fit_basis
 from ctxwin.profiles import ModelBasis, model_digest
 
@@ -32,8 +31,8 @@ class FitSettings:
     Attributes:
         contexts: sequences of four chunks; every chunk but the first gives a deficit.
         rank: directions to keep; patches may use fewer, most important first.
-        layers: that they cover: deep (the upper half), or all.
-        seed: of the contexts, which are of a probe's ``fitting`` split: evals measure on none of them, whatever the seed.
+        layers: those they cover: deep (the upper half), or all.
+        seed: of the contexts, which belong to a probe's ``fitting`` split: evals measure on none of them, whatever the seed.
     """
 
     contexts: int = 120
@@ -63,25 +62,19 @@ def contexts_for(engine: HFEngine, settings: FitSettings, images: Path | None, m
 
     Raises ValueError for another model without pictures: directions fitted on what it never serves would be worth little.
     """
-    from ctxwin.evals.probe.contexts import PLACED, Source
+    from ctxwin.evals.probe.contexts import PLACED
+    from ctxwin.evals.probe.folder import Images
+    from ctxwin.evals.probe.generated import World
     from ctxwin.tiny import checkpoint_dir
 
-    source: Source
-    if images is not None:
-        from ctxwin.evals.probe.folder import Images
-
-        if not engine.spec.vision:
-            raise ValueError(f"{engine.spec.model!r} reads text only, and bases are fitted on pictures")
-        source = Images(images, (), 1, max_pixels)
-    elif model_digest(engine.spec.model) == model_digest(checkpoint_dir()):
-        from ctxwin.evals.probe.generated import World
-
-        source = World()
-    else:
+    if images is None and model_digest(engine.spec.model) != model_digest(checkpoint_dir()):
         raise ValueError(
             f"contexts are generated for the bundled model only, got {engine.spec.model!r}; fit on pictures like those "
             "that will be placed: --images DIR"
         )
+    if not engine.spec.vision:
+        raise ValueError(f"{engine.spec.model!r} reads text only, and bases are fitted on pictures")
+    source = World() if images is None else Images(images, (), 1, max_pixels)
     first = settings.seed * _STRIDE
 
     def sequence(index: int) -> Sequence[Chunk]:
@@ -92,16 +85,20 @@ def contexts_for(engine: HFEngine, settings: FitSettings, images: Path | None, m
 
 def deficits(engine: HFEngine, system_prompt: str, chunks: Iterable[Chunk]) -> Iterator[Deficit]:
     """What each chunk but the first lost behind the system prompt alone. Cost: two forwards a chunk, one vision encode."""
-    encoded = engine.encode_system_prompt(system_prompt)
-    head = Segment(encoded, 0, span=engine.prefill([], encoded, 0))
-    front, at = [head], encoded.advance
+    head = _head(engine, system_prompt)
+    front, at = [head], head.encoded.advance
     for chunk in chunks:
         target = engine.encode(chunk)
         met = engine.prefill(front, target, at)
         if len(front) > 1:
-            yield deficit(met, engine.prefill([head], target, encoded.advance), engine.spec.kv)
+            yield deficit(met, engine.prefill([head], target, head.encoded.advance), engine.spec.kv)
         front.append(Segment(target, at, span=met))
         at += target.advance
+
+
+def _head(engine: HFEngine, system_prompt: str) -> Segment:
+    encoded = engine.encode_system_prompt(system_prompt)
+    return Segment(encoded, 0, span=engine.prefill([], encoded, 0))
 
 
 def fit(
@@ -112,10 +109,11 @@ def fit(
     Errors count as the output sees them (`make_weight`: values by the output projection, keys balanced against them);
     latent attention, whose values have no projection of their own, counts keys and values alike.
 
-    Raises ValueError where the contexts give no deficit. Cost: two forwards a chunk and a small SVD a deficit.
+    Raises ValueError where the contexts give no deficit. Cost: two forwards for each chunk and a small SVD for each deficit.
     """
-    spec = engine.spec.kv
-    weight = _weight(engine, contexts)
+    spec, head = engine.spec.kv, _head(engine, contexts.system_prompt)
+    sample = engine.prefill([head], engine.encode(contexts.sequences[0]()[0]), head.encoded.advance)
+    weight = make_weight("balanced" if spec.family == "mla" else "output", engine.text_model, spec, sample)
 
     def all_of() -> Iterator[Deficit]:
         for sequence in contexts.sequences:
@@ -125,12 +123,3 @@ def fit(
     made = fit_basis(all_of(), spec, settings.rank, layers=settings.layers, weight=weight)
     basis = replace(made, identity=model_digest(engine.spec.model))
     return ModelBasis(basis, weight, datetime.now(UTC).isoformat(timespec="seconds"))
-
-
-def _weight(engine: HFEngine, contexts: Contexts) -> Weight:
-    encoded = engine.encode_system_prompt(contexts.system_prompt)
-    head = Segment(encoded, 0, span=engine.prefill([], encoded, 0))
-    sample = engine.prefill([head], engine.encode(contexts.sequences[0]()[0]), encoded.advance)
-    return make_weight(
-        "balanced" if engine.spec.kv.family == "mla" else "output", engine.text_model, engine.spec.kv, sample
-    )
