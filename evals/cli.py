@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +11,13 @@ import typer
 
 from ctxwin.evals.config import Config
 from ctxwin.evals.console import (
+    Device,
+    Dtype,
     Json,
+    MaxPixels,
     Model,
+    ModelArgument,
+    OwnDtype,
     Threads,
     errors,
     new_table,
@@ -21,10 +25,10 @@ from ctxwin.evals.console import (
     open_model,
     print_json,
     progress,
+    say,
     terminal,
 )
 from ctxwin.evals.probe.cli import probe
-from ctxwin.evals.shared_basis_cli import basis
 
 if TYPE_CHECKING:
     from ctxwin.evals.score import Result
@@ -36,14 +40,16 @@ app = typer.Typer(
     help="How close reuse stays to a full re-prefill.",
 )
 app.command("probe")(probe)
-app.command("basis")(basis)
 
+_RULES = "vlmevalkit, qwen-vl-utils, linspace, hf-qwen2-vl, lmms-eval"
 ALL_ARMS = "reprefill,blind,patched:1,patched:2,patched:4,patched:8,first_k:4,orbit:8,transfer:8"
 
 
 @app.command()
 def run(
-    tasks: Annotated[str, typer.Argument(help="Comma-separated tasks or suites; `ctxwin eval ls` lists them.")] = "tiny",
+    tasks: Annotated[
+        str, typer.Argument(help="Comma-separated tasks or suites; `ctxwin eval ls` lists them.")
+    ] = "tiny",
     arms: Annotated[str, typer.Option(help="Comma-separated; `ctxwin eval ls` lists them.")] = ALL_ARMS,
     n: Annotated[int, typer.Option(help="Items a task; 0: all of a data set.", min=0)] = 300,
     seed: Annotated[int, typer.Option(help="Seed of generated items.")] = 0,
@@ -52,33 +58,36 @@ def run(
     data: Annotated[str, typer.Option(help="Benchmark data: a folder in the official layout, or hub:OWNER/NAME.")] = "",
     split: Annotated[str, typer.Option(help="Split of a benchmark; its first by default.")] = "",
     video_frames: Annotated[int, typer.Option(help="Frames sampled from a video.", min=1)] = 8,
-    frame_rule: Annotated[str, typer.Option(help="Which frames: vlmevalkit, qwen-vl-utils, linspace, hf-qwen2-vl, lmms-eval.")]
-        = "vlmevalkit",
+    frame_rule: Annotated[str, typer.Option(help=f"Which frames: {_RULES}.")] = "vlmevalkit",
     max_pixels: Annotated[int, typer.Option(help="Scale pictures down to this area; 0 leaves them.", min=0)] = 0,
     as_video: Annotated[bool, typer.Option(help="Frames as one native video instead of pictures.")] = False,
     subtitles: Annotated[bool, typer.Option(help="Video-MME with subtitles of the sampled frames.")] = False,
-    times: Annotated[bool, typer.Option(help="The time in front of each frame that goes in as a picture; not official.")] = False,
+    times: Annotated[
+        bool, typer.Option(help="The time in front of each frame given as a picture; not official.")
+    ] = False,
     skip_missing: Annotated[bool, typer.Option(help="Leave out items whose media are missing.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Longest answer; 0 takes the benchmark's.", min=0)] = 0,
     model: Model = "tiny",
-    system_prompt: Annotated[str, typer.Option(help="System prompt of items without one of their own.")] = "You watch a camera.",
+    system_prompt: Annotated[
+        str, typer.Option(help="System prompt of items without their own.")
+    ] = "You watch a camera.",
     layout: Annotated[str, typer.Option(help="Patch factors: joint, per_layer or shared.")] = "joint",
     layers: Annotated[str, typer.Option(help="Patched layers: all or deep.")] = "all",
     weight: Annotated[str, typer.Option(help="How truncation is measured: none, balanced or output.")] = "none",
     patch_dtype: Annotated[str, typer.Option(help="Stored factors: bfloat16, float16 or float32.")] = "bfloat16",
     timed: Annotated[int, typer.Option(help="Time the first so many items of a task, each alone.", min=0)] = 0,
-    dtype: Annotated[str, typer.Option(help="The model's arithmetic: float32 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
     output: Annotated[Path | None, typer.Option(help="Folder of the run; one that exists is continued.")] = None,
     config: Config = None,
     threads: Threads = 0,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Run arms over the items of tasks, score them against an exact re-prefill, print the table.
 
-    Beside generated tasks, arms of slides and recalls bring the generated tasks of theirs along.
+    Arms of slides and recalls add generated tasks of their own to generated tasks.
 
-    A run that was interrupted is continued by the same command: what is in the folder is not computed again.
+    An interrupted run is continued by the same command: what is in the folder is not computed again.
     """
     with errors():
         from ctxwin.evals.arms import parse_arms
@@ -165,20 +174,15 @@ def list_(as_json: Json = False) -> None:
     }
     arms: dict[str, dict[str, Any]] = {
         kind.form: {
-            "about": (kind.__doc__ or "").splitlines()[0], "source": kind.source, "settings": list(kind.settings)
+            "about": (kind.__doc__ or "").splitlines()[0],
+            "source": kind.source,
+            "settings": list(kind.settings),
         }
         for kind in ARMS.values()
-    }  # fmt: skip
+    }
     if as_json:
-        print_json(
-            {
-                "tasks": tasks,
-                "suites": {k: list(v) for k, v in SUITES.items()},
-                "protocols": list(PROTOCOLS),
-                "arms": arms,
-                "forms": ARM_FORMS,
-            }
-        )
+        suites = {k: list(v) for k, v in SUITES.items()}
+        print_json({"tasks": tasks, "suites": suites, "protocols": list(PROTOCOLS), "arms": arms, "forms": ARM_FORMS})
         return
     for title, entries in (("tasks", tasks), ("arms", arms)):
         columns = ["name", *next(iter(entries.values()))]
@@ -201,14 +205,54 @@ def plainly(result: Result) -> dict[str, Any]:
         name = task.removeprefix("tiny/")
         return "recall" if name.startswith("recall@") and re.fullmatch(r"(stale|update|recall):.+@.+", arm) else name
 
-    arms = {arm: {short(task, arm): made for task, made in cells.items()} for arm, cells in result["arms"].items()}
-    by_task: dict[str, Mapping[str, Any]] = {
-        "tasks": result["tasks"],
-        "paired": result["paired"],
-        "matched": result["matched"],
+    shortened: dict[str, Any] = {
+        key: {short(task): made for task, made in result[key].items()}
+        for key in ("tasks", "paired", "matched")
     }
-    others = {key: {short(task): made for task, made in found.items()} for key, found in by_task.items()}
-    return {**result, **others, "arms": arms}
+    shortened["arms"] = {
+        arm: {short(task, arm): made for task, made in cells.items()} for arm, cells in result["arms"].items()
+    }
+    return {**result, **shortened}
+
+
+@app.command()
+def basis(
+    model: ModelArgument = "tiny",
+    images: Annotated[Path | None, typer.Option(help="Folder of pictures and videos to fit on.")] = None,
+    contexts: Annotated[int, typer.Option(help="Sequences of chunks to fit on.", min=1)] = 120,
+    rank: Annotated[int, typer.Option(help="Directions to keep; patches may use fewer.", min=1)] = 64,
+    layers: Annotated[str, typer.Option(help="Layers that patches cover: deep or all.")] = "deep",
+    seed: Annotated[int, typer.Option(help="Seed of the contexts.", min=0)] = 0,
+    max_pixels: MaxPixels = 0,
+    output: Annotated[Path | None, typer.Option(help="File to write; by default the one that windows find.")] = None,
+    dtype: OwnDtype = "float32",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    as_json: Json = False,
+) -> None:
+    """Fit the directions that all patches of a model share, for Fidelity("patched", layout="shared")."""
+    with errors():
+        from ctxwin.evals.shared_basis import FitSettings, contexts_for, fit
+        from ctxwin.profiles import BASIS_NAME, find_basis, write_basis
+
+        settings = FitSettings(contexts, rank, layers, seed)  # type: ignore[arg-type]
+        with open_model(model, dtype, device, threads) as engine, progress("contexts", contexts) as advance:
+            name = engine.spec.model
+            made = fit(engine, contexts_for(engine, settings, images, max_pixels or None), settings, advance)
+            share = made.rank * made.basis.right.element_size() / engine.spec.kv.span_bytes(1)
+        path = write_basis(made, name, output)
+        found, count, kept = find_basis(name), made.basis.meta["deficits"], list(made.basis.layers)
+        followed = found is not None and found.id == made.id
+        if as_json:
+            about = {"id": made.id, "rank": made.rank, "layers": kept, "bytes": made.basis.nbytes, "deficits": count}
+            print_json({**about, "share": share, "date": made.date, "file": str(path), "followed": followed})
+            return
+        say(f"{made.rank} directions over layers {kept}, {made.basis.nbytes:,} bytes once for the model", bold=True)
+        say(
+            f"fitted on {count} chunks of {contexts} contexts; a patch of all directions takes {share:.1%} of its chunk's KV "
+            "in bf16"
+        )
+        say(str(path) + ("" if followed else f": windows find it once it lies beside the weights as {BASIS_NAME}"))
 
 
 def _default_folder(config: dict[str, Any]) -> Path:

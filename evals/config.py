@@ -19,17 +19,12 @@ if TYPE_CHECKING:
 
 
 def read_config(path: Path, known: Mapping[str, str]) -> dict[str, Any]:
-    """The options that a YAML file sets, as parameter names and values.
+    """The options that a YAML file sets, as parameter names and values; lists become comma-separated text.
 
-    Lists become comma-separated text, which is how options take several values.
+    ``known`` holds parameter names by option name (``max-tokens``).
 
-    Args:
-        path: of the file.
-        known: parameter names by option name (``max-tokens``).
-
-    Raises:
-        ValueError: no mapping of option names to values, or a key that is no option; names the nearest one.
-        OSError: the file cannot be read.
+    Raises ValueError where the file does not hold option names and values, or an unknown option (with the nearest one), and
+    OSError where it cannot be read.
     """
     import yaml
 
@@ -53,7 +48,7 @@ def read_config(path: Path, known: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _apply(context: typer.Context, value: Path | None) -> Path | None:
-    """Makes what the file says the command's defaults, before other options are looked at."""
+    """Makes the file's values the command's defaults, before other options are read."""
     if value is not None and not context.resilient_parsing:
         known = {
             text.lstrip("-"): parameter.name
@@ -66,17 +61,14 @@ def _apply(context: typer.Context, value: Path | None) -> Path | None:
     return value
 
 
+_ABOUT = "Options of this command in a YAML file; flags win over it."
 Config = Annotated[
-    Path | None,
-    typer.Option(
-        "--config", metavar="FILE.yaml", is_eager=True, callback=_apply,
-        help="Options of this command in a YAML file; flags win over it.",
-    ),
-]  # fmt: skip
+    Path | None, typer.Option("--config", metavar="FILE.yaml", is_eager=True, callback=_apply, help=_ABOUT)
+]
 
 
 def preset(name: str, about: str, **chosen: Any) -> Any:
-    """A flag that chooses other defaults for some options; flags and a configuration file still win over it."""
+    """A flag that changes the defaults of some options; flags and a configuration file still win over it."""
 
     def apply(context: typer.Context, value: bool) -> bool:
         if value and not context.resilient_parsing:

@@ -1,4 +1,4 @@
-"""What the eval commands share: opening a model, numbers in options, what is printed, progress, one-line errors."""
+"""What the eval commands share: opening a model, lists of numbers, printing, progress, one-line errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Threads = Annotated[int, typer.Option(help="CPU threads; 0 leaves the default.",
 
 
 def open_model(model: str, dtype: str, device: str, threads: int) -> HFEngine:
-    """The transformers engine; the reader needs its model.
+    """The transformers engine, which lets evals read inside the model.
 
     Args:
         model: ``tiny``, a local folder or a Hub name; ``hf:`` in front changes nothing.
@@ -63,6 +63,7 @@ def open_model(model: str, dtype: str, device: str, threads: int) -> HFEngine:
 
 
 def numbers(text: str) -> list[int]:
+    """The numbers of a comma-separated list."""
     parts = [p.strip() for p in text.split(",") if p.strip()]
     if not parts or not all(p.isdigit() for p in parts):
         raise ValueError(f"numbers must be a comma-separated list, got {text!r}")
@@ -70,25 +71,19 @@ def numbers(text: str) -> list[int]:
 
 
 def print_json(value: Any) -> None:
+    """Prints one JSON value."""
     typer.echo(json.dumps(value, indent=1))
 
 
 def terminal() -> Any:
-    """Where results are printed; nothing in them is markup, since names and paths may hold what looks like it."""
+    """The console that results go to, without markup, since names and paths may look like it; files get wide rows."""
     from rich.console import Console
 
-    # A file or a pipe gets whole rows.
-    return Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=150)
+    return Console(markup=False, width=None if sys.stdout.isatty() else 150)
 
 
 def new_table(title: str, columns: str, *, left: Collection[int] = (0,)) -> Table:
-    """A table without rows.
-
-    Args:
-        title: above it.
-        columns: headings, separated by ``|``.
-        left: columns, by number, whose text is aligned left; numbers are aligned right.
-    """
+    """A table without rows; ``columns`` are headings separated by ``|``, those numbered in ``left`` are aligned left."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -98,17 +93,17 @@ def new_table(title: str, columns: str, *, left: Collection[int] = (0,)) -> Tabl
 
 
 def say(text: str, *, bold: bool = False) -> None:
-    """A line as it is: no path in it is broken in two."""
+    """Prints a line unwrapped, so that no path in it is broken in two."""
     terminal().print(text, style="bold" if bold else None, highlight=False, soft_wrap=True)
 
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with the stage that is under way, what is done of it and how much there is; a total of 0 means unknown."""
+"""Called with the current stage, the amount done and the total; a total of 0 means unknown."""
 
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows how far something has come and how long the rest may take, on standard error: ``--json`` stays clean.
+    """Shows progress and an estimate of the time left on standard error; ``--json`` stays clean.
 
     Yields a function that is called with how many more are done. A terminal gets a bar, a file or a pipe a line now and then.
     """
@@ -141,37 +136,31 @@ def stages() -> Iterator[OnProgress]:
     if not console.is_terminal:
         yield _Lines()
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    times = TimeElapsedColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total or None)
 
 
 class _Lines:
-    """Progress where nobody looks at a terminal: a line when work begins, and one every `EVERY` seconds at most."""
+    """Progress off a terminal: a line when work begins, and one every `EVERY` seconds at most."""
 
     EVERY = 10.0
 
     def __init__(self) -> None:
-        self._began = self._last = time.monotonic()
-        self._first = True
+        self._began = time.monotonic()
+        self._next = self._began
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if not self._first and now - self._last < self.EVERY:
-            return
-        self._first, self._last = False, now
-        typer.echo(progress_line(stage, done, total, now - self._began), err=True)
+        if now >= self._next:
+            self._next = now + self.EVERY
+            typer.echo(progress_line(stage, done, total, now - self._began), err=True)
 
 
 def progress_line(stage: str, done: int, total: int, seconds: float) -> str:
-    """One line of progress: the stage, how much of it is done, and how long the rest takes at that pace."""
+    """One line of progress: the stage, the amount done, and the time left at that pace."""
     if not total:
         return stage
     line = f"{stage}: {done} of {total}"
@@ -182,7 +171,7 @@ def progress_line(stage: str, done: int, total: int, seconds: float) -> str:
 
 
 def write_result(folder: Path | None, name: str, result: Mapping[str, Any]) -> None:
-    """Writes a result as JSON to ``name`` in a folder that is created where missing; nothing without a folder."""
+    """Writes a result as JSON to ``name`` in a folder, which is created where missing; does nothing without a folder."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -194,15 +183,12 @@ def show(result: Mapping[str, Any], as_json: bool, *shown: Any) -> None:
         print_json(result)
         return
     for one in shown:
-        if isinstance(one, str):
-            say(one)
-        else:
-            terminal().print(one)
+        say(one) if isinstance(one, str) else terminal().print(one)
 
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """Bad input and what the library raises on purpose become one line and exit code 2."""
+    """Turns bad input, and errors that the library raises on purpose, into one line and exit code 2."""
     try:
         yield
     except (ValueError, TypeError, OSError, CtxwinError, ModuleNotFoundError) as error:

@@ -1,7 +1,7 @@
-"""What is asked: items of a task, each a context of chunks in a setting with one question, and how answers are scored.
+"""Items of a task, each a context of chunks in a setting with one question, and how answers are scored.
 
 A `Task` stands for a benchmark (one file of MM-NIAH, Video-MME, one set of MileBench, one kind of generated item). Scoring needs
-neither its data nor a model, so a finished run scores again from its samples.
+neither its data nor a model, so a finished run can be scored again from its samples.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ class Item:
     """One question about a context.
 
     Attributes:
-        task, index: which item this is; items depend on nothing else, never on how many are drawn.
-        load: makes every chunk concerned, in an order that ``placed`` and ``before`` index. May read files; the same
-            chunks every time. Raises BadMedia or FileNotFoundError where a medium cannot be read.
+        task, index: which item this is; it depends on nothing else, in particular not on how many are drawn.
+        load: makes all chunks, in an order that ``placed`` and ``before`` index; the same chunks every time. May read files;
+            raises BadMedia or FileNotFoundError where a medium cannot be read.
         count: number of chunks that ``load`` makes.
-        placed: what is placed when the question is asked, in order.
+        placed: chunks that are placed when the question is asked, in order.
         query: text behind the last chunk.
-        target: what the scorer needs, JSON-able.
-        before: what was placed earlier: when survivors were conditioned (slide), or when the patch was formed (recall); else
-            empty.
+        target: JSON-able value that the scorer needs.
+        doc_id: the data set's own name of the item.
+        cluster: items of one cluster are not independent (one video, one document); never empty.
+        digest: content of the item, so that samples of other data are noticed.
+        before: chunks placed earlier: when survivors were conditioned (slide), or when the patch was formed (recall).
         asked: position in ``placed`` of the chunk that came back (recall) or that holds the answer.
         max_tokens: longest answer; 1 where the next token is the answer.
         system_prompt: system prompt; None takes the run's.
         shape: items of one shape have chunks of the same sizes and share forwards; None: this item is read alone.
-        context: items of one context, where it is not empty, place the same chunks: what an arm serves is served once.
-        doc_id: the data set's own name of the item.
-        cluster: items of one cluster are not independent (one video, one document); never empty.
-        meta: what the report groups by, and how the item was made (lengths, depths, frame indices); JSON-able.
-        digest: content of the item, so that samples of other data are noticed.
+        context: items of one context (where not empty) place the same chunks, and what an arm serves is served once.
+        meta: lengths, depths, frame indices, ..., by which the report groups items; JSON-able.
     """
 
     task: str
@@ -72,9 +71,7 @@ class Item:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be >= 1, got {self.max_tokens}")
         if not self.cluster or not self.doc_id:
-            raise ValueError(
-                f"an item must name its document and its cluster, got {self.doc_id!r} and {self.cluster!r}"
-            )
+            raise ValueError(f"an item must name its document and cluster, got {self.doc_id!r} and {self.cluster!r}")
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,9 @@ def render(figure: Figure, kind: str) -> bytes:
     out, svg = io.BytesIO(), kind == "svg"
     unstamped = {"Date" if svg else "Software": None}
     with styled():
-        figure.savefig(out, format=kind, dpi=144, metadata=unstamped, facecolor="none" if svg else "white")
+        figure.savefig(
+            out, format=kind, dpi="figure" if svg else 144, metadata=unstamped, facecolor="none" if svg else "white"
+        )
     if not svg:
         return out.getvalue()
     scheme = f"svg{{--ink:{INK}}}@media(prefers-color-scheme:dark){{svg{{--ink:{_DARK_INK}}}}}"

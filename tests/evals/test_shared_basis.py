@@ -14,8 +14,8 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from ctxwin import Chunk, Fidelity, Window
+from ctxwin.evals.cli import basis
 from ctxwin.evals.shared_basis import Contexts, FitSettings, contexts_for, deficits, fit
-from ctxwin.evals.shared_basis_cli import basis
 from ctxwin.evals.studies.serving_gap import GapSettings
 from ctxwin.kv.pooling import project
 from ctxwin.profiles import PROFILES_VARIABLE, decode_basis, encode_basis, model_digest
