@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,10 @@ def made(answer: str, reference: str, base: str, kl: float = 0.0, base_kl: float
     number = made.count  # type: ignore[attr-defined]
     sample = row("patched:1", number, kl=kl, base_kl=base_kl, cluster=cluster or f"c{number}", stored=10, over=100)
     return Outcome(sample, *answers)
+
+
+def changed(outcome: Outcome, **fields: Any) -> Outcome:
+    return replace(outcome, row=outcome.row.model_copy(update=fields))
 
 
 made.count = 0  # type: ignore[attr-defined]
@@ -135,17 +140,17 @@ def test_the_difference_to_reprefill_is_paired() -> None:
 
 def test_clusters_widen_what_they_should() -> None:
     apart = [made("red" if i < 30 else "blue", "red", "blue", kl=0.1 * (i >= 30)) for i in range(60)]
-    together = [replace(o, cluster=f"v{i // 10}") for i, o in enumerate(apart)]
+    together = [changed(o, cluster=f"v{i // 10}") for i, o in enumerate(apart)]
     one, other = cell(apart), cell(together)
     assert other["clusters"] == 6
     for name in ("ci95", "kl_ci95", "eta_ci95", "delta_ci95", "harm_ci95", "agreement_ci95"):
         assert other[name][1] - other[name][0] > 1.5 * (one[name][1] - one[name][0]), name
     with pytest.raises(ValueError, match="must name its cluster"):
-        cell([replace(apart[0], cluster="")])
+        cell([changed(apart[0], cluster="")])
 
 
 def test_kl_of_whole_answers_where_any_is_longer_than_a_word() -> None:
-    long = replace(made("red", "red", "blue", kl=0.9, base_kl=2.0), forced_kl=0.3, base_forced_kl=1.0)
+    long = changed(made("red", "red", "blue", kl=0.9, base_kl=2.0), forced_kl=0.3, base_forced_kl=1.0)
     figures = cell([long, made("red", "red", "blue", kl=0.1, base_kl=3.0)])
     assert figures["kl"] == pytest.approx(0.5)
     assert figures["forced_kl"] == pytest.approx(0.2)
