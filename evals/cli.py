@@ -206,8 +206,7 @@ def plainly(result: Result) -> dict[str, Any]:
         return "recall" if name.startswith("recall@") and re.fullmatch(r"(stale|update|recall):.+@.+", arm) else name
 
     shortened: dict[str, Any] = {
-        key: {short(task): made for task, made in result[key].items()}
-        for key in ("tasks", "paired", "matched")
+        key: {short(task): made for task, made in result[key].items()} for key in ("tasks", "paired", "matched")
     }
     shortened["arms"] = {
         arm: {short(task, arm): made for task, made in cells.items()} for arm, cells in result["arms"].items()

@@ -26,8 +26,8 @@ class Difference(TypedDict):
 class Pair(Difference):
     """`paired`: also ``gained`` and ``lost``, the items that only the first or only the second gets right.
 
-    ``gained``, ``lost`` and ``mcnemar_p`` are None where scores are not all 0 or 1; McNemar's test takes items as independent,
-    so its p is None, too, where clusters hold several.
+    These and ``mcnemar_p`` are None where scores are not all 0 or 1; the latter also where clusters hold several items, since
+    McNemar's test takes items as independent.
     """
 
     n: int

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -167,55 +167,48 @@ def cell(outcomes: Sequence[Outcome]) -> Figures:
     Intervals of shares are as in `ctxwin.evals.stats.share_interval`, of KL and eta by the cluster bootstrap, of ``delta``
     by Student's t.
     """
-    n = len(outcomes)
-    if not n:
+    if not outcomes:
         raise ValueError("outcomes must hold at least one sample, got none")
     rows = [o.row for o in outcomes]
     clusters = [row.cluster for row in rows]
-    kls, base_kls = [row.kl for row in rows], [row.base_kl for row in rows]
     over = sum(row.over for row in rows)
-    accuracy, accuracy_ci = _share(outcomes, lambda o: o.answer.score)
-    harm, harm_ci = _share(outcomes, harmed)
-    agree, agree_ci = _share(outcomes, agreed)
-    recovered, flip_ci = _share([o for o in outcomes if flipped(o)], agreed)
+    shares = {
+        ("accuracy", "ci95"): _share(outcomes, lambda o: o.answer.score),
+        ("agreement", "agreement_ci95"): _share(outcomes, agreed),
+        ("flip_recover", "flip_ci95"): _share([o for o in outcomes if flipped(o)], agreed),
+        ("harm_rate", "harm_ci95"): _share(outcomes, harmed),
+    }
     gains = [
         (o.answer.score - o.reference.score, o.row.cluster)
         for o in outcomes
         if o.answer.score is not None and o.reference.score is not None
     ]
-    figures: Figures = {
-        "n": n,
+    figures: dict[str, Any] = {
+        "n": len(outcomes),
         "clusters": len(set(clusters)),
         "unparsed": sum(o.answer.score is None for o in outcomes),
-        "accuracy": accuracy,
-        "ci95": accuracy_ci,
-        "kl": mean(kls),
-        "kl_ci95": bootstrap_mean(kls, clusters),
-        "kl_p99": float(np.quantile(kls, 0.99)),
-        "eta": eta(kls, base_kls),
-        "eta_ci95": eta_interval(kls, base_kls, clusters),
-        "agreement": agree,
-        "agreement_ci95": agree_ci,
-        "flip_recover": recovered,
-        "flip_ci95": flip_ci,
-        "harm_rate": harm,
-        "harm_ci95": harm_ci,
+        **{name: value for names, pair in shares.items() for name, value in zip(names, pair, strict=True)},
+        **_divergence("", [row.kl for row in rows], [row.base_kl for row in rows], clusters),
+        "kl_p99": float(np.quantile([row.kl for row in rows], 0.99)),
+        "base_kl": mean([row.base_kl for row in rows]),
         "bytes_share": sum(row.stored for row in rows) / over if over else None,
         "recomputed_share": mean([o.recomputed for o in outcomes]),
         "flips": sum(map(flipped, outcomes)),
         "reference_accuracy": _share(outcomes, lambda o: o.reference.score)[0],
         "base_accuracy": _share(outcomes, lambda o: o.base.score)[0],
-        "base_kl": mean(base_kls),
         "delta": mean([gain for gain, _ in gains]) if gains else None,
         "delta_ci95": difference_interval(*zip(*gains, strict=True)) if gains else None,
     }
     if any(row.forced_kl is not None for row in rows):
         kls, base_kls = [row.answer_kl for row in rows], [row.base_answer_kl for row in rows]
-        figures["forced_kl"] = mean(kls)
-        figures["forced_kl_ci95"] = bootstrap_mean(kls, clusters)
-        figures["forced_eta"] = eta(kls, base_kls)
-        figures["forced_eta_ci95"] = eta_interval(kls, base_kls, clusters)
-    return figures
+        figures |= _divergence("forced_", kls, base_kls, clusters)
+    return cast(Figures, figures)
+
+
+def _divergence(prefix: str, kls: list[float], base_kls: list[float], clusters: list[str]) -> dict[str, Any]:
+    """KL and eta with their intervals."""
+    made = mean(kls), bootstrap_mean(kls, clusters), eta(kls, base_kls), eta_interval(kls, base_kls, clusters)
+    return {prefix + name: value for name, value in zip(("kl", "kl_ci95", "eta", "eta_ci95"), made, strict=True)}
 
 
 def eta_interval(kls: Sequence[float], base_kls: Sequence[float], clusters: Sequence[str]) -> Interval | None:

@@ -73,8 +73,7 @@ class Result(TypedDict):
 class Scorer:
     """Scores samples by their task's rule, each text of an item once.
 
-    Args:
-        task_of: from a name to its task; `ctxwin.evals.tasks.open_task` by default.
+    ``task_of`` turns a name into its task; `ctxwin.evals.tasks.open_task` by default.
     """
 
     def __init__(self, task_of: TaskOf | None = None) -> None:
@@ -85,11 +84,9 @@ class Scorer:
     def task(self, name: str) -> Task:
         """The task of a name, opened once."""
         if name not in self._tasks:
-            if self._task_of is None:
-                from ctxwin.evals.tasks import open_task
+            from ctxwin.evals.tasks import open_task
 
-                self._task_of = open_task
-            self._tasks[name] = self._task_of(name)
+            self._tasks[name] = (self._task_of or open_task)(name)
         return self._tasks[name]
 
     def scored(self, row: Sample, field: str = "answer") -> Scored:
@@ -174,10 +171,8 @@ class Table:
         figures["by_frames"] = {str(count): _accuracy(some) for count, some in sorted(frames.items())}
         if unserved:
             figures["unscored_why"] = dict(unserved)
-        figures["tokens"] = mean([row.tokens for row in rows])
-        figures["computed"] = mean([row.computed for row in rows])
-        figures["forwards"] = mean([row.forwards for row in rows])
-        figures["encodes"] = mean([row.encodes for row in rows])
+        for name in ("tokens", "computed", "forwards", "encodes"):
+            figures[name] = mean([getattr(row, name) for row in rows])
         figures["spent_share"] = self._spent(task, arm)
         own: dict[str, list[float]] = defaultdict(list)
         for row in rows:
@@ -216,11 +211,10 @@ class Table:
         for task in self.rows:
             cells = {arm: tasks[task] for arm, tasks in made.items() if task in tasks}
             other = chosen or best_patched(cells)
-            if other is None or other not in cells:
-                continue
-            theirs = self.outcomes[task, other]
-            pairs = {arm: paired(self.outcomes[task, arm], theirs) for arm in cells if arm != other}
-            found[task] = {"against": other, "arms": {arm: pair for arm, pair in pairs.items() if pair}}
+            if other is not None and other in cells:
+                theirs = self.outcomes[task, other]
+                pairs = {arm: paired(self.outcomes[task, arm], theirs) for arm in cells if arm != other}
+                found[task] = {"against": other, "arms": {arm: pair for arm, pair in pairs.items() if pair}}
         return found
 
     def matched(self, made: Cells) -> dict[str, list[Matched]]:

@@ -26,6 +26,8 @@ LEVEL = 0.995
 GAIN = 0.1
 """Least share of right answers that must depend on a needed chunk; of a user's answers, on any chunk."""
 
+_TRUTHS = (("accuracy", "right"), ("swapped", "swapped"))
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -107,26 +109,23 @@ def competence(found: Sequence[Reading], kind: Kind) -> Competence | None:
         low = share_interval(changed, clusters)[0]
         moved = float(np.mean([r.moved for r in some]))
         return Competence(kind, len(some), low > GAIN, moved=moved, changed=float(np.mean(changed)), changed_low=low)
+    made: dict[str, float] = {}
     aimed = [r for r in some if r.needs and len(r.needs) < len(r.moved)]
-    addressed = addressed_low = owed = None
     if len(aimed) > 1:
-        apart = addressing(aimed)
-        clusters = [r.cluster for r in aimed]
-        error = standard_error(apart, clusters)
-        addressed = float(np.mean(apart))
-        if error is not None:
-            addressed_low = addressed - float(scipy_stats.t.ppf(LEVEL, len(set(clusters)) - 1)) * error
-        owed = float(np.mean([min(r.moved[i] for i in r.needs) for r in aimed]))
-    known = [r for r in some if r.right is not None and r.swapped is not None]
-    accuracy = swapped = gain_low = None
-    if known:
-        accuracy, swapped = (float(np.mean([bool(getattr(r, name)) for r in known])) for name in ("right", "swapped"))
+        apart, clusters = addressing(aimed), [r.cluster for r in aimed]
+        made["addressed"] = float(np.mean(apart))
+        if (error := standard_error(apart, clusters)) is not None:
+            t = float(scipy_stats.t.ppf(LEVEL, len(set(clusters)) - 1))
+            made["addressed_low"] = made["addressed"] - t * error
+        made["moved"] = float(np.mean([min(r.moved[i] for i in r.needs) for r in aimed]))
+    reads = made.get("addressed_low", 0.0) > 0
+    if known := [r for r in some if r.right is not None and r.swapped is not None]:
+        made |= {name: float(np.mean([bool(getattr(r, of)) for r in known])) for name, of in _TRUTHS}
         gains = [float(bool(r.right)) - float(bool(r.swapped)) for r in known]
-        interval = bootstrap_mean(gains, [r.cluster for r in known])
-        gain_low = None if interval is None else interval[0]
-    reads = addressed_low is not None and addressed_low > 0
-    reads = reads and (not known or (gain_low is not None and gain_low > GAIN))
-    return Competence(kind, len(some), reads, addressed, addressed_low, accuracy, swapped, gain_low, owed)
+        if interval := bootstrap_mean(gains, [r.cluster for r in known]):
+            made["gain_low"] = interval[0]
+        reads = reads and made.get("gain_low", 0.0) > GAIN
+    return Competence(kind, len(some), reads, **made)
 
 
 def addressing(found: Sequence[Reading]) -> np.ndarray:

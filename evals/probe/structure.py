@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -24,24 +25,19 @@ def shape(groups: Iterable[Group], spec: KVSpec) -> dict[str, Any]:
     ``rope`` and ``content`` are the two channels of a layer (keys and values; for latent attention its rope keys and the
     latent). Norms pool all chunks behind at least one other; ranks are means over them.
     """
-    lost = {name: np.zeros(spec.layers) for name in ("rope", "content")}
-    base = {name: np.zeros(spec.layers) for name in ("rope", "content")}
-    joint: list[int] = []
-    single: list[list[int]] = []
-    tokens: list[int] = []
-    errors: list[float] = []
+    lost, base = ({name: np.zeros(spec.layers) for name in ("rope", "content")} for _ in range(2))
+    joint, single, tokens, errors = [], [], [], []
     for group in groups:
-        for b in range(len(group)):
-            for place in range(1, len(group.places)):
-                deficit, canonical = group.deficit(b, place), group.canonical[b][place]
-                for name, own, whole in (("rope", deficit.k, canonical.k), ("content", deficit.v, canonical.v)):
-                    lost[name] += _energy(own)
-                    base[name] += _energy(whole)
-                ranks = energy_ranks(deficit)
-                joint.append(ranks[0])
-                single.append(ranks[1])
-                tokens.append(deficit.tokens)
-                errors.append(relocation_error(canonical, group.exact[b][place], spec))
+        for b, place in product(range(len(group)), range(1, len(group.places))):
+            deficit, canonical = group.deficit(b, place), group.canonical[b][place]
+            for name, own, whole in (("rope", deficit.k, canonical.k), ("content", deficit.v, canonical.v)):
+                lost[name] += _energy(own)
+                base[name] += _energy(whole)
+            ranks = energy_ranks(deficit)
+            joint.append(ranks[0])
+            single.append(ranks[1])
+            tokens.append(deficit.tokens)
+            errors.append(relocation_error(canonical, group.exact[b][place], spec))
     both = (lost["rope"] + lost["content"]) / (base["rope"] + base["content"])
     return {
         "chunks": len(joint),
@@ -79,10 +75,9 @@ def functional_rank(
         blind: ``[n]``, the same without a patch.
         clusters: of the n questions.
 
-    Returns:
-        ``{"rank", "ci95", "plateau"}``: the rank that closes `CLOSED` of what the largest one closes, its interval over
-        draws of whole clusters, and the share of the blind divergence that the largest one leaves. None where blind
-        reuse loses nothing to speak of.
+    Returns ``{"rank", "ci95", "plateau"}``: the rank that closes `CLOSED` of what the largest one closes, its interval over
+    draws of whole clusters, and the share of the blind divergence that the largest one leaves. None where blind reuse loses
+    nothing to speak of.
     """
     if float(blind.mean()) <= 0 or float(kls[-1].mean()) >= float(blind.mean()):
         return None
@@ -104,5 +99,4 @@ def _directions(matrix: torch.Tensor, share: float) -> int:
 
 
 def _energy(x: torch.Tensor) -> np.ndarray:
-    energy: np.ndarray = x.flatten(1).double().square().sum(1).cpu().numpy()
-    return energy
+    return np.asarray(x.flatten(1).double().square().sum(1).cpu())

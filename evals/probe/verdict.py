@@ -14,9 +14,9 @@ from ctxwin.evals.probe.reading import Competence
 from ctxwin.evals.samples import Sample
 from ctxwin.evals.score import Scorer
 from ctxwin.evals.stats import Interval, bootstrap_mean, share_interval
+from ctxwin.kv.patch import Layers
 
 Finding = Literal["binds", "chains", "unclear", "unread"]
-Layers = Literal["all", "deep"]
 MARGIN = 2
 """The served rank is up to this many times the smallest one shown safe: windows hold more than a probe's contexts do."""
 _NAMES: dict[Kind, str] = {
@@ -138,9 +138,9 @@ def judge(found: Sequence[Competence], blind: Summaries, noise: Summaries, limit
 
     Args:
         found: what was learned about reading, by kind.
-        blind, noise: the same questions under blind reuse and under a re-prefill that differs in arithmetic only.
+        blind, noise: the same questions under blind reuse, and under a re-prefill that differs only in arithmetic.
         limits: what counts as safe.
-        last: whether these are all answers there will be; that nothing is lost is never concluded before.
+        last: whether no more answers will come; only then may it be concluded that nothing is lost.
     """
     reads = {c.kind for c in found if c.reads}
     # The user's own questions count where they are read, or where others are; of the others, those about several chunks.
@@ -167,10 +167,9 @@ def _judged(
         f"it moves the answer by {blind['kl']:.3g} nats a token"
         + (f"; swapping a needed chunk moves it by {owed:.3g}" if owed else ""),
     )
-    if low > limit:
-        return Judgement("binds", kind, reasons)
     little = owed is not None and blind["kl_ci95"] is not None and blind["kl_ci95"][1] / owed <= limits.lost
-    return Judgement("chains" if last and high <= limit and little else "unclear", kind, reasons)
+    safe = last and high <= limit and little
+    return Judgement("binds" if low > limit else "chains" if safe else "unclear", kind, reasons)
 
 
 def proven(rank: int, layers: Layers, own: Summary, every: Summary, noise: float, limits: Limits) -> Setting:
@@ -206,15 +205,13 @@ def survival(pairs: Mapping[int, Sequence[tuple[Sample, Sample]]]) -> list[dict[
     """
     rows = []
     for slides, some in sorted(pairs.items()):
-        clusters = [window.cluster for window, _ in some]
         row: dict[str, Any] = {"slides": slides, "n": len(some)}
-        for name, samples in (("window", [a for a, _ in some]), ("stream", [b for _, b in some])):
-            kls = [sample.answer_kl for sample in samples]
+        for name, samples in zip(("window", "stream"), zip(*some, strict=True), strict=True):
+            clusters, kls = [sample.cluster for sample in samples], [sample.answer_kl for sample in samples]
             flips = [float(sample.answer != sample.reference) for sample in samples]
-            row[f"kl_{name}"] = sum(kls) / len(kls)
-            row[f"kl_{name}_ci95"] = bootstrap_mean(kls, clusters)
-            row[f"other_than_{name}"] = sum(flips) / len(flips)
-            row[f"other_than_{name}_ci95"] = share_interval(flips, clusters)
+            row |= {f"kl_{name}": sum(kls) / len(kls), f"kl_{name}_ci95": bootstrap_mean(kls, clusters)}
+            row |= {f"other_than_{name}": sum(flips) / len(flips)}
+            row |= {f"other_than_{name}_ci95": share_interval(flips, clusters)}
         row["kl_nearer"] = sum(min(a.answer_kl, b.answer_kl) for a, b in some) / len(some)
         row["other_than_both"] = sum(a.answer not in (a.reference, b.reference) for a, b in some) / len(some)
         row["stricter"] = max(("window", "stream"), key=lambda name: row[f"other_than_{name}"])
@@ -257,7 +254,7 @@ def cheapest(curve: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str, Ma
 def candidate(curve: Sequence[Mapping[str, Any]], limits: Limits, largest: int) -> tuple[Layers, int]:
     """Layers and rank of the cheaper of the ways that windows serve; all layers at the ``largest`` where neither is enough."""
     found = cheapest([row for row in curve if row["way"] in ("joint", "deep")], limits)
-    best = min((row for row in found.values() if row is not None), key=lambda row: row["share"], default=None)
+    best = min(filter(None, found.values()), key=lambda row: row["share"], default=None)
     if best is None:
         return "all", largest
     return ("deep" if best["way"] == "deep" else "all"), int(best["rank"])
