@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ctxwin.evals.config import Config
 from ctxwin.evals.console import (
+    Config,
     Device,
     Dtype,
     Json,

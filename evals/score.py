@@ -12,9 +12,8 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 
 from ctxwin.evals.benchmarks import mm_niah
-from ctxwin.evals.compare import Match, Pair, Setting, best_patched, matched, paired
 from ctxwin.evals.items import Scored, Task
-from ctxwin.evals.metrics import Figures, Outcome, cell
+from ctxwin.evals.metrics import Figures, Match, Outcome, Pair, Setting, best_patched, cell, matched, paired
 from ctxwin.evals.samples import Sample, Samples
 from ctxwin.evals.stats import mean
 
@@ -218,7 +217,7 @@ class Table:
         return found
 
     def matched(self, made: Cells) -> dict[str, list[Matched]]:
-        """Every patch against every token arm at its bytes, by task; see `compare.matched`.
+        """Every patch against every token arm at its bytes, by task; see `metrics.matched`.
 
         Token arms are those that say what share of the chunks they compute anew (``recomputed`` on their samples).
         """

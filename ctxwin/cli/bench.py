@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ctxwin.cli.commands import quiet
-from ctxwin.evals.config import Config, preset
-from ctxwin.evals.console import Json, Threads
+from ctxwin.evals.console import Config, Json, Threads, preset
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine

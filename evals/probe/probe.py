@@ -13,13 +13,13 @@ import numpy as np
 
 from ctxwin import __version__
 from ctxwin.evals.arms import BASES, Arm, parse_arm
+from ctxwin.evals.arms.base import Served
 from ctxwin.evals.decoder import Decoder
 from ctxwin.evals.group import Group
 from ctxwin.evals.items import Item
 from ctxwin.evals.measure import BATCH, Measurer, by_shape
 from ctxwin.evals.patching import Patcher, fitted
 from ctxwin.evals.probe import structure, verdict
-from ctxwin.evals.probe.arms import Lately, Swapped
 from ctxwin.evals.probe.contexts import PLACED, Kind, Source
 from ctxwin.evals.probe.cost import SIZES, costs
 from ctxwin.evals.probe.reading import Competence, competence, readings
@@ -48,6 +48,35 @@ TURNED = (0, 1, PLACED - 1)
 _TOKENS = 8192
 """Most context tokens that share a forward."""
 BLIND, SURVIVOR, STEPWISE, ORACLE = (parse_arm(name) for name in ("blind", "survivor", "stepwise", "oracle"))
+
+
+if TYPE_CHECKING:
+    from ctxwin.evals.group import Group
+
+
+@dataclass(frozen=True)
+class Swapped(Arm, form="swapped", source="exact forward", settings=("window",)):
+    """A re-prefill in which a stranger of the same size stands at one place: what answers about that chunk hang on."""
+
+    place: int
+
+    def serve(self, group: Group) -> list[Served | None]:
+        orders = []
+        for item in group.items:
+            stranger = len(item.placed) + self.place
+            orders.append([stranger if i == self.place else frame for i, frame in enumerate(item.placed)])
+        return [Served(row) for row in group.prefilled(orders)]
+
+
+class Lately(
+    Arm, form="lately", source="exact forward; Kamera, section 5, 'Sliding-window survival'", settings=("slide",)
+):
+    """A re-prefill of all that the survivors of a slide may know: what a window has shown since its last chunk came in."""
+
+    def serve(self, group: Group) -> list[Served | None]:
+        orders = [item.before[-2 * len(item.placed) :] for item in group.items]
+        begin = group.layout([*orders[0], orders[0][0]])[-1].start
+        return [Served(row, begin=begin) for row in group.prefilled(orders)]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Everything is made from what `ctxwin.evals.score.scores` returns, so a report ho
 from __future__ import annotations
 
 from ctxwin.evals.report.page import page, write_report
-from ctxwin.evals.report.runs import Run, read_runs
+from ctxwin.evals.report.tables import Run, read_runs
 from ctxwin.evals.report.text import markdown, rich_tables
 
 __all__ = ["Run", "markdown", "page", "read_runs", "rich_tables", "write_report"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ctxwin.evals.metrics import Figures
-from ctxwin.evals.report.runs import Run
+from ctxwin.evals.report.tables import Run
 from ctxwin.evals.score import DEPTH, LENGTHS
 from ctxwin.evals.stats import Interval
 

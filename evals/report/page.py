@@ -15,8 +15,7 @@ from markupsafe import Markup
 import ctxwin
 from ctxwin.evals.report import tables
 from ctxwin.evals.report.figures import pictures, render
-from ctxwin.evals.report.runs import Run, read_runs, tasks_of
-from ctxwin.evals.report.tables import Table
+from ctxwin.evals.report.tables import Run, Table, read_runs, tasks_of
 from ctxwin.evals.report.text import caveats, markdown, meanings
 from ctxwin.evals.score import TaskOf
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ctxwin.evals.report import tables
-from ctxwin.evals.report.runs import Run, tasks_of
+from ctxwin.evals.report.tables import Run, tasks_of
 from ctxwin.evals.score import Result
 from ctxwin.evals.stats import RESAMPLES
 

@@ -9,8 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from ctxwin.evals.config import Config, preset
-from ctxwin.evals.console import progress, progress_line
+from ctxwin.evals.console import Config, preset, progress, progress_line
 
 app = typer.Typer(add_completion=False)
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from ctxwin.evals.compare import Setting, best_patched, matched, paired
 from ctxwin.evals.items import Scored
-from ctxwin.evals.metrics import eta
+from ctxwin.evals.metrics import Setting, best_patched, eta, matched, paired
 from ctxwin.evals.samples import Sample, Samples, open_samples
 from ctxwin.evals.score import Scorer, Table, scores
 from eval_rows import CONFIG, Words, row, sweep, unserved

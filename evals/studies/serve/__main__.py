@@ -12,8 +12,7 @@ import typer
 
 from ctxwin.cli.bench import Model, ModelDir
 from ctxwin.cli.commands import quiet
-from ctxwin.evals.config import Config, preset
-from ctxwin.evals.console import Json, Threads, errors, show, stages
+from ctxwin.evals.console import Config, Json, Threads, errors, preset, show, stages
 
 if TYPE_CHECKING:
     from ctxwin.engines.vllm.engine import VLLMEngine

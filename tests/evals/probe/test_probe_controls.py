@@ -14,11 +14,22 @@ from ctxwin.evals.decoder import Decoder
 from ctxwin.evals.generation import forced_logits, generate
 from ctxwin.evals.measure import Measurer
 from ctxwin.evals.patching import Patcher
-from ctxwin.evals.probe.arms import Lately, Swapped
 from ctxwin.evals.probe.contexts import PLACED, Source
 from ctxwin.evals.probe.folder import Texts
 from ctxwin.evals.probe.generated import World
-from ctxwin.evals.probe.probe import BLIND, ORACLE, SURVIVOR, WAYS, Probe, Sizes, of_arm, recalled, spelling
+from ctxwin.evals.probe.probe import (
+    BLIND,
+    ORACLE,
+    SURVIVOR,
+    WAYS,
+    Lately,
+    Probe,
+    Sizes,
+    Swapped,
+    of_arm,
+    recalled,
+    spelling,
+)
 from ctxwin.evals.probe.reading import readings
 from ctxwin.evals.probe.verdict import survival
 
