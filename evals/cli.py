@@ -98,10 +98,10 @@ def run(
         from ctxwin.evals.tasks import TaskOptions, expand, open_task
         from ctxwin.evals.tasks.tiny import TinyOptions
 
+        area, longest = max_pixels or None, max_tokens or None
         shown = DataOptions(
-            data or None, split, video_frames, frame_rule, max_pixels or None, as_video, subtitles,
-            times=times, skip_missing=skip_missing, max_tokens=max_tokens or None,
-        )  # fmt: skip
+            data or None, split, video_frames, frame_rule, area, as_video, subtitles, times, skip_missing, longest
+        )
         options = TaskOptions(TinyOptions(seed, _frames(frames), decoded), shown)
         opened = [open_task(name, options) for name in expand(tasks)]
         if not n and any(task.endless for task in opened):
@@ -172,17 +172,13 @@ def list_(as_json: Json = False) -> None:
     tasks: dict[str, dict[str, Any]] = {
         t.name: {"about": t.about, "setting": t.setting, "control": t.control} for t in opened
     }
-    arms: dict[str, dict[str, Any]] = {
-        kind.form: {
-            "about": (kind.__doc__ or "").splitlines()[0],
-            "source": kind.source,
-            "settings": list(kind.settings),
-        }
-        for kind in ARMS.values()
-    }
+    arms: dict[str, dict[str, Any]] = {}
+    for kind in ARMS.values():
+        about = (kind.__doc__ or "").splitlines()[0]
+        arms[kind.form] = {"about": about, "source": kind.source, "settings": list(kind.settings)}
     if as_json:
-        suites = {k: list(v) for k, v in SUITES.items()}
-        print_json({"tasks": tasks, "suites": suites, "protocols": list(PROTOCOLS), "arms": arms, "forms": ARM_FORMS})
+        listed = {"tasks": tasks, "suites": {k: list(v) for k, v in SUITES.items()}, "protocols": list(PROTOCOLS)}
+        print_json({**listed, "arms": arms, "forms": ARM_FORMS})
         return
     for title, entries in (("tasks", tasks), ("arms", arms)):
         columns = ["name", *next(iter(entries.values()))]

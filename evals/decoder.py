@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -141,7 +142,14 @@ class _Slots:
 
 
 class Decoder:
-    """An opened transformers engine, read in batches; ``spec`` is the layout of its KV, ``layers`` the number of layers."""
+    """An opened transformers engine, read in batches.
+
+    Attributes:
+        spec: layout of its KV.
+        layers: number of decoder layers.
+        query: from a question to its tokens, the end of the turn included.
+        system_prompt: from a system prompt to its tokens and its KV at position 0.
+    """
 
     def __init__(self, engine: HFEngine) -> None:
         self.engine = engine
@@ -150,23 +158,8 @@ class Decoder:
         self._text: Any = engine.text_model
         self._head: Any = engine.lm_head
         self._device = next(self._text.parameters()).device
-        self._system_prompts: dict[str, tuple[Encoded, SpanKV]] = {}
-        self._queries: dict[str, Encoded] = {}
-
-    def system_prompt(self, text: str) -> tuple[Encoded, SpanKV]:
-        """The tokens of a system prompt and its KV at position 0."""
-        if text not in self._system_prompts:
-            encoded = self.engine.encode_system_prompt(text)
-            self._system_prompts[text] = encoded, self.engine.prefill([], encoded, 0)
-        return self._system_prompts[text]
-
-    def query(self, text: str) -> Encoded:
-        """The tokens of a question, the end of the turn included."""
-        if text not in self._queries:
-            if len(self._queries) > 4096:
-                self._queries.clear()
-            self._queries[text] = self.engine.encode_query(text)
-        return self._queries[text]
+        self.query: Callable[[str], Encoded] = lru_cache(4096)(engine.encode_query)
+        self.system_prompt: Callable[[str], tuple[Encoded, SpanKV]] = lru_cache(256)(partial(_prefilled, engine))
 
     @torch.inference_mode()
     def tokens(self, rows: Sequence[Encoded], start: int = 0) -> Tokens:
@@ -307,3 +300,8 @@ class Decoder:
             for module, implementation, hook in zip(attentions, before, hooks, strict=True):
                 module.config._attn_implementation = implementation
                 hook.remove()
+
+
+def _prefilled(engine: HFEngine, text: str) -> tuple[Encoded, SpanKV]:
+    encoded = engine.encode_system_prompt(text)
+    return encoded, engine.prefill([], encoded, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +23,6 @@ from ctxwin.evals.console import (
 )
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf.engine import HFEngine
     from ctxwin.evals.probe.contexts import Source
 
 FOLDER, REPORT, RESULT = "probe-output", "probe.html", "probe.json"
@@ -58,6 +56,8 @@ def probe(
     that was shown to be safe, exact everywhere else.
     """
     with errors():
+        from ctxwin.evals.probe.folder import Images, Texts
+        from ctxwin.evals.probe.generated import Scenes, World
         from ctxwin.evals.probe.probe import Probe
         from ctxwin.evals.probe.verdict import Limits
 
@@ -70,7 +70,16 @@ def probe(
                 import torch
 
                 torch.set_num_threads(1)
-            sources = _sources(engine, images, texts, asked, max_tokens, max_pixels or None)
+            sources: list[Source]
+            if texts is not None:
+                sources = [Texts(texts, asked, max_tokens, engine)]
+            elif not engine.spec.vision:
+                instead = "instead of --images" if images else "to be probed with"
+                raise ValueError(f"{engine.spec.model!r} reads text only; give it texts {instead}: --texts DIR")
+            elif images is not None:
+                sources = [Images(images, asked, max_tokens, max_pixels or None)]
+            else:
+                sources = [World(), Scenes()]
             # A folder that cannot be made should fail before minutes of measuring.
             (output or Path(FOLDER)).mkdir(parents=True, exist_ok=True)
             with stages() as advance:
@@ -120,26 +129,6 @@ def show(result: dict[str, Any], model: str) -> None:
     else:
         say(f"safe: {fidelity}; Fidelity('auto') follows it once this lies beside the weights: {files['profile']}")
     say(f"report: {files['report']}")
-
-
-def _sources(
-    engine: HFEngine,
-    images: Path | None,
-    texts: Path | None,
-    asked: Sequence[str],
-    max_tokens: int,
-    max_pixels: int | None,
-) -> list[Source]:
-    """The user's own material, or what is generated."""
-    from ctxwin.evals.probe.folder import Images, Texts
-    from ctxwin.evals.probe.generated import Scenes, World
-
-    if texts is not None:
-        return [Texts(texts, asked, max_tokens, engine)]
-    if not engine.spec.vision:
-        instead = "instead of --images" if images else "to be probed with"
-        raise ValueError(f"{engine.spec.model!r} reads text only; give it texts {instead}: --texts DIR")
-    return [World(), Scenes()] if images is None else [Images(images, asked, max_tokens, max_pixels)]
 
 
 def _checked(images: Path | None, texts: Path | None, questions: Path | None) -> list[str]:
