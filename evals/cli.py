@@ -87,7 +87,7 @@ def run(
 
     Arms of slides and recalls add generated tasks of their own to generated tasks.
 
-    An interrupted run is continued by the same command: what is in the folder is not computed again.
+    An interrupted run is continued by the same command: samples that its folder holds are not computed again.
     """
     with errors():
         from ctxwin.evals.arms import parse_arms

@@ -77,7 +77,7 @@ def concatenated(parts: Sequence[Tokens], *, items: bool = False) -> Tokens:
 
 @dataclass
 class Memory:
-    """KV of a batch, a slot a token in prompt order; `Decoder.run` writes into it.
+    """KV of a batch, one slot per token in prompt order; `Decoder.run` writes into it.
 
     Attributes:
         k, v: rope and content channel ``[L, B, H, S, D]``, keys rotated in place.
@@ -201,7 +201,7 @@ class Decoder:
             tokens: B items of T tokens.
             memory: B items of S slots; changed in place.
             at: int64 ``[B, T]`` (or ``[T]`` for all), the slot of each token, ascending.
-            mask: bool ``[B, T, S]`` (or ``[T, S]``), what each token sees, nothing behind itself; by default its own slot and
+            mask: bool ``[B, T, S]`` (or ``[T, S]``), which slots each token sees (none behind its own); by default its own slot and
                 all slots before it.
             layers: which ones; all by default.
             hidden: ``[B, T, hidden]``, input of the first of these layers; the embeddings by default.

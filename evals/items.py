@@ -38,7 +38,7 @@ class Item:
         max_tokens: longest answer; 1 where the next token is the answer.
         system_prompt: system prompt; None takes the run's.
         shape: items of one shape have chunks of the same sizes and share forwards; None: this item is read alone.
-        context: items of one context (where not empty) place the same chunks, and what an arm serves is served once.
+        context: items of one context (where not empty) place the same chunks, which an arm serves only once.
         meta: lengths, depths, frame indices, ..., by which the report groups items; JSON-able.
     """
 

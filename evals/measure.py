@@ -1,4 +1,4 @@
-"""Measuring: what an arm serves for an item, what the model answers behind it, and how far that is from a re-prefill.
+"""Measuring: what an arm serves for an item, how the model then answers, and how far that is from a re-prefill.
 
 `Measurer.samples` is the one place where arms meet items. A run (`ctxwin.evals.run`) keeps its samples on disk, the probe
 (`ctxwin.evals.probe`) judges them as they come.
@@ -150,7 +150,7 @@ class Measurer:
                 )
 
     def first_token(self, item: Item, arm: Arm) -> float:
-        """Seconds to the first token of one item alone: serving from what is stored, then the question.
+        """Seconds to the first token of one item alone: serving from the store, then the question.
 
         Canonicals, patches and vision embeddings exist already, as from the second use on, and so does what else the arm
         finds (`Arm.found`).
@@ -186,7 +186,7 @@ class Measurer:
     def _ask(
         self, group: Group, items: Sequence[Item], served: Sequence[Served | None], first: Sequence[Said | None] | None
     ) -> list[Said | None]:
-        """Asks each item's question behind what is served for it; ``first`` is what the reference said."""
+        """Asks each item's question behind the spans served for it; ``first`` holds the reference's answers."""
         kinds: dict[object, list[tuple[int, Served]]] = {}
         for i, one in enumerate(served):
             if one is None:

@@ -346,7 +346,7 @@ def matched(patch: Outcomes, share: float, settings: Sequence[Setting]) -> Match
     Between the two settings on either side of ``share`` (the lower one may be the base, which computes nothing) each
     item's score and KL are interpolated linearly. A curve that bends towards the upper setting is better than its
     chord, which would flatter the patch; ``above`` is therefore the difference to the upper setting as it is, which
-    has at least the patch's bytes. Where no setting has that many, the largest one is taken as it is.
+    has at least the patch's bytes. If no setting has that many, the largest one is used.
 
     Args:
         patch: samples of the patch.

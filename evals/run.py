@@ -1,4 +1,4 @@
-"""Generating: items through arms into samples. Resumable; what is there already is not computed again."""
+"""Runs arms over items and keeps the samples. Resumable: samples that exist already are not computed again."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class FitSettings:
 
 @dataclass(frozen=True)
 class Contexts:
-    """What a basis is fitted on: a system prompt, and sequences of chunks behind it."""
+    """The data for a fit: a system prompt, and sequences of chunks behind it."""
 
     system_prompt: str
     sequences: Sequence[Callable[[], Sequence[Chunk]]]

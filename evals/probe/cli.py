@@ -30,7 +30,7 @@ _SMALL = 50_000_000
 """Parameters of a decoder whose threads would only wait for each other."""
 _OUTPUT = "Folder for report, result and profile; by default the report goes to probe-output and the profile beside the weights."
 _THREADS = "CPU threads; 0: one for a small model, else torch's default."
-_QUESTIONS = "Your own questions, one a line; with --images or --texts."
+_QUESTIONS = "Your own questions, one per line; with --images or --texts."
 
 
 def probe(

@@ -54,7 +54,7 @@ class Context:
 
 
 class Source(Task):
-    """Where contexts come from; a task whose items are one a question.
+    """Where contexts come from: a task with one item per question.
 
     Attributes:
         kind: ``world``, ``scenes``, ``images`` or ``texts``.

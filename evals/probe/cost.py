@@ -70,7 +70,7 @@ def _one(decoder: Decoder, start: int, head: SpanKV, size: int, rank: int, layer
     with tempfile.TemporaryDirectory() as folder:
         for name, where in (("memory", "memory:"), ("disk", f"disk:{folder}")):
             store = open_store(where)
-            # Nothing is kept decoded: what is timed is the store, and the check of what it gave.
+            # Nothing is kept decoded, so that reading the store and checking its bytes are timed.
             repo = SpanRepository(store, decoder.engine.spec.identity, max_live_bytes=0)
             repo.put_span("span/cost", canonical, {"token_ids": list(chunk.token_ids)})
             repo.put_patch("patch/cost", patch)

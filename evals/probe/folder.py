@@ -189,7 +189,7 @@ class Texts(Folder):
 def files_of(folder: Path, endings: Sequence[str], what: str) -> list[Path]:
     """Files with these endings, below the folder too, in name order; ValueError where there are none."""
     if not folder.is_dir():
-        raise ValueError(f"{what} must lie in a folder, got {str(folder)!r}, which is none")
+        raise ValueError(f"{what} must lie in a folder, got {str(folder)!r}, which is no folder")
     found = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix.lower() in endings)
     if not found:
         raise ValueError(f"a folder must hold {what} ({', '.join(endings)}), got none in {str(folder)!r}")
@@ -204,7 +204,7 @@ def _spread(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
 
 
 def read_questions(path: Path) -> list[str]:
-    """A question a line; ValueError where there is none."""
+    """The questions of a file, one per line; raises ValueError where it holds none."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:

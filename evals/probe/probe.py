@@ -38,11 +38,11 @@ RANKS = (1, 2, 4, 8, 16, 32, 64)
 LADDER = (2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64)
 """Ranks that may end up in a profile."""
 _RUNGS = 5
-"""How many ranks are held against fresh contexts."""
+"""How many ranks are tried on fresh contexts."""
 WAYS = ("", "deep", "per_layer", "per_layer+deep", "balanced", "output", "shared", "shared+deep")
 """Ways to compress, as `ctxwin.evals.patching.parse_variant` reads them; "" is one joint factorisation of all layers."""
 SERVED = WAYS[:2]
-"""Those that windows serve."""
+"""The ways that windows serve."""
 TURNED = (0, 1, PLACED - 1)
 """How many of the chunks in front are replaced between an eviction and the recall."""
 _TOKENS = 8192

@@ -79,7 +79,7 @@ class Competence:
 
 
 def readings(samples: Sequence[Sample], task: Task) -> list[Reading]:
-    """What samples of the arms `Swapped`, one a place and in order, say about each question."""
+    """What samples of the arms `Swapped` (one per place, in order) say about each question."""
     by_item: dict[int, list[Sample]] = {}
     for sample in samples:
         by_item.setdefault(sample.index, []).append(sample)

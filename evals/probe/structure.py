@@ -52,7 +52,7 @@ def shape(groups: Iterable[Group], spec: KVSpec) -> dict[str, Any]:
 
 
 def energy_ranks(deficit: Deficit, share: float = ENERGY) -> tuple[int, list[int]]:
-    """Directions that hold ``share`` of the energy: of all layers side by side, and of each one; 0 where there is none.
+    """Directions that hold ``share`` of the energy: in all layers side by side, and in each layer; 0 where it has no energy.
 
     Layers whose deficit is arithmetic noise count as having none. Cost: an SVD of each, without vectors.
     """

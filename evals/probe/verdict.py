@@ -173,7 +173,7 @@ def _judged(
 
 
 def proven(rank: int, layers: Layers, own: Summary, every: Summary, noise: float, limits: Limits) -> Setting:
-    """A setting held against the limits on held-out questions: those of the verdict, and all of them together.
+    """A setting judged by the limits on held-out questions: those of the verdict, and all of them together.
 
     ``noise`` is the share of answers that arithmetic alone changes.
     """

@@ -288,7 +288,7 @@ _COUNTS = {"n", "empty_cells", "under_1000", "unscored", "complete", "videos", "
 
 
 def official_table(runs: Sequence[Run], task: str) -> Table | None:
-    """The data set's own aggregates, one a line, since there can be many; None where it has none."""
+    """The data set's own aggregates, one per line, since there can be many; None where it has none."""
     rows: dict[str, dict[str, Cell | str]] = {}
     for run in runs:
         for arm, figures in run.arms(task).items():
@@ -300,11 +300,11 @@ def official_table(runs: Sequence[Run], task: str) -> Table | None:
 
 
 def own_table(runs: Sequence[Run], task: str) -> Table | None:
-    """Figures that arms left of their own accord; None where there is none."""
+    """Figures that arms recorded themselves; None where there are none."""
     rows = []
     for run in runs:
         for arm, f in run.arms(task).items():
-            # What was computed anew has a column of its own.
+            # The share computed anew has its own column.
             if own := {key: number(value) for key, value in f.get("own", {}).items() if key != "recomputed"}:
                 rows.append((run, {"arm": arm} | own))
     return _table(runs, f"{task}: the arms' own figures, means", rows) if rows else None
