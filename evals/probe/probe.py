@@ -169,13 +169,9 @@ class Probe:
         reasons = list(judgement.reasons)
         if "survivors" in result["fidelity"]:
             reasons.append(verdict.survivors_sentence(survivors, result["fidelity"]["survivors"]))
-        result["verdict"] = {
-            "finding": judgement.finding,
-            "sentence": verdict.sentence(judgement, self.served, blind),
-            "evidence": judgement.evidence,
-            "reasons": reasons,
-            "limits": asdict(self.limits),
-        }
+        said = verdict.sentence(judgement, self.served, blind)
+        result["verdict"] = {"finding": judgement.finding, "evidence": judgement.evidence, "sentence": said}
+        result["verdict"] |= {"reasons": reasons, "limits": asdict(self.limits)}
         result["served"] = self.served and {k: getattr(self.served, k) for k in ("rank", "layers", "share")}
         result["seconds"] = round(time.monotonic() - self._begun, 1)
         return result
@@ -309,9 +305,9 @@ class Probe:
         settings = []
         for arm, r in zip(arms, rungs, strict=True):
             some = of_arm(heard, arm.name)
-            every = summary(some, self.source)
+            own, every = self._by_kind(some)[evidence], summary(some, self.source)
             assert every is not None
-            settings.append(verdict.proven(r, layers, self._by_kind(some)[evidence], every, noise, self.limits))
+            settings.append(verdict.proven(r, layers, own, every, noise, self.limits))
         self.served = verdict.with_margin(verdict.smallest_safe(settings), settings)
         return [asdict(s) for s in settings]
 
@@ -379,21 +375,11 @@ class Probe:
             "ctxwin": __version__,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "model": model_name(spec.model),
-            "engine": {
-                "family": spec.kv.family,
-                "layers": spec.kv.layers,
-                "dtype": spec.kv.dtype,
-                "machine": platform.processor() or platform.machine(),
-            },
-            "source": {
-                "name": source.kind,
-                "about": source.about,
-                "notes": list(source.notes),
-                "chunks": len(group.places),
-                "chunk_tokens": [p.tokens for p in group.places],
-                "system_prompt": source.system_prompt,
-                "max_tokens": source.max_tokens,
-            },
+            "engine": {name: getattr(spec.kv, name) for name in ("family", "layers", "dtype")}
+            | {"machine": platform.processor() or platform.machine()},
+            "source": {name: getattr(source, name) for name in ("about", "system_prompt", "max_tokens")}
+            | {"name": source.kind, "notes": list(source.notes)}
+            | {"chunks": len(group.places), "chunk_tokens": [p.tokens for p in group.places]},
             "sizes": asdict(self.sizes),
         }
 
@@ -410,15 +396,10 @@ def as_profile(result: Mapping[str, Any], model: str) -> Profile:
     keep = ("n", "clusters", "flips", "flips_ci95", "kl", "kl_ci95", "right")
     blind, noise = ({k: arms[name][k] for k in keep} if name in arms else None for name in ("blind", "stepwise"))
     survivors = result.get("survivors", [])
-    measured = {
-        "source": result["source"],
-        "engine": result["engine"],
-        "limits": found["limits"],
-        "reasons": found["reasons"],
-        "blind": blind,
-        "noise": noise,
+    measured = {name: result[name] for name in ("source", "engine", "served")}
+    measured |= {"limits": found["limits"], "reasons": found["reasons"], "blind": blind, "noise": noise}
+    measured |= {
         "settings": [{k: s[k] for k in ("rank", "layers", "share", "safe")} for s in result.get("proving", [])],
-        "served": result["served"],
         "functional_rank": result.get("functional_rank", {}),
         "survivors_by_slides": {str(s["slides"]): s[f"other_than_{s['stricter']}"] for s in survivors},
     }
