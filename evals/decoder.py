@@ -201,7 +201,7 @@ class Decoder:
             tokens: B items of T tokens.
             memory: B items of S slots; changed in place.
             at: int64 ``[B, T]`` (or ``[T]`` for all), the slot of each token, ascending.
-            mask: bool ``[B, T, S]`` (or ``[T, S]``), the slots that each token sees, none behind its own; all of these by default.
+            mask: bool ``[B, T, S]`` (or ``[T, S]``), the slots a token sees, none behind its own; all of these by default.
             layers: which ones; all by default.
             hidden: ``[B, T, hidden]``, input of the first of these layers; the embeddings by default.
             watch: receives the attention weights of each layer (eager attention, T x S numbers a head), block by block.
