@@ -50,13 +50,9 @@ _TOKENS = 8192
 BLIND, SURVIVOR, STEPWISE, ORACLE = (parse_arm(name) for name in ("blind", "survivor", "stepwise", "oracle"))
 
 
-if TYPE_CHECKING:
-    from ctxwin.evals.group import Group
-
-
 @dataclass(frozen=True)
 class Swapped(Arm, form="swapped", source="exact forward", settings=("window",)):
-    """A re-prefill in which a stranger of the same size stands at one place: what answers about that chunk hang on."""
+    """A re-prefill in which a stranger of the same size stands at one place: shows which answers depend on that chunk."""
 
     place: int
 
@@ -71,7 +67,7 @@ class Swapped(Arm, form="swapped", source="exact forward", settings=("window",))
 class Lately(
     Arm, form="lately", source="exact forward; Kamera, section 5, 'Sliding-window survival'", settings=("slide",)
 ):
-    """A re-prefill of all that the survivors of a slide may know: what a window has shown since its last chunk came in."""
+    """A re-prefill of all that the survivors of a slide may know: what the window has shown lately."""
 
     def serve(self, group: Group) -> list[Served | None]:
         orders = [item.before[-2 * len(item.placed) :] for item in group.items]
