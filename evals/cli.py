@@ -63,7 +63,7 @@ def run(
     as_video: Annotated[bool, typer.Option(help="Frames as one native video instead of pictures.")] = False,
     subtitles: Annotated[bool, typer.Option(help="Video-MME with subtitles of the sampled frames.")] = False,
     times: Annotated[
-        bool, typer.Option(help="The time in front of each frame given as a picture; not official.")
+        bool, typer.Option(help="Put the time in front of each frame shown as a picture; not official.")
     ] = False,
     skip_missing: Annotated[bool, typer.Option(help="Leave out items whose media are missing.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Longest answer; 0 takes the benchmark's.", min=0)] = 0,
