@@ -17,37 +17,40 @@ from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 from ctxwin.errors import UnsupportedModel
-from ctxwin.kv.layout import KVSpec, RopeSpec
+from ctxwin.kv.layout import Family, KVSpec, RopeSpec
 
 Engine = Literal["hf", "vllm"]
 
-_LEARNED = frozenset((
-    "bart", "bert", "biogpt", "ctrl", "electra", "gpt2", "gpt_bigcode", "gpt_neo", "imagegpt", "marian", "mbart",
-    "openai-gpt", "opt", "roberta", "trocr", "whisper", "xglm", "xlm",
-))  # fmt: skip
-_RECURRENT = frozenset((
-    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
-    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
-    "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
-))  # fmt: skip
+
+def _names(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+_LEARNED = _names(
+    "bart bert biogpt ctrl electra gpt2 gpt_bigcode gpt_neo imagegpt marian mbart openai-gpt opt roberta trocr whisper xglm "
+    "xlm"
+)
+_RECURRENT = _names(
+    "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h "
+    "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2"
+)
 _ALIBI = frozenset(("bloom", "mpt"))
 # Models that turn neighbouring dimensions (2i, 2i + 1) and leave them where they are. DeepSeek-V3 and its kin also pair
 # neighbours, but transformers caches their keys de-interleaved (half), vLLM as they were (interleaved).
-_INTERLEAVED = frozenset((
-    "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "glm4v_text",
-    "glm_ocr_text", "helium",
-))  # fmt: skip
+_INTERLEAVED = _names(
+    "cohere cohere2 cohere2_moe deepseek_v2 ernie4_5 ernie4_5_moe glm glm4 glm4v_text glm_ocr_text helium"
+)
 _CYCLING_MROPE = ("qwen3_vl", "qwen3_omni")
 _BLOCKED_MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "glm_ocr", "paddleocr_vl")
 # Sections that the modelling code falls back to where the config names none.
 _DEFAULT_SECTIONS = {"qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
-_STATE_LAYERS = (
-    ("linear_attention", "linear attention layers"),
-    ("mamba", "state space layers"),
-    ("conv", "convolution layers"),
-    ("recurrent", "recurrent layers"),
-    ("chunked_attention", "chunked attention layers"),
-)
+_STATE_LAYERS = {
+    "linear_attention": "linear attention layers",
+    "mamba": "state space layers",
+    "conv": "convolution layers",
+    "recurrent": "recurrent layers",
+    "chunked_attention": "chunked attention layers",
+}
 _COMPOSING = ("linear", "llama3", "yarn", "proportional")
 
 
@@ -60,39 +63,47 @@ def text_config(config: Any) -> Any:
 def check_supported(config: Any) -> None:
     """Raises UnsupportedModel, naming the property, where KV of this model cannot be moved."""
     text = text_config(config)
-    kind = str(getattr(text, "model_type", ""))
-    if kind in _ALIBI or getattr(text, "alibi", False) or getattr(text, "use_alibi", False):
-        raise _refusal(kind, "ALiBi", "its bias is in the attention, not in the key")
-    if kind in _LEARNED or getattr(text, "position_embedding_type", None) in ("absolute", "learned_absolute"):
-        raise _refusal(kind, "learned absolute positions", "they are mixed into the values and cannot be turned")
-    if kind in _RECURRENT:
-        raise _refusal(kind, "linear attention or state space layers", "their state is no KV of tokens")
-    if getattr(text, "is_encoder_decoder", False) or getattr(text, "cross_attention_layers", None):
-        raise _refusal(kind, "cross attention layers", "their KV does not belong to tokens of the window")
-    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
-        raise _refusal(kind, "bidirectional attention", "a chunk's KV depends on what follows it")
-    if getattr(text, "index_topk", None):
-        raise _refusal(kind, "a sparse attention indexer", "its own key cache would have to move too")
-    _check_layers(text, kind)
 
+    def has(name: str) -> Any:
+        return getattr(text, name, None)
 
-def _check_layers(text: Any, kind: str) -> None:
-    types = set(getattr(text, "layer_types", None) or ())
-    for name, label in _STATE_LAYERS:
-        if any(name in t for t in types):
-            raise _refusal(kind, label, "they keep no KV for every token of the window")
-    window = getattr(text, "sliding_window", None)
-    switched_on = getattr(text, "use_sliding_window", True) is not False
-    in_effect = "sliding_attention" in types if types else bool(window) and switched_on
-    longest = getattr(text, "max_position_embeddings", None)
-    if in_effect and window and not (longest and window >= longest):
-        raise _refusal(kind, "sliding window layers", "engines drop the KV that left the window")
-    rest = types - {"full_attention", "sliding_attention", "attention"}
-    if rest:
-        raise _refusal(kind, f"{', '.join(sorted(rest))} layers", "only full attention is known to move")
-    unrotated = getattr(text, "no_rope_layers", None)
-    if unrotated and not all(unrotated):
-        raise _refusal(kind, "layers without rotary positions", "all layers must turn alike")
+    kind, types = str(has("model_type") or ""), set(has("layer_types") or ())
+    states = [label for name, label in _STATE_LAYERS.items() if any(name in t for t in types)]
+    window, longest = has("sliding_window"), has("max_position_embeddings")
+    windowed = "sliding_attention" in types if types else has("use_sliding_window") is not False
+    others = sorted(types - {"full_attention", "sliding_attention", "attention"})
+    learned = kind in _LEARNED or has("position_embedding_type") in ("absolute", "learned_absolute")
+    rules = (
+        (kind in _ALIBI or has("alibi") or has("use_alibi"), "ALiBi", "its bias is in the attention, not in the key"),
+        (learned, "learned absolute positions", "they are mixed into the values and cannot be turned"),
+        (kind in _RECURRENT, "linear attention or state space layers", "their state is no KV of tokens"),
+        (
+            has("is_encoder_decoder") or has("cross_attention_layers"),
+            "cross attention layers",
+            "their KV does not belong to tokens of the window",
+        ),
+        (
+            has("use_bidirectional_attention") in (True, "all"),
+            "bidirectional attention",
+            "a chunk's KV depends on what follows it",
+        ),
+        (has("index_topk"), "a sparse attention indexer", "its own key cache would have to move too"),
+        (states, "".join(states[:1]), "they keep no KV for every token of the window"),
+        (
+            windowed and window and not (longest and window >= longest),
+            "sliding window layers",
+            "engines drop the KV that left the window",
+        ),
+        (others, f"{', '.join(others)} layers", "only full attention is known to move"),
+        (
+            has("no_rope_layers") and not all(has("no_rope_layers")),
+            "layers without rotary positions",
+            "all layers must turn alike",
+        ),
+    )
+    for refused, prop, why in rules:
+        if refused:
+            raise _refusal(kind, prop, why)
 
 
 def rope_spec_from_config(config: Any, engine: Engine = "hf") -> RopeSpec:
@@ -159,29 +170,15 @@ def kv_spec_from_config(config: Any, identity: str, dtype: str, engine: Engine =
     rope = rope_spec_from_config(config, engine)
     text = text_config(config)
     layers, queries = int(text.num_hidden_layers), int(text.num_attention_heads)
+    family: Family = "mla"
     if getattr(text, "kv_lora_rank", None):
-        return KVSpec(
-            identity=identity,
-            family="mla",
-            layers=layers,
-            heads=1,
-            k_dim=int(text.qk_rope_head_dim),
-            v_dim=int(text.kv_lora_rank),
-            rope=rope,
-            dtype=dtype,
-        )
-    heads = int(getattr(text, "num_key_value_heads", None) or queries)
-    dim = int(getattr(text, "head_dim", None) or text.hidden_size // queries)
-    return KVSpec(
-        identity=identity,
-        family="mha" if heads == queries else "gqa",
-        layers=layers,
-        heads=heads,
-        k_dim=dim,
-        v_dim=int(getattr(text, "v_head_dim", None) or dim),
-        rope=rope,
-        dtype=dtype,
-    )
+        heads, k_dim, v_dim = 1, int(text.qk_rope_head_dim), int(text.kv_lora_rank)
+    else:
+        heads = int(getattr(text, "num_key_value_heads", None) or queries)
+        family = "mha" if heads == queries else "gqa"
+        k_dim = int(getattr(text, "head_dim", None) or text.hidden_size // queries)
+        v_dim = int(getattr(text, "v_head_dim", None) or k_dim)
+    return KVSpec(identity, family, layers, heads, k_dim, v_dim, rope, dtype)
 
 
 def _rope_view(text: Any, kind: str) -> Any:

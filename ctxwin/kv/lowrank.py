@@ -1,48 +1,23 @@
-"""Truncated singular value decomposition, exact and randomised, and the weights a truncation may be measured with."""
+"""Truncated singular value decomposition, and the weights that a truncation may be measured with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from ctxwin.kv.layout import KVSpec, SpanKV
 
-Method = Literal["exact", "randomized"]
 
-OVERSAMPLING = 8
-
-
-def truncated_svd(
-    matrix: torch.Tensor, rank: int, method: Method = "exact", seed: int = 0, power_iterations: int = 2
-) -> tuple[torch.Tensor, torch.Tensor]:
+def truncated_svd(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Best rank-``rank`` factors: ``left [R, m]`` with the singular values in it, and orthonormal ``right [m, C]``.
 
-    ``randomized`` sketches ``rank + 8`` directions with a seeded generator and ``power_iterations`` passes (Halko,
-    Martinsson, Tropp 2011, algorithm 4.4): O(R C m) instead of O(R C min(R, C)).
-
     Raises:
-        ValueError: a rank outside ``[0, min(R, C)]`` or an unknown method.
+        ValueError: a rank outside ``[0, min(R, C)]``.
     """
-    rows, columns = matrix.shape
-    if not 0 <= rank <= min(rows, columns):
-        raise ValueError(f"rank must be in [0, {min(rows, columns)}], got {rank}")
-    if method == "exact":
-        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-    elif method == "randomized":
-        generator = torch.Generator(device="cpu").manual_seed(seed)
-        width = min(rank + OVERSAMPLING, rows, columns)
-        # Drawn on the CPU so that a seed means the same factors on every device.
-        probe = torch.randn(columns, width, generator=generator, dtype=matrix.dtype).to(matrix.device)
-        q = torch.linalg.qr(matrix @ probe).Q
-        for _ in range(power_iterations):
-            q = torch.linalg.qr(matrix.T @ q).Q
-            q = torch.linalg.qr(matrix @ q).Q
-        u, s, vh = torch.linalg.svd(q.T @ matrix, full_matrices=False)
-        u = q @ u
-    else:
-        raise ValueError(f"method must be exact or randomized, got {method!r}")
+    if not 0 <= rank <= min(matrix.shape):
+        raise ValueError(f"rank must be in [0, {min(matrix.shape)}], got {rank}")
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     return u[:, :rank] * s[:rank], vh[:rank]
 
 
@@ -62,22 +37,6 @@ class Weight:
         """Scales that count K and V alike in every layer: one over the RMS of ``span`` per layer and channel group."""
         return cls(k=_inverse_rms(span.k), v=_inverse_rms(span.v))
 
-    @classmethod
-    def from_covariance(cls, k: torch.Tensor | None, v: torch.Tensor | None, ridge: float = 1e-3) -> Weight:
-        """The weight under which an error counts by what the output sees of it (Kamera, section 4, "functional rank").
-
-        Args:
-            k: covariance of the queries that read each KV head, in the canonical frame: ``[L, H, k_dim, k_dim]``.
-            v: ``W_O W_O^T`` of the same heads, ``[L, H, v_dim, v_dim]``.
-            ridge: added to the diagonal, as a share of its mean, so that no direction becomes free.
-
-        Raises:
-            ValueError: a ridge <= 0, or matrices that are not square. Cost: one Cholesky factor per head.
-        """
-        if not ridge > 0:
-            raise ValueError(f"ridge must be > 0, got {ridge}")
-        return cls(k=_factor(k, ridge), v=_factor(v, ridge))
-
     def validate(self, spec: KVSpec) -> None:
         """Raises ValueError where a weight does not fit ``spec``."""
         for name, weight, dim in (("k", self.k, spec.k_dim), ("v", self.v, spec.v_dim)):
@@ -95,17 +54,6 @@ class Weight:
             for part, weight in zip(parts, (self.k, self.v), strict=True)
         ]
         return torch.cat(out, dim=1)
-
-
-def _factor(covariance: torch.Tensor | None, ridge: float) -> torch.Tensor | None:
-    if covariance is None:
-        return None
-    if covariance.ndim != 4 or covariance.shape[-1] != covariance.shape[-2]:
-        raise ValueError(f"covariance must be [L, H, D, D], got {list(covariance.shape)}")
-    matrix = covariance.to(torch.float64)
-    level = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(torch.float32).tiny) * ridge
-    factor: torch.Tensor = torch.linalg.cholesky(matrix + torch.diag_embed(level[..., None].expand(matrix.shape[:-1])))
-    return factor
 
 
 def _inverse_rms(x: torch.Tensor) -> torch.Tensor:

@@ -6,13 +6,10 @@ much the orders differ, so that an audit knows where to look.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from ctxwin.kv.deficit import Deficit, deficit
 from ctxwin.kv.layout import KVSpec, SpanKV
-from ctxwin.kv.patch import Patch, compress
 
 
 class OrbitMean:
@@ -33,11 +30,7 @@ class OrbitMean:
         Raises:
             ValueError: spans that do not match the earlier ones. Cost: two rotations.
         """
-        self.add_deficit(deficit(conditioned, base, self.spec))
-
-    def add_deficit(self, lost: Deficit) -> None:
-        """Takes in one order by its deficit."""
-        mean = self._mean
+        lost, mean = deficit(conditioned, base, self.spec), self._mean
         if mean is None:
             self.count, self._mean = 1, replace(lost, k=lost.k.clone(), v=lost.v.clone())
             return
@@ -62,53 +55,3 @@ class OrbitMean:
         """RMS distance of the orders' deficits from their mean, relative to the mean's norm; 0 for a single order."""
         energy = float(self.mean.energy.sum())
         return (self._scatter / self.count / energy) ** 0.5 if energy and self.count > 1 else 0.0
-
-    def patch(self, **form: Any) -> Patch:
-        """The patch of the mean; keywords as in `form_patch`. ``meta`` gains ``orders`` and ``spread``."""
-        patch = compress(self.mean, self.spec, **form)
-        patch.meta.update(orders=self.count, spread=self.spread)
-        return patch
-
-
-def orbit_mean(conditioned: Sequence[SpanKV], base: SpanKV, spec: KVSpec, **form: Any) -> Patch:
-    """One patch from the same chunk behind its antecedents in several orders.
-
-    Args:
-        conditioned: the chunk's KV in each order, each in any frame.
-        base: the canonical span.
-        spec: layout of all.
-        form: keywords of `form_patch`.
-
-    Returns:
-        The patch of the mean deficit; at full rank the mean of the orders' exact patches.
-
-    Raises:
-        ValueError: no orders, or spans that do not match.
-    """
-    orbit = OrbitMean(spec)
-    for span in conditioned:
-        orbit.add(span, base)
-    return orbit.patch(**form)
-
-
-def blend(patch: Patch, count: int, lost: Deficit, spec: KVSpec, **form: Any) -> Patch:
-    """Moves a stored orbit patch of ``count`` orders towards a new order, without the deficits it was formed from.
-
-    The mean is that of what the patch kept, so what truncation dropped stays dropped.
-
-    Raises:
-        ValueError: a count < 1, or a deficit that does not fit the patch.
-    """
-    if count < 1:
-        raise ValueError(f"count must be >= 1, got {count}")
-    if patch.tokens != lost.tokens:
-        raise ValueError(f"deficit must cover {patch.tokens} tokens, got {lost.tokens}")
-    k, v = lost.k / (count + 1), lost.v / (count + 1)
-    for layer in patch.layers:
-        delta = patch.delta(layer, k.dtype)
-        assert delta is not None
-        k[layer] += delta[0].to(k.device) * (count / (count + 1))
-        v[layer] += delta[1].to(v.device) * (count / (count + 1))
-    merged = compress(replace(lost, k=k, v=v), spec, **form)
-    merged.meta.update(orders=count + 1)
-    return merged

@@ -16,7 +16,7 @@ import torch
 from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.deficit import Deficit, deficit
 from ctxwin.kv.layout import KVSpec, SpanKV
-from ctxwin.kv.lowrank import Method, Weight, truncated_svd
+from ctxwin.kv.lowrank import Weight, truncated_svd
 from ctxwin.kv.rope import shift_angles, turn
 
 Layout = Literal["joint", "per_layer", "shared"]
@@ -182,20 +182,7 @@ class Patch:
             raise ValueError(f"patch must cover {base.tokens} tokens, got {self.tokens}; form it again")
 
 
-def form_patch(
-    conditioned: SpanKV,
-    base: SpanKV,
-    spec: KVSpec,
-    *,
-    rank: int | None = None,
-    bytes_share: float | None = None,
-    layers: Layers = "all",
-    layout: Layout = "joint",
-    method: Method = "exact",
-    seed: int = 0,
-    dtype: torch.dtype = torch.bfloat16,
-    weight: Weight | None = None,
-) -> Patch:
+def form_patch(conditioned: SpanKV, base: SpanKV, spec: KVSpec, **options: Any) -> Patch:
     """The patch that takes ``base`` to ``conditioned`` (Kamera, section 3, "Forming and applying the patch").
 
     Args:
@@ -203,37 +190,12 @@ def form_patch(
             the antecedent that left.
         base: the canonical span, in any frame; for removal, the survivor's KV.
         spec: layout of both.
-        rank: directions to keep, per patch (joint) or per layer (per_layer); capped at min(tokens, width). None with no
-            ``bytes_share``: the full rank.
-        bytes_share: instead of ``rank``: the largest rank whose bytes stay within this share of the chunk's KV in bf16,
-            the deficit itself where that fits. Rank 0 where not even one direction fits; see ``meta["captured"]``.
-        layers: ``all``, ``deep`` (the upper half) or layer numbers. Where the deficit is arithmetic noise a layer is
-            dropped.
-        layout: ``joint`` (one left factor for all layers) or ``per_layer``. Shared ones come from `basis.project`.
-        method: ``exact`` SVD or ``randomized``.
-        seed: of the randomised method.
-        dtype: of the stored factors.
-        weight: measures the truncation's error as the output sees it; None is the plain norm.
-
-    Returns:
-        A patch; `Patch.dense` where factors of that rank would weigh no less than the deficit itself.
+        options: those of `compress`.
 
     Raises:
-        ValueError: both ``rank`` and ``bytes_share``, values out of range, or spans that do not match.
-        Cost: two rotations and the SVD of ``[T, n W]`` (joint) or of n matrices ``[T, W]``.
+        ValueError: as `compress` and `deficit` do. Cost: two rotations, and `compress`.
     """
-    return compress(
-        deficit(conditioned, base, spec),
-        spec,
-        rank=rank,
-        bytes_share=bytes_share,
-        layers=layers,
-        layout=layout,
-        method=method,
-        seed=seed,
-        dtype=dtype,
-        weight=weight,
-    )
+    return compress(deficit(conditioned, base, spec), spec, **options)
 
 
 def compress(
@@ -244,14 +206,35 @@ def compress(
     bytes_share: float | None = None,
     layers: Layers = "all",
     layout: Layout = "joint",
-    method: Method = "exact",
-    seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
     weight: Weight | None = None,
 ) -> Patch:
-    """The patch of a deficit; arguments as in `form_patch`."""
+    """The patch of a deficit.
+
+    Args:
+        lost: the deficit.
+        spec: layout of the model.
+        rank: directions to keep, per patch (joint) or per layer (per_layer); capped at min(tokens, width). None with no
+            ``bytes_share``: the full rank.
+        bytes_share: instead of ``rank``: the largest rank whose bytes stay within this share of the chunk's KV in bf16,
+            the deficit itself where that fits. Rank 0 where not even one direction fits; see ``meta["captured"]``.
+        layers: ``all``, ``deep`` (the upper half) or layer numbers. Where the deficit is arithmetic noise a layer is
+            dropped.
+        layout: ``joint`` (one left factor for all layers) or ``per_layer``. Shared ones come from `pooling.project`.
+        dtype: of the stored factors.
+        weight: measures the truncation's error as the output sees it; None is the plain norm.
+
+    Returns:
+        A patch; `Patch.dense` where factors of that rank would weigh no less than the deficit itself.
+
+    Raises:
+        ValueError: both ``rank`` and ``bytes_share``, or values out of range.
+        Cost: the SVD of ``[T, n W]`` (joint) or of n matrices ``[T, W]``.
+    """
     if layout not in ("joint", "per_layer"):
         raise ValueError(f"layout must be joint or per_layer, got {layout!r}; shared patches come from pooling.project")
+    if rank is not None and bytes_share is not None:
+        raise ValueError("give rank or bytes_share, got both")
     if bytes_share is not None and not bytes_share > 0:
         raise ValueError(f"bytes_share must be > 0, got {bytes_share}")
     if rank is not None and rank < 0:
@@ -260,19 +243,33 @@ def compress(
     covered = lost.covered(wanted)
     if weight is not None:
         weight.validate(spec)
-    n, t, width = len(covered), lost.tokens, spec.heads * (spec.k_dim + spec.v_dim)
-    per_rank = t + n * width if layout == "joint" else n * (t + width)
-    cap = min(t, n * width if layout == "joint" else width)
+    joint, n, t, width = layout == "joint", len(covered), lost.tokens, spec.heads * (spec.k_dim + spec.v_dim)
+    per_rank = t + n * width if joint else n * (t + width)
+    cap = min(t, n * width if joint else width)
     whole = n * t * width
-    budget = None if bytes_share is None else bytes_share * spec.span_bytes(t, _KV_ITEMSIZE) / dtype.itemsize
-    kept = _rank(rank, budget, cap, per_rank, whole) if n else 0
+    kept = cap if rank is None else min(cap, rank)
+    if bytes_share is not None:
+        budget = bytes_share * spec.span_bytes(t, _KV_ITEMSIZE) / dtype.itemsize
+        kept = cap if whole <= budget else min(cap, int(budget / per_rank))
+    kept = kept if n else 0
     dense = n > 0 and kept * per_rank >= whole
+    rows = [lost.matrix(layer) for layer in covered]
     right: torch.Tensor | None = None
     if dense:
-        left = _dense(lost, covered, dtype)
+        left = torch.stack(rows).to(dtype)
+    elif not kept:
+        left = lost.k.new_zeros((t, 0) if joint else (n, t, 0), dtype=dtype)
+        right = lost.k.new_zeros((n, 0, width), dtype=dtype)
     else:
-        left, right = _factor(lost, covered, spec, kept, layout, method, seed, dtype, weight)
-    dropped = [layer for layer in wanted if layer not in covered]
+        weighed = [weigh(x, layer, spec, weight) for x, layer in zip(rows, covered, strict=True)]
+        if joint:
+            left, flat = truncated_svd(torch.cat(weighed, dim=1), kept)
+            rights = list(flat.view(kept, n, width).unbind(1))
+        else:
+            lefts, rights = (list(sides) for sides in zip(*(truncated_svd(x, kept) for x in weighed), strict=True))
+            left = torch.stack(lefts)
+        back = [weigh(x, layer, spec, weight, inverse=True) for x, layer in zip(rights, covered, strict=True)]
+        left, right = left.to(dtype).contiguous(), torch.stack(back).to(dtype)
     patch = Patch.of(
         spec,
         layout=layout,
@@ -281,7 +278,7 @@ def compress(
         left=left,
         right=right,
         dense=dense,
-        meta={"method": method, "weighted": weight is not None, "dropped": dropped},
+        meta={"method": "exact", "weighted": weight is not None, "dropped": sorted({*wanted} - {*covered})},
     )
     patch.meta.update(captured_energy(lost, patch))
     return patch
@@ -353,47 +350,6 @@ def captured_energy(lost: Deficit, patch: Patch) -> dict[str, float]:
         k, v = (lost.k[layer], lost.v[layer]) if delta is None else (lost.k[layer] - delta[0], lost.v[layer] - delta[1])
         left_over += float(k.double().pow(2).sum()) + float(v.double().pow(2).sum())
     return {"energy": energy, "captured": 1.0 - left_over / energy}
-
-
-def _rank(rank: int | None, budget: float | None, cap: int, per_rank: int, whole: int) -> int:
-    """Directions to keep; ``budget``, ``per_rank`` and ``whole`` (the deficit itself) count numbers."""
-    if rank is not None and budget is not None:
-        raise ValueError("give rank or bytes_share, got both")
-    if budget is not None:
-        return cap if whole <= budget else min(cap, int(budget / per_rank))
-    return cap if rank is None else min(cap, rank)
-
-
-def _dense(lost: Deficit, covered: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.stack([lost.matrix(layer) for layer in covered]).to(dtype)
-
-
-def _factor(
-    lost: Deficit,
-    covered: tuple[int, ...],
-    spec: KVSpec,
-    rank: int,
-    layout: Layout,
-    method: Method,
-    seed: int,
-    dtype: torch.dtype,
-    weight: Weight | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Left and right factors; singular values stand in the left one."""
-    width = spec.heads * (spec.k_dim + spec.v_dim)
-    n, t = len(covered), lost.tokens
-    if n == 0 or rank == 0:
-        shape = (t, rank) if layout == "joint" else (n, t, rank)
-        return lost.k.new_zeros(shape, dtype=dtype), lost.k.new_zeros((n, rank, width), dtype=dtype)
-    weighed = [weigh(lost.matrix(layer), layer, spec, weight) for layer in covered]
-    if layout == "joint":
-        left, flat = truncated_svd(torch.cat(weighed, dim=1), rank, method, seed)
-        rights = list(flat.view(rank, n, width).unbind(1))
-    else:
-        pairs = [truncated_svd(x, rank, method, seed + i) for i, x in enumerate(weighed)]
-        left, rights = torch.stack([pair[0] for pair in pairs]), [pair[1] for pair in pairs]
-    back = [weigh(x, layer, spec, weight, inverse=True) for x, layer in zip(rights, covered, strict=True)]
-    return left.to(dtype).contiguous(), torch.stack(back).to(dtype)
 
 
 def weigh(

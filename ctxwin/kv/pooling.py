@@ -22,7 +22,6 @@ def fit_basis(
     layers: Layers = "all",
     layout: Literal["joint", "per_layer"] = "joint",
     weight: Weight | None = None,
-    normalise: bool = True,
     dtype: torch.dtype = torch.bfloat16,
 ) -> SharedBasis:
     """The directions that hold most of many deficits' energy.
@@ -34,8 +33,7 @@ def fit_basis(
         deficits: from `deficit`, of one model; may be a generator.
         spec: layout of the model.
         rank: directions to keep; capped at the width.
-        layers, layout, weight, dtype: as in `form_patch`.
-        normalise: count every deficit alike instead of by its energy.
+        layers, layout, weight, dtype: as in `compress`.
 
     Raises:
         ValueError: no deficits, a rank < 1, layers out of range. Cost: one small SVD per deficit (and layer).
@@ -51,7 +49,7 @@ def fit_basis(
     for lost in deficits:
         count += 1
         energy = float(lost.energy[list(covered)].sum())
-        scale = energy**-0.5 if normalise and energy > 0 else 1.0
+        scale = energy**-0.5 if energy > 0 else 1.0  # every deficit counts alike
         rows = [weigh(lost.matrix(layer) * scale, layer, spec, weight) for layer in covered]
         blocks = [torch.cat(rows, dim=1)] if layout == "joint" else rows
         sketches = [_fold(sketches[i] if sketches else None, block, 4 * rank) for i, block in enumerate(blocks)]
@@ -61,16 +59,8 @@ def fit_basis(
     tops = [truncated_svd(x, kept)[1] for x in sketches]
     rights = list(tops[0].view(kept, len(covered), width).unbind(1)) if layout == "joint" else tops
     back = [weigh(x, layer, spec, weight, inverse=True) for x, layer in zip(rights, covered, strict=True)]
-    return SharedBasis(
-        identity=spec.identity,
-        layout=layout,
-        layers=covered,
-        heads=spec.heads,
-        k_dim=spec.k_dim,
-        v_dim=spec.v_dim,
-        right=torch.stack(back).to(dtype).contiguous(),
-        meta={"deficits": count, "weighted": weight is not None},
-    )
+    right, meta = torch.stack(back).to(dtype).contiguous(), {"deficits": count, "weighted": weight is not None}
+    return SharedBasis(spec.identity, layout, covered, spec.heads, spec.k_dim, spec.v_dim, right, meta)
 
 
 def project(

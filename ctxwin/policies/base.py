@@ -1,4 +1,4 @@
-"""The contracts of policies: who leaves a full window, what comes back into it, and what they see of it.
+"""The contracts of policies: what leaves a full window, what comes back into it, and what they may read of it.
 
 A policy is deterministic. It reads the window, its engine and what their store holds, never a clock or a random number, and
 it breaks ties by arrival: the same window loses the same chunks when an operation is run again (a replayed checkpoint, a
@@ -45,9 +45,8 @@ class Branch(WindowView, Protocol):
     def evict(self, placement: str, /) -> None:
         """Takes a chunk out."""
 
-    def disposable(
-        self, placement: str, query: str, max_tokens: int = ..., /, *, clean: bool = ...
-    ) -> Disposability: ...
+    def disposable(self, placement: str, query: str, max_tokens: int = ..., /, *, clean: bool = ...) -> Disposability:
+        """Whether the answer to ``query`` is the same without a chunk."""
 
     def __enter__(self) -> Self: ...
 
@@ -55,7 +54,7 @@ class Branch(WindowView, Protocol):
 
 
 class Eviction(Protocol):
-    """Who leaves first."""
+    """Decides which chunks leave a full window first."""
 
     def order(self, window: WindowView) -> Iterable[str]:
         """Ids of placed chunks in the order in which they should leave.
@@ -67,7 +66,7 @@ class Eviction(Protocol):
 
 
 class Retrieval(Protocol):
-    """What comes back for a query."""
+    """Decides which evicted chunks come back for a query."""
 
     def choose(self, window: WindowView, query: str | Chunk) -> Iterable[str]:
         """Ids of evicted chunks to recall for ``query`` (a question, an answer with a tool call, or a picture), best first."""

@@ -1,4 +1,4 @@
-"""Who leaves a full window first."""
+"""Which chunks leave a full window first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OldestFirst:
     """The chunk that arrived first leaves first. Cost: a sort."""
 
     def order(self, window: WindowView) -> Iterable[str]:
-        """Placement ids, the one to leave first at the front."""
+        """Placed ids, the first to leave at the front."""
         return [p.id for p in sorted(window.snapshot().placed, key=lambda p: p.arrival)]
 
 
@@ -34,7 +34,7 @@ class LeastRecentlyRead:
     """
 
     def order(self, window: WindowView) -> Iterable[str]:
-        """Placement ids, the one to leave first at the front."""
+        """Placed ids, the first to leave at the front."""
         return [p.id for p in sorted(window.snapshot().placed, key=lambda p: (p.read, p.arrival))]
 
 
@@ -43,16 +43,16 @@ class ByPriority:
     """The chunk with the lowest `Chunk.priority` leaves first, the oldest among equals. Cost: a sort."""
 
     def order(self, window: WindowView) -> Iterable[str]:
-        """Placement ids, the one to leave first at the front."""
+        """Placed ids, the first to leave at the front."""
         return [p.id for p in sorted(window.snapshot().placed, key=lambda p: (p.chunk.priority, p.arrival))]
 
 
 @dataclass(frozen=True)
 class ByDisposability:
-    """Chunks that the given queries do not need leave first, then the rest; oldest first in both.
+    """Chunks that none of the given queries needs leave first, then the rest; oldest first within each group.
 
     A chunk is disposable when evicting it changes the answer to none of the queries (`Window.disposable`; Kamera, appendix
-    E), after the chunks that this order has let go already: of two pages that say the same, one stays.
+    E), with the chunks before it in this order already gone: of two pages that say the same, one stays.
 
     Args:
         queries: the questions that must keep their answers.
@@ -83,7 +83,7 @@ class ByDisposability:
         object.__setattr__(self, "queries", tuple(self.queries))
 
     def order(self, window: WindowView) -> Iterator[str]:
-        """Placement ids, the one to leave first at the front."""
+        """Placed ids, the first to leave at the front."""
         free = [p.id for p in sorted(window.snapshot().placed, key=lambda p: p.arrival) if not p.pinned]
         needed: list[str] = []
         with window.fork() as branch:  # it loses what has left so far; the window itself is not edited

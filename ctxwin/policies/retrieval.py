@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import ChunkUnavailable
-from ctxwin.policies.pooling import Pools
 
 if TYPE_CHECKING:
+    import torch
+
     from ctxwin.chunk import Chunk
+    from ctxwin.engines.base import Engine, MediaSpan
     from ctxwin.policies.base import WindowView
 
 _log = logging.getLogger("ctxwin")
 _DECODER = json.JSONDecoder()
+_AT_HAND = 4096  # as many as a window remembers evicted chunks
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,43 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
         at = text.find("{", at)
 
 
+class _Pools:
+    """Pooled embeddings by media, float32; those used longest ago go first. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[tuple[str, str], torch.Tensor] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, engine: Engine, chunk: Chunk) -> torch.Tensor:
+        """Mean over all tokens of a chunk's media, float64 ``[hidden]``.
+
+        Raises ChunkUnavailable where embeddings are gone and cannot be computed again, even if their mean is still cached
+        here: a chunk that cannot be placed must not be found. Cost: an encoding of the chunk (no vision encode for held
+        media), and a read of the embeddings, once for each medium.
+        """
+        import torch
+
+        media = engine.encode(chunk).media
+        rows = torch.stack([self._pooled(engine, m) for m in media]).to(torch.float64)
+        weights = torch.tensor([m.tokens for m in media], dtype=torch.float64)
+        return weights @ rows / weights.sum()
+
+    def _pooled(self, engine: Engine, media: MediaSpan) -> torch.Tensor:
+        import torch
+
+        key = (engine.spec.identity, media.key)
+        with self._lock:
+            if key in self._held:
+                self._held.move_to_end(key)
+                return self._held[key]
+        made = engine.embed(media.key).to(torch.float64).mean(0).to(torch.float32)
+        with self._lock:
+            self._held[key] = made
+            while len(self._held) > _AT_HAND:
+                self._held.popitem(last=False)
+        return made
+
+
 @dataclass(frozen=True)
 class BySimilarity:
     """The evicted chunks that look most like a picture: cosine of their mean-pooled vision embeddings, highest first.
@@ -97,14 +139,14 @@ class BySimilarity:
         least: least cosine, in -1..1.
 
     Cost: an encoding of every evicted chunk and, once each, a read of its embeddings; the pooled vectors of 4,096 media are
-    kept at hand. The vision tower runs for a query it has not seen, and for evicted chunks that lost their embeddings but
+    cached. The vision tower runs for a query it has not seen, and for evicted chunks that lost their embeddings but
     not their pixels; never for held ones.
     """
 
     count: int = 1
     to: str | None = None
     least: float = -1.0
-    _pools: Pools = field(default_factory=Pools, init=False, repr=False, compare=False)
+    _pools: _Pools = field(default_factory=_Pools, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.count, int) or self.count < 1:

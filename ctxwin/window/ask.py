@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -221,10 +222,8 @@ def _with_exchange(
         asked = core.engine.encode_query(query).tokens
         span = span.slice(0, min(span.tokens, asked + len(ids)))  # without what stands behind a stop text
         span = _finished(core, laid, generation, encoded, span, start, work)
-        absorbed = laid.absorbed(len(laid.choices))
-        core.assembly.put(
-            served.span, span, encoded, provenance=served.provenance, exact=served.exact, absorbed=absorbed, chunk=chunk.id
-        )  # fmt: skip
+        said = {"chunk": chunk.id, "provenance": served.provenance, "exact": served.exact}
+        core.assembly.put(served.span, span, encoded, **said, absorbed=laid.absorbed(len(laid.choices)))
         placed = placed.replace(kv=served, seen=True)
     return edits.appended(state, placed), placed.id
 
@@ -244,16 +243,10 @@ def _finished(
     ]
     shift = int(exchange.positions[:, n].min())
     first = replace(exchange, token_ids=exchange.token_ids[:n], positions=exchange.positions[:, :n], advance=shift)
-    rest = replace(
-        exchange,
-        chunk_id=digest("tail", exchange.chunk_id),
-        token_ids=exchange.token_ids[n:],
-        positions=exchange.positions[:, n:] - shift,
-        advance=exchange.advance - shift,
-    )
-    tail = core.engine.prefill(
-        [*segments, Segment(first, start, span=head)], rest, start + shift, salt=laid.salt, tally=work
-    )
+    rest = replace(exchange, token_ids=exchange.token_ids[n:], positions=exchange.positions[:, n:] - shift)
+    rest = replace(rest, chunk_id=digest("tail", exchange.chunk_id), advance=exchange.advance - shift)
+    front = [*segments, Segment(first, start, span=head)]
+    tail = core.engine.prefill(front, rest, start + shift, salt=laid.salt, tally=work)
     positions = torch.from_numpy(exchange.positions.copy())
     return replace(head, k=torch.cat([head.k, tail.k], 1), v=torch.cat([head.v, tail.v], 1), positions=positions)
 
@@ -265,28 +258,18 @@ def disposable(core: WindowCore, placement: str, query: str, max_tokens: int, *,
     answers = []
     for leaves in (False, True):
         # Who may leave is asked of windows over their budget, so the branches have all the tokens that the engine takes.
-        branch = core.fork(budget=core.engine.spec.max_tokens)
-        try:
+        with closing(core.fork(budget=core.engine.spec.max_tokens)) as branch:
             if leaves:
                 with branch.writing() as state:
                     gone = state.placed[state.index(placement)]
-                    if clean:
-                        branch.commit(edits.forgotten(state, gone))
-                    else:
-                        branch.commit(edits.evicted(state, [gone]), "evict", [placement])
+                    new = edits.forgotten(state, gone) if clean else edits.evicted(state, [gone])
+                    branch.commit(new, None if clean else "evict", [placement])
             answers.append(ask(branch, question))
-        finally:
-            branch.close()
     kept, without = answers
     same = kept.token_ids == without.token_ids
-    note = "disposable" if same else "needed"
-    core.emit(core.event("disposable", (placement,), query=query, note=note))
-    return Disposability(
-        disposable=same,
-        kl=kl(kept.first_token_logprobs, without.first_token_logprobs),
-        answer_with=kept.text,
-        answer_without=without.text,
-    )
+    core.emit(core.event("disposable", (placement,), query=query, note="disposable" if same else "needed"))
+    apart = kl(kept.first_token_logprobs, without.first_token_logprobs)
+    return Disposability(disposable=same, kl=apart, answer_with=kept.text, answer_without=without.text)
 
 
 def kl(p: dict[int, float], q: dict[int, float]) -> float:

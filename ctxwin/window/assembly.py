@@ -36,6 +36,7 @@ from ctxwin.window.state import (
 if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV
     from ctxwin.kv.patch import Patch
+    from ctxwin.store.spans import SpanRepository
 
 T = TypeVar("T")
 log = logging.getLogger("ctxwin")
@@ -49,7 +50,7 @@ class Work(Tally):
 
     misses: int = 0
     system_prompt: bool = False  # whether the system prompt was among them
-    background: bool = False  # nobody waits for it
+    background: bool = False  # no caller is waiting for it
 
 
 @dataclass(frozen=True)
@@ -106,29 +107,19 @@ class Assembly:
     missing: set[str] = field(default_factory=set)
 
     @property
-    def repo(self):  # type: ignore[no-untyped-def]
+    def repo(self) -> SpanRepository:
+        """The engine's store, as spans and patches."""
         return self.engine.repo
 
     def has(self, key: str) -> bool:
         """Whether ``key`` can be served, as far as is known without reading it."""
         return key not in self.missing and self.repo.contains(key)
 
-    def encode(self, placed: Placed) -> Encoded:
-        return self.engine.encode(placed.chunk)
-
-    def system_prompt_key(self, state: State) -> str:
-        return span_key(provenance_of(state.system_prompt_key, "system_prompt"))
-
     def plan(self, state: State, fidelity: Fidelity) -> Plan:
         """What an ask of ``state`` would do; reads no KV."""
-        kv = self.engine.spec.kv
-        itemsize = 4 if kv.dtype == "float32" else 2
-        return plan_of(
-            state,
-            choose(state, fidelity, cache(self.has)),
-            kv.span_bytes(1, itemsize),
-            self.has(self.system_prompt_key(state)),
-        )
+        kv, choices = self.engine.spec.kv, choose(state, fidelity, cache(self.has))
+        resident = self.has(_system_prompt_key(state))
+        return plan_of(state, choices, kv.span_bytes(1, 4 if kv.dtype == "float32" else 2), resident)
 
     def lay_out(self, state: State, fidelity: Fidelity, work: Work) -> Laid:
         """Chooses lanes, fetches their KV, forms missing canonicals. Repeats with what turned out to be missing."""
@@ -149,45 +140,35 @@ class Assembly:
         counts = [0]
         for choice, start in zip(choices, state.starts(), strict=True):
             served, placed = choice.served, choice.placed
-            encoded = self.encode(placed)
+            encoded = self.engine.encode(placed.chunk)
             if (encoded.tokens, encoded.advance) != (placed.tokens, placed.advance):
                 raise ValueError(
                     f"chunk {placed.id} must have {encoded.tokens} tokens over {encoded.advance} positions, got "
                     f"{placed.tokens} over {placed.advance}; restore the snapshot as its window gave it"
                 )
             contents[content_name(placed.chunk_id)] = None
-            if choice.compute:
-                segments.append(Segment(encoded, start, capture=True, span_key=served.span))
-                counts.append(len(contents))
-                continue
-            formed = None
-            if choice.form_canonical:
-                system_prompt = segments[0] = self._computed_system_prompt(state, system_prompt, work)
-                _, formed = self.canonical(state, placed, system_prompt, work)
-            # What was formed just now serves even where the store refused it; asking again would never end.
-            found = (formed, {}) if formed else self._span(served, encoded, placed.chunk_id, work)
-            if found is None:
-                return None
-            patch = None
-            if served.patch is not None:
-                patch = self._patch(served.patch, work)
-                if patch is None:
+            segment = Segment(encoded, start, capture=choice.compute, span_key=served.span)
+            if not choice.compute:
+                formed = None
+                if choice.form_canonical:
+                    system_prompt = segments[0] = self._computed_system_prompt(state, system_prompt, work)
+                    _, formed = self.canonical(state, placed, system_prompt, work)
+                # What was formed just now serves even where the store refused it; asking again would never end.
+                found = (formed, {}) if formed else self._span(served, encoded, placed.chunk_id, work)
+                patch = None if found is None or served.patch is None else self._patch(served.patch, work)
+                if found is None or (patch is None and served.patch is not None):
                     return None
-                contents.update(dict.fromkeys(patch.meta.get("absorbed", ())))
-            if not served.exact:
-                contents.update(dict.fromkeys(found[1].get("absorbed", ())))
+                for record in (patch.meta if patch else {}, {} if served.exact else found[1]):
+                    contents.update(dict.fromkeys(record.get("absorbed", ())))
+                segment = replace(segment, span=found[0], approximate=not choice.in_place)
+                segment = replace(segment, patch=patch, patch_key=served.patch or "")
             counts.append(len(contents))
-            segments.append(
-                Segment(
-                    encoded, start, span=found[0], span_key=served.span, patch=patch, patch_key=served.patch or "",
-                    approximate=not choice.in_place,
-                )
-            )  # fmt: skip
+            segments.append(segment)
         return Laid(tuple(choices), tuple(segments), salt_of(segments), tuple(contents), tuple(counts))
 
     def _system_prompt(self, state: State, work: Work) -> Segment:
         encoded = self.engine.encode_system_prompt(state.system_prompt)
-        key = self.system_prompt_key(state)
+        key = _system_prompt_key(state)
         found = self.repo.get_span(key, token_ids=encoded.token_ids) if self.has(key) else None
         span = None if found is None else found[0]
         return Segment(encoded, 0, span=span, capture=span is None, span_key=key)
@@ -196,7 +177,7 @@ class Assembly:
         """``system_prompt`` with its KV: computed once for all canonicals that are formed behind it."""
         if system_prompt.span is not None:
             return system_prompt
-        span = self.engine.prefill([], system_prompt.encoded, 0, background=work.background, tally=work)
+        span = self._prefill([], system_prompt.encoded, 0, work)
         work.system_prompt = True
         self.put(system_prompt.span_key, span, system_prompt.encoded, provenance="system_prompt")
         return replace(system_prompt, span=span, capture=False)
@@ -210,15 +191,13 @@ class Assembly:
             said["provenance"] = served.provenance
         if served.exact:
             said["exact"] = True
-        found: tuple[SpanKV, dict[str, Any]] | None = self.repo.get_span(
-            served.span, token_ids=encoded.token_ids, positions=encoded.positions, **said
-        )
+        found = self.repo.get_span(served.span, encoded.token_ids, positions=encoded.positions, **said)
         if found is None:
             self._miss(served.span, work)
         return found
 
     def _patch(self, key: str, work: Work) -> Patch | None:
-        patch: Patch | None = self.repo.get_patch(key)
+        patch = self.repo.get_patch(key)
         if patch is None:
             self._miss(key, work)
         return patch
@@ -235,29 +214,15 @@ class Assembly:
         work.misses += 1
         log.warning("%s is gone from the store: recomputing", key[:20])
 
-    def put(
-        self,
-        key: str,
-        span: SpanKV,
-        encoded: Encoded,
-        *,
-        provenance: str,
-        exact: bool = True,
-        absorbed: Sequence[str] = (),
-        chunk: str = "",
-    ) -> None:
+    def put(self, key: str, span: SpanKV, encoded: Encoded, **said: Any) -> None:
         """Stores a computed span; a refusal is logged by the store and costs a recomputation later.
 
-        Its record says what it is: the chunk (``encoded``'s by default), its provenance, and whose content it ``absorbed``.
+        Its record says what it is: the ``chunk`` (``encoded``'s by default), its ``provenance``, whether it is ``exact``, and
+        whose content it ``absorbed``.
         """
         self.missing.discard(key)
-        said = {
-            "chunk": chunk or encoded.chunk_id,
-            "provenance": provenance,
-            "exact": exact,
-            "absorbed": list(absorbed),
-        }
-        self.repo.put_span(key, span, {"token_ids": list(encoded.token_ids), **said})
+        record = {"chunk": encoded.chunk_id, "provenance": "", "exact": True, "absorbed": [], **said}
+        self.repo.put_span(key, span, {"token_ids": list(encoded.token_ids), **record})
 
     def canonical(
         self, state: State, placed: Placed, system_prompt: Segment | None, work: Work
@@ -267,28 +232,28 @@ class Assembly:
         if self.has(key):
             return key, None
         system_prompt = self._computed_system_prompt(state, system_prompt or self._system_prompt(state, work), work)
-        encoded = self.encode(placed)
-        with_system_prompt = partial(
-            self.engine.prefill, [system_prompt], encoded, state.system_prompt_advance, background=work.background, tally=work
-        )  # fmt: skip
-        span = self._seen([placed], with_system_prompt)
+        encoded = self.engine.encode(placed.chunk)
+        span = self._prefill([system_prompt], encoded, state.system_prompt_advance, work, [placed])
         self.put(key, span, encoded, provenance=provenance)
         return key, span
 
-    def run(
-        self,
-        laid: Laid,
-        query: Encoded,
-        sampling: Sampling,
-        *,
-        capture_query: bool = False,
-        on_token: Callable[[int, str], bool] | None = None,
-    ) -> Generation:
-        call = partial(
-            self.engine.generate, laid.segments, query, sampling, salt=laid.salt, capture_query=capture_query,
-            on_token=on_token,
-        )  # fmt: skip
+    def run(self, laid: Laid, query: Encoded, sampling: Sampling, **options: Any) -> Generation:
+        """`Engine.generate` over a layout, with its options."""
+        call = partial(self.engine.generate, laid.segments, query, sampling, salt=laid.salt, **options)
         return self._seen([choice.placed for choice in laid.choices], call)
+
+    def _prefill(
+        self,
+        front: Sequence[Segment],
+        encoded: Encoded,
+        start: int,
+        work: Work,
+        placed: Iterable[Placed] = (),
+        salt: str = "",
+    ) -> SpanKV:
+        """`Engine.prefill`, counted in ``work``; ``placed`` are the chunks that may have to be encoded again for it."""
+        prefill = partial(self.engine.prefill, salt=salt, background=work.background, tally=work)
+        return self._seen(placed, partial(prefill, tuple(front), encoded, start))
 
     def _seen(self, placed: Iterable[Placed], call: Callable[[], T]) -> T:
         """``call``, again where vision embeddings left a shared store since ``placed`` were encoded: they are made anew."""
@@ -297,7 +262,7 @@ class Assembly:
                 return call()
             except ChunkUnavailable:
                 for p in placed:
-                    self.encode(p)
+                    self.engine.encode(p.chunk)
         return call()
 
     def settle(self, state: State, laid: Laid, captured: dict[int, SpanKV], fidelity: Fidelity) -> State:
@@ -314,40 +279,39 @@ class Assembly:
                 if i not in captured:  # the engine could not read it back: stay uncomputed
                     placed.append(p)
                     continue
-                absorbed = laid.absorbed(i - 1)
-                self._store(state, choice, captured[i], laid.segments[i].encoded, fidelity, absorbed)
+                self._store(state, choice.served, captured[i], laid, i - 1, fidelity)
             if choice.settles:
                 p = p.replace(kv=choice.served, seen=True, unseen=())
             placed.append(p)
         return state.replace(placed=tuple(placed))
 
     def _store(
-        self, state: State, choice: Choice, span: SpanKV, encoded: Encoded, fidelity: Fidelity, absorbed: Sequence[str]
+        self, state: State, served: Conditioning, span: SpanKV, laid: Laid, index: int, fidelity: Fidelity
     ) -> None:
-        """Stores the KV of a chunk that was computed in place, and patches against every base at hand.
+        """Stores the KV of the chunk at ``index`` that was computed in place, and patches against every base at hand.
 
         Never runs a forward: it is on the path of an answer.
         """
-        served = choice.served
+        encoded, absorbed = laid.segments[index + 1].encoded, laid.absorbed(index)
         self.put(served.span, span, encoded, provenance=served.provenance, exact=served.exact, absorbed=absorbed)
         if fidelity.mode == "patched" and served.antecedents:
-            _, base = canonical_key(state, choice.placed.chunk_id)
+            _, base = canonical_key(state, laid.choices[index].placed.chunk_id)
             for key in filter(None, {base, served.base}):
                 if self.has(key):
                     self.form(span, key, served.provenance, encoded, fidelity, absorbed)
 
     def form(
         self,
-        conditioned: SpanKV,
+        span: SpanKV,
         base_key: str,
         provenance: str,
         encoded: Encoded,
         fidelity: Fidelity,
         absorbed: Sequence[str],
     ) -> str | None:
-        """Forms and stores the patch that turns a stored base into ``conditioned``; None where the base is gone.
+        """Forms and stores the patch that turns a stored base into ``span``; None where the base is gone.
 
-        ``absorbed``: whose content ``conditioned`` absorbed. The patch also holds what the base did, with the other sign.
+        ``absorbed``: whose content ``span`` absorbed. The patch also holds what the base did, with the other sign.
         """
         from ctxwin.kv.deficit import deficit
 
@@ -359,7 +323,7 @@ class Assembly:
         if base is None:
             return None
         spec = self.engine.spec
-        patch = compressed(deficit(conditioned, base[0], spec.kv), spec.model, spec.kv, fidelity)
+        patch = compressed(deficit(span, base[0], spec.kv), spec.model, spec.kv, fidelity)
         patch.meta.update(chunk=encoded.chunk_id, absorbed=[*absorbed, *base[1].get("absorbed", ())])
         self.missing.discard(key)
         self.repo.put_patch(key, patch)
@@ -367,22 +331,17 @@ class Assembly:
 
     def reform(self, state: State, index: int, laid: Laid, fidelity: Fidelity, work: Work) -> State:
         """Re-forms one placed chunk behind what is in front of it now: one forward, no vision encode."""
-        segment = laid.segments[index + 1]
-        behind = partial(
-            self.engine.prefill, laid.segments[: index + 1], segment.encoded, segment.start,
-            salt=salt_of(laid.segments[: index + 1]), background=work.background, tally=work,
-        )  # fmt: skip
-        fallbacks = work.fallbacks
-        span = self._seen([c.placed for c in laid.choices[: index + 1]], behind)
+        segment, front = laid.segments[index + 1], laid.segments[: index + 1]
+        fallbacks, placed = work.fallbacks, [c.placed for c in laid.choices[: index + 1]]
+        span = self._prefill(front, segment.encoded, segment.start, work, placed, salt_of(front))
         if work.fallbacks > fallbacks:
             laid = laid.computed(state)
         choice = laid.choices[index]
         served = choice.front.computed(choice.placed.chunk_id, "formed")
         served = served.model_copy(update={"base": choice.served.base})
-        self._store(state, replace(choice, served=served), span, segment.encoded, fidelity, laid.absorbed(index))
-        placed = list(state.placed)
-        placed[index] = placed[index].replace(kv=served, seen=True, unseen=())
-        return state.replace(placed=tuple(placed))
+        self._store(state, served, span, laid, index, fidelity)
+        formed = placed[index].replace(kv=served, seen=True, unseen=())
+        return state.replace(placed=(*state.placed[:index], formed, *state.placed[index + 1 :]))
 
     def orbit(
         self, state: State, index: int, orders: Iterable[Sequence[int]], fidelity: Fidelity, work: Work
@@ -394,32 +353,30 @@ class Assembly:
         """
         from ctxwin.kv.orbit import OrbitMean
 
-        target, spec = state.placed[index], self.engine.spec
-        encoded = self.encode(target)
+        spec, placed = self.engine.spec, state.placed[: index + 1]
+        *fronts, encoded = [self.engine.encode(p.chunk) for p in placed]
         system_prompt = self._system_prompt(state, work)
-        base_key, _ = self.canonical(state, target, system_prompt, work)
+        base_key, _ = self.canonical(state, placed[index], system_prompt, work)
         base = self.repo.get_span(base_key, token_ids=encoded.token_ids)
         if base is None:
             return None
         mean = OrbitMean(spec.kv)
         for order in orders:
             segments, at = [system_prompt], state.system_prompt_advance
-            for i in order:
-                front = self.encode(state.placed[i])
-                before = partial(
-                    self.engine.prefill, tuple(segments), front, at, background=work.background, tally=work
-                )
-                span = self._seen(state.placed[: index + 1], before)
-                segments.append(Segment(front, at, span=span))
+            for front in (fronts[i] for i in order):
+                segments.append(Segment(front, at, span=self._prefill(segments, front, at, work, placed)))
                 at += front.advance
-            behind = partial(self.engine.prefill, tuple(segments), encoded, at, background=work.background, tally=work)
-            mean.add(self._seen(state.placed[: index + 1], behind), base[0])  # holds one order's KV at a time
+            mean.add(self._prefill(segments, encoded, at, work, placed), base[0])  # holds one order's KV at a time
         self.know_basis(fidelity)
         patch = compressed(mean.mean, spec.model, spec.kv, fidelity)
-        contents = [p.chunk_id for p in state.placed[:index]]
+        contents = [p.chunk_id for p in placed[:index]]
         absorbed = [content_name(content) for content in contents]
-        patch.meta.update(orders=mean.count, spread=mean.spread, chunk=target.chunk_id, absorbed=absorbed)
-        key = orbit_key(state.system_prompt_key, target.chunk_id, contents, fidelity.patch_name)
+        patch.meta.update(orders=mean.count, spread=mean.spread, chunk=placed[index].chunk_id, absorbed=absorbed)
+        key = orbit_key(state.system_prompt_key, placed[index].chunk_id, contents, fidelity.patch_name)
         self.repo.put_patch(key, patch)
         self.missing.discard(key)
         return key
+
+
+def _system_prompt_key(state: State) -> str:
+    return span_key(provenance_of(state.system_prompt_key, "system_prompt"))

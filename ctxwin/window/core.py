@@ -1,6 +1,6 @@
-"""`WindowCore`: a window's versions, the assembly that serves them, and who is told of what happened.
+"""`WindowCore`: a window's versions, the assembly that serves them, and its observers.
 
-`ctxwin.window.window` edits it, `ctxwin.window.ask` asks it, and `ctxwin.window.upkeep` works on it while nobody waits.
+`ctxwin.window.window` edits it, `ctxwin.window.ask` asks it, and `ctxwin.window.upkeep` does its background work.
 Adapters and servers that bring windows of their own build on it as well. Nothing here knows what an edit means.
 """
 
@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
@@ -29,8 +29,14 @@ from ctxwin.window.events import Event, Observer, Op
 from ctxwin.window.invariants import check_state
 from ctxwin.window.state import Placed, State
 
+if TYPE_CHECKING:
+    from ctxwin.store.spans import SpanRepository
+
 _HISTORY = 1024
 _log = logging.getLogger("ctxwin")
+_open: weakref.WeakKeyDictionary[SpanRepository, weakref.WeakSet[WindowCore]] = weakref.WeakKeyDictionary()
+"""The windows of this process by their store, for `WindowCore.forget`."""
+_opening = threading.Lock()
 
 
 class WindowCore:
@@ -79,6 +85,8 @@ class WindowCore:
         self._guard = threading.Lock()  # of leases and counts
         self._leases: set[str] = set()
         self._finalizer = weakref.finalize(self, engine.repo.abandon, self._leases)  # for a window never closed
+        with _opening:
+            _open.setdefault(engine.repo, weakref.WeakSet()).add(self)
         self.lease()
 
     @property
@@ -147,7 +155,7 @@ class WindowCore:
                 _log.exception("an observer failed on %s of window %s; the window goes on", event.op, event.window)
 
     def observe(self, observer: Observer) -> Callable[[], None]:
-        """Adds an observer, once; returns what removes it."""
+        """Adds an observer, once; returns a function that removes it."""
         if observer not in self.observers:
             self.observers = (*self.observers, observer)
 
@@ -171,9 +179,8 @@ class WindowCore:
     def place(self, state: State, chunk: Chunk) -> Placed:
         """A new placement of ``chunk`` for ``state``, encoded but not yet part of it. Raises like `Window.append`."""
         if not isinstance(chunk, Chunk):
-            raise TypeError(
-                f"chunk must be a ctxwin.Chunk, got {type(chunk).__name__}; make one with Chunk.text or Chunk.image"
-            )
+            got = type(chunk).__name__
+            raise TypeError(f"chunk must be a ctxwin.Chunk, got {got}; make one with Chunk.text or Chunk.image")
         with self.counting_encodes():
             placed = placement.placement(self.engine, state, chunk, self.seed)
         self.heartbeat()  # many pictures may arrive in one operation
@@ -221,9 +228,7 @@ class WindowCore:
             raise ValueError("branch must run on this window's engine, got another one; restore its snapshot instead")
         parent, version = branch._forked_from or (None, None)
         if not force and (parent is None or parent() is not self):
-            raise ValueError(
-                "branch must be a fork of this window, got another window; pass force=True to adopt it anyway"
-            )
+            raise ValueError("branch must be a fork of this window, got another; pass force=True to adopt it anyway")
         with self.writing() as state:
             if not force and version != state.version:
                 raise ValueError(
@@ -236,9 +241,16 @@ class WindowCore:
             self.commit(adopted, "adopt", other=branch.id)
             self.fidelity = resolve(theirs.fidelity, self.engine.spec.model)
 
-    def forget_history(self) -> None:
-        """Drops every old version, for an edit that none of them may bring back."""
+    def forget(self, state: State, gone: Placed) -> None:
+        """Commits ``state``, which carries nothing of ``gone``, and deletes what the store holds of it; see `placement.forget`.
+
+        Old versions go, as they would bring it back. Other windows that hold it, placed or evicted, keep its media.
+        """
         self._history.clear()
+        self.commit(state, "forget", [gone.id], remember=False)
+        with _opening:
+            others = [core for core in _open[self.engine.repo] if core.id != self.id and not core.closed]
+        placement.forget(self.engine, state, gone, [p for o in others for p in (*o.state.placed, *o.state.evicted)])
 
     def take_back(self, placed: str) -> None:
         """Returns to the version before the current one where appending ``placed`` is all that happened since."""

@@ -1,4 +1,4 @@
-"""Pure functions from one window state to the next; what each method of `Window` shares with the others."""
+"""Pure functions from one window state to the next: what the methods of `Window` are made of."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ def leaving_for_budget(
     if excess > 0:
         needed = state.budget + excess
         raise BudgetExceeded(
-            f"pinned chunks must fit the budget of {state.budget} tokens, with the room asked for and what is looked back to, "
-            f"got {needed}; unpin some, ask for less or raise the budget",
+            f"pinned and recalled chunks and the reserved tokens must fit the budget of {state.budget} tokens, got {needed}; "
+            "unpin some, reserve less or raise the budget",
             needed=needed,
             budget=state.budget,
         )

@@ -10,10 +10,11 @@ if TYPE_CHECKING:
     from ctxwin.window.answer import Answer
     from ctxwin.window.state import State
 
-Op = Literal[
-    "append", "insert", "evict", "forget", "slide", "recall", "look_back", "reorder", "toggle", "pin", "touch",
-    "fork", "adopt", "ask", "disposable", "prepare_orbit", "refresh", "compress", "close",
-]  # fmt: skip
+_Edit = Literal[
+    "append", "insert", "evict", "forget", "slide", "recall", "look_back", "reorder", "toggle", "pin", "touch"
+]
+_Whole = Literal["fork", "adopt", "ask", "disposable", "prepare_orbit", "refresh", "compress", "close"]
+Op = Literal[_Edit, _Whole]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Event:
         lanes: for ``ask``, lane by placement id as it was served.
         query, answer: of ``ask`` (``ids`` names what was remembered); ``disposable`` has the query only.
         other: id of the other window of ``fork`` and ``adopt`` (the branch).
-        note: what else there is to say: ``clean`` or ``conditioned`` of a toggle, ``pinned`` or ``free`` of a pin,
+        note: a detail: ``clean`` or ``conditioned`` of a toggle, ``pinned`` or ``free`` of a pin,
             ``disposable`` or ``needed``, the other system prompt of a fork.
         seconds: how long it took.
     """

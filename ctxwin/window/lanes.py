@@ -12,18 +12,7 @@ from itertools import accumulate
 
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import Plan, PlanEntry, PlanRequest
-from ctxwin.window.state import (
-    Antecedents,
-    Conditioning,
-    Front,
-    Order,
-    Placed,
-    State,
-    orbit_key,
-    patch_key,
-    provenance_of,
-    span_key,
-)
+from ctxwin.window.state import Conditioning, Front, Order, Placed, State, orbit_key, patch_key, provenance_of, span_key
 
 Has = Callable[[str], bool]
 MAX_ORBIT = 64
@@ -62,10 +51,6 @@ class Choice:
         """Whether a forward here, behind what is in front as it is served, gives exactly this KV."""
         here = self.front.computed(self.placed.chunk_id, self.lane)
         return self.compute or (self.served.patch is None and self.served.span == here.span)
-
-    def computed_tokens(self) -> int:
-        """Tokens of the chunk that go through a forward, once or twice."""
-        return self.placed.tokens * (int(self.compute) + int(self.form_canonical))
 
 
 def canonical_key(state: State, chunk_id: str) -> tuple[str, str]:
@@ -147,12 +132,10 @@ def choose(state: State, fidelity: Fidelity, has: Has) -> list[Choice]:
 def _choose_one(
     state: State, placed: Placed, front: Front, survival: _Survival, fidelity: Fidelity, has: Has
 ) -> Choice:
-    canonical, base = canonical_key(state, placed.chunk_id)
+    _, base = canonical_key(state, placed.chunk_id)
     if not placed.conditioned or fidelity.mode == "blind":
-        served = Conditioning(
-            provenance=canonical, antecedents=Antecedents(), exact=not front.length, depth=int(front.length > 0),
-            lane="canonical", span=base,
-        )  # fmt: skip
+        alone = Front(Order(()), state.system_prompt_key).computed(placed.chunk_id, "canonical")
+        served = alone.model_copy(update={"exact": not front.length, "depth": int(front.length > 0)})
         return Choice(placed, "canonical", front, served, form_canonical=not has(base))
 
     here = front.computed(placed.chunk_id, "resident")
@@ -211,11 +194,9 @@ def plan_of(state: State, choices: Sequence[Choice], token_bytes: int, system_pr
     canonicals: dict[str, int] = {}  # tokens by chunk: placed twice, it is formed once
     for choice, start in zip(choices, state.starts(), strict=True):
         p = choice.placed
-        compute = choice.computed_tokens()
-        if choice.form_canonical:
-            if p.chunk_id in canonicals:
-                compute = 0
-            canonicals[p.chunk_id] = p.tokens
+        compute = p.tokens if choice.compute else 0
+        if choice.form_canonical and p.chunk_id not in canonicals:
+            compute = canonicals[p.chunk_id] = p.tokens
         entries.append(
             PlanEntry(
                 id=p.id,

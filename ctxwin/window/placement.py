@@ -1,9 +1,9 @@
-"""What stands behind a window's edits: new placements, sources of media, other headers, other engines, forgetting."""
+"""What stands behind a window's edits: new placements, sources of media, other system prompts and engines, forgetting."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ctxwin.errors import BudgetExceeded, ChunkUnavailable
@@ -30,6 +30,10 @@ _KEY = re.compile(r"(span|patch|orbit)/[0-9a-f]{64}")
 _DEEPEST = 1 << 20  # approximation on approximation; a snapshot may claim more
 
 
+def _identity(engine: Engine) -> str:
+    return digest(engine.spec.name, engine.spec.identity)
+
+
 def opened(engine: Engine, system_prompt: str, budget: int, fidelity: Fidelity) -> State:
     """The empty state of a window behind ``system_prompt``; BudgetExceeded where that alone does not fit."""
     encoded = engine.encode_system_prompt(system_prompt)
@@ -40,20 +44,20 @@ def opened(engine: Engine, system_prompt: str, budget: int, fidelity: Fidelity) 
             budget=budget,
         )
     return State(
-        engine=digest(engine.spec.name, engine.spec.identity), system_prompt=system_prompt, system_prompt_tokens=encoded.tokens,
-        system_prompt_advance=encoded.advance, budget=budget, fidelity=fidelity,
-    )  # fmt: skip
+        engine=_identity(engine),
+        system_prompt=system_prompt,
+        system_prompt_tokens=encoded.tokens,
+        system_prompt_advance=encoded.advance,
+        budget=budget,
+        fidelity=fidelity,
+    )
 
 
 def behind(engine: Engine, state: State, system_prompt: str) -> State:
     """``state`` behind another system prompt: the same chunks without KV."""
-    strip = {"kv": None, "unseen": ()}
-    return opened(engine, system_prompt, state.budget, state.fidelity).replace(
-        version=state.version,
-        arrivals=state.arrivals,
-        placed=tuple(p.replace(**strip) for p in state.placed),
-        evicted=tuple(p.replace(**strip) for p in state.evicted),
-    )
+    placed, evicted = (tuple(p.replace(kv=None, unseen=()) for p in ps) for ps in (state.placed, state.evicted))
+    new = opened(engine, system_prompt, state.budget, state.fidelity)
+    return new.replace(version=state.version, arrivals=state.arrivals, placed=placed, evicted=evicted)
 
 
 def placement(engine: Engine, state: State, chunk: Chunk, seed: str) -> Placed:
@@ -69,9 +73,15 @@ def placement(engine: Engine, state: State, chunk: Chunk, seed: str) -> Placed:
         )
     keep_source(engine, chunk)
     return Placed(
-        id=f"{state.arrivals}-{digest('placement', seed, state.arrivals, chunk.id)[:6]}", chunk=chunk.light(), chunk_id=chunk.id,
-        tokens=encoded.tokens, advance=encoded.advance, arrival=state.arrivals, read=state.version + 1, pinned=chunk.pin,
-    )  # fmt: skip
+        id=f"{state.arrivals}-{digest('placement', seed, state.arrivals, chunk.id)[:6]}",
+        chunk=chunk.light(),
+        chunk_id=chunk.id,
+        tokens=encoded.tokens,
+        advance=encoded.advance,
+        arrival=state.arrivals,
+        read=state.version + 1,
+        pinned=chunk.pin,
+    )
 
 
 def keep_source(engine: Engine, chunk: Chunk) -> None:
@@ -95,13 +105,9 @@ def rebind(engine: Engine, state: State, patch_name: str) -> State:
         patch_name: `Fidelity.patch_name` of the resolved fidelity: patches of another one are not kept.
     """
     _check(state)
-    mine = digest(engine.spec.name, engine.spec.identity)
-    system_prompt = engine.encode_system_prompt(state.system_prompt)
-    same = state.engine == mine
-    state = state.replace(
-        engine=mine, system_prompt_tokens=system_prompt.tokens, system_prompt_advance=system_prompt.advance,
-        budget=min(state.budget, engine.spec.max_tokens),
-    )  # fmt: skip
+    system_prompt, same = engine.encode_system_prompt(state.system_prompt), state.engine == _identity(engine)
+    state = state.replace(engine=_identity(engine), budget=min(state.budget, engine.spec.max_tokens))
+    state = state.replace(system_prompt_tokens=system_prompt.tokens, system_prompt_advance=system_prompt.advance)
     contents = {p.id: p.chunk.id for p in (*state.placed, *state.evicted)}
     arrivals = {p.id: p.arrival for p in (*state.placed, *state.evicted)}
 
@@ -157,32 +163,37 @@ def _proven(
     return kv.model_copy(update={"exact": exact, "depth": depth, "absorbed": absorbed})
 
 
-def forget(engine: Engine, state: State, gone: Placed) -> None:
+def forget(engine: Engine, state: State, gone: Placed, others: Iterable[Placed] = ()) -> None:
     """Deletes all that the store holds of ``gone``, unless its content is still in ``state``: its embeddings and source, its
     KV, and the KV of whatever absorbed it, in any order, window or version.
 
-    Keys that another window leases stay: it still shows the chunk. Cost: a read of every stored span and patch.
+    ``others`` are the chunks of other windows. Media that they hold stay: their pixels may be nowhere else. KV that another
+    window leases stays as well, since it is served there; any other is computed again where it is missed. Cost: a read of
+    every stored span and patch.
     """
-    repo = engine.repo
     left = (*state.placed, *state.evicted)
+    media = {part.content for part in gone.chunk.media}
     # The same picture may stand in another chunk, under another line of text.
-    shown = {part.content for p in left for part in p.chunk.media}
-    keys = {f"source/{part.content}" for part in gone.chunk.media if part.content not in shown}
-    try:
-        seen = {m.key for m in engine.encode(gone.chunk).media}
-    except ChunkUnavailable:
-        seen = set()  # neither embeddings nor pixels are left
-    if seen:
-        sharing = [p for p in left if {m.content for m in p.chunk.media} & {m.content for m in gone.chunk.media}]
-        keys |= seen - {m.key for p in sharing for m in engine.encode(p.chunk).media}
+    sharing = [p for p in (*left, *others) if any(part.content in media for part in p.chunk.media)]
+    shown = {part.content for p in sharing for part in p.chunk.media}
+    keys = {f"source/{content}" for content in media - shown}
+    if media:
+        keys |= _embeddings(engine, gone).difference(*(_embeddings(engine, p) for p in sharing))
     if all(p.chunk_id != gone.chunk_id for p in left):
         name = content_name(gone.chunk_id)
-        for key in list(repo.store.list()):
+        for key in list(engine.store.list()):
             if key.startswith(("span/", "patch/", "orbit/")):
-                said = repo.record_of(key)
-                absorbed = said.get("absorbed", [ANYTHING])
-                if said.get("chunk") == gone.chunk_id or name in absorbed or ANYTHING in absorbed:
+                said = engine.repo.record_of(key)
+                if said.get("chunk") == gone.chunk_id or {name, ANYTHING} & {*said.get("absorbed", [ANYTHING])}:
                     keys.add(key)
     for key in keys - state.keys():
-        if not repo.leased(key):
-            repo.delete(key)
+        if not engine.repo.leased(key):
+            engine.repo.delete(key)
+
+
+def _embeddings(engine: Engine, placed: Placed) -> set[str]:
+    """Store keys of a chunk's vision embeddings; none where neither they nor its pixels are left."""
+    try:
+        return {m.key for m in engine.encode(placed.chunk).media}
+    except ChunkUnavailable:
+        return set()

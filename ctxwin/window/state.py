@@ -277,10 +277,12 @@ class Front:
 
     @property
     def exact(self) -> bool:
+        """Whether everything in front is exact."""
         return not self.approximations
 
     @property
     def antecedents(self) -> Antecedents:
+        """The ids in front."""
         return Antecedents(self.order, self.length)
 
     def behind(self, arrival: int, served: Conditioning) -> Front:
@@ -297,9 +299,14 @@ class Front:
         """The conditioning of a chunk that is computed here."""
         provenance = provenance_of(self.chain, chunk_id)
         return Conditioning(
-            provenance=provenance, antecedents=self.antecedents, exact=self.exact, depth=self.depth, lane=lane,
-            span=span_key(provenance, self.approximations), absorbed=self.absorbed,
-        )  # fmt: skip
+            provenance=provenance,
+            antecedents=self.antecedents,
+            exact=self.exact,
+            depth=self.depth,
+            lane=lane,
+            span=span_key(provenance, self.approximations),
+            absorbed=self.absorbed,
+        )
 
 
 def hull(a: tuple[int, int] | None, b: tuple[int, int] | None) -> tuple[int, int] | None:

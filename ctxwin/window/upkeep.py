@@ -1,4 +1,4 @@
-"""Work on a window while nobody waits for it: approximations are re-formed, KV is compressed, orbit patches are made."""
+"""Background work on a window: re-forming approximations, compressing KV, and forming orbit patches."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def compress(core: WindowCore) -> int:
         for i, p in enumerate(placed):
             if p.kv is None or p.kv.patch is not None or not p.kv.antecedents:
                 continue
-            encoded = assembly.encode(p)
+            encoded = core.engine.encode(p.chunk)
             found = repo.get_span(p.kv.span, token_ids=encoded.token_ids)
             if found is None:
                 continue

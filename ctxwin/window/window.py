@@ -39,7 +39,7 @@ class Window:
         budget: most tokens of system prompt, chunks, query and answer together; default: what the engine takes.
         fidelity: which approximations are allowed; ``auto`` follows the model's profile and is ``exact`` without one.
         budget_bytes: the same as KV bytes (an int, or ``"512MB"``); the smaller budget counts.
-        eviction: who leaves first when `slide` or `look_back` makes room (`ctxwin.policies`).
+        eviction: what leaves first when `slide` or `look_back` makes room (`ctxwin.policies`).
         retrieval: what `look_back` brings back.
 
     Raises:
@@ -50,9 +50,16 @@ class Window:
     """
 
     def __init__(
-        self, engine: Engine, system_prompt: str = "", budget: int | None = None, fidelity: Fidelity | None = None, *,
-        budget_bytes: int | str | None = None, eviction: Eviction | None = None, retrieval: Retrieval | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        system_prompt: str = "",
+        budget: int | None = None,
+        fidelity: Fidelity | None = None,
+        *,
+        budget_bytes: int | str | None = None,
+        eviction: Eviction | None = None,
+        retrieval: Retrieval | None = None,
+    ) -> None:
         if not isinstance(system_prompt, str):
             raise TypeError(f"system_prompt must be a str, got {type(system_prompt).__name__}")
         limit = engine.spec.max_tokens
@@ -157,7 +164,7 @@ class Window:
         self.core.check()
 
     def observe(self, observer: Observer) -> Callable[[], None]:
-        """Calls ``observer`` with an `Event` after every operation, also of later forks; returns what ends that.
+        """Calls ``observer`` with an `Event` after every operation, also of later forks; returns a function that ends that.
 
         It runs in the thread of the operation, once that has taken effect; what it raises is logged and changes nothing.
         """
@@ -201,9 +208,8 @@ class Window:
         with self.core.writing() as state:
             index = edits.checked_index(index, len(state.placed))
             placed = self.core.place(state, chunk)
-            self.core.commit(
-                edits.inserted(state, placed, index).edited(arrivals=state.arrivals + 1), "insert", [placed.id]
-            )
+            new = edits.inserted(state, placed, index).edited(arrivals=state.arrivals + 1)
+            self.core.commit(new, "insert", [placed.id])
         return placed.id
 
     def evict(self, placement: str, *, forget: bool = False) -> None:
@@ -212,19 +218,17 @@ class Window:
         Args:
             forget: (of an evicted chunk, too) also everything it left behind goes: chunks that absorbed it, directly or
                 through others, are computed again at the next ask, its stored KV, embeddings and source are deleted, and
-                it cannot be recalled.
+                it cannot be recalled. Other open windows that hold the same content, placed or evicted, keep its media
+                and what they serve now; other processes find them gone.
 
         Raises UnknownChunk. Cost: none now; with ``forget`` a forward over each chunk concerned at the next ask.
         """
         with self.core.writing() as state:
-            if not forget:
+            if forget:
+                gone = state.find(placement)
+                self.core.forget(edits.forgotten(state, gone), gone)
+            else:
                 self.core.commit(edits.evicted(state, [state.placed[state.index(placement)]]), "evict", [placement])
-                return
-            gone = state.find(placement)
-            self.core.forget_history()  # an old version would bring it back
-            new = edits.forgotten(state, gone)
-            self.core.commit(new, "forget", [placement], remember=False)
-            placing.forget(self.engine, new, gone)
 
     def slide(self, count: int | None = None, *, reserve_tokens: int = 0) -> list[str]:
         """Evicts unpinned chunks in the order of `eviction` (oldest first): ``count``, or until within the budget.
@@ -290,13 +294,14 @@ class Window:
         """
         with self.core.writing() as state:
             if state.placed[state.index(placement)].conditioned != conditioned:
-                note = "conditioned" if conditioned else "clean"
-                self.core.commit(
-                    edits.changed(state, placement, conditioned=conditioned), "toggle", [placement], note=note
+                new, note = (
+                    edits.changed(state, placement, conditioned=conditioned),
+                    ("clean", "conditioned")[conditioned],
                 )
+                self.core.commit(new, "toggle", [placement], note=note)
 
     def pin(self, placement: str, *, pinned: bool = True) -> None:
-        """Protects a chunk from `slide`, or gives it free. Raises UnknownChunk."""
+        """Protects a chunk from `slide`, or lifts that protection. Raises UnknownChunk."""
         with self.core.writing() as state:
             note = "pinned" if pinned else "free"
             self.core.commit(edits.changed(state, placement, pinned=pinned), "pin", [placement], note=note)
@@ -344,7 +349,7 @@ class Window:
             remember: appends the exchange as a chunk, with the KV of this very pass.
             logprobs: how many log-probabilities of the first token to return; -1 for the whole vocabulary.
             temperature: 0, the default, always takes the likeliest token.
-            top_p, top_k: sample only from the likeliest tokens: those that together have this probability, so many.
+            top_p, top_k: sample only from the likeliest tokens: those that together have this probability, or this many.
             seed: makes sampling repeatable.
             stop: texts or token ids that end the answer and are no part of it.
             json_schema: the answer is JSON of this schema.
@@ -356,11 +361,9 @@ class Window:
 
         Cost: what `plan` says, and a forward over the query.
         """
-        question = Question.of(
-            query, max_tokens, remember=remember, logprobs=logprobs, temperature=temperature, top_p=top_p, top_k=top_k,
-            seed=seed, stop=stop, json_schema=json_schema,
-        )  # fmt: skip
-        return self.answer(question)
+        sampled = AskOptions(logprobs=logprobs, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+        ending = AskOptions(remember=remember, stop=stop, json_schema=json_schema)
+        return self.answer(Question.of(query, max_tokens, **sampled, **ending))
 
     def stream(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> TokenStream:
         """`ask`, yielding text as it is made; ``answer`` is there at the end. Closing it early changes nothing."""
@@ -432,9 +435,14 @@ class Window:
 
     @classmethod
     def restore(
-        cls, engine: Engine, state: State | dict[str, Any] | str, *, eviction: Eviction | None = None,
-        retrieval: Retrieval | None = None, seed: str | None = None,
-    ) -> Window:  # fmt: skip
+        cls,
+        engine: Engine,
+        state: State | dict[str, Any] | str,
+        *,
+        eviction: Eviction | None = None,
+        retrieval: Retrieval | None = None,
+        seed: str | None = None,
+    ) -> Window:
         """A window from a snapshot (model, dict or JSON), on any engine.
 
         KV, patches and embeddings are found in the engine's store or recomputed from the sources. On another model the

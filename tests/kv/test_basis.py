@@ -60,8 +60,8 @@ def test_projection_is_the_best_on_rounded_directions():
 def test_folding_equals_stacking_while_it_fits():
     spec = make_spec(layers=2, heads=1, k_dim=6, v_dim=6)
     seen = family(spec, 6, tokens=10, directions=5)
-    one_by_one = fit_basis(seen, spec, 5, normalise=False, dtype=F64)
-    rows = torch.cat([torch.cat([d.matrix(i) for i in range(2)], dim=1) for d in seen])
+    one_by_one = fit_basis(seen, spec, 5, dtype=F64)
+    rows = torch.cat([torch.cat([d.matrix(i) for i in range(2)], dim=1) / d.energy.sum() ** 0.5 for d in seen])
     best = torch.linalg.svd(rows, full_matrices=False).Vh[:5]
     got = torch.cat([one_by_one.right[i] for i in range(2)], dim=1)
     assert worst(got.T @ got, best.T @ best) < 1e-10

@@ -14,7 +14,7 @@ from kernel_cases import LAYOUTS, canonical, patch_of, stack
 from operator_oracle import make_spec, oracle_rotate, placed, plain_rope, random_positions, random_span, specs, worst
 
 from ctxwin.kv.kernels import Part, Placing
-from ctxwin.kv.kernels.factors import rounds_once
+from ctxwin.kv.kernels.cpu import rounds_once
 from ctxwin.kv.layout import KVSpec
 from ctxwin.kv.relocate import relocate
 from measure_kernels import main

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from operator_oracle import make_spec, placed, random_span, specs, worst
 
 from ctxwin.kv.deficit import deficit
-from ctxwin.kv.orbit import OrbitMean, blend, orbit_mean
-from ctxwin.kv.patch import apply_patch, form_patch
+from ctxwin.kv.orbit import OrbitMean
+from ctxwin.kv.patch import apply_patch, compress, form_patch
 from ctxwin.kv.relocate import canonicalise, relocate
 
 F64 = torch.float64
@@ -23,7 +23,10 @@ def orders(spec, count, tokens=7, seed=0):
 @given(specs(), st.integers(1, 5), st.integers(0, 3000), st.integers(0, 1000))
 def test_full_rank_orbit_is_the_mean_of_exact_patches(spec, count, start, seed):
     base, seen = orders(spec, count, seed=seed)
-    patch = orbit_mean(seen, base, spec, dtype=F64)
+    orbit = OrbitMean(spec)
+    for span in seen:
+        orbit.add(span, base)
+    patch = compress(orbit.mean, spec, dtype=F64)
     served = apply_patch(base, patch, spec, start)
     exact = [apply_patch(base, form_patch(c, base, spec, dtype=F64), spec, start) for c in seen]
     assert worst(served.k, torch.stack([s.k for s in exact]).mean(0)) < 1e-11
@@ -43,8 +46,6 @@ def test_running_mean_equals_batch_and_knows_its_spread():
     energy = float(mean_k.pow(2).sum() + mean_v.pow(2).sum())
     away = sum(float((d.k - mean_k).pow(2).sum() + (d.v - mean_v).pow(2).sum()) for d in lost) / 6
     assert running.spread == pytest.approx((away / energy) ** 0.5, rel=1e-9)
-    patch = running.patch(rank=2)
-    assert patch.meta["orders"] == 6 and patch.meta["spread"] == running.spread and patch.rank == 2
 
 
 def test_orders_that_agree_have_no_spread():
@@ -54,33 +55,17 @@ def test_orders_that_agree_have_no_spread():
     for start in (3, 40, 700):
         running.add(relocate(one, spec, start), base)
     assert running.spread < 1e-7
-    assert worst(apply_patch(base, running.patch(dtype=F64), spec, 0).k, canonicalise(one, spec).k) < 1e-12
-
-
-def test_blend_continues_a_stored_patch():
-    spec = make_spec()
-    base, seen = orders(spec, 4)
-    stored = orbit_mean(seen[:3], base, spec, dtype=F64)
-    lost = deficit(seen[3], base, spec)
-    kept = lost.k.clone()
-    patch = blend(stored, 3, lost, spec, dtype=F64)
-    assert torch.equal(lost.k, kept)
-    want = apply_patch(base, orbit_mean(seen, base, spec, dtype=F64), spec, 55)
-    assert worst(apply_patch(base, patch, spec, 55).k, want.k) < 1e-12
-    assert patch.meta["orders"] == 4
+    assert (
+        worst(apply_patch(base, compress(running.mean, spec, dtype=F64), spec, 0).k, canonicalise(one, spec).k) < 1e-12
+    )
 
 
 def test_refuses_what_does_not_fit():
     spec = make_spec()
     base, seen = orders(spec, 2)
     with pytest.raises(ValueError, match="at least one order"):
-        orbit_mean([], base, spec)
+        _ = OrbitMean(spec).mean
     running = OrbitMean(spec)
     running.add(seen[0], base)
     with pytest.raises(ValueError, match="must have the shape"):
         running.add(seen[1].slice(0, 3), base.slice(0, 3))
-    patch = running.patch(rank=1)
-    with pytest.raises(ValueError, match="count must be"):
-        blend(patch, 0, deficit(seen[1], base, spec), spec)
-    with pytest.raises(ValueError, match="must cover"):
-        blend(patch, 1, deficit(seen[1].slice(0, 3), base.slice(0, 3), spec), spec)

@@ -132,7 +132,7 @@ def test_an_order_names_each_chunk_once_and_only_placed_ones(engine: FakeEngine)
     with pytest.raises(UnknownChunk, match="must be a placed chunk, got 'nope'"):
         window.slide(2)
     window.eviction = Given([c])  # what it leaves out never leaves
-    with pytest.raises(BudgetExceeded, match="with the room asked for"):
+    with pytest.raises(BudgetExceeded, match="the reserved tokens must fit"):
         window.slide(reserve_tokens=4095)
     assert window.snapshot() == state
     window.check()

@@ -246,7 +246,7 @@ def test_a_look_back_is_all_or_nothing(looking: Window) -> None:
     (f,) = looking.ids
     looking.pin(f)
     state = looking.snapshot()
-    with pytest.raises(BudgetExceeded, match="what is looked back to, got 61") as caught:
+    with pytest.raises(BudgetExceeded, match="tokens, got 61") as caught:
         looking.look_back(f"{a} {b} {c}", reserve_tokens=47)  # 2 + 3 * 4 + 47
     assert (caught.value.needed, caught.value.budget) == (61, 60)
     assert looking.snapshot() == state

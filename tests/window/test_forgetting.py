@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -126,3 +127,38 @@ def test_a_window_that_still_shows_it_keeps_its_kv() -> None:
     with run.window.fork() as branch:
         run.window.evict(run.id(0), forget=True)
         assert branch.plan().computed_tokens == 0
+
+
+def kept(engine: FakeEngine) -> list[str]:
+    return [*engine.store.list("source/"), *engine.store.list("embed/")]
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_another_window_keeps_its_picture(evicted: bool) -> None:
+    """Whoever appended it independently did not ask to forget; there is no file to read it from again."""
+    engine = FakeEngine()
+    picture = Chunk.image(np.full((4, 4, 3), 9, np.uint8))
+    with Window(engine, "h") as window, Window(engine, "other") as other, Window(engine, "closed") as closed:
+        (mine,), (theirs,), _ = (w.extend([picture]) for w in (window, other, closed))
+        closed.close()
+        other.ask("q")
+        if evicted:
+            other.evict(theirs)
+        window.evict(mine, forget=True)
+        for key in engine.store.list("embed/"):
+            engine.store.delete(key)  # encoded again, from its pixels
+        if evicted:
+            other.recall(theirs)
+        assert other.ask("q").text
+        other.evict(theirs, forget=True)
+        assert not kept(engine)
+
+
+def test_an_old_version_does_not_keep_a_picture() -> None:
+    engine = FakeEngine()
+    with Window(engine, "h") as window:
+        picture = window.append(Chunk.image(np.full((4, 4, 3), 9, np.uint8)))
+        window.evict(picture)
+        old = window.at(window.version)
+        window.evict(picture, forget=True)
+        assert old.evicted == (picture,) and not kept(engine)

@@ -10,8 +10,7 @@ import torch
 from ctxwin.kv.kernels.choice import Kernel, choose
 from ctxwin.kv.kernels.cpu import CpuKernel
 from ctxwin.kv.kernels.lines import Lines
-from ctxwin.kv.kernels.parts import Part, check_parts, head_range
-from ctxwin.kv.kernels.reference import ReferenceKernel
+from ctxwin.kv.kernels.parts import Part, ReferenceKernel
 from ctxwin.kv.layout import KVSpec
 
 
@@ -59,14 +58,21 @@ class Placing:
     ) -> None:
         if not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
-        checked = check_parts(parts, spec)
-        first, last = head_range(heads, spec.heads)
-        self.tokens = sum(part.tokens for part in checked)
+        if not parts:
+            raise ValueError("parts must hold at least one part, got none")
+        for part in parts:
+            part.validate(spec)
+        first, last, step = (heads or slice(None)).indices(spec.heads)
+        if step != 1 or first >= last:
+            raise ValueError(
+                f"heads must be a slice of at least one of {spec.heads} KV heads without a step, got {heads}"
+            )
+        self.tokens = sum(part.tokens for part in parts)
         self.layers, self._dtype = spec.layers, dtype
         self.nbytes = self.layers * self.tokens * (last - first) * (spec.k_dim + spec.v_dim) * dtype.itemsize
         device = torch.device(device)
         self.kernel = choose(spec, dtype, device, last - first, kernel)
-        self._kernel: _Kernel = _make(self.kernel)(checked, spec, dtype=dtype, device=device, heads=(first, last))
+        self._kernel: _Kernel = _make(self.kernel)(tuple(parts), spec, dtype=dtype, device=device, heads=(first, last))
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``(k [T, H, k_dim], v [T, H, v_dim])`` of layer ``i``, contiguous.

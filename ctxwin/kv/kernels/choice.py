@@ -12,8 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ctxwin.kv.kernels.parts import Part
-from ctxwin.kv.kernels.reference import ReferenceKernel
+from ctxwin.kv.kernels.parts import Part, ReferenceKernel
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch
 

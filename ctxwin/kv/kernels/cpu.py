@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
-from ctxwin.kv.kernels.factors import Factors
 from ctxwin.kv.kernels.parts import Part, compute_dtype
-from ctxwin.kv.kernels.turning import Turn
 from ctxwin.kv.layout import KVSpec
 from ctxwin.kv.rope import shift_angles
 
@@ -44,7 +43,7 @@ class CpuKernel:
         scratch = torch.empty(tokens * count * max(spec.v_dim, rotary), dtype=compute, device=device)
         self._sum_v = scratch[: self._v.numel()].view(self._v.shape)
         self._scratch = scratch[: tokens * count * rotary].view(tokens, count, rotary)
-        self._away = device.type != "cpu"  # what comes from pageable memory is safe to let go of after the call
+        self._away = device.type != "cpu"  # pageable memory may be freed as soon as the copy returns
         self._pieces = []
         at = 0
         for part in parts:
@@ -128,13 +127,21 @@ class CpuKernel:
 class _Piece:
     """A part, cut to its tokens and heads: views of every layer and of its rows in the buffers, taken once.
 
+    Products and sums are in the dtype of the arithmetic. Values that are served in the dtype of the factors need no sum in
+    another one: product, sum and the one rounding are a single operator (see `rounds_once`). Keys do, for they turn before
+    they are rounded.
+
     Args:
-        part: the part.
+        part: the part; its patch may lie on another device.
         spec: layout of the whole model.
         rows: where its tokens stand in the run.
         heads: first and last-plus-one KV head that is served.
         sums: the keys and values of all parts, as they are summed.
         served: dtype of the result.
+
+    Attributes:
+        framed: whether what is added to its keys turns to their frame token by token, behind the product.
+        sums: whether `sum_values` may be used.
     """
 
     def __init__(
@@ -148,24 +155,33 @@ class _Piece:
     ) -> None:
         self.part, self.rows = part, rows
         self.moved = part.start != part.span.start
-        tokens = slice(part.begin, part.stop)
-        self.positions = part.span.positions[:, tokens].to("cpu")
-        self.k = part.span.k[:, tokens, slice(*heads)].unbind(0)
-        self.v = part.span.v[:, tokens, slice(*heads)].unbind(0)
+        self._tokens = slice(part.begin, part.stop)
+        self.positions = part.span.positions[:, self._tokens].to("cpu")
+        self.k = part.span.k[:, self._tokens, slice(*heads)].unbind(0)
+        self.v = part.span.v[:, self._tokens, slice(*heads)].unbind(0)
         self.sum_k, self.sum_v = sums[0][rows], sums[1][rows]
-        self._flat_k, self._flat_v = self.sum_k.flatten(1), self.sum_v.flatten(1)
-        # Keys outside the canonical frame: what is added to them turns there first, token by token or before the product.
         self.framed, self.sums = False, False
-        self._factors: Factors | None = None
-        if part.patch is not None and (part.patch.dense or part.patch.rank):
-            turn = None
-            if part.span.start != 0:
-                if part.patch.dense or not _as_one(self.positions, part.span.start, served):
-                    self.framed = True
-                else:
-                    turn = _one_turn(spec, part, heads[1] - heads[0], self.sum_k)
-            self._factors = Factors(part.patch, spec, tokens, heads, self.sum_k.dtype, self.sum_k.device, turn)
-            self.sums = self._factors.sums(part.span.v) and part.span.v.dtype == served
+        self._turn: Turn | None = None
+        patch = part.patch
+        self._patch = patch if patch is not None and (patch.dense or patch.rank) else None
+        if patch is None or self._patch is None:
+            return
+        self._layers = frozenset(patch.layers)
+        if part.span.start != 0:
+            # Keys outside the canonical frame: what is added to them turns there first, token by token or before the product.
+            self.framed = patch.dense or not _as_one(self.positions, part.span.start, served)
+            if not self.framed:
+                self._turn = _one_turn(spec, part, heads[1] - heads[0], self.sum_k)
+        edge = spec.heads * spec.k_dim
+        self._keys = slice(heads[0] * spec.k_dim, heads[1] * spec.k_dim)
+        self._values = slice(edge + heads[0] * spec.v_dim, edge + heads[1] * spec.v_dim)
+        # One left side for all layers, where the layout has one; else it goes with its layer.
+        shared = not patch.dense and patch.left.ndim == 2
+        self._left = patch.left[self._tokens].to(self.sum_k) if shared else None
+        self._stored_left = patch.left[self._tokens].to(self.sum_k.device) if shared else None
+        v = part.span.v
+        alike = {patch.dtype, patch.factors_dtype, served} == {v.dtype} and v.device == self.sum_v.device
+        self.sums = alike and not patch.dense and rounds_once(v.dtype, v.device.type)
 
     def way(self, frame: bool) -> tuple[int, int]:
         """Frames that its keys turn between: from where they are stored to where they are served, or, for what is added to
@@ -174,27 +190,60 @@ class _Piece:
 
     def patched(self, layer: int) -> bool:
         """Whether its patch covers ``layer``."""
-        return self._factors is not None and layer in self._factors.layers
+        return self._patch is not None and layer in self._layers
 
     def add_keys(self, layer: int) -> None:
-        """Adds the patch to the summed keys."""
-        assert self._factors is not None
-        self._factors.add_keys(layer, self._flat_k)
+        """Adds the patch to the summed keys. Cost: one ``[T, m] @ [m, heads * k_dim]``."""
+        self._add(layer, self._keys, self.sum_k.flatten(1), self._turn)
+
+    def add_values(self, layer: int) -> None:
+        """Adds the patch to the summed values. Cost: one ``[T, m] @ [m, heads * v_dim]``."""
+        self._add(layer, self._values, self.sum_v.flatten(1), None)
 
     def put_keys(self, layer: int, added: torch.Tensor) -> None:
         """Writes what the patch adds to the keys, in the canonical frame, to ``added [T, H, k_dim]``."""
-        assert self._factors is not None
-        self._factors.put_keys(layer, added.flatten(1))
-
-    def add_values(self, layer: int) -> None:
-        """Adds the patch to the summed values."""
-        assert self._factors is not None
-        self._factors.add_values(layer, self._flat_v)
+        if self._dense:
+            added.flatten(1).copy_(self._delta(layer, self._keys))
+        else:
+            torch.mm(*self._sides(layer, self._keys), out=added.flatten(1))
 
     def sum_values(self, layer: int, out: torch.Tensor) -> None:
-        """Writes values and patch to ``out [T, H, v_dim]``, in the dtype that is served; where ``sums`` says that this can be."""
-        assert self._factors is not None
-        self._factors.sum_values(layer, self.v[layer].flatten(1), out.flatten(1))
+        """Writes values and patch to ``out [T, H, v_dim]``, in the dtype that is served, rounded once."""
+        left, right = self._factors(layer)
+        left = left[self._tokens].to(self.sum_v.device) if self._stored_left is None else self._stored_left
+        right = right[:, self._values].to(self.sum_v.device)
+        torch.addmm(self.v[layer].flatten(1), left, right, out=out.flatten(1))
+
+    def _add(self, layer: int, columns: slice, total: torch.Tensor, turn: Turn | None) -> None:
+        if self._dense:
+            total.add_(self._delta(layer, columns).to(total))
+            return
+        left, right = self._sides(layer, columns)
+        if turn is not None:
+            rows = right.reshape(-1, *self.sum_k.shape[1:]).clone(memory_format=torch.contiguous_format)  # written over
+            turned, scratch = torch.empty_like(rows), torch.empty_like(rows)
+            turn(rows, turned, scratch)
+            right = turned.flatten(1)
+        total.addmm_(left, right)
+
+    @property
+    def _dense(self) -> bool:
+        return self._patch is not None and self._patch.dense
+
+    def _delta(self, layer: int, columns: slice) -> torch.Tensor:
+        assert self._patch is not None
+        return self._patch.left[self._patch.layers.index(layer), self._tokens, columns]
+
+    def _factors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        sides = None if self._patch is None else self._patch.factors(layer)
+        assert sides is not None
+        return sides
+
+    def _sides(self, layer: int, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both factors of a layer, the right one cut to some columns."""
+        left, right = self._factors(layer)
+        left = left[self._tokens].to(self.sum_k) if self._left is None else self._left
+        return left, right[:, columns].to(self.sum_k)
 
 
 def _as_one(positions: torch.Tensor, start: int, served: torch.dtype) -> bool:
@@ -240,3 +289,107 @@ def _joined(rows: Iterable[slice]) -> list[slice]:
         else:
             runs.append(row)
     return runs
+
+
+class Turn:
+    """Turns ``[T, H, k_dim]`` keys by the same angles, layer after layer; the rest of a partial rotary key passes.
+
+    Tables stand at the width of the keys: a product that broadcasts over the heads costs half as much again.
+
+    Args:
+        spec: layout of the model.
+        delta: float64 ``[T, rotary_dim / 2]``, new angles minus old, on the device of the keys.
+        heads: how many heads turn.
+        compute: dtype of the arithmetic.
+    """
+
+    def __init__(self, spec: KVSpec, delta: torch.Tensor, *, heads: int, compute: torch.dtype) -> None:
+        self.rotary, half = spec.rope.rotary_dim, spec.rope.rotary_dim // 2
+        cos, sin = delta.cos().to(compute).unsqueeze(1), delta.sin().to(compute).unsqueeze(1)
+        # Neighbouring pairs are complex numbers as they lie, where every key starts at an even number.
+        self._complex = spec.rope.pairing == "interleaved" and spec.k_dim % 2 == 0
+        if self._complex:
+            self._unit = torch.complex(cos, sin).expand(-1, heads, half).contiguous()
+            return
+        if spec.rope.pairing == "half":
+            self._first, self._second = slice(0, half), slice(half, self.rotary)
+        else:
+            self._first, self._second = slice(0, self.rotary, 2), slice(1, self.rotary, 2)
+        self._sin = sin.expand(-1, heads, half).contiguous()
+        self._cos = torch.empty(len(delta), heads, self.rotary, dtype=compute, device=delta.device)
+        self._cos[..., self._first] = cos
+        self._cos[..., self._second] = cos
+
+    def __call__(self, keys: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Writes the turned ``keys`` to ``out``, rounded once, to its dtype.
+
+        Args:
+            keys: ``[T, H, k_dim]`` in the dtype of the arithmetic, each token's keys contiguous; written over.
+            out: ``[T, H, k_dim]``, other memory than ``keys``.
+            scratch: ``[T, H, rotary_dim]`` in the dtype of the arithmetic; not used where ``out`` has that dtype.
+        """
+        turning = keys[..., : self.rotary]
+        if self._complex:
+            self._turn_complex(turning)
+            out.copy_(keys)
+            return
+        turned = out[..., : self.rotary] if out.dtype == keys.dtype else scratch
+        torch.mul(turning, self._cos, out=turned)
+        turned[..., self._first].addcmul_(keys[..., self._second], self._sin, value=-1)
+        turned[..., self._second].addcmul_(keys[..., self._first], self._sin)
+        if turned is scratch:
+            out[..., : self.rotary].copy_(turned)
+        if self.rotary < keys.shape[-1]:
+            out[..., self.rotary :].copy_(keys[..., self.rotary :])
+
+    def add(self, keys: torch.Tensor, total: torch.Tensor) -> None:
+        """Adds the turned ``keys`` to ``total``.
+
+        Args:
+            keys: as for a call; written over where pairs are neighbours.
+            total: ``[T, H, k_dim]`` in the dtype of the arithmetic, other memory than ``keys``.
+        """
+        if self._complex:
+            self._turn_complex(keys[..., : self.rotary])
+            total.add_(keys)
+            return
+        total[..., : self.rotary].addcmul_(keys[..., : self.rotary], self._cos)
+        total[..., self._first].addcmul_(keys[..., self._second], self._sin, value=-1)
+        total[..., self._second].addcmul_(keys[..., self._first], self._sin)
+        if self.rotary < keys.shape[-1]:
+            total[..., self.rotary :].add_(keys[..., self.rotary :])
+
+    def _turn_complex(self, keys: torch.Tensor) -> None:
+        torch.view_as_complex(keys.view(*keys.shape[:-1], self.rotary // 2, 2)).mul_(self._unit)
+
+
+@lru_cache(maxsize=16)
+def rounds_once(dtype: torch.dtype, device: str) -> bool:
+    """Whether ``addmm`` of a 16-bit dtype on a CPU is fast, and rounds the sum alone, not the product before it.
+
+    It is fast where oneDNN has it; torch's own takes twenty times as long. It has rounded once on every processor tested,
+    but nothing guarantees that, so it is tried, with the numbers of rows that oneDNN treats differently.
+    Cost: 2 ms, once a process.
+    """
+    if device != "cpu" or not _in_onednn(dtype):
+        return False
+    noise = torch.Generator().manual_seed(0)
+    for rows, rank in ((1, 8), (5, 21), (64, 32), (600, 32)):
+        total, left, right = (
+            torch.randn(*shape, generator=noise).to(dtype) for shape in ((rows, 128), (rows, rank), (rank, 128))
+        )
+        exact = total.double() + left.double() @ right.double()
+        away = (torch.addmm(total, left, right).double() - exact).abs()
+        # Half a unit in the last place, and what float32's own sums may be away.
+        if bool((away > torch.finfo(dtype).eps / 2 * exact.abs() + 2e-5).any()):
+            return False
+    return True
+
+
+def _in_onednn(dtype: torch.dtype) -> bool:
+    names = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    if dtype not in names or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    # No public name says so; a torch without this one does without the short cut.
+    asked = getattr(torch.ops.mkldnn, names[dtype], None)
+    return asked is not None and bool(asked())

@@ -77,8 +77,8 @@ def load_layer(
     begin = tl.load(entry)
     stop = tl.load(entry + 1)
     rank = tl.load(entry + 2)
-    left = tl.load(entry + 3)
-    right = tl.load(entry + 4)
+    left = factors_ptr + tl.load(entry + 3)
+    right = factors_ptr + tl.load(entry + 4)
     # 64-bit throughout: a paged cache outgrows 32-bit offsets.
     rows = tl.load(blocks_ptr + 2 * block + 1) + tl.arange(0, BLOCK_T)
     inside = rows < stop
@@ -86,119 +86,53 @@ def load_layer(
     slots = rows
     if PAGED:
         slots = tl.load(slots_ptr + rows, mask=inside, other=0)
-    if task == 0:
+    if task == 0:  # pairs ``(i * STEP, i * STEP + OFFSET)`` turn, the last ``REST`` dimensions pass
         out = out_k_ptr + k_base + (slots // BLOCK_SIZE) * k_block + (slots % BLOCK_SIZE) * k_token + head * k_head
-        _keys(k_ptr, factors_ptr, turn_ptr, frame_ptr, out, k_step, rows, inside, local, head, rank, left, right, HEADS,
-              K_DIM, WIDTH, HALF, STEP, OFFSET, REST, PATCHED, FRAMED, COMPUTE, OUT, BLOCK_T, BLOCK_HALF, BLOCK_REST,
-              BLOCK_R)  # fmt: skip
-    else:
-        out = out_v_ptr + v_base + (slots // BLOCK_SIZE) * v_block + (slots % BLOCK_SIZE) * v_token + head * v_head
-        _values(v_ptr, factors_ptr, out, v_step, rows, inside, local, head, task - 1, rank, left, right, HEADS, K_DIM,
-                V_DIM, WIDTH, PATCHED, COMPUTE, OUT, BLOCK_T, BLOCK_V, BLOCK_R)  # fmt: skip
-
-
-@triton.jit
-def _keys(
-    k_ptr,
-    factors_ptr,
-    turn_ptr,
-    frame_ptr,
-    out,
-    step,
-    rows,
-    inside,
-    local,
-    head,
-    rank,
-    left,
-    right,
-    HEADS: tl.constexpr,
-    K_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    STEP: tl.constexpr,
-    OFFSET: tl.constexpr,
-    REST: tl.constexpr,
-    PATCHED: tl.constexpr,
-    FRAMED: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    OUT: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """Pairs ``(i * STEP, i * STEP + OFFSET)`` turn, the last ``REST`` dimensions pass; written from the addresses ``out``."""
-    pair = tl.arange(0, BLOCK_HALF)
-    live = inside[:, None] & (pair < HALF)[None, :]
-    source = k_ptr + ((rows * HEADS + head) * K_DIM)[:, None] + (pair * STEP)[None, :]
-    x = tl.load(source, mask=live, other=0.0).to(COMPUTE)
-    y = tl.load(source + OFFSET, mask=live, other=0.0).to(COMPUTE)
-    if PATCHED:
-        if rank != 0:
-            column = head * K_DIM + pair * STEP
-            dx = _delta(factors_ptr, local, inside, column, pair < HALF, rank, left, right, WIDTH, COMPUTE, BLOCK_T,
-                        BLOCK_HALF, BLOCK_R)  # fmt: skip
-            dy = _delta(factors_ptr, local, inside, column + OFFSET, pair < HALF, rank, left, right, WIDTH, COMPUTE,
-                        BLOCK_T, BLOCK_HALF, BLOCK_R)  # fmt: skip
-            if FRAMED:  # what is added turns to the frame of the keys first
-                cos, sin = _angle(frame_ptr, rows, pair, live, HALF)
-                x += dx * cos - dy * sin
-                y += dy * cos + dx * sin
-            else:
-                x += dx
-                y += dy
-    cos, sin = _angle(turn_ptr, rows, pair, live, HALF)
-    target = out[:, None] + (pair * STEP * step)[None, :]
-    tl.store(target, _rounded(x * cos - y * sin, OUT), mask=live)
-    tl.store(target + OFFSET * step, _rounded(y * cos + x * sin, OUT), mask=live)
-    if REST > 0:
-        beyond = 2 * HALF + tl.arange(0, BLOCK_REST)
-        there = inside[:, None] & (beyond < K_DIM)[None, :]
-        z = tl.load(k_ptr + ((rows * HEADS + head) * K_DIM)[:, None] + beyond[None, :], mask=there, other=0.0).to(
-            COMPUTE
-        )
+        pair = tl.arange(0, BLOCK_HALF)
+        turning = pair < HALF
+        live = inside[:, None] & turning[None, :]
+        source = k_ptr + ((rows * HEADS + head) * K_DIM)[:, None] + (pair * STEP)[None, :]
+        x = tl.load(source, mask=live, other=0.0).to(COMPUTE)
+        y = tl.load(source + OFFSET, mask=live, other=0.0).to(COMPUTE)
         if PATCHED:
             if rank != 0:
-                z += _delta(factors_ptr, local, inside, head * K_DIM + beyond, beyond < K_DIM, rank, left, right, WIDTH,
-                            COMPUTE, BLOCK_T, BLOCK_REST, BLOCK_R)  # fmt: skip
-        tl.store(out[:, None] + (beyond * step)[None, :], _rounded(z, OUT), mask=there)
-
-
-@triton.jit
-def _values(
-    v_ptr,
-    factors_ptr,
-    out,
-    step,
-    rows,
-    inside,
-    local,
-    head,
-    run,
-    rank,
-    left,
-    right,
-    HEADS: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PATCHED: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    OUT: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """The values ``[run * BLOCK_V, (run + 1) * BLOCK_V)`` of one head, written from the addresses ``out``."""
-    column = run * BLOCK_V + tl.arange(0, BLOCK_V)
-    live = inside[:, None] & (column < V_DIM)[None, :]
-    z = tl.load(v_ptr + ((rows * HEADS + head) * V_DIM)[:, None] + column[None, :], mask=live, other=0.0).to(COMPUTE)
-    if PATCHED:
-        if rank != 0:
-            z += _delta(factors_ptr, local, inside, HEADS * K_DIM + head * V_DIM + column, column < V_DIM, rank, left,
-                        right, WIDTH, COMPUTE, BLOCK_T, BLOCK_V, BLOCK_R)  # fmt: skip
-    tl.store(out[:, None] + (column * step)[None, :], _rounded(z, OUT), mask=live)
+                first = head * K_DIM + pair * STEP
+                dx = _delta(left, right, local, inside, first, turning, rank, WIDTH, COMPUTE, BLOCK_R)
+                dy = _delta(left, right, local, inside, first + OFFSET, turning, rank, WIDTH, COMPUTE, BLOCK_R)
+                if FRAMED:  # what is added turns to the frame of the keys first
+                    cos, sin = _angle(frame_ptr, rows, pair, live, HALF)
+                    x += dx * cos - dy * sin
+                    y += dy * cos + dx * sin
+                else:
+                    x += dx
+                    y += dy
+        cos, sin = _angle(turn_ptr, rows, pair, live, HALF)
+        target = out[:, None] + (pair * STEP * k_step)[None, :]
+        tl.store(target, _rounded(x * cos - y * sin, OUT), mask=live)
+        tl.store(target + OFFSET * k_step, _rounded(y * cos + x * sin, OUT), mask=live)
+        if REST > 0:
+            beyond = 2 * HALF + tl.arange(0, BLOCK_REST)
+            passing = beyond < K_DIM
+            there = inside[:, None] & passing[None, :]
+            resting = k_ptr + ((rows * HEADS + head) * K_DIM)[:, None] + beyond[None, :]
+            rest = tl.load(resting, mask=there, other=0.0).to(COMPUTE)
+            if PATCHED:
+                if rank != 0:
+                    last = head * K_DIM + beyond
+                    rest += _delta(left, right, local, inside, last, passing, rank, WIDTH, COMPUTE, BLOCK_R)
+            tl.store(out[:, None] + (beyond * k_step)[None, :], _rounded(rest, OUT), mask=there)
+    else:  # the values ``[(task - 1) * BLOCK_V, task * BLOCK_V)``
+        out_v = out_v_ptr + v_base + (slots // BLOCK_SIZE) * v_block + (slots % BLOCK_SIZE) * v_token + head * v_head
+        column = (task - 1) * BLOCK_V + tl.arange(0, BLOCK_V)
+        shown = column < V_DIM
+        held = inside[:, None] & shown[None, :]
+        stored = v_ptr + ((rows * HEADS + head) * V_DIM)[:, None] + column[None, :]
+        z = tl.load(stored, mask=held, other=0.0).to(COMPUTE)
+        if PATCHED:
+            if rank != 0:
+                values = HEADS * K_DIM + head * V_DIM + column
+                z += _delta(left, right, local, inside, values, shown, rank, WIDTH, COMPUTE, BLOCK_R)
+        tl.store(out_v[:, None] + (column * v_step)[None, :], _rounded(z, OUT), mask=held)
 
 
 @triton.jit
@@ -210,30 +144,18 @@ def _angle(table_ptr, rows, pair, live, HALF: tl.constexpr):
 
 @triton.jit
 def _delta(
-    factors_ptr,
-    local,
-    inside,
-    column,
-    live,
-    rank,
-    left,
-    right,
-    WIDTH: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    left, right, local, inside, column, live, rank, WIDTH: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_R: tl.constexpr
 ):
     """What a patch adds at the tokens ``local`` of its part and the columns ``column`` of a row (keys of all heads first)."""
-    total = tl.full((BLOCK_T, BLOCK_C), 0.0, COMPUTE)
+    total = tl.full((local.shape[0], column.shape[0]), 0.0, COMPUTE)
     if rank < 0:
-        source = factors_ptr + left + (local * WIDTH)[:, None] + column[None, :]
+        source = left + (local * WIDTH)[:, None] + column[None, :]
         total = tl.load(source, mask=inside[:, None] & live[None, :], other=0.0).to(COMPUTE)
     else:
         for at in range(0, rank, BLOCK_R):
             m = at + tl.arange(0, BLOCK_R)
-            mine = factors_ptr + left + (local * rank)[:, None] + m[None, :]
-            theirs = factors_ptr + right + (m * WIDTH)[:, None] + column[None, :]
+            mine = left + (local * rank)[:, None] + m[None, :]
+            theirs = right + (m * WIDTH)[:, None] + column[None, :]
             a = tl.load(mine, mask=inside[:, None] & (m < rank)[None, :], other=0.0).to(COMPUTE)
             b = tl.load(theirs, mask=(m < rank)[:, None] & live[None, :], other=0.0).to(COMPUTE)
             # No tf32, whose 10 bits of mantissa would round the delta before it is added.

@@ -1,14 +1,18 @@
-"""What a load is made of: the parts that stand one behind the other, and the checks that every kernel relies on."""
+"""What a load is made of, the parts that stand one behind the other, and what every kernel must make of them.
+
+The reference says it in the operator's own words: slow, whole spans at once, the oracle of the tests.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ctxwin.kv.layout import KVSpec, SpanKV
-from ctxwin.kv.patch import Patch
+from ctxwin.kv.patch import Patch, apply_patch
+from ctxwin.kv.relocate import relocate
 
 
 @dataclass(frozen=True)
@@ -52,28 +56,31 @@ class Part:
             self.patch.check_fits(self.span, spec)
 
 
-def check_parts(parts: Sequence[Part], spec: KVSpec) -> tuple[Part, ...]:
-    """The parts as a tuple; ValueError where there are none or one does not fit ``spec``."""
-    if not parts:
-        raise ValueError("parts must hold at least one part, got none")
-    for part in parts:
-        part.validate(spec)
-    return tuple(parts)
-
-
-def head_range(heads: slice | None, count: int) -> tuple[int, int]:
-    """First and last-plus-one of the KV heads that ``heads`` selects out of ``count``.
-
-    Raises ValueError for a step or where no head is selected.
-    """
-    if heads is None:
-        return 0, count
-    first, stop, step = heads.indices(count)
-    if step != 1 or first >= stop:
-        raise ValueError(f"heads must be a slice of at least one of {count} KV heads without a step, got {heads}")
-    return first, stop
-
-
 def compute_dtype(parts: Sequence[Part]) -> torch.dtype:
     """float32, as the engines compute; float64 where a span is."""
     return torch.float64 if any(part.span.k.dtype == torch.float64 for part in parts) else torch.float32
+
+
+class ReferenceKernel:
+    """`apply_patch` or `relocate` on every part, then one concatenation. Same arguments as `CpuKernel`.
+
+    Cost: several float32 copies of all the KV, held until it is dropped.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], spec: KVSpec, *, dtype: torch.dtype, device: torch.device, heads: tuple[int, int]
+    ) -> None:
+        compute, (first, last) = compute_dtype(parts), heads
+        ks, vs = [], []
+        for part in parts:
+            span = replace(part.span, k=part.span.k.to(compute), v=part.span.v.to(compute))
+            base = span if part.patch is not None else relocate(span, spec, part.start)
+            served = base if part.patch is None else apply_patch(base, part.patch, spec, part.start)
+            cut = served.slice(part.begin, part.stop)
+            ks.append(cut.k[:, :, first:last].to(device=device, dtype=dtype))
+            vs.append(cut.v[:, :, first:last].to(device=device, dtype=dtype))
+        self._k, self._v = torch.cat(ks, dim=1), torch.cat(vs, dim=1)
+
+    def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of layer ``i``."""
+        return self._k[i], self._v[i]

@@ -26,6 +26,7 @@ class Field:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 

@@ -24,7 +24,6 @@ from ctxwin.kv.kernels.lines import Lines
 from ctxwin.kv.kernels.parts import Part, compute_dtype
 from ctxwin.kv.kernels.staging import Field, Staging
 from ctxwin.kv.layout import KVSpec
-from ctxwin.kv.patch import Patch
 from ctxwin.kv.rope import angles
 
 BLOCK_TOKENS = 16
@@ -90,13 +89,17 @@ class TritonKernel:
         near = spec.rope.pairing == "interleaved"
         rest = spec.k_dim - 2 * half
         self._grid = (len(blocks), count * (1 + runs))
-        self._fixed: dict[str, Any] = {
-            "FIELDS": fused.FIELDS, "HEADS": count, "K_DIM": spec.k_dim, "V_DIM": spec.v_dim, "WIDTH": self._width,
-            "HALF": half, "STEP": 2 if near else 1, "OFFSET": 1 if near else half, "REST": rest, "TASKS": 1 + runs,
-            "FRAMED": framed, "COMPUTE": _DTYPES[compute], "OUT": _DTYPES[dtype], "BLOCK_T": BLOCK_TOKENS,
-            "BLOCK_HALF": _block(half), "BLOCK_REST": _block(rest), "BLOCK_V": _block(spec.v_dim, BLOCK_VALUES),
+        shape = {"HEADS": count, "K_DIM": spec.k_dim, "V_DIM": spec.v_dim, "WIDTH": self._width, "TASKS": 1 + runs}
+        pairs = {"HALF": half, "STEP": 2 if near else 1, "OFFSET": 1 if near else half, "REST": rest, "FRAMED": framed}
+        blocked = {
+            "BLOCK_T": BLOCK_TOKENS,
+            "BLOCK_HALF": _block(half),
+            "BLOCK_REST": _block(rest),
             "BLOCK_R": BLOCK_RANK,
-        }  # fmt: skip
+        }
+        dtypes = {"COMPUTE": _DTYPES[compute], "OUT": _DTYPES[dtype]}
+        self._fixed: dict[str, Any] = {"FIELDS": fused.FIELDS, **shape, **pairs, **blocked, **dtypes}
+        self._fixed["BLOCK_V"] = _block(spec.v_dim, BLOCK_VALUES)
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of layer ``i``."""
@@ -125,12 +128,14 @@ class TritonKernel:
         # Only a layer that has a patch takes its factors along.
         with _on(self._device):
             table, stored_k, stored_v, factors = self._staging.send(4 if patched else 3)
+            tables = (self._blocks, self._turn, self._frame, self._blocks if slots is None else slots)
+            launch = {"PATCHED": patched, "PAGED": slots is not None, "BLOCK_SIZE": lines.block_size, "num_warps": 4}
             fused.load_layer[self._grid](
-                stored_k, stored_v, factors, table, self._blocks, self._turn, self._frame,
-                self._blocks if slots is None else slots, k, v, *lines.k, *lines.v, **self._fixed,
-                PATCHED=patched, PAGED=slots is not None, BLOCK_SIZE=lines.block_size, num_warps=4,
+                *(stored_k, stored_v, factors, table, *tables, k, v, *lines.k, *lines.v),
+                **self._fixed,
+                **launch,
                 enable_fp_fusion=True,
-            )  # fmt: skip
+            )
 
     def _fill(self, i: int, fields: Sequence[torch.Tensor]) -> None:
         """Puts layer ``i`` together on the host."""
@@ -164,7 +169,7 @@ class TritonKernel:
         """The table of parts that `fused.load_layer` reads, and how many numbers its factors take; see `fused.FIELDS`."""
         rows, at = [], 0
         for j, part in enumerate(self._parts):
-            rank = 0 if part.patch is None else _rank(part.patch)
+            rank = 0 if part.patch is None else -1 if part.patch.dense else part.patch.rank
             left = at
             right = left + (part.tokens * rank if rank >= 0 else 0)
             at = right + (rank if rank >= 0 else part.tokens) * self._width
@@ -187,10 +192,6 @@ class TritonKernel:
 def interpreted() -> bool:
     """Whether Triton's interpreter runs the kernel, on any device (``TRITON_INTERPRET=1`` when it was imported)."""
     return not isinstance(fused.load_layer, triton.runtime.JITFunction)
-
-
-def _rank(patch: Patch) -> int:
-    return -1 if patch.dense else patch.rank
 
 
 def _columns(spec: KVSpec, heads: tuple[int, int]) -> tuple[slice, slice]:
