@@ -361,9 +361,19 @@ class Window:
 
         Cost: what `plan` says, and a forward over the query.
         """
-        sampled = AskOptions(logprobs=logprobs, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-        ending = AskOptions(remember=remember, stop=stop, json_schema=json_schema)
-        return self.answer(Question.of(query, max_tokens, **sampled, **ending))
+        question = Question.of(
+            query,
+            max_tokens,
+            remember=remember,
+            logprobs=logprobs,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            stop=stop,
+            json_schema=json_schema,
+        )
+        return self.answer(question)
 
     def stream(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> TokenStream:
         """`ask`, yielding text as it is made; ``answer`` is there at the end. Closing it early changes nothing."""
