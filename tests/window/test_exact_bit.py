@@ -200,7 +200,7 @@ class ExactBit(RuleBasedStateMachine):
 
 
 ExactBit.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=120,
     stateful_step_count=20,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
