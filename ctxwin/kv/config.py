@@ -69,37 +69,25 @@ def check_supported(config: Any) -> None:
 
     kind, types = str(has("model_type") or ""), set(has("layer_types") or ())
     states = [label for name, label in _STATE_LAYERS.items() if any(name in t for t in types)]
-    window, longest = has("sliding_window"), has("max_position_embeddings")
-    windowed = "sliding_attention" in types if types else has("use_sliding_window") is not False
     others = sorted(types - {"full_attention", "sliding_attention", "attention"})
+    window, longest = has("sliding_window"), has("max_position_embeddings")
+    sliding = "sliding_attention" in types if types else has("use_sliding_window") is not False
+    sliding = sliding and window and not (longest and window >= longest)
     learned = kind in _LEARNED or has("position_embedding_type") in ("absolute", "learned_absolute")
+    crossed = has("is_encoder_decoder") or has("cross_attention_layers")
+    both_ways = has("use_bidirectional_attention") in (True, "all")
+    unrotated = has("no_rope_layers") and not all(has("no_rope_layers"))
     rules = (
         (kind in _ALIBI or has("alibi") or has("use_alibi"), "ALiBi", "its bias is in the attention, not in the key"),
         (learned, "learned absolute positions", "they are mixed into the values and cannot be turned"),
         (kind in _RECURRENT, "linear attention or state space layers", "their state is no KV of tokens"),
-        (
-            has("is_encoder_decoder") or has("cross_attention_layers"),
-            "cross attention layers",
-            "their KV does not belong to tokens of the window",
-        ),
-        (
-            has("use_bidirectional_attention") in (True, "all"),
-            "bidirectional attention",
-            "a chunk's KV depends on what follows it",
-        ),
+        (crossed, "cross attention layers", "their KV does not belong to tokens of the window"),
+        (both_ways, "bidirectional attention", "a chunk's KV depends on what follows it"),
         (has("index_topk"), "a sparse attention indexer", "its own key cache would have to move too"),
         (states, "".join(states[:1]), "they keep no KV for every token of the window"),
-        (
-            windowed and window and not (longest and window >= longest),
-            "sliding window layers",
-            "engines drop the KV that left the window",
-        ),
+        (sliding, "sliding window layers", "engines drop the KV that left the window"),
         (others, f"{', '.join(others)} layers", "only full attention is known to move"),
-        (
-            has("no_rope_layers") and not all(has("no_rope_layers")),
-            "layers without rotary positions",
-            "all layers must turn alike",
-        ),
+        (unrotated, "layers without rotary positions", "all layers must turn alike"),
     )
     for refused, prop, why in rules:
         if refused:

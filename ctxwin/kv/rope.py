@@ -33,11 +33,7 @@ def axes(rope: RopeSpec) -> torch.Tensor:
         return rows
     if sum(rope.sections) != count:
         raise ValueError(f"sections must add up to rotary_dim / 2 = {count}, got {rope.sections}")
-    begin = 0
-    for i, size in enumerate(rope.sections):
-        rows[begin : begin + size] = i % 3
-        begin += size
-    return rows
+    return (torch.arange(len(rope.sections)) % 3).repeat_interleave(torch.tensor(rope.sections))
 
 
 def angles(rope: RopeSpec, positions: torch.Tensor) -> torch.Tensor:
