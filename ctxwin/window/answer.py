@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from ctxwin.fidelity import Lane
 
@@ -59,10 +59,6 @@ class Answer:
     first_token_logprobs: dict[int, float] = field(default_factory=dict)
     audit: float | None = None
     remembered: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """The counts as JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -128,7 +124,6 @@ class Plan:
         computed_tokens: tokens of system prompt and chunks that would run a forward.
         repair_tokens: further tokens that re-forming every kept approximation (`Window.recall` with ``repair=True``,
             `Window.refresh`) would run.
-        reprefill_tokens: tokens a full re-prefill would run.
         bytes: KV bytes that would be brought in.
         salted: whether something is approximate: it and what stands behind it are kept apart from the engine's exact
             prefix cache.
@@ -147,7 +142,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Tokens of system prompt and chunks."""
+        """Tokens of system prompt and chunks: what a full re-prefill would run."""
         return self.system_prompt_tokens + sum(e.tokens for e in self.entries)
 
     @property
@@ -159,11 +154,6 @@ class Plan:
     def repair_tokens(self) -> int:
         """Further tokens that forming every approximation anew would run."""
         return sum(e.tokens for e in self.entries if not e.exact and e.conditioned and not e.compute)
-
-    @property
-    def reprefill_tokens(self) -> int:
-        """Tokens that a full re-prefill would run."""
-        return self.tokens
 
     @property
     def bytes(self) -> int:
