@@ -74,7 +74,7 @@ def test_budgets_of_the_window_itself(engine: FakeEngine) -> None:
     assert [e.pinned for e in window.chunks] == [True, False]
     window.pin(window.ids[1])
     window.append(Chunk.text("dddd", pin=True))
-    with pytest.raises(BudgetExceeded, match="pinned chunks must fit"):
+    with pytest.raises(BudgetExceeded, match="reserved tokens must fit"):
         window.slide()
 
 
