@@ -107,9 +107,12 @@ class Pool:
         placed = Counter(p.chunk_id for p in window.snapshot().placed)
         with self._lock:
             out = []
-            if base in self._windows and base is not None and _is_continued(base, placed):
-                self._windows.remove(base)  # the same conversation, gone on
-                out.append(base)
+            if base in self._windows and base is not None:
+                state = base.snapshot()
+                # Half of its chunks are placed: the same conversation, gone on. System prompts are often shared.
+                if 2 * _shared(base, placed)[0] >= state.tokens - state.system_prompt_tokens:
+                    self._windows.remove(base)
+                    out.append(base)
             self._windows.append(window)
             while len(self._windows) > self._size:
                 out.append(self._windows.pop(0))
@@ -141,12 +144,6 @@ def remembers(engine: Engine, answer: str = "") -> bool:
     except UnsupportedModel:
         return False
     return True
-
-
-def _is_continued(window: Window, placed: Counter[str]) -> bool:
-    """Whether at least half of its chunks are ``placed``; system prompts are often shared, and do not count."""
-    state = window.snapshot()
-    return 2 * _shared(window, placed)[0] >= state.tokens - state.system_prompt_tokens
 
 
 def _shared(window: Window, wanted: Counter[str]) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from langchain_core.tools import tool
 from PIL import Image
 
 from ctxwin import Chunk, Fidelity, open_engine
-from ctxwin.adapters.langchain import blocks
+from ctxwin.adapters.langchain import messages as converter
 from ctxwin.adapters.langchain.chat import ChatCtxwin
 from ctxwin.baselines.reprefill import Reference
 from ctxwin.engines.base import Encoded, Engine, Sampling
@@ -89,7 +89,7 @@ def test_pictures_are_decoded_once_and_again_when_they_left_the_store(
     query = watch.question([0, 1])
     opened: list[Any] = []
     monkeypatch.setattr(
-        blocks, "_decoded", lambda data, kind, of=blocks._decoded: opened.append(kind) or of(data, kind)
+        converter, "_decoded", lambda data, kind, of=converter._decoded: opened.append(kind) or of(data, kind)
     )
     first = exact.invoke(watch.messages([0, 1], query))
     exact.get_num_tokens_from_messages(watch.messages([0, 1], query))
