@@ -31,10 +31,9 @@ from __future__ import annotations
 from ctxwin.extras import optional_imports
 
 with optional_imports():
-    from ctxwin.adapters.langgraph.context import Watcher, WindowContext
     from ctxwin.adapters.langgraph.node import WindowNode, WindowState
     from ctxwin.adapters.langgraph.reference import load, merge_windows, save
-    from ctxwin.adapters.langgraph.session import Session, open_window
+    from ctxwin.adapters.langgraph.session import Session, Watcher, WindowContext, open_window
 
 __all__ = ["Session", "Watcher", "WindowContext", "WindowNode", "WindowState"]
 __all__ += ["load", "merge_windows", "open_window", "save"]

@@ -25,9 +25,8 @@ from typing_extensions import TypedDict
 
 from ctxwin.adapters.langchain.chat import usage_metadata
 from ctxwin.adapters.langchain.messages import Conversation, converse, message_key
-from ctxwin.adapters.langgraph.context import engine_of
 from ctxwin.adapters.langgraph.reference import merge_windows
-from ctxwin.adapters.langgraph.session import Session, open_window
+from ctxwin.adapters.langgraph.session import Session, engine_of, open_window
 from ctxwin.chunk import Chunk
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest

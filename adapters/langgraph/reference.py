@@ -265,7 +265,7 @@ def read_manifest(repo: SpanRepository, name: str) -> tuple[State, list[int], in
     return state.replace(placed=tuple(p for p in placed if p is not None), evicted=tuple(evicted)), missing, lost
 
 
-def forget_entries(repo: SpanRepository, placement: str) -> None:
+def forget(repo: SpanRepository, placement: str) -> None:
     """Deletes the entries of a placement that this process has met; manifests that list them then lack them."""
     known = _known(repo)
     for name, placed in known.items():

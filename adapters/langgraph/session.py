@@ -11,13 +11,12 @@ import contextvars
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ctxwin.adapters.langgraph.context import attend, describe_event, engine_of
 from ctxwin.adapters.langgraph.reference import (
     Restored,
-    forget_entries,
+    forget,
     manifest_of,
     read_manifest,
     restore,
@@ -32,12 +31,47 @@ from ctxwin.serve import wire
 from ctxwin.window.answer import Answer
 from ctxwin.window.ask import OnToken, Question, never
 from ctxwin.window.core import WindowCore, restored
-from ctxwin.window.events import Event
+from ctxwin.window.events import Event, Observer
 from ctxwin.window.state import State
 from ctxwin.window.window import Window
 
 if TYPE_CHECKING:
     from langgraph.runtime import Runtime
+
+_LONGEST = 400  # characters of a query, an answer or a note
+
+
+class Watcher(Protocol):
+    """Whatever wants to see every window, like `ctxwin.baselines.ledger.Ledger` and `ctxwin.view.trace.Trace`."""
+
+    def watch(self, window: Window) -> None:
+        """Called once with each window that a node opens."""
+
+
+@dataclass
+class WindowContext:
+    """``context_schema`` of a graph with windows; or give your own context these attributes, the engine at least.
+
+    Attributes:
+        engine: from `ctxwin.open_engine`; shared by all windows of all runs. Never in the state.
+        ledger: counts every window that a node opens, e.g. `ctxwin.baselines.ledger.Ledger`.
+        observer: sees them as well: a callable as for `Window.observe`, or a `Watcher` like `ctxwin.view.trace.Trace`.
+    """
+
+    engine: Engine
+    ledger: Watcher | None = None
+    observer: Observer | Watcher | None = None
+
+
+def engine_of(context: Any) -> Engine:
+    """The engine in a run's context; TypeError with the remedy where there is none."""
+    engine = getattr(context, "engine", None)
+    if not isinstance(engine, Engine):
+        raise TypeError(
+            f"the run's context must have an engine, got {type(context).__name__}; build the graph with "
+            "StateGraph(State, context_schema=WindowContext) and run it with context=WindowContext(engine)"
+        )
+    return engine
 
 
 Execution = tuple[str, str, str]
@@ -167,7 +201,7 @@ class Session(Window):
         """Writes an operation to the run's custom stream."""
         if event.op == "forget":
             for placement in event.ids:
-                forget_entries(self.engine.repo, placement)
+                forget(self.engine.repo, placement)
         if event.op == "ask" and event.window == self.id:
             self._last_ask = event
         if event.op != "close":  # every node closes its sessions
@@ -245,7 +279,11 @@ def open_window(
     beside: Mapping[str, Any] = reference or {}
     core.vision_encodes, core.parent = beside.get("encodes", 0), beside.get("parent")
     session = Session(core, runtime, execution, base, beside.get("notes", {}), eviction, retrieval)
-    attend(runtime.context, session)
+    for watcher in (getattr(runtime.context, "ledger", None), getattr(runtime.context, "observer", None)):
+        if hasattr(watcher, "watch"):
+            watcher.watch(session)
+        elif watcher is not None:
+            session.observe(watcher)
     session.observe(session.tell)
     session.report_losses(found)
     return session
@@ -271,3 +309,35 @@ def _opened_as(
         budget = min(state.budget, engine.spec.max_tokens)
     with Window(engine, state.system_prompt, budget, fidelity or state.fidelity) as like:  # checks both
         return state.replace(budget=like.budget, fidelity=like.snapshot().fidelity)
+
+
+def describe_event(event: Event, key: str | None) -> dict[str, Any]:
+    """``event`` as JSON for a run's custom stream, about 300 bytes.
+
+    ``type`` is ``"window"``. ``key`` names the event: a node that runs again gives the same event the same key.
+    An ask adds ``query``, ``answer``, ``lanes`` (tokens by lane) and its cost; where its ``note`` is ``"again"``, the answer
+    was kept from an earlier execution and nothing was computed now.
+    """
+    state = event.state
+    told: dict[str, Any] = {"type": "window", "op": event.op, "window": event.window, "version": event.version}
+    told |= {"ids": list(event.ids), "tokens": state.tokens, "budget": state.budget}
+    told |= {"placed": len(state.placed), "evicted": len(state.evicted)}
+    if key is not None:
+        told["key"] = key
+    for name in ("parent", "other", "note"):
+        if value := getattr(event, name):
+            told[name] = value[:_LONGEST]
+    if event.query is not None:
+        told["query"] = event.query[:_LONGEST]
+    if event.answer is not None:
+        usage, now = event.answer.usage, event.note != "again"
+        told |= {
+            "answer": event.answer.text[:_LONGEST],
+            "lanes": dict(usage.reused_tokens),
+            "prompt_tokens": usage.prompt_tokens,
+            "computed_tokens": usage.computed_tokens if now else 0,
+            "vision_encodes": usage.vision_encodes if now else 0,
+            "exact": usage.exact,
+            "seconds": round(event.seconds, 6),
+        }
+    return told

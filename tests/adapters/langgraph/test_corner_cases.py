@@ -23,8 +23,8 @@ from PIL import Image
 
 from ctxwin import BudgetExceeded, Chunk, Fidelity, Window
 from ctxwin.adapters.langgraph import WindowContext, WindowNode, WindowState, load, merge_windows, open_window
-from ctxwin.adapters.langgraph.context import engine_of
 from ctxwin.adapters.langgraph.node import follow
+from ctxwin.adapters.langgraph.session import engine_of
 from ctxwin.window import core, edits
 from ctxwin.window.sync import sync
 from window.fake import FakeEngine
