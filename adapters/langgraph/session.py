@@ -280,7 +280,7 @@ def open_window(
     core.vision_encodes, core.parent = beside.get("encodes", 0), beside.get("parent")
     session = Session(core, runtime, execution, base, beside.get("notes", {}), eviction, retrieval)
     for watcher in (getattr(runtime.context, "ledger", None), getattr(runtime.context, "observer", None)):
-        if hasattr(watcher, "watch"):
+        if watcher is not None and hasattr(watcher, "watch"):
             watcher.watch(session)
         elif watcher is not None:
             session.observe(watcher)
