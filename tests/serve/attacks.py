@@ -36,8 +36,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from ctxwin.engines.encoding.checkpoint import open_checkpoint
 from ctxwin.hashing import digest
-from ctxwin.tiny import world
+from ctxwin.tiny import checkpoint_dir, world
 
 REFUSED = (400, 401, 403, 404, 413, 415, 422, 429)
 TENANTS = """
@@ -254,6 +255,7 @@ def attack_02_forged_snapshots(at: Victim) -> None:
             **foreign["placed"][1]["kv"], "provenance": second["kv"]["provenance"], "antecedents": [first["id"]]
         }  # fmt: skip
         forged["window"] = "0" * 12
+        forged["fidelity"]["mode"] = "patched"
         status, made = mallory.call("/v1/windows", {"snapshot": forged})
         if status == 200:
             mallory.ask(made["id"], "why?")
@@ -285,7 +287,9 @@ def named_picture(mallory: Client, victim: Client, tenant: str) -> float:
     window = victim.window(prompt, fidelity={"mode": "exact"}, chunks=[{"type": "image", "image": shown}])
     state = victim.call(f"/v1/windows/{window}/snapshot")[1]
     part = next(part for part in state["placed"][0]["chunk"]["parts"] if part["kind"] == "media")
-    key = digest("embed", state["engine"], part["content"], list(part["shape"]), "image", None)
+    identity = open_checkpoint(checkpoint_dir()).identity("float32", "vllm")
+    assert digest("vllm", identity) == state["engine"], "the attack must know the model as its attacker would"
+    key = digest("embed", identity, part["content"], list(part["shape"]), "image", None)
     for name in (key, digest("tenant", tenant, key)):
         forged = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{other}"}, "uuid": name}]
         for path in ("/v1/chat/completions", "/invocations"):
