@@ -112,7 +112,7 @@ class Client:
         self._headers = {"authorization": authorization} if authorization else {}
         self._kept: http.client.HTTPConnection | None = None
         self.prompt = "system_prompt"
-        """What the server calls a window's system prompt; 0.1.0 called it header."""
+        """What the server calls a window's system prompt; earlier ones called it header."""
 
     def call(
         self, path: str, body: Any = None, method: str | None = None, timeout: float = 60.0, **headers: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -137,4 +138,6 @@ def test_decoders_end_with_the_server() -> None:
         assert call(server, "/v1/chunks", {"type": "image", "image": picture(8)})[0] == 201
         (process,) = [p for p in server.service._decoders._idle.queue if p is not None]
         assert process._popen.poll() is None
+        # Answers go first.
+        assert os.getpriority(os.PRIO_PROCESS, process._popen.pid) > os.getpriority(os.PRIO_PROCESS, 0)
     assert process._popen.poll() is not None
