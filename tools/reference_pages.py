@@ -69,8 +69,8 @@ def metrics() -> str:
 def operations() -> str:
     from ctxwin.serve.operations import OPERATIONS, Ask
 
-    rows = [("`ask`", _body(Ask), "")]
-    rows += [(f"`{name}`", _body(o.body), "" if o.edits else "reads only") for name, o in OPERATIONS.items()]
+    rows = [("`ask`", _body(Ask), "Answers a query; see `Window.ask`.")]
+    rows += [(f"`{name}`", _body(o.body), _sentences(o.text)) for name, o in OPERATIONS.items()]
     return "\n".join(_table(("operation", "body", ""), rows))
 
 

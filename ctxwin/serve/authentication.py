@@ -6,24 +6,11 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from ctxwin.serve.endpoints import is_ours
+from ctxwin.serve.errors import Unauthorized
 from ctxwin.serve.service import Service
 
 _OPEN = ("/health", "/ping", "/version")
 _METRICS = "/metrics"
-
-
-class UnauthorizedError(Exception):
-    """The request is nobody's."""
-
-    status = 401
-    body = {  # noqa: RUF012
-        "error": {
-            "message": "the API key must be one this server knows; send it as Authorization: Bearer KEY",
-            "type": "authentication_error",
-            "param": None,
-            "code": "invalid_api_key",
-        }
-    }
 
 
 def authenticate(service: Service, scope: Scope, path: str) -> str | None:
@@ -32,11 +19,11 @@ def authenticate(service: Service, scope: Scope, path: str) -> str | None:
     None is nobody, at one of the few endpoints that answer without a key.
 
     Raises:
-        UnauthorizedError: once there is any key, a key is needed for everything else.
+        Unauthorized: once there is any key, a key is needed for everything else.
     """
     tenant = service.keys.tenant(Headers(scope=scope).get("authorization"))
     if tenant is None and (is_ours(path) or not _is_open(service, scope, path)):
-        raise UnauthorizedError
+        raise Unauthorized("the API key must be one this server knows; send it as Authorization: Bearer KEY")
     return tenant
 
 

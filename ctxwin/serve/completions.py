@@ -13,19 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, Self
 
-from openai.types import CompletionUsage
-from openai.types.chat import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionMessage,
-    ChatCompletionTokenLogprob,
-    chat_completion,
-    chat_completion_chunk,
-)
-from openai.types.chat.chat_completion_chunk import ChoiceDelta
-from openai.types.chat.chat_completion_token_logprob import TopLogprob
-from openai.types.completion_usage import PromptTokensDetails
-from pydantic import Field, field_validator, model_validator
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from ctxwin.engines.base import Sampling, ScoredToken
 from ctxwin.fidelity import Fidelity
@@ -41,6 +30,9 @@ _LEAST_LOGPROB = -9999.0
 """What is shown for a token that could not be drawn, as vLLM shows it: JSON has no infinities."""
 
 
+_DECODING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
 class _Url(Body):
     url: str
     detail: Literal["auto"] | None = None
@@ -54,6 +46,8 @@ class ImageUrl(Body):
 
 
 class Message(Body):
+    """A message of a chat."""
+
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Reference | Text | ImageUrl]
     # Answers are sent back with what the official client shows of them.
@@ -65,6 +59,8 @@ class Message(Body):
 
 
 class StreamOptions(Body):
+    """What a stream holds beside its text."""
+
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
 
@@ -82,15 +78,11 @@ class _Schema(Body):
     strict: bool | None = None  # an answer is held to the schema either way
 
 
-class _AnyText(Body):
-    type: Literal["text"]
+class _Format(Body):
+    type: Literal["text", "json_object"]
 
 
-class _JsonObject(Body):
-    type: Literal["json_object"]
-
-
-class _JsonSchema(Body):
+class _SchemaFormat(Body):
     type: Literal["json_schema"]
     json_schema: _Schema
 
@@ -113,7 +105,7 @@ class ChatRequest(Body):
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    response_format: Annotated[_AnyText | _JsonObject | _JsonSchema, Field(discriminator="type")] | None = None
+    response_format: Annotated[_Format | _SchemaFormat, Field(discriminator="type")] | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -149,6 +141,7 @@ class ChatRequest(Body):
 
     @property
     def stops(self) -> tuple[str, ...]:
+        """The texts at which an answer ends."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(filter(None, stops))
 
@@ -173,33 +166,22 @@ class ChatRequest(Body):
         Raises ValueError for several choices that could only be the same.
         """
 
-        def given(name: str, otherwise: float) -> float:
-            value = getattr(self, name)
-            return float(defaults.get(name, otherwise) if value is None else value)
-
-        made = Sampling(
-            temperature=given("temperature", 1.0),
-            seed=self.seed,
-            top_p=given("top_p", 1.0),
-            top_k=max(0, int(given("top_k", 0))),
-            min_p=given("min_p", 0.0),
-            presence_penalty=given("presence_penalty", 0.0),
-            frequency_penalty=given("frequency_penalty", 0.0),
-            repetition_penalty=given("repetition_penalty", 1.0),
-            token_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            json_schema=self._schema(),
-        )
+        given = {name: value for name in _DECODING if (value := getattr(self, name)) is not None}
+        chosen = {"temperature": 1.0} | {n: v for n, v in defaults.items() if n in _DECODING} | given
+        chosen["top_k"] = max(0, int(chosen.get("top_k", 0)))
+        scores = (self.top_logprobs or 0) if self.logprobs else None
+        made = Sampling(**chosen, seed=self.seed, token_logprobs=scores, json_schema=self._schema())
         if (self.n or 1) > 1 and made.temperature == 0:
             raise ValueError(f"n must be 1 where the temperature is 0 (all choices would be the same), got {self.n}")
         return made
 
     def _schema(self) -> str | None:
-        wanted = self.response_format
-        if wanted is None or isinstance(wanted, _AnyText):
-            return None
-        if isinstance(wanted, _JsonObject):
-            return '{"type": "object"}'
-        return schema_text(wanted.json_schema.schema_)
+        match self.response_format:
+            case _SchemaFormat(json_schema=schema):
+                return schema_text(schema.schema_)
+            case _Format(type="json_object"):
+                return '{"type": "object"}'
+        return None
 
 
 def schema_text(schema: Any) -> str:
@@ -246,92 +228,70 @@ class Bodies:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def completion(self, replies: Sequence[Reply]) -> bytes:
+        """The whole answer."""
         choices = [
-            chat_completion.Choice(
-                index=reply.index,
-                message=ChatCompletionMessage(role="assistant", content=reply.text, refusal=None),
-                logprobs=None
-                if (scores := self._scores(reply.answer.token_ids)) is None
-                else chat_completion.ChoiceLogprobs(content=scores, refusal=None),
-                finish_reason=reply.finish_reason,
-            )
+            {
+                "index": reply.index,
+                "message": {"role": "assistant", "content": reply.text, "refusal": None},
+                "logprobs": self._scores(reply.answer.token_ids),
+                "finish_reason": reply.finish_reason,
+            }
             for reply in replies
         ]
-        made = ChatCompletion(
-            id=self.id, object="chat.completion", created=self.created, model=self.model, choices=choices,
-            usage=usage_of(replies), **_own_usage(replies),
-        )  # fmt: skip
-        return _json(made)
+        return self._body(ChatCompletion, "chat.completion", choices, **_usage(replies))
 
     def opening(self, choices: int) -> list[bytes]:
         """What a stream begins with: an empty message for each choice."""
-        return [self._chunk(index, ChoiceDelta(role="assistant", content="")) for index in range(choices)]
+        return [self._event(index, {"role": "assistant", "content": ""}) for index in range(choices)]
 
     def piece(self, piece: Piece) -> bytes:
+        """One event of a stream."""
         scores = self._scores(piece.tokens) if piece.tokens else None
-        delta = ChoiceDelta() if piece.finish else ChoiceDelta(content=piece.text)
-        return self._chunk(piece.index, delta, piece.finish, scores)
+        return self._event(piece.index, {} if piece.finish else {"content": piece.text}, piece.finish, scores)
 
     def usage(self, replies: Sequence[Reply]) -> bytes:
         """The last event of a stream whose usage was asked for."""
-        return self._event([], usage=usage_of(replies), **_own_usage(replies))
+        return self._body(ChatCompletionChunk, "chat.completion.chunk", [], **_usage(replies))
 
-    def _chunk(
-        self,
-        index: int,
-        delta: ChoiceDelta,
-        finish: FinishReason | None = None,
-        scores: list[ChatCompletionTokenLogprob] | None = None,
+    def _event(
+        self, index: int, delta: dict[str, Any], finish: FinishReason | None = None, scores: Any = None
     ) -> bytes:
-        logprobs = None if scores is None else chat_completion_chunk.ChoiceLogprobs(content=scores, refusal=None)
-        return self._event(
-            [chat_completion_chunk.Choice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish)]
-        )
+        choice = {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}
+        return self._body(ChatCompletionChunk, "chat.completion.chunk", [choice])
 
-    def _event(self, choices: list[chat_completion_chunk.Choice], **more: Any) -> bytes:
-        made = ChatCompletionChunk(
-            id=self.id, object="chat.completion.chunk", created=self.created, model=self.model, choices=choices, **more
-        )
-        return _json(made)
+    def _body(self, kind: type[BaseModel], name: str, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        head = {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": choices}
+        return kind.model_validate({**head, **more}).model_dump_json(exclude_unset=True).encode()
 
-    def _scores(self, tokens: Sequence[int]) -> list[ChatCompletionTokenLogprob] | None:
+    def _scores(self, tokens: Sequence[int]) -> dict[str, Any] | None:
         if not self.scores:
             return None
-        return [
-            ChatCompletionTokenLogprob(
-                **self._entry(token, token.logprob),
-                top_logprobs=[TopLogprob(**self._entry(other, logprob)) for other, logprob in token.best.items()],
-            )
-            for token in tokens
-            if isinstance(token, ScoredToken)
+        scored = [token for token in tokens if isinstance(token, ScoredToken)]
+        content = [
+            {**self._entry(t, t.logprob), "top_logprobs": [self._entry(*other) for other in t.best.items()]}
+            for t in scored
         ]
+        return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.decode([token])
         return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(text.encode())}
 
 
-def _json(made: ChatCompletion | ChatCompletionChunk) -> bytes:
-    return made.model_dump_json(exclude_unset=True).encode()
+def _usage(replies: Sequence[Reply]) -> dict[str, Any]:
+    """OpenAI's usage, and ours of all choices together; our lanes and time to the first token are the first one's.
 
-
-def usage_of(replies: Sequence[Reply]) -> CompletionUsage:
-    """OpenAI's usage: the prompt counts once; cached tokens are those of it that the first choice ran no forward for."""
-    first = replies[0].answer.usage
-    made = sum(reply.answer.usage.answer_tokens for reply in replies)
-    cached = max(0, first.prompt_tokens - first.computed_tokens)
-    return CompletionUsage(
-        prompt_tokens=first.prompt_tokens,
-        completion_tokens=made,
-        total_tokens=first.prompt_tokens + made,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-    )
-
-
-def _own_usage(replies: Sequence[Reply]) -> dict[str, Any]:
-    """What all choices cost together, in our terms; lanes and the time to the first token are the first one's."""
+    The prompt counts once; its cached tokens are those that the first choice ran no forward for.
+    """
     usages = [reply.answer.usage for reply in replies]
+    first, made = usages[0], sum(u.answer_tokens for u in usages)
+    theirs = {
+        "prompt_tokens": first.prompt_tokens,
+        "completion_tokens": made,
+        "total_tokens": first.prompt_tokens + made,
+        "prompt_tokens_details": {"cached_tokens": max(0, first.prompt_tokens - first.computed_tokens)},
+    }
     sums = ("computed_tokens", "forwards", "bytes_loaded", "cached_tokens", "answer_tokens", "misses", "fallbacks")
-    whole = asdict(usages[0]) | {name: sum(getattr(u, name) for u in usages) for name in sums}
-    whole |= {"total_s": max(u.total_s for u in usages), "exact": all(u.exact for u in usages)}
-    return {"ctxwin": {"usage": whole}}
+    ours = asdict(first) | {name: sum(getattr(u, name) for u in usages) for name in sums}
+    ours |= {"total_s": max(u.total_s for u in usages), "exact": all(u.exact for u in usages)}
+    return {"usage": theirs, "ctxwin": {"usage": ours}}

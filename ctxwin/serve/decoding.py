@@ -28,12 +28,11 @@ class Decoders:
     """
 
     def __init__(self, seconds: float, most_bytes: int, count: int = 2, formats: Sequence[str] = FORMATS) -> None:
-        self._seconds = seconds
-        self._command = [sys.executable, "-m", "ctxwin.serve.decoder", str(most_bytes), *formats]
-        self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()  # None: one that has not been started
+        command = [sys.executable, "-m", "ctxwin.serve.decoder", str(most_bytes), *formats]
+        self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
         self._closed = False
         for _ in range(count):
-            self._idle.put(None)
+            self._idle.put(_Process(command, seconds))
 
     def decode(self, raw: bytes, width: int, height: int) -> np.ndarray:
         """Pixels ``[height, width, 3]`` uint8 of an encoded picture; BadMedia where it cannot be decoded within bounds.
@@ -44,21 +43,10 @@ class Decoders:
 
         process = self._idle.get()
         try:
-            if process is None:
-                process = _Process(self._command)
-            status, made = process.ask(REQUEST.pack(len(raw), width, height), raw, self._seconds)
-        except _DiedError as error:
-            process = None
-            raise BadMedia(f"a picture of {len(raw)} bytes must be decodable within bounds: {error}") from None
-        except BaseException:
-            if process is not None:
-                process.kill()
-                process = None
-            raise
+            status, made = process.ask(REQUEST.pack(len(raw), width, height), raw)
         finally:
-            if self._closed and process is not None:
+            if self._closed:
                 process.kill()
-                process = None
             self._idle.put(process)
         if status != DECODED:
             raise BadMedia(f"an image must be decodable, got {len(raw)} bytes: {made.decode('utf-8', 'replace')}")
@@ -68,67 +56,68 @@ class Decoders:
         """Ends the processes; those at work end after it. Idempotent."""
         self._closed = True
         idle = []
-        while True:
-            try:
+        with contextlib.suppress(queue.Empty):
+            while True:
                 idle.append(self._idle.get_nowait())
-            except queue.Empty:
-                break
         for process in idle:
-            if process is not None:
-                process.kill()
-            self._idle.put(None)
-
-
-class _DiedError(Exception):
-    """The process ended, or had to be ended, before it answered."""
+            process.kill()
+            self._idle.put(process)
 
 
 class _Process:
-    def __init__(self, command: Sequence[str]) -> None:
-        try:
-            self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        except OSError as error:
-            raise EngineFailed(f"a process to decode pictures must be startable, got {error}") from error
-        self._stdin = cast(BinaryIO, self._popen.stdin)
-        self._stdout = cast(BinaryIO, self._popen.stdout)
-        self._warm = False
+    """A decoding process that is started when it is asked, and again after it was killed."""
 
-    def ask(self, head: bytes, raw: bytes, seconds: float) -> tuple[int, bytes]:
-        late = threading.Event()
+    def __init__(self, command: Sequence[str], seconds: float) -> None:
+        self._command = command
+        self._seconds = seconds
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    def ask(self, head: bytes, raw: bytes) -> tuple[int, bytes]:
+        """Status and bytes of the answer; raises BadMedia where the process ends first, or has to be ended."""
+        seconds = self._seconds
+        if self._popen is None:
+            seconds += 30  # starting Python and importing Pillow takes a second and more on a busy machine
+            try:
+                self._popen = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            except OSError as error:
+                raise EngineFailed(f"a process to decode pictures must be startable, got {error}") from error
+        popen, late = self._popen, threading.Event()
+        stdin, stdout = cast(BinaryIO, popen.stdin), cast(BinaryIO, popen.stdout)
+
+        def read(size: int) -> bytes:
+            made = stdout.read(size)
+            if len(made) < size:
+                raise EOFError
+            return made
 
         def end() -> None:
             late.set()
-            self._popen.kill()
+            popen.kill()
 
-        # Starting Python and importing Pillow takes a second and more on a busy machine.
-        timer = threading.Timer(seconds + (0 if self._warm else 30), end)
+        timer = threading.Timer(seconds, end)
         timer.daemon = True
         timer.start()
         try:
-            self._stdin.write(head)
-            self._stdin.write(raw)
-            self._stdin.flush()
-            status, size = ANSWER.unpack(self._read(ANSWER.size))
-            self._warm = True
-            return status, self._read(size)
-        except (OSError, EOFError):
-            raise self._died(late) from None
+            stdin.write(head)
+            stdin.write(raw)
+            stdin.flush()
+            status, size = ANSWER.unpack(read(ANSWER.size))
+            return status, read(size)
+        except BaseException as error:
+            self.kill()
+            if not isinstance(error, OSError | EOFError):
+                raise
+            why = "it took too long" if late.is_set() else f"its decoder ended with {popen.returncode}"
+            raise BadMedia(f"a picture of {len(raw)} bytes must be decodable within bounds: {why}") from None
         finally:
             timer.cancel()
 
     def kill(self) -> None:
-        self._popen.kill()
-        self._popen.wait()
-        self._stdout.close()
-        with contextlib.suppress(OSError):  # what it has not read is written once more, to nobody
-            self._stdin.close()
-
-    def _read(self, size: int) -> bytes:
-        made = self._stdout.read(size)
-        if len(made) < size:
-            raise EOFError
-        return made
-
-    def _died(self, late: threading.Event) -> _DiedError:
-        self.kill()
-        return _DiedError("it took too long" if late.is_set() else f"its decoder ended with {self._popen.returncode}")
+        """Ends the process. Idempotent."""
+        popen, self._popen = self._popen, None
+        if popen is not None:
+            popen.kill()
+            popen.wait()
+            cast(BinaryIO, popen.stdout).close()
+            with contextlib.suppress(OSError):  # what it has not read is written once more, to nobody
+                cast(BinaryIO, popen.stdin).close()

@@ -39,12 +39,20 @@ class TooManyRequests(CtxwinError, RuntimeError):
     """More requests than the server holds at once for this tenant."""
 
 
+class Quarantined(CtxwinError, RuntimeError):
+    """A request that ended the engine, and would end it again."""
+
+
 class StoreFull(CtxwinError, OSError):
     """The store, or the disk or shared memory below it, takes nothing more."""
 
 
 class UnknownModel(CtxwinError, LookupError):
     """Another model than the one that is served."""
+
+
+class Unauthorized(CtxwinError, PermissionError):
+    """A request of nobody, where somebody has to ask."""
 
 
 class NotAllowed(CtxwinError, PermissionError):
@@ -73,11 +81,13 @@ KINDS = (
     Kind(UnknownModel, 404, "unknown_model", "not_found_error"),
     Kind(ChunkUnavailable, 410, "chunk_unavailable", "not_found_error"),
     Kind(WindowBusy, 409, "window_busy", "conflict_error"),
+    Kind(Quarantined, 409, "quarantined", "conflict_error"),
     Kind(ReadOnlyWindow, 409, "read_only_window", "conflict_error"),
     Kind(TooLarge, 413, "too_large"),
     Kind(TooManyWindows, 429, "too_many_windows", "rate_limit_error"),
     Kind(TooManyRequests, 429, "too_many_requests", "rate_limit_error"),
     Kind(StoreFull, 507, "store_full", "server_error"),
+    Kind(Unauthorized, 401, "invalid_api_key", "authentication_error"),
     Kind(NotAllowed, 403, "not_allowed", "permission_error"),
     Kind(BadMedia, 400, "bad_media"),
     Kind(UnsupportedModel, 400, "unsupported_model"),
@@ -92,6 +102,7 @@ _INTERNAL = Kind(Exception, 500, "internal_error", "server_error")
 
 
 def kind_of(error: BaseException) -> Kind:
+    """How ``error`` is shown."""
     return next((kind for kind in KINDS if isinstance(error, kind.error)), _INTERNAL)
 
 
@@ -113,11 +124,14 @@ def to_body(error: BaseException) -> tuple[int, dict[str, Any]]:
 
 
 def from_body(error: Any) -> Exception | None:
-    """The error that ``{"message": ..., "code": ...}`` was made of; None for what is not one of ours."""
+    """The error that ``{"message": ..., "code": ...}`` was made of; None for what is not one of ours.
+
+    Unknown keys are the official client's own error, too.
+    """
     if not isinstance(error, dict) or not isinstance(error.get("code"), str):
         return None
     kind = next((kind for kind in KINDS if kind.code == error["code"]), None)
-    if kind is None:
+    if kind is None or kind.error is Unauthorized:
         return None
     message = str(error.get("message", ""))
     if kind.error is BudgetExceeded:

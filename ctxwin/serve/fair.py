@@ -1,18 +1,25 @@
-"""Worker threads and places in line that tenants share fairly."""
+"""Worker threads and places in line that tenants share fairly, and work in them whose items reach the event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
+from ctxwin.errors import AnswerStopped, EngineFailed
 from ctxwin.serve.errors import TooManyRequests
 
 T = TypeVar("T")
+Put = Callable[[Any], None]
+"""Hands one item over."""
+Stopped = Callable[[], bool]
+"""Whether nobody wants the work any more."""
+_STOPPED = "the answer was stopped before its end: the server is shutting down, or the client has left"
 
 
 @dataclass(frozen=True)
@@ -152,3 +159,58 @@ class FairPool:
                 self._served[tenant] = self._begun
                 self._running[tenant] += 1
                 return job
+
+
+class BackgroundWork(Generic[T]):
+    """``work(put, stopped)`` in another thread. Iterate over what it puts, then read ``result``.
+
+    `close`, or leaving the iteration early, tells the work to stop; the window it works on is then left as it was.
+
+    Args:
+        submit: runs a function in a thread, when it is its turn.
+        closing: set when the server shuts down.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[Callable[[], None]], Future[None]],
+        work: Callable[[Put, Stopped], T],
+        closing: threading.Event,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._stop = threading.Event()
+        self.result: T
+
+        def put(item: Any, error: BaseException | None = None, *, last: bool = False) -> None:
+            loop.call_soon_threadsafe(self._queue.put_nowait, (item, error, last))
+
+        def run() -> None:
+            try:
+                put(work(put, lambda: self._stop.is_set() or closing.is_set()), last=True)
+            except AnswerStopped:
+                put(None, EngineFailed(_STOPPED))
+            except BaseException as error:  # raised again where the items are read
+                put(None, error)
+
+        def ended(future: Future[None]) -> None:
+            if future.cancelled() and not loop.is_closed():  # it never ran
+                put(None, EngineFailed(_STOPPED))
+
+        self._future = submit(run)
+        self._future.add_done_callback(ended)
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while True:
+            item, error, last = await self._queue.get()
+            if error is not None:
+                raise error
+            if last:
+                self.result = item
+                return
+            yield item
+
+    def close(self) -> None:
+        """Tells the work to stop; work that has not begun never does. Idempotent."""
+        self._stop.set()
+        self._future.cancel()

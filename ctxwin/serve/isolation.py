@@ -22,9 +22,8 @@ from ctxwin.serve.specs import decode_data, picture_size
 
 _TRANSFER = ("kv_transfer_params", "ec_transfer_params")
 _SCORES = ("logprobs", "top_logprobs", "prompt_logprobs")
-_MEDIA = (
-    "image_url", "input_image", "image_embeds", "audio_url", "input_audio", "audio_embeds", "video_url", "video_embeds",
-)  # fmt: skip
+_IMAGES = ("image_url", "input_image", "image_embeds")
+_MEDIA = (*_IMAGES, "audio_url", "input_audio", "audio_embeds", "video_url", "video_embeds")
 """Types of content parts, each the key of its medium, too, but for OpenAI's ``input_image``."""
 _SECRET = secrets.token_bytes(32)
 """Of this process: a mark that could be told from a tenant's name could be put into a file for vLLM to fetch."""

@@ -16,20 +16,8 @@ _TEXT_PER_TOKEN = 16
 """Characters that a context window must hold for each of its tokens, by default: prose has 4 to 5, indented code 10."""
 _SLICE = 1 << 16
 """Bytes of a body that are counted at a time; other threads may go on in between."""
-_NOT_TOKENIZED = frozenset(
-    {
-        "image",
-        "frames",
-        "image_url",
-        "video_url",
-        "input_audio",
-        "file_data",
-        "source",
-        "snapshot",
-        "response_format",
-        "json_schema",
-    }
-)
+_MEDIA = ("image", "frames", "image_url", "video_url", "input_audio", "file_data", "source")
+_NOT_TOKENIZED = {*_MEDIA, "snapshot", "response_format", "json_schema"}
 """Fields whose text never reaches a tokenizer, or has bounds of its own."""
 _NAMES = frozenset({"chunk", "id", "type", "role"})
 """Fields that are names where they are plain text."""
@@ -42,13 +30,14 @@ class Limits:
     Attributes:
         max_upload_bytes: of one request's body.
         max_body_bytes: of all bodies that are held at once; with tenants, half of it for each.
-        max_json_values: values in one JSON body, counted by its commas and brackets before it is parsed.
+        max_json_values: values and names in one JSON body, counted by its commas, colons and brackets before it is parsed.
         max_json_depth: levels of one JSON body.
         max_text: characters of one request's text, checked before it is tokenised; None is 16 for each token of context.
         max_pixels: of the media of one request together, decoded (frames x height x width).
         max_frames: pictures and frames of one request: what the vision tower is given does not depend on their size alone.
         max_chunks: of one window, placed and evicted, and of one call.
-        max_windows: open windows of a tenant; the least recently used idle one is closed for a new one.
+        max_windows: open windows of a tenant; the least recently used idle one is put aside for a new one.
+        max_windows_total: open windows of all tenants; the tenant that has most puts one aside.
         window_ttl_s: seconds after which an idle window is closed; its snapshot stays in the store.
         threads: requests that may be answered at once; tenants that wait share them fairly (`ctxwin.serve.fair`).
         max_waiting: requests of one tenant that wait for their turn.
@@ -59,13 +48,14 @@ class Limits:
 
     max_upload_bytes: int = 64 << 20
     max_body_bytes: int = 512 << 20
-    max_json_values: int = 1_000_000
+    max_json_values: int = 300_000
     max_json_depth: int = 200
     max_text: int | None = None
     max_pixels: int = 64 << 20
     max_frames: int = 256
     max_chunks: int = 4096
     max_windows: int = 256
+    max_windows_total: int = 1024
     window_ttl_s: float = 3600.0
     threads: int = 64
     max_waiting: int = 1024
@@ -92,33 +82,36 @@ class Limits:
         Raises:
             TooLarge: too many values or levels, or too much text. ValueError: no JSON.
 
-        Cost: linear. A body with too many values is not parsed, which would hold Python's lock for seconds.
+        Cost: linear. Parsing holds Python's lock, for all threads and the event loop: a body with too many values is not
+        parsed. Names cost most.
         """
         if not raw:
             return {}
         values = 0
         for at in range(0, len(raw), _SLICE):
-            values += sum(raw.count(mark, at, at + _SLICE) for mark in (b",", b"[", b"{"))
+            values += sum(raw.count(mark, at, at + _SLICE) for mark in (b",", b"[", b"{", b":"))
             # Commas of prose are no values, but so many of them are more text than is taken.
             if values > self.max_json_values:
                 raise TooLarge(
-                    f"a body must have at most {self.max_json_values} JSON values (max_json_values), got more"
+                    f"a body must have at most {self.max_json_values} JSON values and names (--max-json-values), got more; "
+                    "send less at once, or raise it"
                 )
+        too_deep = TooLarge(f"a body must have at most {self.max_json_depth} levels (max_json_depth), got more")
         try:
             data = json.loads(raw)
         except RecursionError:
-            raise TooLarge(
-                f"a body must have at most {self.max_json_depth} levels (max_json_depth), got more"
-            ) from None
+            raise too_deep from None
         except ValueError as error:
             raise ValueError(f"the body must be JSON: {error}") from None
-        self._check(data, max_text)
+        if self._levels(data, max_text) > self.max_json_depth:
+            raise too_deep
         return data
 
-    def _check(self, data: Any, max_text: int | None) -> None:
-        text = 0
-        level: list[tuple[Any, bool]] = [(data, True)]
-        for _ in range(self.max_json_depth):
+    def _levels(self, data: Any, max_text: int | None) -> int:
+        """How deep ``data`` is, up to one level more than is taken; raises TooLarge for too much text."""
+        text, levels, level = 0, 0, [(data, True)]
+        while level and levels <= self.max_json_depth:
+            levels += 1
             below: list[tuple[Any, bool]] = []
             for value, counted in level:
                 if isinstance(value, str):
@@ -132,10 +125,8 @@ class Limits:
                     f"the text of a request must have at most {max_text} characters (--max-text), got {text} or more; "
                     "send less, or raise it"
                 )
-            if not below:
-                return
             level = below
-        raise TooLarge(f"a body must have at most {self.max_json_depth} levels (max_json_depth), got more")
+        return levels
 
 
 def _is_name(key: str, value: Any) -> bool:
@@ -157,16 +148,15 @@ class Allowance:
         """Counts ``frames`` frames of ``pixels`` pixels together."""
         self._frames += frames
         self._pixels += pixels
-        if self._frames > self._limits.max_frames:
-            raise TooLarge(
-                f"the media of a request must have at most {self._limits.max_frames} frames together (--max-frames), got "
-                f"{self._frames} or more; send them in several requests, or raise it"
-            )
-        if self._pixels > self._limits.max_pixels:
-            raise TooLarge(
-                f"the media of a request must have at most {self._limits.max_pixels} pixels together (--max-pixels), got "
-                f"{self._pixels} or more; scale them down, send them in several requests, or raise it"
-            )
+        for what, got, most in (
+            ("frames", self._frames, self._limits.max_frames),
+            ("pixels", self._pixels, self._limits.max_pixels),
+        ):
+            if got > most:
+                raise TooLarge(
+                    f"the media of a request must have at most {most} {what} together (--max-{what}), got {got} or more; "
+                    "send them in several requests, scale them down, or raise it"
+                )
 
     def check_chunks(self, count: int) -> None:
         """Raises BudgetExceeded where a window would have ``count`` chunks, evicted ones included."""
@@ -199,6 +189,7 @@ class BodyBytes:
             self._held[tenant] += size
 
     def give_back(self, tenant: str, size: int) -> None:
+        """Counts ``size`` bytes less."""
         with self._lock:
             self._held[tenant] -= size
             if not self._held[tenant]:

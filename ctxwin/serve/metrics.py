@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter as Counts
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -53,7 +54,10 @@ class Metrics:
         self._seen: dict[tuple[Any, ...], float] = {}
         self._media: Counts[str] = Counts()  # images and videos of answered prompts, by tenant
         self._lock = threading.Lock()
-        counter, gauge = self._counter, self._gauge
+        counter = partial(self._make, Counter)
+        # One process serves; a dead one's figures are gone.
+        gauge = partial(self._make, Gauge, multiprocess_mode="livemostrecent")
+        histogram = partial(self._make, Histogram, buckets=_SECONDS)
         self.asks = counter("asks", "Questions answered by windows, chats that name chunks included")
         self.edits = counter("window_operations", "Window operations that took effect", "op")
         self.lane_tokens = counter("prompt_tokens", "Tokens of headers and chunks in answered prompts, by lane", "lane")
@@ -78,8 +82,8 @@ class Metrics:
         self.open = gauge("windows_open", "Open windows")
         self.waiting = gauge("requests_waiting", "Requests to windows and chunks that wait for their turn")
         self.errors = counter("errors", "Requests to windows and chunks that were refused or failed", "code")
-        self.ttft = self._histogram("ttft_seconds", "Seconds to the first token of an answer")
-        self.seconds = self._histogram("answer_seconds", "Seconds to the last token of an answer")
+        self.ttft = histogram("ttft_seconds", "Seconds to the first token of an answer")
+        self.seconds = histogram("answer_seconds", "Seconds to the last token of an answer")
 
     def close(self) -> None:
         """Takes the metrics out of their registry again."""
@@ -88,6 +92,7 @@ class Metrics:
         self._made.clear()
 
     def labelled(self, metric: Any, tenant: str, *values: str) -> Any:
+        """``metric`` for one tenant and these values of its labels."""
         labels = (*((tenant,) if self._by_tenant else ()), *values)
         return metric.labels(*labels) if labels else metric
 
@@ -102,11 +107,17 @@ class Metrics:
             self.labelled(self.lane_tokens, tenant, lane).inc(tokens)
         with self._lock:
             self._media[tenant] += sum(len(p.chunk.media) for p in event.state.placed)
-        for metric, value in (
-            (self.computed, usage.computed_tokens), (self.cached, usage.cached_tokens),
-            (self.answered, usage.answer_tokens), (self.forwards, usage.forwards), (self.loads, usage.bytes_loaded > 0),
-            (self.loaded, usage.bytes_loaded), (self.misses, usage.misses), (self.fallbacks, usage.fallbacks),
-        ):  # fmt: skip
+        counted = {
+            self.computed: usage.computed_tokens,
+            self.cached: usage.cached_tokens,
+            self.answered: usage.answer_tokens,
+            self.forwards: usage.forwards,
+            self.loads: usage.bytes_loaded > 0,
+            self.loaded: usage.bytes_loaded,
+            self.misses: usage.misses,
+            self.fallbacks: usage.fallbacks,
+        }
+        for metric, value in counted.items():
             self.labelled(metric, tenant).inc(value)
         self.labelled(self.ttft, tenant).observe(usage.ttft_s)
         self.labelled(self.seconds, tenant).observe(usage.total_s)
@@ -132,22 +143,9 @@ class Metrics:
         self.labelled(metric, tenant, *values).inc(max(0.0, total - self._seen.get(key, 0.0)))
         self._seen[key] = max(total, self._seen.get(key, 0.0))
 
-    def _names(self, labels: tuple[str, ...]) -> tuple[str, ...]:
-        return (*(("tenant",) if self._by_tenant else ()), *labels)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return self._keep(Counter(f"ctxwin_{name}", text, self._names(labels), registry=self._registry))
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        mode: Any = "livemostrecent"  # one process serves; a dead one's figures are gone
-        return self._keep(
-            Gauge(f"ctxwin_{name}", text, self._names(labels), registry=self._registry, multiprocess_mode=mode)
-        )
-
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return self._keep(Histogram(f"ctxwin_{name}", text, self._names(()), registry=self._registry, buckets=_SECONDS))
-
-    def _keep(self, metric: M) -> M:
+    def _make(self, kind: type[M], name: str, text: str, *labels: str, **options: Any) -> M:
+        names = (*(("tenant",) if self._by_tenant else ()), *labels)
+        metric = kind(f"ctxwin_{name}", text, names, registry=self._registry, **options)
         self._made.append(metric)
         return metric
 

@@ -5,25 +5,27 @@ from __future__ import annotations
 import logging
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ctxwin.serve.authentication import UnauthorizedError, authenticate
+from ctxwin.hashing import digest
+from ctxwin.serve.authentication import authenticate
 from ctxwin.serve.endpoints import CHAT, OUR_CHAT, PLAIN, allowed_headers, check_endpoint, is_ours, names_chunks
 from ctxwin.serve.errors import NotAllowed, TooLarge, to_body
 from ctxwin.serve.isolation import bind, check_scores, plain_salt
 from ctxwin.serve.service import STATE, TENANT, Service
 
+GATEWAY = "ctxwin.serve.middleware.Gateway"
+"""The middleware as vLLM's ``--middleware`` takes it."""
 _log = logging.getLogger("ctxwin.serve")
 
 
 class Gateway:
     """The middleware of a server.
 
-    The service is looked up in the app's state (`ctxwin.serve.app.install` puts it there): a server that makes its
+    The service is looked up in the app's state (`ctxwin.serve.routes.install` puts it there): a server that makes its
     middleware from a name, as vLLM's ``--middleware`` does, has no service yet.
     """
 
@@ -42,14 +44,14 @@ class Gateway:
                 if path == "/metrics":
                     await service.run_briefly("", service.refresh_metrics)
                 receive = await _routed(service, scope, receive, path, held)
-            except UnauthorizedError as error:
-                await _refuse(scope, receive, send, error.status, error.body)
-                return
             except Exception as error:
                 status, body = to_body(service.as_shown(error))
                 if status >= 500:
                     _log.error("%s failed before it was routed", path, exc_info=error)
-                await _refuse(scope, receive, send, status, body)
+                if scope["type"] == "websocket":
+                    await send({"type": "websocket.close", "code": 1008, "reason": body["error"]["message"][:100]})
+                else:
+                    await JSONResponse(body, status_code=status)(scope, receive, send)
                 return
             await self._app(scope, receive, send)
 
@@ -76,13 +78,13 @@ async def _routed(service: Service, scope: Scope, receive: Receive, path: str, h
     bound = service.keys.tenants and path in PLAIN
     if not bound and "form" in Headers(scope=scope).get("content-type", ""):
         return receive  # of vLLM's own routes for files, which tenants do not reach
-    return await _looked_at(service, scope, body, path, tenant, held if bound else None)
+    return await _checked(service, scope, body, path, tenant, held, bound)
 
 
-async def _looked_at(
-    service: Service, scope: Scope, body: _Body, path: str, tenant: str, held: AsyncExitStack | None
+async def _checked(
+    service: Service, scope: Scope, body: _Body, path: str, tenant: str, held: AsyncExitStack, bound: bool
 ) -> Receive:
-    """A plain request's body, checked, and bound to its tenant where there are tenants (then there is ``held``)."""
+    """A plain request's body, checked, and bound to its tenant where there are tenants."""
     body.check_announced(scope)
     raw = await body.read()
     space = service.space(tenant)
@@ -97,16 +99,18 @@ async def _looked_at(
         scope["raw_path"] = scope["path"].encode()
         return body.again(raw)
     check_scores(data, service.limits.max_logprobs)
-    if held is None:
-        return body.again(raw)  # the server says what is wrong with what is no JSON
-    if not isinstance(data, dict):
-        raise ValueError("the body must be a JSON object")
-    owned = partial(bind, path, data, tenant, plain_salt(space.engine), fetch=service.fetches_media)
-    raw = await service.run_briefly(tenant, owned, space.uploads.allowance())
-    kept = [(k, v) for k, v in scope["headers"] if k.lower() not in (b"content-length", b"transfer-encoding")]
-    scope["headers"] = [*kept, (b"content-length", str(len(raw)).encode())]
-    if PLAIN[path].generates:
-        await held.enter_async_context(service.place(tenant))
+    name = await service.run_briefly(tenant, digest, "plain", tenant, path, raw)
+    if bound:
+        if not isinstance(data, dict):
+            raise ValueError("the body must be a JSON object")
+        owned = partial(bind, path, data, tenant, plain_salt(space.engine), fetch=service.fetches_media)
+        raw = await service.run_briefly(tenant, owned, space.uploads.allowance())
+        kept = [(k, v) for k, v in scope["headers"] if k.lower() not in (b"content-length", b"transfer-encoding")]
+        scope["headers"] = [*kept, (b"content-length", str(len(raw)).encode())]
+        if PLAIN[path].generates:
+            await held.enter_async_context(service.place(tenant))
+    # Without tenants the server itself says what is wrong with what is no JSON.
+    await held.enter_async_context(service.quarantine.running_async(name))
     return body.again(raw)
 
 
@@ -159,10 +163,3 @@ class _Body:
 
     def _too_large(self, got: str) -> None:
         raise TooLarge(f"a body must have at most {self._limit} bytes (--max-upload-bytes), got {got}")
-
-
-async def _refuse(scope: Scope, receive: Receive, send: Send, status: int, body: dict[str, Any]) -> None:
-    if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": 1008, "reason": body["error"]["message"][:100]})
-        return
-    await JSONResponse(body, status_code=status)(scope, receive, send)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -84,11 +84,13 @@ class Operation:
         run: blocks; what it returns stands beside the window in the answer.
         body: what a request must hold.
         edits: whether the window's new state is part of the answer.
+        text: what it does, for the reference.
     """
 
     run: Callable[..., Result]
     body: type[Body]
     edits: bool
+    text: str
 
     def __call__(self, context: OperationContext, window: Window, data: Any) -> Result:
         body = checked(self.body.model_validate, data)
@@ -100,139 +102,111 @@ OPERATIONS: dict[str, Operation] = {}
 """By name. Beside these there is ``ask``, which may stream."""
 
 
+def _add(name: str, run: Callable[..., Result], fields: Mapping[str, Any], *, edits: bool) -> None:
+    text = inspect.getdoc(getattr(Window, name, run)) or ""
+    given: Any = {n: field if isinstance(field, tuple) else (field, ...) for n, field in fields.items()}
+    OPERATIONS[name] = Operation(run, create_model(name, __base__=Body, **given), edits, text.split("\n\n")[0])
+
+
 def _operation(*, edits: bool = True) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     def add(run: Callable[..., Result]) -> Callable[..., Result]:
         _, _, *parameters = inspect.signature(run, eval_str=True).parameters.values()
-        fields: Any = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
-        body = create_model(f"{run.__name__.title().replace('_', '')}Body", __base__=Body, **fields)
-        OPERATIONS[run.__name__] = Operation(run, body, edits)
+        fields = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
+        _add(run.__name__.removeprefix("_"), run, fields, edits=edits)
         return run
 
     return add
 
 
+def _forward(name: str, result: str = "", *, edits: bool = True, **fields: Any) -> None:
+    """An operation that is a method of the window; ``result`` is what its value is called in the answer."""
+
+    def run(_: OperationContext, window: Window, **arguments: Any) -> Result:
+        made = getattr(window, name)(**{"placement" if n == "id" else n: value for n, value in arguments.items()})
+        return {result: made} if result else {}
+
+    _add(name, run, fields, edits=edits)
+
+
 @_operation()
-def append(context: OperationContext, window: Window, chunk: ChunkData) -> Result:
+def _append(context: OperationContext, window: Window, chunk: ChunkData) -> Result:
     context.check_room(window, 1)
     return {"placement": window.append(context.chunk(chunk))}
 
 
 @_operation()
-def extend(context: OperationContext, window: Window, chunks: list[ChunkData]) -> Result:
+def _extend(context: OperationContext, window: Window, chunks: list[ChunkData]) -> Result:
     context.check_room(window, len(chunks))
     return {"placements": window.extend([context.chunk(chunk) for chunk in chunks])}
 
 
 @_operation()
-def insert(context: OperationContext, window: Window, index: COUNT, chunk: ChunkData) -> Result:
+def _insert(context: OperationContext, window: Window, index: COUNT, chunk: ChunkData) -> Result:
     context.check_room(window, 1)
     return {"placement": window.insert(index, context.chunk(chunk))}
 
 
-@_operation()
-def evict(context: OperationContext, window: Window, id: str, forget: bool = False) -> Result:
-    window.evict(id, forget=forget)
-    return {}
+_forward("evict", id=str, forget=(bool, False))
+_forward("slide", "evicted", count=(COUNT | None, None), reserve_tokens=(COUNT, 0))
+_forward("recall", "index", id=str, at=(COUNT | None, None), repair=(bool, False))
 
 
 @_operation()
-def slide(context: OperationContext, window: Window, count: COUNT | None = None, reserve_tokens: COUNT = 0) -> Result:
-    return {"evicted": window.slide(count, reserve_tokens=reserve_tokens)}
-
-
-@_operation()
-def recall(context: OperationContext, window: Window, id: str, at: COUNT | None = None, repair: bool = False) -> Result:
-    return {"index": window.recall(id, at, repair=repair)}
-
-
-@_operation()
-def look_back(context: OperationContext, window: Window, query: ChunkData, reserve_tokens: COUNT = 0) -> Result:
+def _look_back(context: OperationContext, window: Window, query: ChunkData, reserve_tokens: COUNT = 0) -> Result:
     asked = query if isinstance(query, str) else context.chunk(query)
     return {"recalled": window.look_back(asked, reserve_tokens=reserve_tokens)}
 
 
-@_operation()
-def reorder(context: OperationContext, window: Window, ids: list[str]) -> Result:
-    window.reorder(ids)
-    return {}
+_forward("reorder", ids=list[str])
+_forward("toggle", id=str, conditioned=bool)
+_forward("pin", id=str, pinned=(bool, True))
+_forward("touch", id=str)
 
 
 @_operation()
-def toggle(context: OperationContext, window: Window, id: str, conditioned: bool) -> Result:
-    window.toggle(id, conditioned=conditioned)
-    return {}
-
-
-@_operation()
-def pin(context: OperationContext, window: Window, id: str, pinned: bool = True) -> Result:
-    window.pin(id, pinned=pinned)
-    return {}
-
-
-@_operation()
-def touch(context: OperationContext, window: Window, id: str) -> Result:
-    window.touch(id)
-    return {}
-
-
-@_operation()
-def fork(context: OperationContext, window: Window, system_prompt: str | None = None) -> Result:
+def _fork(context: OperationContext, window: Window, system_prompt: str | None = None) -> Result:
     return {"branch": wire.window_to(context.windows.add(window.fork(system_prompt), watched=True))}
 
 
 @_operation()
-def adopt(context: OperationContext, window: Window, id: str, force: bool = False) -> Result:
+def _adopt(context: OperationContext, window: Window, id: str, force: bool = False) -> Result:
     with context.windows.using(id) as branch:
         window.adopt(branch, force=force)
     return {}
 
 
 @_operation(edits=False)
-def disposable(
-    context: OperationContext, window: Window, id: str, query: str, max_tokens: COUNT = 32, clean: bool = False
+def _disposable(
+    _: OperationContext, window: Window, id: str, query: str, max_tokens: COUNT = 32, clean: bool = False
 ) -> Result:
     return {"disposability": wire.disposability_to(window.disposable(id, query, max_tokens, clean=clean))}
 
 
 @_operation()
-def remember(context: OperationContext, window: Window, query: str, answer: str | list[TOKEN]) -> Result:
+def _remember(context: OperationContext, window: Window, query: str, answer: str | list[TOKEN]) -> Result:
     context.check_room(window, 1)
     return {"placement": window.remember(query, answer)}
 
 
-@_operation()
-def prepare_orbit(
-    context: OperationContext, window: Window, ids: list[str], orders: Orders = 6, seed: SEED = 0
-) -> Result:
-    return {"placements": window.prepare_orbit(ids, orders, seed)}
-
-
-@_operation()
-def refresh(context: OperationContext, window: Window, count: COUNT | None = None) -> Result:
-    return {"refreshed": window.refresh(count)}
-
-
-@_operation()
-def compress(context: OperationContext, window: Window) -> Result:
-    return {"freed_bytes": window.compress()}
+_forward("prepare_orbit", "placements", ids=list[str], orders=(Orders, 6), seed=(SEED, 0))
+_forward("refresh", "refreshed", count=(COUNT | None, None))
+_forward("compress", "freed_bytes")
 
 
 @_operation(edits=False)
-def plan(context: OperationContext, window: Window) -> Result:
+def _plan(_: OperationContext, window: Window) -> Result:
     return {"plan": wire.plan_to(window.plan())}
 
 
 @_operation(edits=False)
-def snapshot(context: OperationContext, window: Window) -> Result:
+def _snapshot(_: OperationContext, window: Window) -> Result:
     return {"snapshot": window.snapshot().model_dump(mode="json")}
 
 
-@_operation(edits=False)
-def check(context: OperationContext, window: Window) -> Result:
-    window.check()
-    return {}
+_forward("check", edits=False)
 
 
 @_operation(edits=False)
-def summary(context: OperationContext, window: Window) -> Result:
+def _summary(_: OperationContext, window: Window) -> Result:
+    """What the window says about itself, without its plan."""
     return {"summary": wire.window_to(window)}

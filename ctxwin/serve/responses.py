@@ -15,8 +15,8 @@ from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from ctxwin.serve.background import BackgroundWork
 from ctxwin.serve.errors import kind_of, to_body
+from ctxwin.serve.fair import BackgroundWork
 from ctxwin.serve.service import STATE, TENANT, Service
 
 T = TypeVar("T")
@@ -32,6 +32,7 @@ class Route(APIRoute):
     """Shows errors in OpenAI's shape, and counts them."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler, with its errors shown."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -70,6 +71,7 @@ def encoded(data: Any) -> bytes:
 
 
 def json_response(raw: bytes) -> Response:
+    """A response with JSON that was made already."""
     return Response(raw, media_type="application/json")
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from ctxwin.hashing import digest
 
 _BESIDE_BYTES = 512  # Python objects beside a kept answer
 
@@ -20,8 +21,8 @@ class Results:
     def __init__(self, most: int = 16 << 20) -> None:
         self._most = most
         self._bytes = 0
-        self._kept: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()  # by request: digest of its body, answer
-        self._turns: dict[bytes, _Turn] = {}
+        self._kept: OrderedDict[str, tuple[str, bytes]] = OrderedDict()  # by request: digest of its body, answer
+        self._turns: dict[str, _Turn] = {}
         self._lock = threading.Lock()
 
     def once(self, path: str, key: str | None, body: bytes, work: Callable[[], bytes]) -> bytes:
@@ -34,7 +35,7 @@ class Results:
         if not key:
             return work()
         # Keys are the client's, up to the size of a header: only digests are kept.
-        name, asked = _digest(path.encode(), key.encode()), _digest(body)
+        name, asked = digest(path, key), digest(body)
         with self._lock:
             turn = self._turns.setdefault(name, _Turn())
             turn.users += 1
@@ -51,14 +52,14 @@ class Results:
                 if not turn.users:
                     del self._turns[name]
 
-    def _find(self, name: bytes, asked: bytes) -> bytes | None:
+    def _find(self, name: str, asked: str) -> bytes | None:
         with self._lock:
             before, raw = self._kept.get(name, (asked, None))
         if before != asked:
             raise ValueError("an Idempotency-Key must stand for one request, got another body with it; make a new key")
         return raw
 
-    def _keep(self, name: bytes, asked: bytes, raw: bytes) -> None:
+    def _keep(self, name: str, asked: str, raw: bytes) -> None:
         with self._lock:
             self._kept[name] = asked, raw
             self._bytes += len(raw) + _BESIDE_BYTES
@@ -72,10 +73,3 @@ class _Turn:
 
     users: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-def _digest(*parts: bytes) -> bytes:
-    made = hashlib.sha256()
-    for part in parts:
-        made.update(len(part).to_bytes(8) + part)
-    return made.digest()

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request, Response
-from fastapi.responses import JSONResponse
-from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException
+from ctxwin.extras import optional_imports
 
+with optional_imports():
+    from fastapi import APIRouter, Depends, FastAPI, Request, Response
+    from fastapi.responses import JSONResponse
+    from python_multipart.exceptions import FormParserError
+    from python_multipart.multipart import FormParser, parse_options_header
+    from starlette.exceptions import HTTPException
+
+from ctxwin.hashing import digest
 from ctxwin.serve import completions, wire
-from ctxwin.serve.background import Put, Stopped
 from ctxwin.serve.completions import ChatRequest
 from ctxwin.serve.endpoints import CHUNKS, OUR_CHAT, WINDOWS
-from ctxwin.serve.errors import UnknownModel
+from ctxwin.serve.errors import TooLarge, UnknownModel
+from ctxwin.serve.fair import Put, Stopped
+from ctxwin.serve.limits import Limits
 from ctxwin.serve.operations import OPERATIONS, Ask, OpenWindow, Operation
 from ctxwin.serve.responses import Route, encoded, json_response, streamed, whole
 from ctxwin.serve.service import STATE, TENANT, Service, Space
@@ -23,6 +30,7 @@ from ctxwin.window.state import State
 from ctxwin.window.stream import TextDelta
 from ctxwin.window.window import Window
 
+_MOST_FIELDS = 64
 router = APIRouter(route_class=Route, tags=["ctxwin"])
 
 
@@ -48,6 +56,20 @@ class Call:
         """What ``work`` returns, as JSON; it runs in a worker thread when it is the tenant's turn."""
         return json_response(await self.service.run(self.space.tenant, lambda: encoded(work())))
 
+    async def with_window(self, window_id: str, read: Callable[[Window], Any]) -> Response:
+        """What ``read`` finds in a window, as JSON."""
+
+        def work() -> Any:
+            with self.space.windows.using(window_id) as window:
+                return read(window)
+
+        return await self.run(work)
+
+    async def deleted(self, kind: str, name: str, delete: Callable[[str], None]) -> Response:
+        """Deletes what ``name`` names, and says so."""
+        await self.service.run(self.space.tenant, delete, name)
+        return JSONResponse({"object": kind, "id": name, "deleted": True})
+
     async def once(self, work: Callable[[], Any]) -> Response:
         """`run`, or what an earlier request with the same Idempotency-Key got."""
         path, key, raw = self.request.url.path, self.idempotency_key, await self.request.body()
@@ -56,8 +78,14 @@ class Call:
         )
         return json_response(made)
 
+    def running(self, what: str, raw: bytes, window: Window | None = None) -> AbstractContextManager[None]:
+        """While this request may be in the hands of the engine; see `Quarantine`."""
+        content = () if window is None else (window.system_prompt, *(p.chunk_id for p in window.core.state.placed))
+        return self.service.quarantine.running(digest("request", self.space.tenant, what, raw, content))
+
     @property
     def idempotency_key(self) -> str | None:
+        """What the client calls this request, to get its answer again."""
         return self.request.headers.get("idempotency-key")
 
 
@@ -84,66 +112,64 @@ def _body(schema: dict[str, Any]) -> dict[str, Any]:
 
 @router.post(CHUNKS, openapi_extra=_body(CHUNK.json_schema()))
 async def upload(call: Called) -> Response:
-    if call.request.headers.get("content-type", "").startswith("multipart/form-data"):
-        chunk, files = await _form(call)
+    """Uploads a chunk, as JSON or as multipart; 201 where it is new, 200 where it is known."""
+    raw, kind = await call.request.body(), call.request.headers.get("content-type", "")
+    read = (call.service.limits, raw, call.space.max_text)
+    if kind.startswith("multipart/form-data"):
+        chunk, files = await call.service.run_briefly(call.space.tenant, _form, kind, *read)
     else:
         chunk, files = await call.json(), {}
-    described, new = await call.service.run(call.space.tenant, call.space.uploads.put, chunk, files)
+
+    def work() -> tuple[dict[str, Any], bool]:
+        with call.running("upload", raw):
+            return call.space.uploads.put(chunk, files)
+
+    described, new = await call.service.run(call.space.tenant, work)
     return JSONResponse(described, status_code=201 if new else 200)
 
 
 @router.get(CHUNKS + "/{chunk_id}")
 async def describe(chunk_id: str, call: Called) -> Response:
+    """Describes an uploaded chunk."""
     return await call.run(lambda: call.space.uploads.describe(chunk_id))
 
 
 @router.delete(CHUNKS + "/{chunk_id}")
 async def forget(chunk_id: str, call: Called) -> Response:
-    def work() -> Any:
-        call.space.uploads.delete(chunk_id)
-        return {"object": "ctxwin.chunk", "id": chunk_id, "deleted": True}
-
-    return await call.run(work)
+    """Forgets an upload; its pixels, too, where nothing else shows them."""
+    return await call.deleted("ctxwin.chunk", chunk_id, call.space.uploads.delete)
 
 
 @router.post(WINDOWS, openapi_extra=_body(OpenWindow.model_json_schema()))
 async def open_window(call: Called) -> Response:
+    """Opens a window, or restores one from a snapshot."""
     body = await call.checked(OpenWindow.model_validate)
     return await call.once(lambda: wire.window_to(_opened(call, body)))
 
 
 @router.get(WINDOWS + "/{window_id}")
 async def show(window_id: str, call: Called) -> Response:
-    def work() -> Any:
-        with call.space.windows.using(window_id) as window:
-            return {**wire.window_to(window), "plan": wire.plan_to(window.plan())}
-
-    return await call.run(work)
+    """The window and its plan."""
+    return await call.with_window(window_id, lambda w: {**wire.window_to(w), "plan": wire.plan_to(w.plan())})
 
 
 @router.get(WINDOWS + "/{window_id}/{what}")
 async def read(window_id: str, what: str, call: Called) -> Response:
+    """The window's plan, its snapshot or its summary."""
     if what not in ("plan", "snapshot", "summary"):
         raise HTTPException(404, f"what can be read of a window is its plan, snapshot or summary, got {what!r}")
-
-    def work() -> Any:
-        with call.space.windows.using(window_id) as window:
-            return OPERATIONS[what](call.space.context(), window, {})[what]
-
-    return await call.run(work)
+    return await call.with_window(window_id, lambda window: OPERATIONS[what](call.space.context(), window, {})[what])
 
 
 @router.delete(WINDOWS + "/{window_id}")
 async def close(window_id: str, call: Called) -> Response:
-    def work() -> Any:
-        call.space.windows.remove(window_id)
-        return {"object": "ctxwin.window", "id": window_id, "deleted": True}
-
-    return await call.run(work)
+    """Closes a window for good."""
+    return await call.deleted("ctxwin.window", window_id, call.space.windows.remove)
 
 
 @router.post(WINDOWS + "/{window_id}/ask", openapi_extra=_body(Ask.model_json_schema()))
 async def ask(window_id: str, call: Called) -> Response:
+    """Asks a question; ``stream`` answers as server-sent events."""
     body: Ask = await call.checked(Ask.model_validate)
     path, raw = call.request.url.path, await call.request.body()
     # What is streamed has been heard in part, so it is not given again.
@@ -161,7 +187,8 @@ async def ask(window_id: str, call: Called) -> Response:
             with call.space.windows.using(window_id) as window:
                 if body.remember:
                     call.space.context().check_room(window, 1)
-                answer = window.answer(body.question(), on_token=on_token if body.stream else None, stopped=stopped)
+                with call.running("ask", raw, window):
+                    answer = window.answer(body.question(), on_token=on_token if body.stream else None, stopped=stopped)
             if body.stream and (rest := delta.feed(answer.text, last=True)):
                 put(encoded({"text": rest}))
             return encoded(wire.answer_to(answer))
@@ -176,10 +203,10 @@ async def ask(window_id: str, call: Called) -> Response:
 
 def _operate(name: str, operation: Operation) -> Callable[[str, Call], Any]:
     async def operate(window_id: str, call: Called) -> Response:
-        body = await call.json()
+        raw, body = await call.request.body(), await call.json()
 
         def work() -> Any:
-            with call.space.windows.using(window_id) as window:
+            with call.space.windows.using(window_id) as window, call.running(name, raw, window):
                 return operation(call.space.context(), window, body)
 
         return await call.once(work)
@@ -192,19 +219,23 @@ for _name, _operation in OPERATIONS.items():
     router.post(
         f"{WINDOWS}/{{window_id}}/{_name}",
         name=f"{_name}_window",
+        description=_operation.text,
         openapi_extra=_body(_operation.body.model_json_schema()),
     )(_operate(_name, _operation))
 
 
 @router.post(WINDOWS + "/{window_id}/{operation}", include_in_schema=False)
 async def unknown(window_id: str, operation: str) -> Response:
+    """Says which operations there are."""
     known = ", ".join(sorted([*OPERATIONS, "ask"]))
     raise HTTPException(404, f"an operation on a window must be one of {known}, got {operation[:80]!r}")
 
 
 @router.post(OUR_CHAT, openapi_extra=_body(ChatRequest.model_json_schema()))
 async def complete(call: Called) -> Response:
+    """Answers a chat whose messages name chunks; `/v1/chat/completions` leads here for those."""
     asked: ChatRequest = await call.checked(ChatRequest.model_validate)
+    raw = await call.request.body()
     models = call.service.models
     if asked.model is not None and asked.model not in models:
         raise UnknownModel(f"model must be one of {', '.join(models)}, got {asked.model[:200]!r}")
@@ -214,9 +245,10 @@ async def complete(call: Called) -> Response:
 
     # Bodies are made in the worker's thread: log-probabilities are many tokens to decode.
     def work(put: Put, stopped: Stopped) -> list[bytes]:
+        with call.running("chat", raw):
+            replies = chat.answer(asked, lambda p: put(bodies.piece(p)) if asked.stream else None, stopped)
         if not asked.stream:
-            return [bodies.completion(chat.answer(asked, lambda piece: None, stopped))]
-        replies = chat.answer(asked, lambda piece: put(bodies.piece(piece)), stopped)
+            return [bodies.completion(replies)]
         return [bodies.usage(replies)] if usage else []
 
     running = call.service.begin(call.space.tenant, work)
@@ -237,22 +269,40 @@ def _opened(call: Call, body: OpenWindow) -> Window:
     return space.windows.restore(checked(State.model_validate, body.snapshot))
 
 
-async def _form(call: Call) -> tuple[Any, dict[str, bytes]]:
+def _form(kind: str, limits: Limits, raw: bytes, max_text: int) -> tuple[Any, dict[str, bytes]]:
     """The ``chunk`` field (JSON) of a multipart body and its files; or ``file`` and plain fields, for a single picture."""
-    limits = call.service.limits
+    files: dict[str, bytes] = {}
+    fields: dict[str, str] = {}
+
+    def on_file(part: Any) -> None:
+        if len(files) > limits.max_frames:
+            raise TooLarge(f"a multipart body must have at most {limits.max_frames + 1} files (--max-frames), got more")
+        part.file_object.seek(0)
+        files[part.field_name.decode()] = part.file_object.read()
+
+    def on_field(part: Any) -> None:
+        if len(fields) >= _MOST_FIELDS:
+            raise TooLarge(f"a multipart body must have at most {_MOST_FIELDS} fields, got more")
+        fields[part.field_name.decode()] = (part.value or b"").decode()
+
     try:
-        async with call.request.form(
-            max_files=limits.max_frames + 1, max_fields=64, max_part_size=limits.max_upload_bytes
-        ) as form:
-            files = {name: await value.read() for name, value in form.items() if isinstance(value, UploadFile)}
-            fields = {name: value for name, value in form.items() if isinstance(value, str)}
-    except HTTPException as error:
-        raise ValueError(f"the multipart body is malformed: {error.detail}") from None
-    parse, max_text = limits.parse, call.space.max_text
+        boundary = parse_options_header(kind)[1].get(b"boundary")
+        in_memory = {"MAX_MEMORY_FILE_SIZE": limits.max_upload_bytes + 1}
+        parser = FormParser("multipart/form-data", on_field, on_file, boundary=boundary, config=in_memory)
+        for begin in range(0, len(raw), 1 << 20):
+            parser.write(raw[begin : begin + (1 << 20)])
+        parser.finalize()
+    except FormParserError as error:
+        raise ValueError(f"the multipart body is malformed: {error}") from None
     if "chunk" in fields:
-        raw = fields["chunk"].encode()
-        return await call.service.run_briefly(call.space.tenant, parse, raw, max_text), files
+        return limits.parse(fields["chunk"].encode(), max_text), files
     if set(files) != {"file"}:
         raise ValueError("a multipart body must have a field chunk (JSON) that names its files, or one file named file")
-    parse(encoded(fields), max_text)
+    limits.parse(encoded(fields), max_text)
     return {"type": "image", "image": {"file": "file"}, **fields}, files
+
+
+def install(app: FastAPI, service: Service) -> None:
+    """Adds our routes for ``service``; the app's own stay as they are. `GATEWAY` must be among the app's middleware."""
+    setattr(app.state, STATE, service)
+    app.include_router(router)

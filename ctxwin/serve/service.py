@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 
 from ctxwin.engines.base import Engine
 from ctxwin.errors import CtxwinError, EngineFailed
-from ctxwin.serve.background import BackgroundWork, Put, Stopped
 from ctxwin.serve.chat import Chat
 from ctxwin.serve.decoding import Decoders
-from ctxwin.serve.fair import FairPool
+from ctxwin.serve.fair import BackgroundWork, FairPool, Put, Stopped
 from ctxwin.serve.limits import BodyBytes, Limits
 from ctxwin.serve.metrics import CountingStore, Metrics
 from ctxwin.serve.operations import OperationContext
+from ctxwin.serve.quarantine import Quarantine
 from ctxwin.serve.results import Results
 from ctxwin.serve.tenants import Keys, Tenant
 from ctxwin.serve.uploads import Uploads
-from ctxwin.serve.windows import WindowRegistry
+from ctxwin.serve.windows import OpenWindows, WindowRegistry
 from ctxwin.window.window import Window
 
 T = TypeVar("T")
@@ -66,6 +66,7 @@ class Service:
         private_metrics: whether ``/metrics`` needs a key where there are keys.
         defaults: how chats are decoded that say nothing: fields of `Sampling`.
         fetches_media: whether tenants' plain requests may name media by URL, which the server then fetches.
+        quarantine: what runs in the engine, and what may not because it ends it.
     """
 
     def __init__(
@@ -80,12 +81,15 @@ class Service:
         defaults: Mapping[str, float] | None = None,
         private_metrics: bool = False,
         fetches_media: bool = False,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self.models = tuple(models)
         self.private_metrics = private_metrics
         self.fetches_media = fetches_media
         self.keys = keys or Keys()
+        self.quarantine = quarantine or Quarantine()
+        self._open_windows = OpenWindows(self.limits.max_windows_total)
         self.metrics = metrics or Metrics(by_tenant=bool(tenants))
         self._defaults = dict(defaults or {})
         self._tenants: dict[str, Tenant | None] = {"": None, **{t.name: t for t in tenants}}
@@ -100,10 +104,6 @@ class Service:
         self._decoders = Decoders(self.limits.decode_seconds, self.limits.decode_bytes)
         self._sweeper: asyncio.Task[None] | None = None
         self.closing = threading.Event()
-
-    @property
-    def model(self) -> str:
-        return self.models[0]
 
     async def start(self) -> None:
         """Opens every tenant's space and begins to close idle windows."""
@@ -120,6 +120,7 @@ class Service:
         await asyncio.to_thread(self._close)
 
     def space(self, tenant: str) -> Space:
+        """What ``tenant`` has."""
         return self._spaces[tenant]
 
     async def run(self, tenant: str, work: Callable[..., T], *args: Any) -> T:
@@ -172,7 +173,7 @@ class Service:
             tenant=name,
             engine=engine,
             store=store,
-            windows=WindowRegistry(engine, most, self.limits, watch=watch),
+            windows=WindowRegistry(engine, most, self.limits, self._open_windows, watch=watch),
             uploads=uploads,
             chat=Chat(engine, uploads, self.limits.fidelity, self._defaults, watch, partial(self._pool.submit, name)),
             results=Results(),

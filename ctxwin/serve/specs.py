@@ -10,9 +10,9 @@ import base64
 import binascii
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model, model_validator
 
 from ctxwin.chunk import Chunk, MediaPart, Role, TextPart, TokensPart
 from ctxwin.errors import BadMedia
@@ -55,11 +55,15 @@ Data = str | File
 
 
 class Text(Body):
+    """Text."""
+
     type: Literal["text"]
     text: str = Field(min_length=1)
 
 
 class Tokens(Body):
+    """Token ids of the served model."""
+
     type: Literal["tokens"]
     ids: list[TOKEN] = Field(min_length=1)
 
@@ -88,6 +92,8 @@ class Video(Body):
 
 
 class Reference(Body):
+    """A chunk that was uploaded."""
+
     type: Literal["ctxwin_chunk"]
     chunk: str
 
@@ -104,8 +110,8 @@ class Metadata(Body):
     keep_source: bool | None = None
 
     def given(self) -> dict[str, Any]:
-        names = ("label", "pin", "priority", "keep_source")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        """What was sent of it."""
+        return self.model_dump(include=set(Metadata.model_fields), exclude_none=True)
 
 
 class Own(Metadata):
@@ -115,47 +121,28 @@ class Own(Metadata):
     id: str | None = None
 
 
-class TextChunk(Own, Text):
-    pass
-
-
-class TokensChunk(Own, Tokens):
-    pass
-
-
-class ImageChunk(Own, Image):
-    pass
-
-
-class VideoChunk(Own, Video):
-    pass
-
-
 class PartsChunk(Own):
+    """Several parts that are one chunk."""
+
     type: Literal["parts"]
     content: list[Part] = Field(min_length=1)
 
 
 class MessageChunk(Own):
+    """A message of a chat that is one chunk."""
+
     type: Literal["message"]
     role: Role
     content: str | list[str | Part] = Field(min_length=1)
 
 
 class ReferredChunk(Metadata, Reference):
-    pass
+    """An uploaded chunk, with other metadata."""
 
 
-Spec = Annotated[
-    TextChunk | TokensChunk | ImageChunk | VideoChunk | PartsChunk | MessageChunk | ReferredChunk,
-    Field(discriminator="type"),
-]
-CHUNK: TypeAdapter[Any] = TypeAdapter(Spec)
-
-
-def check_spec(data: Any) -> Any:
-    """A checked chunk; ValueError names what is wrong with it."""
-    return checked(CHUNK.validate_python, data)
+_SINGLE = [create_model(f"{part.__name__}Chunk", __base__=(Own, part)) for part in (Text, Tokens, Image, Video)]
+_Chunk: Any = Union[(*_SINGLE, PartsChunk, MessageChunk, ReferredChunk)]
+CHUNK: TypeAdapter[Any] = TypeAdapter(Annotated[_Chunk, Field(discriminator="type")])
 
 
 def checked(validate: Callable[[Any], Any], data: Any) -> Any:
@@ -163,101 +150,81 @@ def checked(validate: Callable[[Any], Any], data: Any) -> Any:
     try:
         return validate(data)
     except ValidationError as error:
-        raise ValueError(complaint(error)) from None
+        raise ValueError(_complaint(error)) from None
 
 
-def complaint(error: ValidationError) -> str:
+def _complaint(error: ValidationError) -> str:
     found = [f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors(include_url=False)]
     return "the request is malformed: " + "; ".join(found[:4])
 
 
-class Builder:
-    """Turns one checked chunk into a `Chunk`.
+def build_chunk(spec: Any, files: Mapping[str, bytes], allowance: Allowance, find: Find, decode: Decode) -> Chunk:
+    """The chunk that a checked ``spec`` is.
 
     Args:
         files: bytes by name, of a multipart body.
         allowance: what the request's media may still cost; asked before anything is decoded.
         find: an uploaded chunk by id.
         decode: decodes a picture whose header was read and allowed.
+
+    Raises:
+        BadMedia, TooLarge, UnknownUpload. ValueError: its content is not what its id says.
     """
+    if isinstance(spec, ReferredChunk):
+        return find(spec.chunk).model_copy(update=spec.given())
+    parts: list[TextPart | TokensPart | MediaPart] = []
+    pixels: dict[str, np.ndarray] = {}
 
-    def __init__(self, files: Mapping[str, bytes], allowance: Allowance, find: Find, decode: Decode) -> None:
-        self._files = files
-        self._allowance = allowance
-        self._find = find
-        self._decode = decode
-        self._parts: list[TextPart | TokensPart | MediaPart] = []
-        self._pixels: dict[str, np.ndarray] = {}
-
-    def build(self, spec: Any) -> Chunk:
-        """The chunk; BadMedia, TooLarge, UnknownUpload, and ValueError where its id is not the one it was sent with."""
-        if isinstance(spec, ReferredChunk):
-            return self._find(spec.chunk).model_copy(update=spec.given())
-        role = None
-        if isinstance(spec, PartsChunk | MessageChunk):
-            role = spec.role if isinstance(spec, MessageChunk) else None
-            for part in [spec.content] if isinstance(spec.content, str) else spec.content:
-                self._add(part)
+    def picture(data: Data) -> np.ndarray:
+        if not isinstance(data, File):
+            raw = decode_data(data)
+        elif (held := files.get(data.file)) is not None:
+            raw = held
         else:
-            self._add(spec)
-        chunk = Chunk(parts=tuple(self._parts), role=role, as_frames=spec.as_frames, **spec.given()).holding(
-            self._pixels
-        )
-        if spec.id is not None and spec.id != chunk.id:
-            raise ValueError(f"the content must have the id it is sent with, {spec.id}, got {chunk.id}; send it again")
-        return chunk
+            raise ValueError(f"file must name a part of the multipart body {sorted(files)}, got {data.file!r}")
+        width, height = picture_size(raw)
+        allowance.take_picture(width, height)
+        return decode(raw, width, height)
 
-    def _add(self, part: Any) -> None:
-        if isinstance(part, str):
-            self._add_text(part)
-        elif isinstance(part, Text):
-            self._add_text(part.text)
-        elif isinstance(part, Tokens):
-            self._parts.append(TokensPart(ids=tuple(part.ids)))
-        elif isinstance(part, Image):
-            self._add_line(part.text)
-            self._add_media("image", self._picture(part.image)[None], None)
-        elif isinstance(part, Video):
-            self._add_line(part.text)
-            self._add_media("video", stack_frames([self._picture(frame) for frame in part.frames]), part.fps)
-        else:
-            found = self._find(part.chunk)
-            if found.role is not None:
-                raise ValueError(f"a part must be no message of its own, got the {found.role} message {found.id}")
-            self._parts += found.parts
-
-    def _add_text(self, text: str) -> None:
+    def add_text(text: str) -> None:
         if not text:
             raise ValueError("text must not be empty")
-        self._parts.append(TextPart(text=text))
+        parts.append(TextPart(text=text))
 
-    def _add_line(self, text: str) -> None:
+    def add_media(media: Literal["image", "video"], text: str, frames: np.ndarray, fps: float | None = None) -> None:
         if text:
-            self._add_text(text + "\n")
+            add_text(text + "\n")
+        shape = (len(frames), *frames.shape[1:3])
+        part = MediaPart(media=media, content=pixels_digest(frames), shape=shape, fps=fps)
+        parts.append(part)
+        pixels[part.content] = frames
 
-    def _add_media(self, media: Literal["image", "video"], frames: np.ndarray, fps: float | None) -> None:
-        height, width = frames.shape[1:3]
-        part = MediaPart(
-            media=media, content=pixels_digest(frames), shape=(len(frames), height, width),
-            fps=None if fps is None else float(fps),
-        )  # fmt: skip
-        self._parts.append(part)
-        self._pixels[part.content] = frames
+    def add(part: Any) -> None:
+        match part:
+            case str():
+                add_text(part)
+            case Text():
+                add_text(part.text)
+            case Tokens():
+                parts.append(TokensPart(ids=tuple(part.ids)))
+            case Image():
+                add_media("image", part.text, picture(part.image)[None])
+            case Video():
+                add_media("video", part.text, stack_frames(list(map(picture, part.frames))), part.fps)
+            case _:
+                found = find(part.chunk)
+                if found.role is not None:
+                    raise ValueError(f"a part must be no message of its own, got the {found.role} message {found.id}")
+                parts.extend(found.parts)
 
-    def _picture(self, data: Data) -> np.ndarray:
-        raw = self._bytes(data)
-        width, height = picture_size(raw)
-        self._allowance.take_picture(width, height)
-        return self._decode(raw, width, height)
-
-    def _bytes(self, data: Data) -> bytes:
-        if isinstance(data, File):
-            if data.file not in self._files:
-                raise ValueError(
-                    f"file must name a part of the multipart body {sorted(self._files)}, got {data.file!r}"
-                )
-            return self._files[data.file]
-        return decode_data(data)
+    content = spec.content if isinstance(spec, PartsChunk | MessageChunk) else [spec]
+    for part in [content] if isinstance(content, str) else content:
+        add(part)
+    role = spec.role if isinstance(spec, MessageChunk) else None
+    chunk = Chunk(parts=tuple(parts), role=role, as_frames=spec.as_frames, **spec.given()).holding(pixels)
+    if spec.id is not None and spec.id != chunk.id:
+        raise ValueError(f"the content must have the id it is sent with, {spec.id}, got {chunk.id}; send it again")
+    return chunk
 
 
 def picture_size(raw: bytes) -> tuple[int, int]:
@@ -288,7 +255,5 @@ def decode_data(text: str) -> bytes:
 
 def without_sources(parts: Sequence[Any]) -> tuple[Any, ...]:
     """``parts`` with no path in them: a client must not make a server open files."""
-    return tuple(
-        p.model_copy(update={"source": None, "start": None, "end": None, "frames": None}) if isinstance(p, MediaPart) else p
-        for p in parts
-    )  # fmt: skip
+    none = dict.fromkeys(("source", "start", "end", "frames"))
+    return tuple(p.model_copy(update=none) if isinstance(p, MediaPart) else p for p in parts)

@@ -82,6 +82,7 @@ class Keys:
 
     @classmethod
     def of(cls, own: Sequence[str], tenants: Sequence[Tenant]) -> Keys:
+        """The server's ``own`` keys and those of ``tenants``; ValueError where one is both."""
         table = {_hash(key): "" for key in own}
         for tenant in tenants:
             for key in tenant.keys:

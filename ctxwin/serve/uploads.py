@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ctxwin.chunk import Chunk
@@ -11,12 +12,13 @@ from ctxwin.engines.base import Engine
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.serve.errors import TooLarge, UnknownUpload
 from ctxwin.serve.limits import Allowance, Limits
-from ctxwin.serve.specs import Builder, Decode, check_spec, without_sources
+from ctxwin.serve.specs import CHUNK, Decode, build_chunk, checked, without_sources
 from ctxwin.window.placement import keep_source
 
 _ID = re.compile(r"[0-9a-f]{64}")
 
 
+@dataclass(frozen=True)
 class Uploads:
     """Uploaded chunks of one engine's store. Thread-safe; nothing is held in memory.
 
@@ -24,10 +26,9 @@ class Uploads:
     its content has the id that it stands under, so whoever can write to the store can make an upload unknown at most.
     """
 
-    def __init__(self, engine: Engine, limits: Limits, decode: Decode) -> None:
-        self._engine = engine
-        self._limits = limits
-        self._decode = decode
+    engine: Engine
+    limits: Limits
+    decode: Decode
 
     def put(self, data: Any, files: Mapping[str, bytes] | None = None) -> tuple[dict[str, Any], bool]:
         """Stores a chunk and encodes it; returns its description and whether it is new. Idempotent by content.
@@ -37,17 +38,17 @@ class Uploads:
         """
         chunk = self.build(data, files)
         new = not self._whole(chunk)
-        encoded = self._engine.encode(chunk)
+        encoded = self.engine.encode(chunk)
         if new:
-            keep_source(self._engine, chunk)
-            kept = self._engine.repo.put_json(_key(chunk.id), chunk.light().model_dump(mode="json"), bound=False)
+            keep_source(self.engine, chunk)
+            kept = self.engine.repo.put_json(_key(chunk.id), chunk.light().model_dump(mode="json"), bound=False)
             if not kept or not self._whole(chunk):
                 raise TooLarge("the store refused the chunk: it is full of what open windows use; close some first")
         return _described(chunk, encoded.tokens), new
 
     def allowance(self) -> Allowance:
         """What one request's media may cost; its chunks share it."""
-        return Allowance(self._limits)
+        return Allowance(self.limits)
 
     def build(self, data: Any, files: Mapping[str, bytes] | None = None, allowance: Allowance | None = None) -> Chunk:
         """The chunk that ``data`` is: an id, or a chunk as `ctxwin.serve.specs` takes it.
@@ -56,7 +57,8 @@ class Uploads:
         """
         if isinstance(data, str):
             return self.find(data)
-        return Builder(files or {}, allowance or self.allowance(), self.find, self._decode).build(check_spec(data))
+        spec = checked(CHUNK.validate_python, data)
+        return build_chunk(spec, files or {}, allowance or self.allowance(), self.find, self.decode)
 
     def find(self, chunk_id: str) -> Chunk:
         """An uploaded chunk, without its pixels; raises UnknownUpload."""
@@ -66,7 +68,7 @@ class Uploads:
         return chunk
 
     def _read(self, key: str) -> Chunk | None:
-        record = self._engine.repo.get_json(key, bound=False)
+        record = self.engine.repo.get_json(key, bound=False)
         try:
             chunk = None if record is None else Chunk.model_validate(record)
         except ValueError:
@@ -80,14 +82,14 @@ class Uploads:
         chunk = self.find(chunk_id)
         if not self._whole(chunk):
             raise UnknownUpload(f"the content of chunk {chunk_id} has left the store; upload it again")
-        return _described(chunk, self._engine.encode(chunk).tokens)
+        return _described(chunk, self.engine.encode(chunk).tokens)
 
     def delete(self, chunk_id: str) -> None:
         """Forgets an upload; its pixels and embeddings, too, where no open window and no other upload shows them.
 
         KV stays in the store under its own keys until it is dropped; `Window.evict` with ``forget`` deletes that, too.
         """
-        chunk, repo = self.find(chunk_id), self._engine.repo
+        chunk, repo = self.find(chunk_id), self.engine.repo
         embeddings = self._embeddings(chunk)
         repo.delete(_key(chunk_id))
         shown: set[str] = set()
@@ -106,12 +108,12 @@ class Uploads:
 
     def _embeddings(self, chunk: Chunk) -> set[str]:
         try:
-            return {m.key for m in self._engine.encode(chunk).media}
+            return {m.key for m in self.engine.encode(chunk).media}
         except ChunkUnavailable:
             return set()  # neither they nor the pixels are left
 
     def _whole(self, chunk: Chunk) -> bool:
-        repo = self._engine.repo
+        repo = self.engine.repo
         sources = (f"source/{m.content}" for m in chunk.media if chunk.keep_source)
         return repo.contains(_key(chunk.id)) and all(map(repo.contains, sources))
 

@@ -1,4 +1,4 @@
-"""Open windows by id: bounded in number and in idle time, brought back from their snapshots when they are asked for."""
+"""Open windows by id: bounded in number and in idle time, and brought back from the store when they are asked for."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ctxwin.engines.base import Engine
 from ctxwin.errors import CtxwinError
 from ctxwin.serve.errors import TooManyWindows, UnknownWindow
 from ctxwin.serve.limits import Limits
-from ctxwin.serve.snapshots import check_snapshot
+from ctxwin.serve.snapshots import check_snapshot, pack, unpack
 from ctxwin.window.state import State
 from ctxwin.window.window import Window
 
@@ -37,13 +37,40 @@ class _Entry:
 
     Attributes:
         used: when it was used last.
-        gone: whether it left the registry, so that its last user closes it.
+        gone: whether it left the registry, so that its last user closes it and nothing saves it any more.
+        saved, key: the version that stands in the store, and where.
     """
 
     window: Window
     used: float
     users: int = 0
     gone: bool = False
+    saved: State | None = None
+    key: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class OpenWindows:
+    """The open windows of all tenants together: at most ``most``. Thread-safe."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._registries: list[WindowRegistry] = []
+
+    def add(self, registry: WindowRegistry) -> None:
+        """Counts the windows of one more tenant."""
+        self._registries.append(registry)
+
+    def make_room(self) -> None:
+        """Puts an idle window aside where there are too many, of the tenant that has most; raises TooManyWindows.
+
+        Call it without the lock of a registry.
+        """
+        while sum(map(len, self._registries)) >= self._most:
+            if not any(registry.give_way() for registry in sorted(self._registries, key=len, reverse=True)):
+                raise TooManyWindows(
+                    f"all {self._most} windows of the server are in use (--max-windows-total); try again later, or raise it"
+                )
 
 
 class WindowRegistry:
@@ -52,12 +79,14 @@ class WindowRegistry:
     Args:
         most: windows that may be open; the least recently used idle one is put aside for a new one.
         limits: of the server; its ``window_ttl_s`` are the idle seconds after which `sweep` puts a window aside.
+        total: the windows of all tenants.
         clock: seconds; tests replace it.
         watch: called with every window that is opened or brought back, to observe it.
 
-    A window that is put aside is closed and leaves a snapshot in the store, from which its id opens again; where the store
-    refuses the snapshot it stays open. A full store may drop snapshots later. A branch that was brought back no longer
-    knows which window it was forked from, so `Window.adopt` takes it by force only.
+    The version that a request leaves behind is in the store before the request is answered. So a window that was put aside,
+    or was open when the process was killed, opens again under its id. Where the store refuses a version the window stays
+    open. A full store may drop snapshots of windows that are not open. A branch that was brought back no longer knows which
+    window it was forked from, so `Window.adopt` takes it by force only.
     """
 
     def __init__(
@@ -65,6 +94,7 @@ class WindowRegistry:
         engine: Engine,
         most: int,
         limits: Limits,
+        total: OpenWindows,
         *,
         clock: Callable[[], float] = time.monotonic,
         watch: Callable[[Window], None] = lambda window: None,
@@ -72,12 +102,14 @@ class WindowRegistry:
         self._engine = engine
         self._most = most
         self._limits = limits
+        self._total = total
         self._ttl_s = limits.window_ttl_s
         self._clock = clock
         self._watch = watch
         self._held: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
         self._lock = threading.RLock()
         self._closed = False
+        total.add(self)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -85,17 +117,11 @@ class WindowRegistry:
     def add(self, window: Window, *, watched: bool = False) -> Window:
         """Keeps ``window``; TooManyWindows (and it is closed) where every other one is in use."""
         try:
-            with self._lock:
-                if self._closed:
-                    raise TooManyWindows("the server is shutting down; try another one")
-                self._make_room()
-                self._held[window.id] = _Entry(window, self._clock())
+            self._total.make_room()
         except TooManyWindows:
             window.close()
             raise
-        if not watched:
-            self._watch(window)
-        return window
+        return self._admit(window, watched=watched)
 
     def restore(self, state: State) -> Window:
         """A window from a client's snapshot, under the snapshot's id unless that is taken; see `Window.restore`.
@@ -108,9 +134,10 @@ class WindowRegistry:
         if not WINDOW_ID.fullmatch(state.window) or self._is_taken(state.window):
             state = state.replace(window="")
         window = Window.restore(self._engine, state)
+        self._total.make_room()  # not under the lock
         with self._lock:
             if not self._is_taken(window.id):
-                return self.add(window)
+                return self._admit(window)
         window.close()  # two snapshots of one window at the same time: the other one has the id
         return self.add(Window.restore(self._engine, state.replace(window="")))
 
@@ -120,11 +147,15 @@ class WindowRegistry:
 
     @contextmanager
     def using(self, window_id: str) -> Iterator[Window]:
-        """The window with that id; it stays open until the block ends. Raises UnknownWindow, TooManyWindows."""
+        """The window with that id; it stays open until the block ends, and its version is in the store then.
+
+        Raises UnknownWindow, TooManyWindows.
+        """
         held = self._take(window_id)
         try:
             yield held.window
         finally:
+            self._save(held)
             with self._lock:
                 held.users -= 1
                 held.used = self._clock()
@@ -137,17 +168,14 @@ class WindowRegistry:
     def remove(self, window_id: str) -> None:
         """Closes a window for good: its snapshot goes, too. Raises UnknownWindow."""
         with self._lock:
-            held = self._held.pop(window_id, None)
+            held = self._held.get(window_id)
+            if held is not None:
+                self._release(window_id)
             kept = self._kept(window_id)
             if held is None and not kept:
                 raise UnknownWindow(_unknown(window_id))
             for key in kept:
                 self._engine.repo.delete(key)
-            if held is not None:
-                held.gone = True
-                idle = held.users == 0
-        if held is not None and idle:
-            held.window.close()
 
     def sweep(self) -> int:
         """Closes windows that were idle for too long; returns how many."""
@@ -164,30 +192,39 @@ class WindowRegistry:
                 if not self._put_aside(window_id):
                     self._release(window_id)
 
-    def _take(self, window_id: str) -> _Entry:
+    def give_way(self) -> bool:
+        """Puts the least recently used idle window aside that the store takes; False where there is none."""
         with self._lock:
-            held = self._held.get(window_id)
-            if held is None:
-                held = self._bring_back(window_id)
+            idle = [i for i, held in self._held.items() if held.users == 0]
+            return any(self._put_aside(window_id) for window_id in idle[:_TRIES])
+
+    def _take(self, window_id: str) -> _Entry:
+        if window_id not in self._held and self._kept(window_id):
+            self._total.make_room()
+        with self._lock:
+            held = self._held.get(window_id) or self._bring_back(window_id)
             held.users += 1
             return held
 
     def _bring_back(self, window_id: str) -> _Entry:
         # Under the lock, so that two requests do not open one window twice; a window costs a template's tokens to open.
         kept = self._kept(window_id)
-        state = next((found for key in reversed(kept) if (found := self._stored(key, window_id)) is not None), None)
+        found = ((key, state) for key in reversed(kept) if (state := self._stored(key, window_id)) is not None)
+        newest, state = next(found, ("", None))
         if state is None or self._closed:
             raise UnknownWindow(_unknown(window_id))
-        window = self.add(Window.restore(self._engine, state))
+        self._admit(Window.restore(self._engine, state), key=newest)
+        self._engine.repo.lease(newest)
         for key in kept:
-            self._engine.repo.delete(key)
-        return self._held[window.id]
+            if key != newest:
+                self._engine.repo.delete(key)
+        return self._held[window_id]
 
     def _stored(self, key: str, window_id: str) -> State | None:
         """The snapshot under ``key``, checked where somebody else wrote it; None where it is no snapshot of the window."""
         record = self._engine.repo.get_json(key, bound=False)
         try:
-            state = State.model_validate(record["state"])
+            state = unpack(record["state"])
             if not hmac.compare_digest(str(record["mac"]), _mac(key, record["state"])):
                 state = check_snapshot(self._engine, state, self._limits)
         except (CtxwinError, ValueError, TypeError, KeyError) as error:
@@ -195,36 +232,70 @@ class WindowRegistry:
             return None
         return state if state.window == window_id else None
 
-    def _make_room(self) -> None:
-        if len(self._held) < self._most:
+    def _admit(self, window: Window, *, watched: bool = False, key: str = "") -> Window:
+        """Keeps ``window``, whose version stands under ``key`` or is saved; closes it where there is no room."""
+        held = _Entry(window, self._clock(), saved=window.core.state if key else None, key=key)
+        try:
+            with self._lock:
+                self._check_room()
+                self._held[window.id] = held
+        except TooManyWindows:
+            window.close()
+            raise
+        if not watched:
+            self._watch(window)
+        self._save(held)
+        return window
+
+    def _check_room(self) -> None:
+        if self._closed:
+            raise TooManyWindows("the server is shutting down; try another one")
+        if len(self._held) < self._most or self.give_way():
             return
-        idle = [i for i, held in self._held.items() if held.users == 0]
-        if not idle:
-            raise TooManyWindows(f"all {self._most} windows are in use; close some, or try again later")
-        if not any(self._put_aside(window_id) for window_id in idle[:_TRIES]):
-            raise TooManyWindows(
-                f"{self._most} windows are open and the store takes no more snapshots; close some, or make room there"
-            )
+        if all(held.users for held in self._held.values()):
+            raise TooManyWindows(f"all {self._most} windows are in use (--max-windows); close some, or try again later")
+        raise TooManyWindows(
+            f"{self._most} windows are open (--max-windows) and the store takes no more snapshots; close some, or make room "
+            "there"
+        )
+
+    def _save(self, held: _Entry) -> bool:
+        """Brings the store up to the window's current version; False where the store refuses it."""
+        repo = self._engine.repo
+        with held.lock:
+            state = held.window.core.state
+            if state is held.saved or held.gone:
+                return True
+            # A value never changes under its key: the time tells versions of one window apart.
+            key, packed = f"window/{held.window.id}/{time.time_ns():020d}", pack(state)
+            try:
+                taken = repo.put_json(key, {"state": packed, "mac": _mac(key, packed)}, bound=False)
+            except OSError as error:
+                _log.warning("the store failed: %s", error)
+                taken = False
+            if not taken:
+                _log.warning("the store refused the snapshot of window %s", held.window.id)
+                return False
+            repo.lease(key)  # until it is replaced, or the window is put aside
+            if held.key:
+                repo.release(held.key)
+                repo.delete(held.key)
+            held.saved, held.key = state, key
+            return True
 
     def _put_aside(self, window_id: str) -> bool:
-        """Leaves a snapshot in the store and closes the window; False, and it stays open, where the store refuses that."""
-        state = self._held[window_id].window.snapshot().model_dump(mode="json")
-        # A value never changes under its key: the time tells snapshots of one window apart.
-        key = f"window/{window_id}/{time.time_ns():020d}"
-        try:
-            taken = self._engine.repo.put_json(key, {"state": state, "mac": _mac(key, state)}, bound=False)
-        except OSError as error:
-            _log.warning("the store failed: %s", error)
-            taken = False
-        if taken:
+        """Closes a window whose snapshot is in the store; False, and it stays open, where the store refuses that."""
+        saved = self._save(self._held[window_id])
+        if saved:
             self._release(window_id)
-        else:
-            _log.warning("the store refused the snapshot of window %s", window_id)
-        return taken
+        return saved
 
     def _release(self, window_id: str) -> None:
         held = self._held.pop(window_id)
-        held.gone = True
+        with held.lock:
+            held.gone = True
+            if held.key:
+                self._engine.repo.release(held.key)
         if held.users == 0:
             held.window.close()
 

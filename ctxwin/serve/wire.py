@@ -6,19 +6,19 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry, PlanRequest, Usage
+from pydantic import TypeAdapter
+
+from ctxwin.window.answer import Answer, Disposability, Plan
 
 if TYPE_CHECKING:
     from ctxwin.window.window import Window
+
+_ANSWER, _PLAN, _DISPOSABILITY = TypeAdapter(Answer), TypeAdapter(Plan), TypeAdapter(Disposability)
 
 
 def number(value: float | None) -> float | str | None:
     """JSON has no infinities; they travel as text."""
     return value if value is None or math.isfinite(value) else str(value)
-
-
-def from_number(value: Any) -> float:
-    return float(value)
 
 
 def answer_to(answer: Answer) -> dict[str, Any]:
@@ -34,48 +34,29 @@ def answer_to(answer: Answer) -> dict[str, Any]:
 
 
 def answer_from(data: dict[str, Any]) -> Answer:
-    return Answer(
-        text=data["text"],
-        token_ids=tuple(data["token_ids"]),
-        usage=Usage(**data["usage"]),
-        first_token_logprobs={int(i): from_number(p) for i, p in data["first_token_logprobs"].items()},
-        audit=None if data["audit"] is None else from_number(data["audit"]),
-        remembered=data["remembered"],
-    )
+    """The answer that `answer_to` made this of."""
+    return _ANSWER.validate_python(data)
 
 
 def plan_to(plan: Plan) -> dict[str, Any]:
     """A plan as JSON, with the sums beside the entries."""
-    return {
-        "system_prompt_tokens": plan.system_prompt_tokens,
-        "system_prompt_resident": plan.system_prompt_resident,
-        "salted": plan.salted,
-        "entries": [asdict(entry) for entry in plan.entries],
-        "steps": [asdict(step) for step in plan.steps],
-        "requests": plan.requests,
-        "tokens": plan.tokens,
-        "computed_tokens": plan.computed_tokens,
-        "repair_tokens": plan.repair_tokens,
-        "bytes": plan.bytes,
-        "exact": plan.exact,
-    }
+    sums = ("requests", "tokens", "computed_tokens", "repair_tokens", "bytes", "exact")
+    return {**asdict(plan), **{name: getattr(plan, name) for name in sums}}
 
 
 def plan_from(data: dict[str, Any]) -> Plan:
-    entries = []
-    for entry in data["entries"]:
-        lists = {name: tuple(entry[name]) for name in ("unseen", "missing")}
-        entries.append(PlanEntry(**{**entry, **lists}))
-    steps = tuple(PlanRequest(**step) for step in data["steps"])
-    return Plan(data["system_prompt_tokens"], data["system_prompt_resident"], tuple(entries), data["salted"], steps)
+    """The plan that `plan_to` made this of."""
+    return _PLAN.validate_python(data)
 
 
 def disposability_to(found: Disposability) -> dict[str, Any]:
+    """What `Window.disposable` found, as JSON."""
     return {**asdict(found), "kl": number(found.kl)}
 
 
 def disposability_from(data: dict[str, Any]) -> Disposability:
-    return Disposability(**{**data, "kl": from_number(data["kl"])})
+    """The finding that `disposability_to` made this of."""
+    return _DISPOSABILITY.validate_python(data)
 
 
 def window_to(window: Window) -> dict[str, Any]:

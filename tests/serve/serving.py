@@ -16,10 +16,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from ctxwin.engines.base import Engine
 from ctxwin.engines.hf.engine import HFEngine
-from ctxwin.serve.app import install
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.metrics import CountingStore, Metrics
 from ctxwin.serve.middleware import Gateway
+from ctxwin.serve.routes import install
 from ctxwin.serve.service import Service
 from ctxwin.serve.tenants import Keys, Tenant
 from ctxwin.store import open_store

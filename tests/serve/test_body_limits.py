@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 import http.client
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
-from ctxwin.serve import limits
-from ctxwin.serve.errors import TooManyRequests
+from ctxwin.serve import limits, routes
+from ctxwin.serve.errors import TooLarge, TooManyRequests
 from ctxwin.serve.limits import BodyBytes, Limits
 from serve.serving import Server, serving
 from serve.test_routes import call, wait_for
@@ -69,7 +71,7 @@ def test_text_that_a_window_may_hold_is_taken() -> None:
         assert call(server, "/v1/windows", {"system_prompt": "x" * 60, "budget": 500})[0] == 200
 
 
-@pytest.mark.parametrize("shape", [b"[],", b"{},", b"1,", b'"",'])
+@pytest.mark.parametrize("shape", [b"[],", b"{},", b"1,", b'"",', b'{"a":1},'])
 def test_a_wide_body_is_refused_before_it_is_parsed(
     server: Server, monkeypatch: pytest.MonkeyPatch, shape: bytes
 ) -> None:
@@ -79,7 +81,42 @@ def test_a_wide_body_is_refused_before_it_is_parsed(
     for path in ("/v1/windows", "/v1/chunks", "/v1/chat/completions", "/v1/completions"):
         status, answer = call(server, path, body)
         assert (status, answer["error"]["code"]) == (413, "too_large")
-        assert "max_json_values" in answer["error"]["message"]
+        assert "--max-json-values" in answer["error"]["message"]
+
+
+def test_names_count_beside_values() -> None:
+    """Parsing an object takes ten times as long as a list of as many numbers."""
+    limits = Limits(max_json_values=1000)
+    assert len(limits.parse(b"[" + b"1," * 900 + b"1]")) == 901
+    with pytest.raises(TooLarge, match="--max-json-values"):
+        limits.parse(b"{" + b",".join(b'"%d": 1' % i for i in range(900)) + b"}")
+
+
+FORM = b'--b\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
+
+
+def test_forms_are_bounded_and_parsed_off_the_event_loop(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, parser = set(), routes.FormParser
+
+    def made(*args: Any, **options: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return parser(*args, **options)
+
+    monkeypatch.setattr(routes, "FormParser", made)
+    url = f"{server.url}/v1/chunks"
+
+    def sent(*parts: bytes) -> tuple[int, str]:
+        body = b"".join(parts) + b"--b--\r\n"
+        answer = httpx.post(url, content=body, headers={"content-type": "multipart/form-data; boundary=b"})
+        return answer.status_code, answer.json().get("error", {}).get("code", "")
+
+    assert sent(FORM % (b"chunk", b"", b'{"type": "text", "text": "x"}'))[0] == 201
+    assert sent(*(FORM % (b"f%d" % i, b"", b"x") for i in range(65))) == (413, "too_large")
+    assert sent(*(FORM % (b"f%d" % i, b'; filename="f"', b"x") for i in range(300))) == (413, "too_large")
+    assert sent(FORM % (b"other", b'; filename="f"', b"x")) == (400, "invalid_value")
+    assert sent(FORM % (b"chunk", b"", b"\xff")) == (400, "invalid_value")
+    assert sent(b"--c\r\n") == (400, "invalid_value")
+    assert threads and all(name.startswith("ctxwin-brief") for name in threads)
 
 
 def test_bodies_that_are_held_at_once_are_bounded() -> None:

@@ -136,8 +136,8 @@ def test_a_decoder_gives_what_pillow_gives_here(kind: str, mode: str) -> None:
 def test_decoders_end_with_the_server() -> None:
     with serving() as server:
         assert call(server, "/v1/chunks", {"type": "image", "image": picture(8)})[0] == 201
-        (process,) = [p for p in server.service._decoders._idle.queue if p is not None]
-        assert process._popen.poll() is None
+        (process,) = [p._popen for p in server.service._decoders._idle.queue if p._popen is not None]
+        assert process.poll() is None
         # Answers go first.
-        assert os.getpriority(os.PRIO_PROCESS, process._popen.pid) > os.getpriority(os.PRIO_PROCESS, 0)
-    assert process._popen.poll() is not None
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) > os.getpriority(os.PRIO_PROCESS, 0)
+    assert process.poll() is not None

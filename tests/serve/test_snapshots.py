@@ -12,6 +12,8 @@ from PIL import Image
 
 from ctxwin import Chunk
 from ctxwin.serve.limits import Limits
+from ctxwin.serve.snapshots import pack
+from ctxwin.window.state import State
 from serve.serving import Server, serving
 from serve.test_routes import call
 
@@ -89,7 +91,7 @@ def test_what_a_snapshot_claims_is_bounded_before_it_is_encoded(
 
 def test_a_snapshot_of_too_many_chunks_is_refused(server: Server, snapshot: str) -> None:
     data = json.loads(snapshot)
-    data["evicted"] = [{**data["placed"][0], "id": f"e{i}"} for i in range(5000)]
+    data["evicted"] = [{**data["placed"][0], "id": f"e{i}"} for i in range(4100)]
     status, answer = call(server, "/v1/windows", {"snapshot": data})
     assert (status, answer["error"]["code"]) == (422, "budget_exceeded") and "--max-chunks" in answer["error"][
         "message"
@@ -105,8 +107,10 @@ def test_planted_windows_are_checked_like_clients_snapshots(server: Server, snap
     reader["placed"][0]["chunk"]["parts"] = [
         medium(source=str(tmp_path / "secret.png"), media="image", shape=[1, 8, 8])
     ]
-    for name, state in {"a1": liar, "a2": reader, "a3": true, "a4": [], "a5": {**true, "window": "other"}}.items():
-        record = {"state": {**state, "window": name} if isinstance(state, dict) and name != "a5" else state, "mac": "0"}
+    for name, state in {"a1": liar, "a2": reader, "a3": true, "a4": [], "a5": true}.items():
+        if isinstance(state, dict):
+            state = pack(State.model_validate({**state, "window": name if name != "a5" else "other"}))
+        record = {"state": state, "mac": "0"}
         assert repo.put_json(f"window/{name}/00000000000000000001", record, bound=False)
     assert [call(server, f"/v1/windows/a{i}")[0] for i in range(1, 6)] == [404, 404, 200, 404, 404]
 

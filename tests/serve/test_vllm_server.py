@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import APIStatusError, AuthenticationError, BadRequestError, OpenAI
+from openai import APIError, APIStatusError, AuthenticationError, BadRequestError, OpenAI
 from PIL import Image
 
-from ctxwin import BudgetExceeded, Chunk, Fidelity, Window, open_engine
+from ctxwin import BudgetExceeded, Chunk, EngineFailed, Fidelity, Window, open_engine
 from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
 from ctxwin.engines.open import vllm_installed
 from ctxwin.serve.endpoints import PLAIN, is_ours
-from ctxwin.serve.errors import UnknownWindow
+from ctxwin.serve.errors import Quarantined, UnknownWindow
+from ctxwin.serve.supervisor import DIED
 from ctxwin.tiny import world
 from serve.test_routes import call
 
@@ -60,6 +61,15 @@ class Process:
     def client(self, key: str = "key-own") -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
 
+    def wait(self) -> None:
+        """Returns once it answers."""
+        for _ in range(900):
+            assert self.process.poll() is None, f"the server ended: {self.log.read_text()[-4000:]}"
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return
+            time.sleep(0.5)
+        raise AssertionError(f"the server did not start: {self.log.read_text()[-4000:]}")
+
     def metrics(self) -> dict[str, float]:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
             lines = [line for line in answer.read().decode().splitlines() if line and line[0] != "#"]
@@ -84,14 +94,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 
 @contextlib.contextmanager
-def running_server(folder: Path, *arguments: str) -> Iterator[Process]:
-    """``ctxwin serve tiny``, until the block ends."""
+def running_server(folder: Path, *arguments: str, restarts: int = 0, plugins: Path | None = None) -> Iterator[Process]:
+    """``ctxwin serve tiny``, until the block ends; ``plugins``: a folder of packages that vLLM loads plugins from."""
     port = free_port()
     command = [
         sys.executable, "-m", "ctxwin", "serve", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-        *arguments,
+        "--restarts", str(restarts), *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if plugins is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(plugins), os.environ.get("PYTHONPATH")]))
     log = folder / "log.txt"
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -99,13 +111,7 @@ def running_server(folder: Path, *arguments: str) -> Iterator[Process]:
         )
     made = Process(f"http://127.0.0.1:{port}", process, log)
     try:
-        for _ in range(900):
-            assert process.poll() is None, f"the server ended: {log.read_text()[-4000:]}"
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{made.url}/health", timeout=5):
-                break
-            time.sleep(0.5)
-        else:
-            raise AssertionError(f"the server did not start: {log.read_text()[-4000:]}")
+        made.wait()
         yield made
     finally:
         if process.poll() is None:
@@ -505,5 +511,69 @@ def test_a_vllm_that_dies_is_an_exit_status(tmp_path: Path) -> None:
             pid for pid in children(server.process.pid) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
         os.kill(engine, signal.SIGKILL)
-        assert server.process.wait(120) not in (0, None)
+        assert server.process.wait(120) == DIED
         assert "Traceback" not in server.log.read_text().splitlines()[-1]
+
+
+FAULT = """
+import os, sys
+
+def load():
+    core = sys.modules.get("vllm.v1.engine.core")
+    if core is None:
+        return
+    add = core.EngineCore.add_request
+
+    def add_request(self, request, *args, **options):
+        if request.sampling_params is not None and request.sampling_params.seed == 666:
+            os._exit(1)
+        return add(self, request, *args, **options)
+
+    core.EngineCore.add_request = add_request
+"""
+
+
+@pytest.mark.slow
+def test_a_request_that_ends_vllm_twice_is_refused_and_everything_else_goes_on(tmp_path: Path) -> None:
+    package = tmp_path / "plugins" / "fault-1.0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: fault\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[vllm.general_plugins]\nfault = fault:load\n")
+    (package.parent / "fault.py").write_text(FAULT)
+    folder = tmp_path / "kv"
+    with running_server(
+        tmp_path, "--store", f"disk:{folder}", restarts=3, plugins=package.parent
+    ) as server, ThreadPoolExecutor() as pool:  # fmt: skip
+        window = RemoteWindow(server.client(), HEADER, 900)
+        ids = window.extend(CHUNKS[:3])
+        text = window.ask(question(2), 4).text
+        bystander = RemoteWindow(server.client(), HEADER, 900)
+        bystander.append(CHUNKS[3])
+
+        def kill() -> None:
+            beside = pool.submit(bystander.ask, question(3), 800, temperature=2.0, seed=1)
+            with pytest.raises((EngineFailed, APIError)):
+                window.ask(question(1), 4, temperature=1.0, seed=666)
+            beside.exception()
+            until = time.monotonic() + 60
+            while time.monotonic() < until:  # the dead engine's server is gone before the next one answers
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"{server.url}/health", timeout=5):
+                    time.sleep(0.2)
+                    continue
+                break
+            server.wait()
+
+        kill()
+        assert window.ids == tuple(ids) and window.ask(question(2), 4).text == text
+        kill()
+        with pytest.raises(Quarantined, match="refused until"):
+            window.ask(question(1), 4, temperature=1.0, seed=666)
+        assert window.ask(question(1), 4).text and window.ask(question(2), 4).text == text
+        assert bystander.ask(question(3), 8, temperature=2.0, seed=1).token_ids
+        assert bystander.ask(question(3), 800, temperature=2.0, seed=1).token_ids
+        log = server.log.read_text()
+        assert "starting again" in log and "1 of 3" in log and "2 of 3" in log
+        running = children(server.process.pid)
+        server.process.terminate()
+        assert server.process.wait(60) is not None
+        assert not [pid for pid in running if Path(f"/proc/{pid}").exists()]

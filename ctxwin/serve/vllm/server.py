@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from ctxwin.engines.base import Engine
-from ctxwin.errors import EngineFailed
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.metrics import CountingStore
+from ctxwin.serve.quarantine import Quarantine
 from ctxwin.serve.service import OpenEngine, Service
-from ctxwin.serve.tenants import Keys, Tenant, load_tenants
-from ctxwin.serve.vllm.arguments import check_port, defaults_of, own_keys, parse
+from ctxwin.serve.supervisor import EngineDied, journal
+from ctxwin.serve.tenants import Keys, Tenant
+from ctxwin.serve.vllm.arguments import defaults_of, own_keys, parse
 from ctxwin.store import open_store
 
+_SSL = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "enable_ssl_refresh")
+_UVICORN = ("host", "port", *_SSL, "h11_max_incomplete_event_size", "h11_max_header_count")
+"""vLLM's arguments that its server takes as they are."""
 _log = logging.getLogger("ctxwin.serve")
 
 
@@ -31,13 +35,13 @@ class Options:
     Attributes:
         store: where KV, patches, embeddings and uploads are kept (`open_store`); each tenant has its own in it.
         store_bytes: limit of a tenant's store unless the tenants file names another.
-        tenants: the tenants file, see `ctxwin.serve.tenants`.
+        tenants: see `ctxwin.serve.tenants`.
         private_metrics: whether ``/metrics`` needs a key where there are keys.
     """
 
     store: str = "memory:"
     store_bytes: int | str | None = None
-    tenants: Path | None = None
+    tenants: Sequence[Tenant] = ()
     private_metrics: bool = False
     limits: Limits = field(default_factory=Limits)
 
@@ -47,19 +51,18 @@ def run(model: str, given: Sequence[str], options: Options) -> None:
 
     Raises:
         ValueError, UnsupportedModel: arguments that cannot be served.
-        EngineFailed: a vLLM that was not tested, or one that ended by itself, so that a supervisor starts it again.
-        OSError: a port that is taken, a tenants file or a store that cannot be read.
+        EngineFailed: a vLLM that was not tested. EngineDied: one that ended by itself.
+        OSError: a port that is taken, a store that cannot be read.
     """
-    check_port(given)  # importing vLLM takes seconds, loading a model minutes
     import uvloop
 
-    tenants = load_tenants(options.tenants) if options.tenants else []
+    suspects = journal()
     args = parse(model, given)
-    keys = Keys.of(own_keys(args), tenants)  # before minutes of loading: a key may be given twice
-    uvloop.run(_serve(args, options, tenants, keys))
+    keys = Keys.of(own_keys(args), options.tenants)  # before minutes of loading: a key may be given twice
+    uvloop.run(_serve(args, options, keys, suspects))
 
 
-async def _serve(args: Namespace, options: Options, tenants: Sequence[Tenant], keys: Keys) -> None:
+async def _serve(args: Namespace, options: Options, keys: Keys, suspects: Path | None) -> None:
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
     from vllm.entrypoints.launchers.launcher import setup_server
 
@@ -72,17 +75,18 @@ async def _serve(args: Namespace, options: Options, tenants: Sequence[Tenant], k
     except OSError as error:
         where = args.uds or f"port {args.port} of {args.host or 'this machine'}"
         raise OSError(f"{where} must be free to listen on, got {error}; choose another, e.g. with --port") from error
-    _warn_of_clients(args, tenants)
+    _warn_of_clients(args, options.tenants)
     # vLLM guards its routes with every key; which tenant one belongs to is decided by our gateway.
-    args.api_key = [*own_keys(args), *(key for tenant in tenants for key in tenant.keys)] or None
+    args.api_key = [*own_keys(args), *(key for tenant in options.tenants for key in tenant.keys)] or None
     try:
         async with build_async_engine_client(args) as client:
             stopping = _told_to_stop(client)
-            ended = await _with_windows(client, address, sock, args, options, tenants, keys)
+            quarantine = Quarantine(suspects, lambda: client.errored and not stopping.is_set())
+            ended = await _with_windows(client, address, sock, args, options, keys, quarantine)
             died = client.errored and not stopping.is_set()
         await ended  # once vLLM has shut down
         if died:
-            raise EngineFailed("vLLM ended by itself; its log says why, and the server has to be started again")
+            raise EngineDied("vLLM ended by itself; its log says why, and the server has to be started again")
     finally:
         sock.close()
 
@@ -111,7 +115,7 @@ def _warn_of_clients(args: Namespace, tenants: Sequence[Tenant]) -> None:
 
 
 async def _with_windows(
-    client: Any, address: str, sock: Any, args: Namespace, options: Options, tenants: Sequence[Tenant], keys: Keys
+    client: Any, address: str, sock: Any, args: Namespace, options: Options, keys: Keys, quarantine: Quarantine
 ) -> Any:
     """Runs the HTTP server on a vLLM that is up; returns what is left to wait for."""
     from vllm import envs
@@ -120,7 +124,8 @@ async def _with_windows(
     from vllm.entrypoints.launchers.launcher import serve_http
     from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 
-    from ctxwin.serve.app import GATEWAY, install
+    from ctxwin.serve.middleware import GATEWAY
+    from ctxwin.serve.routes import install
 
     tasks = await client.get_supported_tasks()
     args.middleware = [*args.middleware, GATEWAY]
@@ -130,8 +135,9 @@ async def _with_windows(
         _opener(client, asyncio.get_running_loop(), args.model, options),
         models=args.served_model_name or [args.model],
         limits=replace(options.limits, max_logprobs=args.plain_max_logprobs),
-        tenants=tenants,
+        tenants=options.tenants,
         keys=keys,
+        quarantine=quarantine,
         defaults=defaults_of(client.model_config),
         private_metrics=options.private_metrics,
         fetches_media=bool(args.allowed_media_domains),
@@ -144,19 +150,10 @@ async def _with_windows(
         return await serve_http(
             app,
             sock=sock,
-            enable_ssl_refresh=args.enable_ssl_refresh,
-            host=args.host,
-            port=args.port,
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
             timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
-            ssl_keyfile=args.ssl_keyfile,
-            ssl_certfile=args.ssl_certfile,
-            ssl_ca_certs=args.ssl_ca_certs,
-            ssl_cert_reqs=args.ssl_cert_reqs,
-            ssl_ciphers=args.ssl_ciphers,
-            h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
-            h11_max_header_count=args.h11_max_header_count,
+            **{name: getattr(args, name) for name in _UVICORN},
             **({} if config is None else {"log_config": config}),
         )
     finally:
