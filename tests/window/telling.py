@@ -7,8 +7,9 @@ whether KV is exact is read off the book, without a tolerance and without any co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ctxwin.engines.base import Encoded, Generation, Sampling, Segment, Tally
 from ctxwin.errors import ChunkUnavailable
@@ -67,8 +68,7 @@ class TellingEngine(FakeEngine):
         rows = [row for span in spans for row in self._rows(span)]
         prompt = self.book.get(rows[-1]) if rows else ()
         fits = prompt is not None and len(prompt) == len(rows)
-        whole = prompt if fits and all(self.book.get(r) == prompt[: i + 1] for i, r in enumerate(rows)) else None
-        return whole
+        return prompt if fits and all(self.book.get(r) == prompt[: i + 1] for i, r in enumerate(rows)) else None
 
     def told(self, span: SpanKV) -> Prompt | None:
         """The prompt that a forward computed ``span`` at the end of; None where it is nothing that one forward gives."""
@@ -124,12 +124,9 @@ class TellingEngine(FakeEngine):
             tally.fallbacks += failed
         return made
 
-    def generate(
-        self, layout: Sequence[Segment], query: Encoded, sampling: Sampling, *, salt: str = "", capture_query: bool = False,
-        on_token: Callable[[int, str], bool] | None = None,
-    ) -> Generation:  # fmt: skip
+    def generate(self, layout: Sequence[Segment], query: Encoded, sampling: Sampling, **options: Any) -> Generation:
         layout, failed = self._loaded(layout)
-        made = super().generate(layout, query, sampling, salt=salt, capture_query=capture_query, on_token=on_token)
+        made = super().generate(layout, query, sampling, **options)
         spans = self._run(layout)[0]
         want = [self.prompt_of(spans[: i + 1]) for i in range(len(spans))]
         tokens = [t for segment in layout for t in segment.encoded.token_ids]
