@@ -1,11 +1,11 @@
-"""Open loop: turns are due at times of their own, whether earlier ones are done or not, and wait where they must.
+"""The open loop: every turn is due at a time of its own, whether or not earlier ones are done, and waits where it must.
 
 A session asks one thing at a time, so a turn also waits for earlier turns of its session. Latency counts from the time a turn
 was due, so any queue shows.
 
-Two clocks. ``wall`` is what a user feels. ``cpu`` is the processor time of this process, and while nothing is asked it jumps to
-the next arrival: what an otherwise idle machine with a single core would take, however busy the machine is with other things.
-It needs an engine in this very process that computes with one thread.
+There are two clocks. ``wall`` is what a user feels. ``cpu`` is the processor time of this process, and jumps to the next
+arrival while nothing is being asked: what an otherwise idle machine with a single core would take, however busy this one is
+with other things. It needs an engine in this process that computes with one thread.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Clock:
 
 
 class CpuClock(Clock):
-    """Seconds of this process's processor time, and of those in between that nobody used."""
+    """Seconds of this process's processor time, idle stretches skipped."""
 
     def _read(self) -> float:
         return time.process_time()
@@ -59,11 +59,11 @@ class CpuClock(Clock):
 
 
 CLOCKS: dict[str, type[Clock]] = {"wall": Clock, "cpu": CpuClock}
-_POLL = 0.004  # seconds by the wall; a look costs about 20 microseconds
+_POLL = 0.004  # seconds of wall time; one check costs about 20 microseconds
 
 
 class Serves(Protocol):
-    """What the turns are sent to."""
+    """Whatever the turns are sent to."""
 
     def serve(self, turn: Turn, on_token: Callable[[], None]) -> Served: ...
 

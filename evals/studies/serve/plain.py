@@ -2,9 +2,9 @@
 
 Two engines in processes of their own (`Worker`, which runs this module), both up at once; one is idle while the other is
 measured. A pair of slices is the same requests on both: an open loop each, for the time between tokens, then bursts in turn,
-for the throughput. Who goes first changes from pair to pair and from burst to burst, so that what else the machine does meets
-both sides alike. Every pair has engines of its own: where a process's memory happens to lie makes it faster or slower by
-percents for as long as it lives, so pairs of the same two processes would agree with one another and say little about the
+for the throughput. Which side goes first changes from pair to pair and from burst to burst, so that whatever else the machine
+does affects both alike. Every pair has engines of its own: where a process's memory happens to lie makes it faster or slower
+by percents for as long as it lives, so pairs of the same two processes would agree with one another and say little about the
 connector.
 """
 
@@ -48,7 +48,7 @@ SHARE = 0.5
 BESIDE_RATE = 0.5
 """Turns a second of each window beside plain traffic."""
 Order = dict[str, Any]
-"""What a worker is asked to measure, see `_order`; what it answers is the part of a `Slice` that it measured."""
+"""What a worker is to measure, see `_order`; it answers with the part of a `Slice` that it measured."""
 
 
 @dataclass(frozen=True)

@@ -32,15 +32,12 @@ def serve_table(result: Result) -> Table:
     )
     table = new_table(title, columns, left=(1,))
     for row in result["rows"]:
-        ttft, gap = row["ttft_s"], row["inter_token_s"]
-        done = row["completed"]
-        good, cpu = row["goodput_per_s"], row["cpu_s_per_request"]
-        table.add_row(
-            f"{row['rate']:.3g}", row["policy"], f"{row['requests_per_s']:.2f}", "" if good is None else f"{good:.2f}",
-            *(_ms(ttft[p]) for p in ("p50", "p95", "p99")), *(_ms(gap[p]) for p in ("p50", "p95", "p99")),
-            _each(row["computed_tokens"], done), _each(row["cached_tokens"], done), str(row["loads"]),
-            "" if cpu is None else f"{cpu:.3f}", f"{row['load'][1]:.1f}",
-        )  # fmt: skip
+        done, good, cpu = row["completed"], row["goodput_per_s"], row["cpu_s_per_request"]
+        rates = [f"{row['requests_per_s']:.2f}", "" if good is None else f"{good:.2f}"]
+        times = [_ms(row[kind][p]) for kind in ("ttft_s", "inter_token_s") for p in ("p50", "p95", "p99")]
+        tokens = [_each(row[kind], done) for kind in ("computed_tokens", "cached_tokens")]
+        busy = ["" if cpu is None else f"{cpu:.3f}", f"{row['load'][1]:.1f}"]
+        table.add_row(f"{row['rate']:.3g}", row["policy"], *rates, *times, *tokens, str(row["loads"]), *busy)
     table.caption = "computed and prefix hits: tokens a request"
     if slo is not None:
         table.caption += f"; goodput: first token within {1e3 * slo:.0f} ms ({result['comparison']['slo_is']})"
@@ -63,18 +60,15 @@ def lines(result: Result) -> list[str]:
             )
             ratio = "" if compared["ratio"] is None else f": {compared['ratio']:.2f}x ({compared['ratio_is']})"
             told.append(f"requests/s at p95 TTFT <= {1e3 * compared['bound_s']:.0f} ms: {rates}{ratio}")
-    plain = result["plain"]
-    if plain is not None:
+    if (plain := result["plain"]) is not None:
         for side, row in plain["sides"].items():
             gap = row["inter_token_s"]
             told.append(
                 f"plain traffic, {_SIDES[side]}: {row['burst_tokens_per_s']:.1f} tokens/s at once; inter-token p50 "
                 f"{_ms(gap['p50'])}, p99 {_ms(gap['p99'])} ms; {1e3 * row['cpu_s_per_token']:.1f} ms of CPU a token"
             )
-    if plain is not None:
         for name, what in _RATIOS.items():
-            found = plain["ratios"][name]
-            if found["median"] is not None:
+            if (found := plain["ratios"][name])["median"] is not None:
                 low, high = found["quartiles"]
                 between = f", {_PERCENT} interval {_range(found['interval'])}" if found["interval"] else ""
                 told.append(

@@ -1,7 +1,7 @@
 """Windows and users of a prefix cache under load: one trace, one vLLM, rising request rates.
 
-Rates are served one after the other, all policies at one rate before the next: what else the machine does meets all of
-them. The trace continues from one rate to the next, like the sessions of a server, so no cache holds any of it beforehand.
+Rates are served one after the other, all policies at one rate before the next, so whatever else the machine does affects all
+of them. The trace continues from one rate to the next, like the sessions of a server, so no cache holds any of it beforehand.
 A policy whose p95 is far beyond the bound is not driven further.
 """
 
@@ -195,7 +195,7 @@ class Progress:
         return next((c for c in self.cells if (c["policy"], c["index"]) == (policy, index)), None)
 
     def save(self) -> None:
-        """Writes what there is."""
+        """Writes the state so far."""
         atomic_write(self._path, json.dumps(self.state).encode() + b"\n")
 
 
@@ -214,7 +214,7 @@ class Sweep:
         self._done = self._total = 0
 
     def run(self) -> None:
-        """Measures whatever the run's folder does not hold yet."""
+        """Measures whatever is missing from the run's folder."""
         s = self._settings
         rates = self._rates()
         self._total = len(rates) * len(s.policies)
@@ -315,7 +315,7 @@ def measure(
 
 
 def _saturated(cells: Sequence[Cell], name: str, slo_s: float | None) -> bool:
-    """Whether a higher rate of this policy would tell nothing: it is far beyond every bound of interest."""
+    """Whether a higher rate would say nothing more about this policy, which is far beyond every bound of interest."""
     points = figures.curves(cells).get(name)
     base = figures.base_p95(cells)
     bounds = [b for b in (slo_s, None if base is None else base * max(figures.BOUNDS)) if b is not None]

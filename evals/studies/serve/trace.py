@@ -99,7 +99,7 @@ def trace(mix: Mix, turns: int, seed: int) -> list[Turn]:
 
 
 class _View:
-    """What one session sees."""
+    """What one session has in view."""
 
     def __init__(self, mix: Mix, past: int) -> None:
         self._mix, self._seen, self._number = mix, past, 0
