@@ -77,8 +77,8 @@ class VlCache(
     """The first tokens of every chunk but the first are computed, as many as each layer is given.
 
     From the paper: errors of reused tokens add up along the sequence, so the first ones are computed; layers matter unequally,
-    so each has a ratio of its own. The paper measures its ratios on the model; those figures are not public, so **a stand-in**
-    takes their place. A token can only be computed at a layer if it was at all layers before, so computing it up to layer l
+    so each has a ratio of its own. The paper measures its ratios on the model; we do not have them, so **a stand-in** takes
+    their place. A token can only be computed at a layer if it was at all layers before, so computing it up to layer l
     restores what is missing in layers >= l. The ratio of layer l is therefore proportional to the sum over layers >= l of the
     chunks' relative deficits (the item's own: an oracle of the depth profile), R on average, at most 1. Ratios fall with
     depth; R is a share of the tokens behind the first chunk.
@@ -130,10 +130,10 @@ class ShallowReuse(
     """The first share of the layers reuses stored KV, the rest is computed in context for all tokens.
 
     What enters the first computed layer are the hidden states of the chunk's forward alone, stored beside its canonical
-    (``stored`` counts them in bf16). 0 is re-prefill, 1 blind
-    reuse. KV of the first computed layer follows from these states alone and remains the canonical's: context comes in
-    from the next layer on, so reusing all layers but one is blind as well. The first chunk is exact and not computed.
-    In a recall everything in front is exact, and only the chunk that came back is treated this way.
+    (``stored`` counts them in bf16). 0 is re-prefill, 1 blind reuse. KV of the first computed layer follows from these states
+    alone and remains the canonical's: context comes in from the next layer on, so reusing all layers but one is blind as
+    well. The first chunk is exact and not computed. In a recall everything in front is exact, and only the chunk that came
+    back is treated this way.
     """
 
     setting: Setting = "window"

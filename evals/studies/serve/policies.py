@@ -20,6 +20,7 @@ from ctxwin.engines.base import Engine
 from ctxwin.evals.bench.moves import make_chunk
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
+from ctxwin.window.ask import Question
 from ctxwin.window.window import Window
 
 from .requests import Plain, Served
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
     from ctxwin.engines.vllm.engine import VLLMEngine
     from ctxwin.window.answer import Answer
-from ctxwin.window.ask import Question
 
 POLICIES = ("ctxwin", *PREFIX_POLICIES)
 SYSTEM_PROMPT = "You watch a camera."
