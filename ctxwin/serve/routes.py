@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Annotated, Any
@@ -273,15 +274,18 @@ def _form(kind: str, limits: Limits, raw: bytes, max_text: int) -> tuple[Any, di
     """The ``chunk`` field (JSON) of a multipart body and its files; or ``file`` and plain fields, for a single picture."""
     files: dict[str, bytes] = {}
     fields: dict[str, str] = {}
+    parts: Counter[str] = Counter()  # of one name, too
 
     def on_file(part: Any) -> None:
-        if len(files) > limits.max_frames:
+        parts["files"] += 1
+        if parts["files"] > limits.max_frames + 1:
             raise TooLarge(f"a multipart body must have at most {limits.max_frames + 1} files (--max-frames), got more")
         part.file_object.seek(0)
         files[part.field_name.decode()] = part.file_object.read()
 
     def on_field(part: Any) -> None:
-        if len(fields) >= _MOST_FIELDS:
+        parts["fields"] += 1
+        if parts["fields"] > _MOST_FIELDS:
             raise TooLarge(f"a multipart body must have at most {_MOST_FIELDS} fields, got more")
         fields[part.field_name.decode()] = (part.value or b"").decode()
 

@@ -113,6 +113,8 @@ def test_forms_are_bounded_and_parsed_off_the_event_loop(server: Server, monkeyp
     assert sent(FORM % (b"chunk", b"", b'{"type": "text", "text": "x"}'))[0] == 201
     assert sent(*(FORM % (b"f%d" % i, b"", b"x") for i in range(65))) == (413, "too_large")
     assert sent(*(FORM % (b"f%d" % i, b'; filename="f"', b"x") for i in range(300))) == (413, "too_large")
+    assert sent(*[FORM % (b"file", b'; filename="f"', b"x")] * 300) == (413, "too_large")
+    assert sent(*[FORM % (b"text", b"", b"x")] * 65) == (413, "too_large")
     assert sent(FORM % (b"other", b'; filename="f"', b"x")) == (400, "invalid_value")
     assert sent(FORM % (b"chunk", b"", b"\xff")) == (400, "invalid_value")
     assert sent(b"--c\r\n") == (400, "invalid_value")
