@@ -1,4 +1,4 @@
-"""Frames to video files and back, through OpenCV (imported only when used)."""
+"""Writes frames to a video file through OpenCV, which is imported only when used."""
 
 from __future__ import annotations
 
@@ -50,39 +50,3 @@ def write_clip(
                 writer.write(bgr)
     finally:
         writer.release()
-
-
-def read_frames(path: str | Path, every_s: float = 1.0) -> list[NDArray[np.uint8]]:
-    """Decode a clip and keep the video frame shown at 0, `every_s`, 2 * `every_s`, ... seconds.
-
-    The file is read once from front to back, without seeking. Returns RGB uint8 arrays [H, W, 3].
-
-    Raises:
-        ValueError: If `every_s` is not positive, or the file is missing, not a video, empty or cut short.
-    """
-    with optional_imports():
-        import cv2
-
-    if every_s <= 0:
-        raise ValueError(f"every_s must be positive, got {every_s}")
-    if not Path(path).is_file():
-        raise ValueError(f"no video file at {path}")
-    capture = cv2.VideoCapture(str(path))
-    try:
-        fps, expected = capture.get(cv2.CAP_PROP_FPS), int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
-        if not capture.isOpened() or fps <= 0:
-            raise ValueError(f"{path} is not a readable video")
-        pictures: list[NDArray[np.uint8]] = []
-        position = 0
-        while capture.grab():
-            if position == round(len(pictures) * every_s * fps):
-                ok, bgr = capture.retrieve()
-                if not ok:
-                    raise ValueError(f"{path} cannot be decoded at video frame {position}")
-                pictures.append(np.ascontiguousarray(bgr[..., ::-1], dtype=np.uint8))
-            position += 1
-    finally:
-        capture.release()
-    if position == 0 or position < expected:
-        raise ValueError(f"{path} is cut short: {position} of {expected} video frames could be decoded")
-    return pictures

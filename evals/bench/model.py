@@ -101,12 +101,14 @@ def open_model(model: str, sizes: Sizes, seed: int, where: Path | None) -> str:
 
 def write_model(folder: Path, sizes: Sizes, seed: int) -> None:
     """Writes random bf16 weights, config, tokenizer and processor in transformers layout. One picture token is 28 px."""
-    from ctxwin.tiny._transformers import transformers
-    from ctxwin.tiny.tokenizer import SPECIAL_TOKENS, build_tokenizer
+    from ctxwin.engines.torchvision_repair import repair
+    from ctxwin.tiny import checkpoint_dir
 
-    library = transformers()
-    tokenizer = build_tokenizer()
-    ids = {token: int(tokenizer.convert_tokens_to_ids(token)) for token in SPECIAL_TOKENS}
+    repair()
+    import transformers as library
+
+    tokenizer = library.AutoTokenizer.from_pretrained(checkpoint_dir())
+    ids = tokenizer.get_vocab()
     quarter = sizes.head_dim // 8
     config = library.Qwen2VLConfig(
         text_config={

@@ -262,9 +262,10 @@ def _rendered(frames: Sequence[Frame]) -> list[Chunk]:
 
 def _decoded(frames: Sequence[Frame]) -> list[Chunk]:
     """The frames as they come back from an mp4 file."""
-    from ctxwin.tiny.clip import read_frames, write_clip
+    from ctxwin.media import decode_video
+    from ctxwin.tiny.clip import write_clip
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "clip.mp4"
         write_clip(path, frames, fps=4, seconds_per_frame=1.0)
-        return [Chunk.image(picture, keep_source=False) for picture in read_frames(path, every_s=1.0)]
+        return [Chunk.image(picture, keep_source=False) for picture in decode_video(path, fps=1.0)[0]]

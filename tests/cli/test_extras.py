@@ -54,7 +54,7 @@ def test_a_command_names_the_extra_it_lacks(args: list[str], extra: str, tmp_pat
         ("from ctxwin.adapters.langchain import ChatCtxwin", "langgraph"),
         ("from ctxwin.adapters.openai import RemoteWindow", "openai"),
         ("import ctxwin.serve.routes", "serve"),
-        ("from ctxwin.tiny.clip import read_frames; read_frames('x.mp4')", "video"),
+        ("from ctxwin.tiny.clip import write_clip; write_clip('x.mp4', [])", "video"),
         ("from ctxwin import Chunk; Chunk.video('x.mp4')", "video"),
         ("from ctxwin import open_store; open_store('redis://127.0.0.1:1/0')", "redis"),
     ],

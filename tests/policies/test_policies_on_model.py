@@ -11,7 +11,7 @@ from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Engine, Sampling, Segment
 from ctxwin.policies import ByDisposability, BySimilarity
 from ctxwin.tiny import world
-from ctxwin.tiny.truth import Kind
+from ctxwin.tiny.world import Kind
 
 HEADER = "You watch a camera."
 FRAMES = world.make_stream(seed=0, n_frames=8)

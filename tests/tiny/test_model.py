@@ -8,13 +8,12 @@ import torch
 from PIL import Image
 
 from ctxwin.tiny import checkpoint_dir
-from ctxwin.tiny._transformers import transformers
 from ctxwin.tiny.sprites import COLORS, N_MARKS, SHAPES
-from ctxwin.tiny.tokenizer import LABELS, build_tokenizer, exchange_text, header_text, query_text
 from ctxwin.tiny.world import make_item, render
 from train_tiny.check import Reader, check, patched
 from train_tiny.data import PICTURE
 from train_tiny.forward import encode_pictures, patchify, rotate_span
+from train_tiny.tokenizer import LABELS, build_tokenizer, exchange_text, header_text, query_text, transformers
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.tiny.sprites import COLORS, GREY, SHAPES
-from ctxwin.tiny.tokenizer import build_tokenizer
 from ctxwin.tiny.world import UNDETERMINED, bound_colors, legend_palette, locate, parse_question
 from train_tiny import train as trainer
 from train_tiny.data import Vocabulary, make_batch
@@ -20,6 +19,7 @@ from train_tiny.draws import BatchSpec, draw_frames, draw_questions
 from train_tiny.losses import decoder_losses
 from train_tiny.model import build_model
 from train_tiny.recipe import Recipe, batch_spec
+from train_tiny.tokenizer import build_tokenizer
 from train_tiny.train import train
 
 pytest.importorskip("cv2")

@@ -22,11 +22,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ctxwin.tiny import checkpoint_dir
-from ctxwin.tiny._transformers import transformers
-from ctxwin.tiny.tokenizer import header_text, query_text
 from ctxwin.tiny.world import TASKS, Item, Task, make_item, render
 from train_tiny.data import PICTURE, Vocabulary, place, through_clip
 from train_tiny.forward import Span, decode, encode_pictures, rotate_span
+from train_tiny.tokenizer import header_text, query_text, transformers
 
 ARMS = ("reprefill", "blind", "patch")
 HELD_OUT = 1_000_000

@@ -13,11 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ctxwin.tiny.clip import read_frames, write_clip
+from ctxwin.media import decode_video
+from ctxwin.tiny.clip import write_clip
 from ctxwin.tiny.sprites import COLORS, GRID, N_MARKS, SHAPES
-from ctxwin.tiny.tokenizer import HEADER_WORDS, HEADERS, LABELS, exchange_text, header_text, query_text
 from ctxwin.tiny.world import NO_MARK, UNDETERMINED, Frame, bound_colors, render
 from train_tiny.draws import BatchSpec, IntArray, color_distribution, draw_frames, draw_questions
+from train_tiny.tokenizer import HEADER_WORDS, HEADERS, LABELS, exchange_text, header_text, query_text
 
 PICTURE = None
 """Stands for a picture (vision_start, 64 image tokens, vision_end) among the pieces of a prompt."""
@@ -118,8 +119,8 @@ def through_clip(pictures: Sequence[NDArray[np.uint8]], rng: np.random.Generator
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"clip{suffix}"
         write_clip(path, pictures, fps=repeats, seconds_per_frame=1.0, fourcc=fourcc)
-        decoded = read_frames(path, every_s=1 / repeats)
-    return decoded[int(rng.integers(repeats)) :: repeats]
+        decoded, _ = decode_video(path, fps=repeats)
+    return list(decoded[int(rng.integers(repeats)) :: repeats])
 
 
 def _context(

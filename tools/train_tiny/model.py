@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from ctxwin.tiny._transformers import transformers
 from ctxwin.tiny.sprites import FRAME
-from ctxwin.tiny.tokenizer import SPECIAL_TOKENS
+from train_tiny.tokenizer import SPECIAL_TOKENS, transformers
 
 HIDDEN = 128
 VISION_HIDDEN = 96

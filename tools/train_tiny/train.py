@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ctxwin.tiny.sprites import GREY, N_APPEARANCES, N_MARKS, N_SHAPES
-from ctxwin.tiny.tokenizer import build_tokenizer
 from ctxwin.tiny.world import Frame, Role, render, sample_frames
 from train_tiny.checkpoint import load_checkpoint, save_checkpoint
 from train_tiny.data import Batch, Vocabulary, make_batch, through_clip
@@ -32,6 +31,7 @@ from train_tiny.forward import encode_pictures
 from train_tiny.losses import decoder_losses
 from train_tiny.model import HIDDEN, build_model, save_model
 from train_tiny.recipe import Recipe, batch_spec
+from train_tiny.tokenizer import build_tokenizer
 
 PICTURE_NORM = 6.0
 """Mean norm of picture embeddings when stage 2 starts, a few times a layer's contribution to the residual stream."""

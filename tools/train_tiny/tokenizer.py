@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ctxwin.tiny._transformers import transformers
+from ctxwin.engines.torchvision_repair import repair
 from ctxwin.tiny.sprites import COLORS, N_MARKS, SHAPES
 
 SPECIAL_TOKENS = (
@@ -50,6 +50,14 @@ _TEMPLATE = (
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def transformers() -> Any:
+    """The transformers module, made importable where torchvision does not match torch; imported on first use."""
+    repair()
+    import transformers
+
+    return transformers
 
 
 def header_text(header: str) -> str:
