@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from uuid import uuid4
 
 
-def atomic_write(path: Path, data: bytes, *, durable: bool = False) -> Path:
+def atomic_write(
+    path: Path,
+    data: bytes | Iterable[bytes],
+    *,
+    durable: bool = False,
+    mode: int = 0o666,
+    temporary: Path | None = None,
+) -> Path:
     """Writes ``path`` as a whole: a reader sees the old bytes or the new ones, also after a crash.
 
     Missing parent folders are made. Concurrent writers may share a process or only a network folder.
 
     Args:
-        durable: waits until the bytes are on the disk before the file takes its name.
+        data: the bytes, or parts of them in order.
+        durable: waits until the bytes are on the disk before the file takes its name, and then for the name.
+        mode: permissions of a new file, less the umask.
+        temporary: where the bytes wait for their name, on the same file system; by default beside ``path``.
 
     Returns ``path``. Raises OSError; nothing is left behind then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{uuid4().hex}.tmp")
+    temporary = temporary or path.with_suffix(f".{uuid4().hex}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.writelines([data] if isinstance(data, bytes) else data)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
+        if durable:
+            sync_folder(path.parent)
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     return path

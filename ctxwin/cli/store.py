@@ -68,12 +68,19 @@ def gc(
 
 @app.command("verify")
 def verify(url: Url, tenant: Tenant = "", as_json: AsJson = False) -> None:
-    """Read and check every item; corrupt ones are deleted. Exit code 1 where there were any."""
+    """Read and check every item; corrupt ones are deleted. Exit code 1 where not all are good.
+
+    Items that were sealed with another store key than the environment's CTXWIN_STORE_KEY cannot be checked, and stay.
+    """
     with closing(_open(url, tenant)) as store:
         good, corrupt = store.verify()
-    remedy = " (deleted; they are computed again when needed)" if corrupt else ""
-    _show(as_json, {"good": good, "corrupt": corrupt}, f"{good:,} good, {corrupt:,} corrupt{remedy}")
-    if corrupt:
+        foreign = store.stats().foreign
+    lines = [f"{good:,} good, {corrupt:,} corrupt{' (deleted; they are computed again when needed)' if corrupt else ''}"]
+    if foreign:
+        hint = "they stay; set CTXWIN_STORE_KEY to the key that they were sealed with"
+        lines.append(f"{foreign:,} of another store key could not be checked ({hint})")
+    _show(as_json, {"good": good, "corrupt": corrupt, "foreign": foreign}, *lines)
+    if corrupt or foreign:
         raise typer.Exit(1)
 
 

@@ -13,11 +13,16 @@ from typing import Any
 _KEY = re.compile(r"[!-~]{1,512}")
 
 
+def is_key(key: Any) -> bool:
+    """Whether ``key`` is a str of 1 to 512 printable ASCII characters without blanks."""
+    return isinstance(key, str) and _KEY.fullmatch(key) is not None
+
+
 def check_key(key: Any) -> str:
     """``key`` itself; TypeError or ValueError where it is not 1 to 512 printable ASCII characters without blanks."""
     if not isinstance(key, str):
         raise TypeError(f"a key must be a str like 'span/<hex digest>', got {type(key).__name__}")
-    if _KEY.fullmatch(key) is None:
+    if not is_key(key):
         raise ValueError(f"a key must be 1 to 512 printable ASCII characters without blanks, got {key[:80]!r}")
     return key
 
@@ -38,7 +43,10 @@ def check_limits(max_bytes: int, ttl: float | None) -> None:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Counters of one store since it was opened; ``items`` and ``bytes`` are what it holds now."""
+    """Counters of one store since it was opened; ``items``, ``bytes`` and ``leased`` are what it holds now.
+
+    ``foreign`` counts reads of undamaged records that were sealed with another key, or with none: misses that stay.
+    """
 
     items: int = 0
     bytes: int = 0
@@ -47,6 +55,7 @@ class StoreStats:
     puts: int = 0
     evictions: int = 0
     corrupt: int = 0
+    foreign: int = 0
     leased: int = 0
 
 
@@ -100,9 +109,10 @@ class Tally:
 class Store(ABC):
     """Immutable blobs by key. A key is ``namespace/hex-digest``; a value never changes under its key.
 
-    Thread-safe. A blob that fails its checks is a miss: deleted, counted in ``stats().corrupt``, logged. Leased keys
-    are never evicted by the store's own size limit; leases are per process and counted, so each ``lease`` needs a
-    ``release``. ``get``, ``contains`` and ``lease`` count as a use for the order of eviction.
+    Thread-safe. A blob that fails its checks is a miss: deleted, counted in ``stats().corrupt``, logged. One that was
+    sealed with another key is a miss as well, but stays, and is counted in ``stats().foreign``. Leased keys are never
+    evicted by the store's own size limit; leases are per process and counted, so each ``lease`` needs a ``release``.
+    ``get``, ``contains`` and ``lease`` count as a use for the order of eviction.
     """
 
     @abstractmethod
@@ -139,7 +149,10 @@ class Store(ABC):
 
     @abstractmethod
     def verify(self) -> tuple[int, int]:
-        """Checks every blob; returns (good, corrupt). Corrupt ones are deleted."""
+        """Checks every blob; returns (good, corrupt) and deletes the corrupt ones.
+
+        What was sealed with another key cannot be checked: it stays, and counts in ``stats().foreign`` only.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -7,11 +7,11 @@ Layout, little-endian::
     10  2  kind (1 tensors, 2 bytes, 3 record with a checksum, 4 record with a keyed code)
     12  4  header length H
     16  8  body length B
-    24  8  length S of the checksum, 0 or 32
+    24  8  length S of the tail: 0, 32 or 64
     32  H  header: canonical JSON (sorted keys, no blanks)
     ..     zeros up to the next multiple of 64
     ..  B  body; every tensor starts at a multiple of 64 of the blob
-    ..  S  SHA-256 of everything before it, or the `Seal` of a record
+    ..  S  SHA-256 of everything before it, in a record with a keyed code behind that code (`Seal`)
 
 Bytes are digested once for each boundary that they cross: a store seals its records, so what it holds needs no checksum
 of its own (``checked=False``). Nothing is pickled, and no length is trusted: it is first compared with the bytes at hand.
@@ -48,6 +48,7 @@ TENSORS: Final = 1
 BYTES: Final = 2
 RECORD: Final = 3
 SEALED: Final = 4
+_TAILS: Final = {RECORD: SUM_BYTES, SEALED: 2 * SUM_BYTES}
 
 # Names only: torch is imported by the functions that need it. The order of a dtype's bytes is the machine's own,
 # little-endian on every machine that torch supports.
@@ -102,7 +103,7 @@ def read_prefix(raw: Buffer, available: int) -> Prefix:
     magic, version, kind, header_bytes, body_bytes, sum_bytes = PREFIX.unpack_from(raw)
     if magic != MAGIC:
         raise StoreCorrupt(f"a blob must start with {MAGIC!r}, got {bytes(magic)!r}")
-    if version != VERSION or sum_bytes not in (0, SUM_BYTES):
+    if version != VERSION or sum_bytes not in (0, SUM_BYTES, 2 * SUM_BYTES):
         raise StoreCorrupt(f"blob version must be {VERSION}, got {version}")
     prefix = Prefix(kind, header_bytes, body_bytes, sum_bytes)
     if header_bytes > MAX_HEADER or prefix.total != available:
@@ -128,11 +129,16 @@ def _sum(*parts: Buffer) -> bytes:
     return summed.digest()
 
 
+class ForeignRecordError(StoreCorrupt):
+    """An undamaged record that was sealed with another key, or with none: nothing to believe, and nothing to delete."""
+
+
 class Seal:
     """What the records of a store end with, and how they are read back.
 
-    A record binds a value to its key: by a SHA-256 over both, which finds damage, or by a keyed code (HMAC-SHA256 over that
-    digest), which nobody forges without the secret. Whoever lacks it can only cause misses.
+    A record binds a value to its key by a SHA-256 over both, which finds damage. With a secret, a keyed code
+    (HMAC-SHA256 over head and value's digest) stands in front of that sum, and nobody forges it without the secret: whoever
+    lacks it can only cause misses. As the sum covers the code, damage is told from a record of another secret.
 
     Args:
         secret: at least 16 bytes; None for the checksum alone.
@@ -146,17 +152,32 @@ class Seal:
 
     def close(self, key: str, value: bytes) -> tuple[bytes, bytes]:
         """What stands before and behind ``value`` in its record. Cost: one SHA-256 (about 1 GB/s a core)."""
-        head = frame_head(self._kind, {"key": key}, len(value), SUM_BYTES)
-        return head, self._code(head, value)
+        head = frame_head(self._kind, {"key": key}, len(value), _TAILS[self._kind])
+        hashed = hashlib.sha256(head)
+        hashed.update(value)
+        code = self._code(hashed.digest())
+        hashed.update(code)
+        return head, code + hashed.digest()
 
-    def check(self, key: str, head: Buffer, value: Buffer, code: Buffer) -> None:
-        """Raises StoreCorrupt unless ``head`` and ``code`` are what `close` gave for ``key`` and ``value``. Cost: as there."""
-        prefix = read_prefix(head, len(head) + len(value) + len(code))
-        if prefix.kind != self._kind:
-            how = "with a store's key, and none is given here" if prefix.kind == SEALED else "without the store's key"
-            raise StoreCorrupt(f"it was written {how}")
-        if not hmac.compare_digest(self._code(head, value), code):
+    def check(self, key: str, head: Buffer, value: Buffer, tail: Buffer) -> None:
+        """Checks that ``head`` and ``tail`` are what `close` gave for ``key`` and ``value``. Cost: as there.
+
+        Raises:
+            ForeignRecordError: they are whole, and sealed with another secret.
+            StoreCorrupt: anything else.
+        """
+        prefix = read_prefix(head, len(head) + len(value) + len(tail))
+        if len(tail) != _TAILS.get(prefix.kind):
+            raise StoreCorrupt(f"it must be a record, got kind {prefix.kind} with {len(tail)} bytes behind its value")
+        hashed = hashlib.sha256(head)
+        hashed.update(value)
+        code, own = tail[:-SUM_BYTES], self._code(hashed.digest())
+        hashed.update(code)
+        if hashed.digest() != tail[-SUM_BYTES:]:
             raise StoreCorrupt("its checksum does not match its content")
+        if not hmac.compare_digest(own, code):
+            sealed = "without a key" if not code else "with another key" if own else "with a key, and none is given"
+            raise ForeignRecordError(f"it was sealed {sealed}")
         header = parse_header(head, prefix)
         if header != {"key": key}:
             raise StoreCorrupt(f"it was stored under another key, {header.get('key')!r}"[:200])
@@ -169,9 +190,8 @@ class Seal:
         self.check(key, view[:at], view[at:end], view[end:])
         return record[at:end]
 
-    def _code(self, head: Buffer, value: Buffer) -> bytes:
-        summed = _sum(head, value)
-        return summed if self._secret is None else hmac.digest(self._secret, summed, "sha256")
+    def _code(self, summed: bytes) -> bytes:
+        return b"" if self._secret is None else hmac.digest(self._secret, summed, "sha256")
 
 
 def _join(kind: int, header: Mapping[str, Any], parts: Sequence[Buffer], body_bytes: int, checked: bool) -> bytes:

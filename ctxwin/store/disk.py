@@ -1,24 +1,18 @@
-"""A store in a folder, shared by processes: records are files, `diskcache` keeps the index.
+"""A store in a folder, shared by processes: records are files, and a small SQLite file is their index.
 
 Order of a put: temporary file, fsync, rename, fsync of the folder, then the row. Order of a removal: the file, then the
 row, so that a full disk can be emptied although its index cannot grow. A crash at any point leaves a miss and at most
 an orphaned file, never a row that lies; and every read checks the record's seal, in which the key stands too.
 
 The files are the truth. The time that a file was last modified is the record's last use, so reading writes nothing into
-the index; an index that is damaged or lost is made again from the records' own headers.
-
-`diskcache` unpickles rows by itself (CVE-2025-69872: whoever can write to the folder runs code in the reader), so its
-`Disk` is replaced by `RawDisk`, which neither writes nor reads anything but our own rows: a pickled row is a miss.
+the index.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
-import secrets
-import sqlite3
 import threading
 import time
 from collections import deque
@@ -26,22 +20,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import diskcache
-
 from ctxwin.errors import StoreCorrupt
-from ctxwin.store.base import Store, StoreStats, Tally, check_key, check_limits, check_value
-from ctxwin.store.codec import Seal
-from ctxwin.store.rawdisk import (
+from ctxwin.store.base import Store, StoreStats, Tally, check_key, check_limits, check_value, is_key
+from ctxwin.store.codec import ForeignRecordError, Seal
+from ctxwin.store.index import FAILURES, Index, is_damage
+from ctxwin.store.records import (
     BLOBS,
+    TEMP,
     BlobFile,
-    RawDisk,
-    RefusedRowError,
     Row,
-    Written,
     describe_record,
     is_record,
     read_record,
     remove_old,
+    remove_record,
     walk,
     write_record,
 )
@@ -50,29 +42,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_TEMP: Final = "tmp"
-_INDEX: Final = diskcache.core.DBNAME
-_BALLAST: Final = "ballast"
-_BALLAST_BYTES: Final = 512 << 10
-"""Given up where the disk is so full that the index cannot even be opened, so that something can be deleted."""
 _LOOKS: Final = 4
-"""Rows a read follows while others put the same key."""
+"""Rows that a read follows while others put the same key."""
 _ORPHAN_AGE_S: Final = 600.0
 """A younger file may be another process's put between its rename and its row."""
-_REPAIR_PAUSE_S: Final = 1.0
-_FAILURES: Final = (OSError, sqlite3.Error, diskcache.Timeout)
-_SETTINGS: Final = {
-    # Rows are tiny, and the limit is ours: diskcache's own cull knows no leases.
-    "eviction_policy": "none",
-    "cull_limit": 0,
-    "statistics": 0,
-    "tag_index": 0,
-    "size_limit": 1 << 62,
-    "disk_min_file_size": 0,
-    "disk_pickle_protocol": 0,
-    "sqlite_journal_mode": "wal",
-    "sqlite_synchronous": 1,
-}
 
 
 class DiskStore(Store):
@@ -101,23 +74,20 @@ class DiskStore(Store):
         check_limits(max_bytes, ttl)
         self.path = Path(path).absolute()
         self.max_bytes = max_bytes
-        self.ttl = ttl
         self.failures = 0
-        self._timeout = timeout
         self._seal = Seal(secret)
         self._tally = Tally()
         self._lock = threading.RLock()
         self._oldest: deque[BlobFile] = deque()
-        self._next_repair = 0.0
         self._closed = False
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        for folder in (self.path, self.path / BLOBS, self.path / _TEMP):
+        for folder in (self.path, self.path / BLOBS, self.path / TEMP):
             folder.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(OSError):  # somebody else's folder, shared on purpose
             self.path.chmod(0o700)
-        self._cache = self._open_index()
+        self._index = Index(self.path, timeout, ttl, self._tally)
         self._clean_temp(3600.0)
-        if self._or(0, lambda: sum(1 for _ in walk(self.path)) - len(self._cache)) > 0:
+        if sum(1 for _ in walk(self.path)) > self._totals()[0]:
             self._collect(_ORPHAN_AGE_S)
 
     def get(self, key: str) -> bytes | None:
@@ -127,16 +97,11 @@ class DiskStore(Store):
         return value
 
     def _row(self, key: str) -> Row | None:
-        self._check_open()
-        try:
-            row = self._cache.get(key)
-        except RefusedRowError as error:
-            self._reject(key, None, str(error))
+        row = self._or(None, lambda: self._index.get(key), "read", key)
+        if row is not None and not row.ours:
+            self._reject(key, row, "its row in the index is not of this store")
             return None
-        except _FAILURES as error:
-            self._failed("read", key, error)
-            return None
-        return row if isinstance(row, Row) else None
+        return row
 
     def _read(self, key: str, *, use: bool = False) -> bytes | None:
         row = self._row(key)
@@ -144,20 +109,24 @@ class DiskStore(Store):
             if row is None:
                 return None
             try:
-                head, value, code = read_record(self.path / row.filename)
-                if code.hex() != row.code:
+                head, value, tail = read_record(self.path / row.file)
+                self._seal.check(key, head, value, tail)
+                if tail[-32:].hex() != row.sum:
                     raise StoreCorrupt("it is not the record that the index names")
-                self._seal.check(key, head, value, code)
             except FileNotFoundError:
                 gone, row = row, self._row(key)
                 if row == gone:
-                    self._drop_row(key, gone)
+                    self._drop(key, gone)
                     return None
                 # Somebody put the key anew between the row and its file: there is a newer file.
+            except ForeignRecordError as error:
+                self._tally.count("foreign")
+                log.warning("stored record %s is not read, and stays: %s", key, error)
+                return None
             except StoreCorrupt as error:
                 self._reject(key, row, str(error))
                 return None
-            except _FAILURES as error:
+            except FAILURES as error:
                 self._failed("read", key, error)
                 return None
             else:
@@ -169,23 +138,23 @@ class DiskStore(Store):
     def contains(self, key: str) -> bool:
         """Whether `get` would find a file of some size; counts as a use. O(1), the record is not read."""
         row = self._row(check_key(key))
-        if row is None or not is_record(self.path / row.filename):
+        if row is None or not is_record(self.path / row.file):
             return False
         self._use(row)
         return True
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """A sorted snapshot of the keys. Cost: a pass over the index."""
-        return iter([key for key in self._keys() if key is not None and key.startswith(prefix)])
+        return iter([key for key in self._keys() if is_key(key) and key.startswith(prefix)])
 
-    def _keys(self) -> tuple[str | None, ...]:
-        """The keys that have not expired, in order; None for each row that this store did not write."""
+    def _keys(self) -> list[Any]:
+        """The keys that have not expired, in order; in a foreign index of any type."""
 
-        def keys() -> tuple[str | None, ...]:
-            self._cache.expire()
-            return tuple(self._cache.iterkeys())
+        def keys() -> list[Any]:
+            self._index.expire()
+            return self._index.keys()
 
-        return self._or((), keys, "list", "its keys")
+        return self._or([], keys, "list", "its keys")
 
     def put(self, key: str, value: bytes) -> bool:
         """Stores ``value``; False where it cannot fit beside what is leased here, or the disk refuses.
@@ -194,25 +163,24 @@ class DiskStore(Store):
         """
         check_key(key)
         check_value(value)
-        head, code = self._seal.close(key, value)
-        total = len(head) + len(value) + len(code)
+        head, tail = self._seal.close(key, value)
+        total = len(head) + len(value) + len(tail)
         row = self._row(key)
         try:
-            if row is not None and row.code == code.hex() and is_record(self.path / row.filename, total):
-                self._cache.touch(key, expire=self.ttl)
+            if row is not None and row.sum == tail[-32:].hex() and is_record(self.path / row.file, total):
+                self._index.renew(key)
                 self._use(row)
             else:
                 if not self._make_room(total, key, row):
                     return False
-                name = f"{time.time_ns():016x}{secrets.token_hex(8)}"
-                filename = write_record(self.path, self.path / _TEMP, name, (head, value, code))
+                written = write_record(self.path, head, value, tail)
                 try:
-                    self._cache.set(key, Written(Row(filename, code.hex()), total), expire=self.ttl)
+                    self._index.set(key, written, total)
                 except BaseException:
-                    self._cache.disk.remove(filename)
+                    remove_record(self.path, written.file)
                     raise
                 self._make_room(0, key, None)
-        except _FAILURES as error:
+        except FAILURES as error:
             self._failed("write", key, error)
             return False
         self._tally.count("puts")
@@ -224,7 +192,7 @@ class DiskStore(Store):
         if row is None:
             return False
         self._tally.drop(key)
-        held = is_record(self.path / row.filename)
+        held = is_record(self.path / row.file)
         return self._remove(key, row) or held
 
     def _make_room(self, need: int, keep: str, old: Row | None) -> bool:
@@ -234,33 +202,37 @@ class DiskStore(Store):
         """
         with self._lock:
             spare = self.max_bytes - need + (0 if old is None else self._size(old))
-            if self._bytes() <= spare:
+            if self._index.totals()[1] <= spare:
                 return True
-            self._cache.expire()
+            self._index.expire()
             leased = self._tally.leased() | {keep}
             rows = [self._row(key) for key in leased - ({keep} if need else set())]
             if sum(self._size(row) for row in rows if row is not None) + need > self.max_bytes:
                 return False
             for fresh in (False, True):
-                if fresh:
+                excess = self._index.totals()[1] - spare
+                if fresh and excess > 0:
                     self._oldest = deque(sorted(walk(self.path)))
-                while self._oldest and self._bytes() > spare:
-                    self._evict(self._oldest.popleft(), leased)
-            if self._bytes() > spare:  # rows whose files are gone still count, and a planted row counts what it likes
+                while self._oldest and excess > 0:
+                    excess -= self._evict(self._oldest.popleft(), leased)
+            if self._index.totals()[1] > spare:  # rows whose files are gone still count, as do planted ones
                 self._mend()
-            return self._bytes() <= spare
+            return self._index.totals()[1] <= spare
 
-    def _evict(self, file: BlobFile, leased: set[str]) -> None:
-        path = self.path / file.filename
+    def _evict(self, blob: BlobFile, leased: set[str]) -> int:
+        """Removes a record that was not used since the walk and is not leased; the bytes that this gave back."""
+        path = self.path / blob.file
         try:
-            if path.lstat().st_mtime_ns != file.used:  # used since the walk
-                return
+            if path.lstat().st_mtime_ns != blob.used:
+                return 0
             key, _ = describe_record(path)
         except (OSError, StoreCorrupt):
-            return
+            return 0
         row = self._row(key)
-        if row is not None and row.filename == file.filename and key not in leased and self._remove(key, row):
+        if row is not None and row.file == blob.file and key not in leased and self._remove(key, row):
             self._tally.count("evictions")
+            return blob.size
+        return 0
 
     def lease(self, key: str) -> bool:
         """Protects ``key`` from this process's evictions; another process only sees it as recently used."""
@@ -273,26 +245,27 @@ class DiskStore(Store):
         self._tally.release(key)
 
     def stats(self) -> StoreStats:
-        """Counters of this process; items and bytes of the folder. O(1)."""
-        return self._tally.stats(self._or(0, lambda: len(self._cache)), self._or(0, self._bytes))
+        """Counters of this process; items and bytes of the folder. Cost: a pass over the sizes in the index."""
+        return self._tally.stats(*self._totals())
 
     def verify(self) -> tuple[int, int]:
-        """Reads every record; (good, corrupt). Corrupt and foreign rows and old orphans go. Cost: a read of the whole store."""
-        before, keys = self._tally["corrupt"], self._keys()
-        if None in keys:
-            self._tally.count("corrupt", keys.count(None))
-            self._repair(damaged=True)
-        missing = good = 0
-        for key in keys:
-            at = self._tally["corrupt"]
-            if key is None:
-                continue
+        """Reads every record; (good, corrupt). Corrupt records, foreign rows and old orphans go; foreign records stay.
+
+        Cost: a read of the whole store.
+        """
+        keys = self._keys()
+        if odd := sum(not is_key(key) for key in keys):
+            self._tally.count("corrupt", odd)
+            self._index.repair(damaged=True)
+        good, corrupt = 0, odd
+        for key in filter(is_key, keys):
+            foreign = self._tally["foreign"]
             if self._read(key) is not None:
                 good += 1
-            elif self._tally["corrupt"] == at:
-                missing += 1
+            elif self._tally["foreign"] == foreign:
+                corrupt += 1
         self._collect(_ORPHAN_AGE_S)
-        return good, self._tally["corrupt"] - before + missing
+        return good, corrupt
 
     def gc(self, min_age: float = _ORPHAN_AGE_S) -> tuple[int, int]:
         """Removes expired rows and files no row points at; (files, bytes) removed. Cost: a walk of the folder.
@@ -300,80 +273,57 @@ class DiskStore(Store):
         Args:
             min_age: seconds; younger files may be another process's put between its rename and its row.
         """
-        self._check_open()
-        self._or(None, self._cache.expire)
+        self._or(None, self._index.expire)
         removed = [self._clean_temp(min_age), self._collect(min_age)]
-        self._keep_ballast()
+        self._index.keep_ballast()
         return sum(files for files, _ in removed), sum(size for _, size in removed)
 
     def _collect(self, min_age: float) -> tuple[int, int]:
         # Files first, rows second: a file whose row appears in between is seen as used.
-        found = [self.path / file.filename for file in walk(self.path)] + [*self.path.glob("*.damaged-*")]
-
-        def rows() -> set[str] | None:
-            kept = [self._row(key) for key in self._cache.iterkeys() if key is not None]
-            return {row.filename for row in kept if row is not None}
-
-        used = self._or(None, rows, "list", "its keys")
+        found = [self.path / blob.file for blob in walk(self.path)] + [*self._index.leftovers()]
+        used = self._or(None, self._index.files, "list", "its files")
         if used is None:  # without the index every file would look orphaned
             return 0, 0
-        return _removed([path for path in found if path.relative_to(self.path).as_posix() not in used], min_age)
+        return remove_old((path for path in found if path.relative_to(self.path).as_posix() not in used), min_age)
 
     def close(self) -> None:
         """Closes the index; idempotent. Later calls raise ValueError."""
-        if not self._closed:
-            self._closed = True
-            self._cache.close()
+        self._closed = True
+        self._index.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ValueError("the store is closed; open another one")
-
-    def _bytes(self) -> int:
-        return int(self._cache.reset("size"))
+    def _totals(self) -> tuple[int, int]:
+        return self._or((0, 0), self._index.totals)
 
     def _size(self, row: Row) -> int:
         try:
-            return (self.path / row.filename).lstat().st_size
+            return (self.path / row.file).lstat().st_size
         except OSError:
             return 0
 
     def _use(self, row: Row) -> None:
-        now = time.time_ns()
         with contextlib.suppress(OSError):
-            os.utime(self.path / row.filename, ns=(now, now))
+            now = time.time_ns()  # finer than the kernel's own clock of files
+            os.utime(self.path / row.file, ns=(now, now))
 
     def _remove(self, key: str, row: Row) -> bool:
-        self._cache.disk.remove(row.filename)
-        return self._drop_row(key, row)
+        remove_record(self.path, row.file)
+        return self._drop(key, row)
 
-    def _drop_row(self, key: str, row: Row | None) -> bool:
-        """Deletes the row that was seen: if another process has replaced it meanwhile, it stays. None: any that is refused."""
+    def _drop(self, key: str, row: Row) -> bool:
+        return self._or(False, lambda: self._index.drop(key, row), "delete", key)
 
-        def drop() -> bool:
-            with self._cache.transact():
-                try:
-                    if self._cache.get(key) != row:
-                        return False
-                except RefusedRowError:
-                    pass
-                return bool(self._cache.delete(key))
-
-        return self._or(False, drop, "delete", key)
-
-    def _reject(self, key: str, row: Row | None, why: str) -> None:
+    def _reject(self, key: str, row: Row, why: str) -> None:
         self._tally.count("corrupt")
         log.warning("stored record %s is corrupt and was deleted: %s", key, why)
-        if row is not None:
-            self._cache.disk.remove(row.filename)
-        self._drop_row(key, row)
+        self._remove(key, row)
 
     def _or(self, otherwise: T, call: Callable[[], T], what: str = "read", key: str = "the index") -> T:
         """What ``call`` returns; where the index fails, that is noted, and ``otherwise`` is returned."""
-        self._check_open()
+        if self._closed:
+            raise ValueError("the store is closed; open another one")
         try:
             return call()
-        except _FAILURES as error:
+        except FAILURES as error:
             self._failed(what, key, error)
             return otherwise
 
@@ -381,114 +331,17 @@ class DiskStore(Store):
         with self._lock:
             self.failures += 1
         log.warning("store %s could not %s %s: %s: %s", self.path, what, key, type(error).__name__, error)
-        if _is_damage(error):
-            self._repair()
-
-    def _open_index(self) -> Any:
-        try:
-            return self._open_or_mend()
-        except (OSError, sqlite3.OperationalError) as error:
-            ballast = self.path / _BALLAST
-            if _is_damage(error) or not ballast.exists():
-                raise _not_opened(self.path, error) from None
-            log.warning("the index of the store %s cannot be opened (%s); its ballast goes", self.path, error)
-            ballast.unlink()
-        try:
-            return self._open_or_mend()
-        except (OSError, sqlite3.OperationalError) as error:
-            raise _not_opened(self.path, error) from None
-
-    def _open_or_mend(self, damaged: bool = False) -> Any:
-        """The index; where it is damaged it is put aside, and where it is missing it is made from the records."""
-        with (self.path / "lock").open("w") as lock:
-            os.fchmod(lock.fileno(), 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            index = self.path / _INDEX
-            try:
-                if index.exists() and not damaged:
-                    _check_index(index)
-                    return self._new_index()
-            except (sqlite3.DatabaseError, AttributeError, TypeError, ValueError) as error:
-                if isinstance(error, sqlite3.OperationalError) and not _is_damage(error):
-                    raise
-                log.warning("the index of the store %s is damaged (%s); it is made again", self.path, error)
-                self._tally.count("corrupt")
-            if index.exists():
-                index.replace(self.path / f"{_INDEX}.damaged-{secrets.token_hex(4)}")
-            for tail in ("-wal", "-shm"):
-                (self.path / (_INDEX + tail)).unlink(missing_ok=True)
-            cache = self._new_index()
-            # By name, the newest last: of two records of one key the later one counts.
-            for file in sorted(walk(self.path), key=lambda file: Path(file.filename).name):
-                with contextlib.suppress(OSError, StoreCorrupt, TypeError):
-                    key, code = describe_record(self.path / file.filename)
-                    cache.set(key, Written(Row(file.filename, code), file.size), expire=self.ttl)
-            return cache
-
-    def _new_index(self) -> Any:
-        cache = diskcache.Cache(str(self.path), timeout=self._timeout, disk=RawDisk, **_SETTINGS)
-        for tail in ("", "-wal", "-shm"):
-            with contextlib.suppress(OSError):
-                (self.path / (_INDEX + tail)).chmod(0o600)
-        self._keep_ballast()
-        return cache
-
-    def _repair(self, damaged: bool = False) -> None:
-        with self._lock:
-            if time.monotonic() < self._next_repair and not damaged:
-                return
-            self._next_repair = time.monotonic() + _REPAIR_PAUSE_S  # a disk that fails is not asked on every call
-            try:
-                self._cache.close()
-                self._cache = self._open_or_mend(damaged)
-            except _FAILURES as error:
-                log.warning("the index of the store %s cannot be mended: %s", self.path, error)
+        if is_damage(error):
+            self._index.repair()
 
     def _mend(self) -> None:
         """Drops rows whose files are gone; where the index still does not add up, makes it again."""
-        rows = {key: self._row(key) for key in self._keys() if key is not None}
+        rows = {key: self._row(key) for key in self._keys() if is_key(key)}
         for key, row in rows.items():
-            if row is not None and not (self.path / row.filename).exists():
-                self._drop_row(key, row)
-        held = sum(self._size(row) for row in rows.values() if row is not None)
-        if self._bytes() > held:
-            self._repair(damaged=True)
-
-    def _keep_ballast(self) -> None:
-        ballast = self.path / _BALLAST
-        if is_record(ballast, _BALLAST_BYTES):
-            return
-        try:
-            # Random, so that no file system can store it in less.
-            with os.fdopen(os.open(ballast, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(os.urandom(_BALLAST_BYTES))
-        except OSError:  # too full for it already
-            ballast.unlink(missing_ok=True)
+            if row is not None and not (self.path / row.file).exists():
+                self._drop(key, row)
+        if self._index.totals()[1] > sum(self._size(row) for row in rows.values() if row is not None):
+            self._index.repair(damaged=True)
 
     def _clean_temp(self, min_age: float) -> tuple[int, int]:
-        return _removed([*(self.path / _TEMP).glob("*.tmp")], min_age)
-
-
-def _removed(paths: list[Path], min_age: float) -> tuple[int, int]:
-    sizes = [size for path in paths if (size := remove_old(path, min_age)) is not None]
-    return len(sizes), sum(sizes)
-
-
-def _check_index(path: Path) -> None:
-    """Raises sqlite3.DatabaseError where the file is damaged or no index. Cost: a read of the index."""
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        ((found,), *_) = connection.execute("PRAGMA quick_check(1)").fetchall()
-        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if found != "ok" or not {"Cache", "Settings"} <= tables:
-        raise sqlite3.DatabaseError(found if found != "ok" else f"it has the tables {sorted(tables)}")
-
-
-def _is_damage(error: BaseException) -> bool:
-    """Whether the index itself is at fault, not the disk, the permissions or another process."""
-    if isinstance(error, sqlite3.OperationalError):
-        return any(sign in str(error) for sign in ("no such table", "no such column", "malformed", "disk I/O error"))
-    return isinstance(error, sqlite3.DatabaseError)
-
-
-def _not_opened(path: Path, error: BaseException) -> OSError:
-    return OSError(f"the index of the store {path} cannot be opened ({error}); check its permissions and free space")
+        return remove_old((self.path / TEMP).glob("*.tmp"), min_age)

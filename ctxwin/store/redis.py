@@ -19,7 +19,7 @@ from ctxwin.extras import optional_imports
 from ctxwin.hashing import digest
 from ctxwin.store import redis_scripts as scripts
 from ctxwin.store.base import Store, StoreStats, Tally, check_key, check_limits, check_value
-from ctxwin.store.codec import Seal
+from ctxwin.store.codec import ForeignRecordError, Seal
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +123,9 @@ class RedisStore(Store):
             if isinstance(blob, Exception) or isinstance(touched, Exception):
                 self._failed("read", key, blob if isinstance(blob, Exception) else touched)
             return None if blob is None or isinstance(blob, Exception) else self._seal.open(key, blob)
+        except ForeignRecordError as error:
+            self._tally.count("foreign")
+            log.warning("stored blob %s in %s is not read, and stays: %s", key, self.name, error)
         except StoreCorrupt as error:
             self._tally.count("corrupt")
             log.warning("stored blob %s in %s is corrupt and was deleted: %s", key, self.name, error)
@@ -211,16 +214,16 @@ class RedisStore(Store):
         return self._tally.stats(items, size)
 
     def verify(self) -> tuple[int, int]:
-        """Reads every blob; (good, corrupt), values that are gone included. Corrupt ones are deleted.
+        """Reads every blob; (good, corrupt), values that are gone included. Corrupt ones are deleted, foreign ones stay.
 
         Cost: a read of the tenant's whole store. What the server does not answer counts as neither.
         """
         good = corrupt = 0
         for key in self.list():
-            failures = self.failures
+            passed_over = self.failures + self._tally["foreign"]
             if self._read(key) is not None:
                 good += 1
-            elif self.failures == failures:
+            elif self.failures + self._tally["foreign"] == passed_over:
                 corrupt += 1
         return good, corrupt
 

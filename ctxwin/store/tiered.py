@@ -86,7 +86,7 @@ class TieredStore(Store):
         with self._lock:
             leased = len(self._leases)
         mine = self._tally.stats(sum(1 for _ in self.list()), sum(part.bytes for part in parts))
-        lost = {name: sum(getattr(part, name) for part in parts) for name in ("evictions", "corrupt")}
+        lost = {name: sum(getattr(part, name) for part in parts) for name in ("evictions", "corrupt", "foreign")}
         return replace(mine, leased=leased, **lost)
 
     def verify(self) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from ctxwin.engines.base import Encoded, Generation, Sampling, Segment
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import SpanKV
 from ctxwin.store import open_store
-from ctxwin.store.rawdisk import BLOBS
+from ctxwin.store.records import BLOBS
 from ctxwin.store.wrappers import WrapperStore
 from engines import models
 

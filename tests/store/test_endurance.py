@@ -177,7 +177,7 @@ def test_faults_of_a_disk_serve_nothing_wrong(folder: Path, secret: str, monkeyp
                 held[key] = {None}
         elif what < 0.36 + FAULTS:  # a bit turns, a tail is lost, a file goes
             row = store._row(key)
-            if row is not None and (path := folder / row.filename).is_file():
+            if row is not None and (path := folder / row.file).is_file():
                 damaged += 1
                 raw = path.read_bytes()
                 at = own.randrange(len(raw))

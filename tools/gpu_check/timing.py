@@ -106,7 +106,7 @@ def write_model(decoder: Decoder, folder: Path, layers: int, dtype: str) -> None
     """A folder that engines open: random weights drawn on the processor, and the bundled model's tokenizer."""
     import transformers
 
-    from ctxwin.tiny.tokenizer import build_tokenizer
+    from ctxwin.tiny import checkpoint_dir
 
     config = decoder.make_config(layers)
     with torch.device("meta"):
@@ -118,7 +118,7 @@ def write_model(decoder: Decoder, folder: Path, layers: int, dtype: str) -> None
         else:
             torch.nn.init.constant_(parameter, float(not name.endswith("bias")))
     model.save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(checkpoint_dir()).save_pretrained(folder)
 
 
 def alternate(moves: dict[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, float]:
