@@ -147,14 +147,14 @@ class DiskStore(Store):
         """A sorted snapshot of the keys. Cost: a pass over the index."""
         return iter([key for key in self._keys() if is_key(key) and key.startswith(prefix)])
 
-    def _keys(self) -> list[Any]:
+    def _keys(self) -> tuple[Any, ...]:
         """The keys that have not expired, in order; in a foreign index of any type."""
 
-        def keys() -> list[Any]:
+        def keys() -> tuple[Any, ...]:
             self._index.expire()
             return self._index.keys()
 
-        return self._or([], keys, "list", "its keys")
+        return self._or((), keys, "list", "its keys")
 
     def put(self, key: str, value: bytes) -> bool:
         """Stores ``value``; False where it cannot fit beside what is leased here, or the disk refuses.

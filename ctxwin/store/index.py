@@ -36,7 +36,7 @@ _SETUP: Final = (
     "PRAGMA synchronous = normal",
     "CREATE TABLE IF NOT EXISTS records (key TEXT PRIMARY KEY, file, sum, size, expires) WITHOUT ROWID",
     "CREATE INDEX IF NOT EXISTS sizes ON records (size)",
-    "CREATE INDEX IF NOT EXISTS deadlines ON records (expires) WHERE expires IS NOT NULL",
+    "CREATE INDEX IF NOT EXISTS deadlines ON records (expires)",
 )
 
 
@@ -112,13 +112,13 @@ class Index:
             remove_record(self._folder, file)
             self.drop(key, Row(file, total))
 
-    def keys(self) -> list[Any]:
+    def keys(self) -> tuple[Any, ...]:
         """The keys in order; in a foreign index of any type."""
-        return [key for (key,) in self._run("SELECT key FROM records ORDER BY key")[0]]
+        return tuple(key for (key,) in self._run("SELECT key FROM records ORDER BY key")[0])
 
-    def files(self) -> set[Any]:
+    def files(self) -> frozenset[Any]:
         """The files that rows name."""
-        return {file for (file,) in self._run("SELECT file FROM records")[0]}
+        return frozenset(file for (file,) in self._run("SELECT file FROM records")[0])
 
     def totals(self) -> tuple[int, int]:
         """Rows, and the bytes that they claim. Cost: a pass over the sizes."""

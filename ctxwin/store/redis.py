@@ -52,7 +52,7 @@ class RedisStore(Store):
         OSError: the server cannot be reached or refuses the login. Later failures never raise: a put returns False, a get is
             a miss. After one the server is left alone for half a second, then a second, at most 30, and tried again.
 
-    Every call is a round trip (a put where room is short: two). Put a ``memory:`` tier in front for what is read often. A blob of
+    Every call is a round trip. Put a ``memory:`` tier in front for what is read often. A blob of
     over 512 MiB is refused: Redis takes no more.
     """
 
@@ -146,44 +146,31 @@ class RedisStore(Store):
     def put(self, key: str, value: bytes) -> bool:
         """Stores ``value``; False where it cannot fit beside what is leased here, or the server does not take it.
 
-        Cost: one SHA-256, one copy, a round trip with the value; one more where others must leave.
+        Cost: one SHA-256, one copy, a round trip with the value and the leased keys.
         """
         check_key(key)
         check_value(value)
         self._check_open()
-        if len(value) > min(self.max_bytes, _LARGEST):
-            return False
         head, code = self._seal.close(key, value)
-        size = len(head) + len(value) + len(code)
-        if size > min(self.max_bytes, _LARGEST):
-            return False
-        fits = self._try("write", key, lambda client: self._eval(client, scripts.FITS, key, size, self.max_bytes))
-        if fits is None:
-            return False
         blob = b"".join((head, value, code))
-        done = self._send(key, blob, told=not fits)
-        if done is not None and done[0] < 0:  # somebody else was faster
-            done = self._send(key, blob, told=True)
-        stored, evicted = (0, 0) if done is None else done
-        self._tally.count("evictions", evicted)
-        self._tally.count("puts", stored == 1)
-        return bool(stored == 1)
-
-    def _send(self, key: str, blob: bytes, *, told: bool) -> Any:
-        """Value and index in one transaction; the value arrives under a passing name, so that a refusal changes nothing."""
-        leased = sorted(self._tally.leased()) if told else []
-        ttl = 0 if self.ttl is None else max(1, round(self.ttl * 1000))
+        if len(blob) > min(self.max_bytes, _LARGEST):
+            return False
         passing = self._passing + secrets.token_hex(16)
+        ttl = 0 if self.ttl is None else max(1, round(self.ttl * 1000))
+        arguments = (key, len(blob), self.max_bytes, ttl, *sorted(self._tally.leased()))
 
         def both(client: Any) -> Any:
+            """Value and index in one transaction; the value arrives under a passing name, so that a refusal changes nothing."""
             with client.pipeline(transaction=True) as pipe:
                 # A script that fails half-way is not undone: what no index knows must go by itself.
                 pipe.set(passing, blob, px=_UNINDEXED_MS)
-                arguments = (key, len(blob), self.max_bytes, ttl, int(told), *leased)
-                pipe.eval(scripts.PUT, 4, *self._index, passing, self._values, *arguments)
+                pipe.eval(scripts.COMMON + scripts.PUT, 4, *self._index, passing, self._values, *arguments)
                 return pipe.execute()[1]
 
-        return self._try("write", key, both)
+        stored, evicted = self._try("write", key, both) or (0, 0)
+        self._tally.count("evictions", evicted)
+        self._tally.count("puts", stored)
+        return bool(stored)
 
     def delete(self, key: str) -> bool:
         """Removes ``key``, leased or not; False where there was none."""
@@ -234,7 +221,7 @@ class RedisStore(Store):
             self._client.close()
 
     def _eval(self, client: Any, script: str, *arguments: Any) -> Any:
-        return client.eval(script, 3, *self._index, self._values, *arguments)
+        return client.eval(scripts.COMMON + script, 3, *self._index, self._values, *arguments)
 
     def _check_open(self) -> None:
         if self._closed:

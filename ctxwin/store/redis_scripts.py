@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-_COMMON: Final = """
+COMMON: Final = """
 local used, sizes, expires = KEYS[1], KEYS[2], KEYS[3]
 local values = ARGV[1]
 local TOTAL, CLOCK = ' total', ' clock'
@@ -44,9 +44,7 @@ end
 
 # ARGV: values, key. Returns 1 where it is held, which then counts as a use. The index mends itself: a value that Redis
 # dropped leaves it, one whose entry was lost comes back into it.
-TOUCH: Final = (
-    _COMMON
-    + """
+TOUCH: Final = """
 expire()
 local key = ARGV[2]
 local size = redis.call('STRLEN', values .. key)
@@ -55,42 +53,26 @@ account(key, size)
 use(key)
 return 1
 """
-)
-
-# ARGV: values, key, bytes, limit. Returns 1 where a put would fit as it is.
-FITS: Final = (
-    _COMMON
-    + """
-expire()
-local old = tonumber(redis.call('HGET', sizes, ARGV[2]) or 0)
-local total = tonumber(redis.call('HGET', sizes, TOTAL) or 0)
-return total - old + ARGV[3] <= tonumber(ARGV[4]) and 1 or 0
-"""
-)
 
 # KEYS[4]: the value under a passing name and with a short time to live, taken off last. ARGV: values, key, bytes, limit, ttl in
-# ms (0: none), whether leases follow, leased keys. Returns {1 stored | 0 refused | -1 leases are needed, evictions}.
-PUT: Final = (
-    _COMMON
-    + """
+# ms (0: none), leased keys. Returns {1 stored | 0 refused, evictions}.
+PUT: Final = """
 local passing, key = KEYS[4], ARGV[2]
 local size, limit, ttl = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local now = expire()
-local function refuse(why)
-  redis.call('UNLINK', passing)
-  return {why, 0}
-end
 local evicted = 0
 local total = tonumber(redis.call('HGET', sizes, TOTAL) or 0)
 local excess = total - tonumber(redis.call('HGET', sizes, key) or 0) + size - limit
 if excess > 0 then
-  if ARGV[6] == '0' then return refuse(-1) end
   local leased, kept = {}, size
-  for i = 7, #ARGV do
+  for i = 6, #ARGV do
     leased[ARGV[i]] = true
     if ARGV[i] ~= key then kept = kept + tonumber(redis.call('HGET', sizes, ARGV[i]) or 0) end
   end
-  if kept > limit then return refuse(0) end
+  if kept > limit then
+    redis.call('UNLINK', passing)
+    return {0, 0}
+  end
   local at = 0
   while excess > 0 do
     local victim = redis.call('ZRANGE', used, at, at)[1]
@@ -115,42 +97,29 @@ else
 end
 return {1, evicted}
 """
-)
 
 # ARGV: values, key. Returns 1 where there was one.
-DELETE: Final = (
-    _COMMON
-    + """
+DELETE: Final = """
 expire()
 local held = redis.call('EXISTS', values .. ARGV[2])
 drop(ARGV[2])
 return held
 """
-)
 
 # ARGV: values, key, its last bytes. Deletes exactly what was read: another process may have replaced it meanwhile.
-REJECT: Final = (
-    _COMMON
-    + """
+REJECT: Final = """
 local name = values .. ARGV[2]
 if redis.call('TYPE', name).ok == 'string' and redis.call('GETRANGE', name, -32, -1) ~= ARGV[3] then return 0 end
 drop(ARGV[2])
 return 1
 """
-)
 
-LIST: Final = (
-    _COMMON
-    + """
+LIST: Final = """
 expire()
 return redis.call('ZRANGE', used, 0, -1)
 """
-)
 
-STATS: Final = (
-    _COMMON
-    + """
+STATS: Final = """
 expire()
 return {redis.call('ZCARD', used), tonumber(redis.call('HGET', sizes, TOTAL) or 0)}
 """
-)

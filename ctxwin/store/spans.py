@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ctxwin.errors import StoreCorrupt
 from ctxwin.kv.layout import KVSpec, SpanKV
@@ -62,10 +62,9 @@ class RepositoryCounters:
     bytes_written: int = 0
 
 
-class _Live(NamedTuple):
-    record: Any
-    meta: dict[str, Any]
-    nbytes: int
+R = TypeVar("R")
+_Found = tuple[R, dict[str, Any]]
+"""A record and the meta that was stored beside it."""
 
 
 class SpanRepository:
@@ -92,7 +91,7 @@ class SpanRepository:
         self.identity = identity
         self.spec = spec
         self.counters = RepositoryCounters()
-        self._live: Recent[_Live] = Recent(max_live_bytes)
+        self._live: Recent[tuple[_Found[Any], int]] = Recent(max_live_bytes)
         self._known: dict[str, SharedBasis] = {}
         self._leases: Counter[str] = Counter()
         self._abandoned: deque[str] = deque()
@@ -130,7 +129,7 @@ class SpanRepository:
             return here and theirs and all(held.get(name) == value for name, value in wanted.items())
 
         found = self._get(_key(key, "span"), "span", decode, same)
-        return None if found is None else (found.record, dict(found.meta["user"]))
+        return None if found is None else (found[0], dict(found[1]["user"]))
 
     def put_span(self, key: str, span: SpanKV, meta: Mapping[str, Any]) -> bool:
         """Stores a span; False where the store refused it.
@@ -145,8 +144,7 @@ class SpanRepository:
             got = "none" if ids is None else str(len(ids))
             raise ValueError(f"meta['token_ids'] must hold {span.tokens} ids, one per token of the span, got {got}")
         header = {"start": int(span.start), "user": {**meta, "token_ids": [int(i) for i in ids]}}
-        tensors = {"k": span.k, "v": span.v, "positions": span.positions}
-        return self._put(_key(key, "span"), "span", header, tensors)
+        return self._put(_key(key, "span"), "span", header, {"k": span.k, "v": span.v, "positions": span.positions})
 
     def get_patch(self, key: str) -> Patch | None:
         """The patch under ``patch/`` or ``orbit/``, its shared basis included, or None."""
@@ -162,17 +160,14 @@ class SpanRepository:
                 raise _BasisGoneError(named)
             return Patch.from_tensors(tensors, header["patch"], basis), header
 
-        found = self._get(_key(key, *_PATCHES), "patch", decode)
-        patch: Patch | None = None if found is None else found.record
-        return patch
+        return _record(self._get(_key(key, *_PATCHES), "patch", decode))
 
     def put_patch(self, key: str, patch: Patch) -> bool:
         """Stores a patch, and its shared basis where that is neither known nor stored; False where one was refused."""
         if patch.basis is not None and patch.basis.id not in self._known:
             where = f"basis/{patch.basis.id}"
-            if not self.store.contains(where) and not self._put(
-                where, "basis", {"basis": patch.basis.describe()}, patch.basis.tensors()
-            ):
+            described = {"basis": patch.basis.describe()}
+            if not self.store.contains(where) and not self._put(where, "basis", described, patch.basis.tensors()):
                 return False
         return self._put(_key(key, *_PATCHES), "patch", {"patch": patch.describe()}, patch.tensors())
 
@@ -192,9 +187,7 @@ class SpanRepository:
             tensors, header = codec.decode_tensors(blob, checked=False)
             return SharedBasis.from_tensors(tensors, header["basis"]), header
 
-        found = self._get(_key(key, "basis"), "basis", decode)
-        basis: SharedBasis | None = None if found is None else found.record
-        return basis
+        return _record(self._get(_key(key, "basis"), "basis", decode))
 
     def get_embedding(self, key: str) -> torch.Tensor | None:
         """Vision embeddings ``[tokens, hidden]`` under ``embed/``, or None."""
@@ -204,9 +197,7 @@ class SpanRepository:
             _check_finite(tensors["embedding"])
             return tensors["embedding"], header
 
-        found = self._get(_key(key, "embed"), "embed", decode)
-        embedding: torch.Tensor | None = None if found is None else found.record
-        return embedding
+        return _record(self._get(_key(key, "embed"), "embed", decode))
 
     def put_embedding(self, key: str, embedding: torch.Tensor) -> bool:
         """Stores vision embeddings; False where the store refused them."""
@@ -214,9 +205,9 @@ class SpanRepository:
 
     def get_source(self, key: str) -> bytes | None:
         """Encoded media under ``source/``, or None. The same for every model, so no identity is compared."""
-        found = self._get(_key(key, "source"), "source", partial(codec.decode_bytes, checked=False), bound=False)
-        source: bytes | None = None if found is None else found.record
-        return source
+        return _record(
+            self._get(_key(key, "source"), "source", partial(codec.decode_bytes, checked=False), bound=False)
+        )
 
     def put_source(self, key: str, data: bytes) -> bool:
         """Stores encoded media; False where the store refused them."""
@@ -233,8 +224,8 @@ class SpanRepository:
             json.loads(payload)
             return payload, header
 
-        found = self._get(_key(key, "chunk", any_namespace=True), "json", decode, bound=bound)
-        return None if found is None else json.loads(found.record)
+        found = _record(self._get(_key(key, "chunk", any_namespace=True), "json", decode, bound=bound))
+        return None if found is None else json.loads(found)
 
     def put_json(self, key: str, value: Any, *, bound: bool = True) -> bool:
         """Stores plain JSON; False where the store refused it; TypeError where ``value`` is not JSON."""
@@ -288,7 +279,7 @@ class SpanRepository:
         """Whether somebody holds a lease on ``key`` through this repository."""
         self._release_abandoned()
         with self._lock:
-            return self._leases[key] > 0 if key in self._leases else False
+            return self._leases.get(key, 0) > 0
 
     def _release(self, key: str) -> None:
         self.store.release(key)
@@ -315,18 +306,15 @@ class SpanRepository:
     ) -> bool:
         self._release_abandoned()
         meta = {**header, "kind": kind, "key": key, "identity": self.identity if bound else ""}
-        blob = (
-            codec.encode_bytes(body, meta, checked=False)
-            if isinstance(body, bytes)
-            else codec.encode_tensors(body, meta, checked=False)
-        )
+        if isinstance(body, bytes):
+            blob = codec.encode_bytes(body, meta, checked=False)
+        else:
+            blob = codec.encode_tensors(body, meta, checked=False)
         self._live.pop(key)
         taken = self.store.put(key, blob)
         with self._lock:
-            if taken:
-                self.counters.bytes_written += len(blob)
-            else:
-                self.counters.refused += 1
+            self.counters.bytes_written += len(blob) * taken
+            self.counters.refused += not taken
         if not taken:
             log.warning("the store refused %s (%d bytes)", key, len(blob))
         return taken
@@ -335,65 +323,57 @@ class SpanRepository:
         self,
         key: str,
         kind: str,
-        decode: Callable[[bytes], tuple[Any, dict[str, Any]]],
-        same: Callable[[Any, Mapping[str, Any]], bool] = lambda record, header: True,
+        decode: Callable[[bytes], _Found[R]],
+        same: Callable[[R, Mapping[str, Any]], bool] = lambda record, header: True,
         bound: bool = True,
-    ) -> _Live | None:
-        namespace = key.partition("/")[0]
-        found = self._live_get(key)
-        fresh = found is None
-        if found is None:
-            blob = self.store.get(key)
-            if blob is not None:
-                found = self._decode(key, kind, blob, decode)
+    ) -> _Found[R] | None:
+        held = self._live.get(key)
+        # What the store has forgotten (deleted, expired, evicted) must not live on here; this also marks it as used.
+        if held is not None and not self.store.contains(key):
+            self._live.pop(key)
+            held = None
+        found: _Found[R] | None = None
+        if held is not None:
+            found, size = held
+        elif (blob := self.store.get(key)) is not None:
+            found, size = self._decode(key, kind, blob, decode), len(blob)
         if found is not None:
-            identity = self.identity if bound else ""
-            another = found.meta.get("identity") != identity
-            what = "another model" if another else "" if same(found.record, found.meta) else "other content"
-            if what:
+            another = found[1].get("identity") != (self.identity if bound else "")
+            if another or not same(*found):
+                what = "another model" if another else "other content"
                 log.warning("stored %s is of %s than asked for; taken as a miss", key, what)
                 with self._lock:
                     self.counters.mismatched += 1
                 found = None
         with self._lock:
-            if found is None:
-                self.counters.misses[namespace] += 1
-                return None
-            self.counters.hits[namespace] += 1
-            if not fresh:
-                self.counters.live_hits += 1
-        if fresh:
-            self._live.put(key, found, found.nbytes)
+            counted = self.counters.misses if found is None else self.counters.hits
+            counted[key.partition("/")[0]] += 1
+            self.counters.live_hits += found is not None and held is not None
+        if found is not None and held is None:
+            self._live.put(key, (found, size), size)
         return found
 
-    def _decode(
-        self, key: str, kind: str, blob: bytes, decode: Callable[[bytes], tuple[Any, dict[str, Any]]]
-    ) -> _Live | None:
+    def _decode(self, key: str, kind: str, blob: bytes, decode: Callable[[bytes], _Found[R]]) -> _Found[R] | None:
         with self._lock:
             self.counters.bytes_read += len(blob)
         try:
             record, header = decode(blob)
             if header.get("kind") != kind or header.get("key") != key:
                 raise StoreCorrupt(f"it is a {header.get('kind')!r} record of {header.get('key')!r}"[:200])
+            return record, header
         except _BasisGoneError as gone:
             log.warning("stored %s needs basis %s, which is gone; taken as a miss", key, gone)
-            return None
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             # The checksum may be right and the content still not ours; whatever it is, it is recomputed.
             log.warning("stored %s cannot be decoded and was deleted: %s", key, error)
             with self._lock:
                 self.counters.corrupt += 1
             self.store.delete(key)
-            return None
-        return _Live(record, header, len(blob))
+        return None
 
-    def _live_get(self, key: str) -> _Live | None:
-        found = self._live.get(key)
-        # What the store has forgotten (deleted, expired, evicted) must not live on here; this also marks it as used.
-        if found is not None and not self.store.contains(key):
-            self._live.pop(key)
-            return None
-        return found
+
+def _record(found: _Found[R] | None) -> R | None:
+    return None if found is None else found[0]
 
 
 class _BasisGoneError(LookupError):
