@@ -16,12 +16,13 @@ import json
 import logging
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ctxwin.fidelity import Fidelity
 from ctxwin.files import atomic_write
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from ctxwin.kv.patch import Patch
 
 log = logging.getLogger("ctxwin")
+
+M = TypeVar("M")
 
 PROFILE_NAME = "ctxwin-profile.json"
 PROFILE_FORMAT: Literal[1] = 1
@@ -130,38 +133,48 @@ def find_profile(model: str | Path) -> Profile | None:
 
     One that cannot be read or was measured on other weights is passed over with a warning.
     """
-    folder = model_folder(model)
-    if folder is None:
-        return None
-    try:
-        places, own = measured_files(folder, PROFILE_NAME)
-    except (OSError, ValueError) as error:
-        log.warning("the weights of %s cannot be read (%s): its profile is not used", folder, error)
-        return None
-    usable: list[Profile] = []
-    for path in places:
-        try:
-            found = Profile.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
-            reason = str(error).splitlines()[0]
-            log.warning("%s is not a profile of this version (%s); measure again: `ctxwin eval probe`", path, reason)
-            continue
-        if found.weights == own:
-            usable.append(found)
-        else:
-            log.warning("%s was measured on other weights and is not used; measure again: `ctxwin eval probe`", path)
+
+    def read(path: Path) -> Profile:
+        return Profile.model_validate_json(path.read_bytes())
+
     # A folder that cannot be written may hold an older one, as a shipped model does.
+    usable, _ = _look_up(model, PROFILE_NAME, read, lambda found: found.weights, "ctxwin eval probe")
     return max(usable, key=lambda found: found.date, default=None)
 
 
-def measured_files(folder: Path, name: str) -> tuple[list[Path], str]:
-    """The files ``name`` that are there of a model (beside its weights, the user's own) and, where any is, `model_digest`.
+def _look_up(
+    model: str | Path, name: str, read: Callable[[Path], M], weights: Callable[[M], str], command: str
+) -> tuple[list[M], list[str]]:
+    """What was measured of a model and can be used, and why the rest cannot.
 
-    Raises OSError or ValueError where the weights cannot be read.
+    Args:
+        name: of the files: beside the weights, and with another stem the user's own.
+        read: raises OSError or ValueError for a file that is none of this version.
+        weights: the `model_digest` that a file names.
+        command: makes such a file.
     """
-    places = [folder / name, *([user_profile(folder, Path(name).suffix)] if _has_own() else [])]
-    found = [path for path in places if path.is_file()]
-    return found, model_digest(folder) if found else ""
+    folder = model_folder(model)
+    if folder is None:
+        return [], []
+    usable, refused = [], []
+    try:
+        places = [folder / name, *([user_profile(folder, Path(name).suffix)] if _has_own() else [])]
+        found = [path for path in places if path.is_file()]
+        own = model_digest(folder) if found else ""
+    except (OSError, ValueError) as error:
+        log.warning("the weights of %s cannot be read (%s): what was measured of it is not used", folder, error)
+        return [], [f"its weights cannot be read: {_said(error)}"]
+    for path in found:
+        try:
+            made = read(path)
+            if weights(made) == own:
+                usable.append(made)
+                continue
+            refused.append("one was made for other weights")
+        except (OSError, ValueError) as error:
+            refused.append(f"one is none of this version: {_said(error)}")
+        log.warning("%s is not used (%s); make it again with `%s`", path, refused[-1], command)
+    return usable, refused
 
 
 def profiles_folder() -> Path:
@@ -182,10 +195,7 @@ def _has_own() -> bool:
 
 def user_profile(model: str | Path, suffix: str = ".json") -> Path:
     """The path of the user's own profile of a model. Cost: a digest of its weights; ValueError where it has none."""
-    folder = model_folder(model)
-    if folder is None:
-        raise ValueError(f"a model must be a local folder or a Hub name that was downloaded, got {str(model)!r}")
-    return profiles_folder() / f"{model_digest(folder)}{suffix}"
+    return profiles_folder() / f"{model_digest(model)}{suffix}"
 
 
 def write_profile(profile: Profile, model: str | Path, folder: Path | None = None) -> Path:
@@ -193,14 +203,13 @@ def write_profile(profile: Profile, model: str | Path, folder: Path | None = Non
 
     The file is replaced as a whole. Returns its path; raises OSError where none of these can be written.
     """
-    text = profile.model_dump_json(indent=2) + "\n"
-    return write_beside(text.encode(), PROFILE_NAME, model, folder)
+    path = None if folder is None else folder / PROFILE_NAME
+    return _write(profile.model_dump_json(indent=2).encode() + b"\n", PROFILE_NAME, model, path)
 
 
-def write_beside(data: bytes, name: str, model: str | Path, folder: Path | None = None) -> Path:
-    """Writes what was measured of a model, as `write_profile` does; the user's own is named by the weights."""
-    if folder is not None:
-        return atomic_write(folder / name, data)
+def _write(data: bytes, name: str, model: str | Path, path: Path | None) -> Path:
+    if path is not None:
+        return atomic_write(path, data)
     beside = Path(model).expanduser()
     if beside.is_dir():
         try:
@@ -268,10 +277,12 @@ class ModelBasis:
 
     @property
     def id(self) -> str:
+        """Content identity of the directions."""
         return self.basis.id
 
     @property
     def rank(self) -> int:
+        """How many directions there are."""
         return self.basis.rank
 
 
@@ -281,12 +292,12 @@ def find_basis(model: str | Path) -> ModelBasis | None:
     One that cannot be read or was fitted on other weights is passed over with a warning. Cost: a digest of the weights, once
     a process, and a read of each file, once for every version of it.
     """
-    return max(_look_up(model)[0], key=lambda found: found.date, default=None)
+    return max(_bases(model)[0], key=lambda found: found.date, default=None)
 
 
 def require_basis(model: str | Path) -> ModelBasis:
     """As `find_basis`; ValueError where there is none, with what was passed over and the command that fits one."""
-    usable, refused = _look_up(model)
+    usable, refused = _bases(model)
     if not usable:
         why = f" ({'; '.join(refused)}; the log names the file)" if refused else ""
         raise ValueError(
@@ -295,30 +306,12 @@ def require_basis(model: str | Path) -> ModelBasis:
     return max(usable, key=lambda found: found.date)
 
 
-def _look_up(model: str | Path) -> tuple[list[ModelBasis], list[str]]:
-    """The bases of a model that can be used, and why others cannot."""
-    folder = model_folder(model)
-    if folder is None:
-        return [], []
-    try:
-        places, own = measured_files(folder, BASIS_NAME)
-    except (OSError, ValueError) as error:
-        return [], [f"its weights cannot be read: {_said(error)}"]
-    usable, refused = [], []
-    for path in places:
-        try:
-            stat = path.stat()
-            found = _read(path, stat.st_size, stat.st_mtime_ns)
-        except (OSError, ValueError) as error:
-            refused.append(f"one is no basis of this version: {_said(error)}")
-            log.warning("%s is not used: %s", path, refused[-1])
-            continue
-        if found.basis.identity == own:
-            usable.append(found)
-        else:
-            refused.append("one was fitted on other weights")
-            log.warning("%s is not used: %s", path, refused[-1])
-    return usable, refused
+def _bases(model: str | Path) -> tuple[list[ModelBasis], list[str]]:
+    def read(path: Path) -> ModelBasis:
+        stat = path.stat()
+        return _read(path, stat.st_size, stat.st_mtime_ns)
+
+    return _look_up(model, BASIS_NAME, read, lambda found: found.basis.identity, FIT)
 
 
 def name_of(model: str | Path) -> str:
@@ -347,7 +340,11 @@ def encode_basis(made: ModelBasis) -> bytes:
         parts = {"weight.k": made.weight.k, "weight.v": made.weight.v}
         tensors |= {name: part.contiguous() for name, part in parts.items() if part is not None}
     said = {"format": BASIS_FORMAT, "date": made.date, "basis": json.dumps(made.basis.describe(), sort_keys=True)}
-    return _ordered(save(tensors, said))
+    # In one order: safetensors writes metadata in that of a hash table.
+    header, body = _split(save(tensors, said))
+    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + body
 
 
 def decode_basis(data: bytes) -> ModelBasis:
@@ -361,7 +358,7 @@ def decode_basis(data: bytes) -> ModelBasis:
 
     try:
         tensors = load(data)
-        said = _metadata(data)
+        said = _split(data)[0]["__metadata__"]
         if said["format"] != BASIS_FORMAT:
             raise ValueError(f"format must be {BASIS_FORMAT}, got {said['format']}")
         basis = SharedBasis.from_tensors({"right": tensors["basis.right"]}, json.loads(said["basis"]))
@@ -376,18 +373,10 @@ def decode_basis(data: bytes) -> ModelBasis:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def _metadata(data: bytes) -> dict[str, str]:
+def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """The header and the tensors of a safetensors file."""
     (length,) = struct.unpack_from("<Q", data)
-    found: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
-    return found
-
-
-def _ordered(data: bytes) -> bytes:
-    """The same file with its header in one order: safetensors writes metadata in that of a hash table."""
-    (length,) = struct.unpack_from("<Q", data)
-    system_prompt = json.dumps(json.loads(data[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
-    system_prompt += b" " * (-len(system_prompt) % 8)
-    return struct.pack("<Q", len(system_prompt)) + system_prompt + data[8 + length :]
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
 
 
 def write_basis(made: ModelBasis, model: str | Path, path: Path | None = None) -> Path:
@@ -395,9 +384,7 @@ def write_basis(made: ModelBasis, model: str | Path, path: Path | None = None) -
 
     Returns its path; raises OSError where none of these can be written.
     """
-    if path is not None:
-        return write_beside(encode_basis(made), path.name, model, path.parent)
-    return write_beside(encode_basis(made), BASIS_NAME, model)
+    return _write(encode_basis(made), BASIS_NAME, model, path)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from ctxwin.errors import StoreCorrupt
@@ -57,8 +58,7 @@ DTYPES: Final = (
     *("int64", "int32", "int16", "int8", "uint8", "bool"),
 )
 
-_warned = False
-_warn_lock = threading.Lock()
+_WARNING: Final = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,17 @@ class Prefix:
 
     @property
     def body_offset(self) -> int:
+        """Where the body begins."""
         return _aligned(PREFIX.size + self.header_bytes)
 
     @property
     def body_end(self) -> int:
+        """Where the tail begins."""
         return self.body_offset + self.body_bytes
 
     @property
     def total(self) -> int:
+        """Bytes of the whole frame."""
         return self.body_end + self.sum_bytes
 
 
@@ -319,19 +322,14 @@ def _entry(entry: Any) -> tuple[str, str, tuple[int, ...], int]:
     return name, dtype, tuple(shape), offset
 
 
+@cache
 def _take_warning() -> None:
     """Takes torch's once-a-process warning about read-only buffers, so that no caller ever sees it.
 
     `warnings.catch_warnings` is not thread-safe, so it is entered once, under a lock, and not around every decode.
     """
-    global _warned
-    if _warned:
-        return
     import torch
 
-    with _warn_lock:
-        if not _warned:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                torch.frombuffer(b"\0", dtype=torch.uint8)
-            _warned = True
+    with _WARNING, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.frombuffer(b"\0", dtype=torch.uint8)

@@ -264,6 +264,7 @@ class SpanRepository:
         return held
 
     def release(self, key: str) -> None:
+        """Gives back one lease of ``key``."""
         self._release_abandoned()
         self._release(key)
 

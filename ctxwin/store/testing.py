@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,14 +20,7 @@ from typing import ClassVar
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from ctxwin.store.base import Store
 
@@ -55,6 +49,7 @@ class StoreConformance:
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:
+        """An empty store with room for everything."""
         with closing(self.make_store(tmp_path)) as store:
             yield store
 
@@ -66,12 +61,14 @@ class StoreConformance:
 
     @pytest.mark.parametrize("value", [b"", b"\0", bytes(range(256)) * 300], ids=["empty", "zero", "large"])
     def test_returns_what_was_put(self, store: Store, value: bytes) -> None:
+        """The very bytes, and bytes they are."""
         assert store.put("span/a", value)
         got = store.get("span/a")
         assert type(got) is bytes
         assert got == value
 
     def test_missing(self, store: Store) -> None:
+        """A key that was never put is a miss everywhere, and releasing it harms nothing."""
         assert store.get("span/a") is None
         assert not store.contains("span/a")
         assert not store.delete("span/a")
@@ -80,6 +77,7 @@ class StoreConformance:
         assert list(store.list()) == []
 
     def test_put_again(self, store: Store) -> None:
+        """The last value counts, and counts once."""
         assert store.put("span/a", b"one")
         assert store.put("span/a", b"one")
         assert store.get("span/a") == b"one"
@@ -89,6 +87,7 @@ class StoreConformance:
         assert store.stats().items == 1
 
     def test_delete(self, store: Store) -> None:
+        """A key goes once, and no other key with it."""
         store.put("span/a", b"one")
         store.put("span/b", b"two")
         assert store.delete("span/a")
@@ -97,12 +96,14 @@ class StoreConformance:
         assert store.get("span/b") == b"two"
 
     def test_delete_of_a_leased_key(self, store: Store) -> None:
+        """A lease protects from eviction, not from deletion."""
         store.put("span/a", b"one")
         store.lease("span/a")
         assert store.delete("span/a")
         assert store.get("span/a") is None
 
     def test_list(self, store: Store) -> None:
+        """A prefix selects keys, and what is listed can be deleted on the way."""
         for key in ("span/b", "span/a", "patch/a", "spa/x"):
             store.put(key, b"x")
         assert sorted(store.list()) == ["patch/a", "spa/x", "span/a", "span/b"]
@@ -114,12 +115,14 @@ class StoreConformance:
 
     @pytest.mark.parametrize("key", ["", "a b", "a\nb", "a" * 513, "ä"])
     def test_refuses_bad_keys(self, store: Store, key: str) -> None:
+        """Keys are short printable ASCII."""
         with pytest.raises(ValueError, match="key must be"):
             store.put(key, b"x")
         with pytest.raises(ValueError, match="key must be"):
             store.get(key)
 
     def test_refuses_other_types(self, store: Store) -> None:
+        """Keys are str and values are bytes."""
         with pytest.raises(TypeError, match="key must be"):
             store.put(7, b"x")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="value must be"):
@@ -127,6 +130,7 @@ class StoreConformance:
         assert store.get("span/a") is None
 
     def test_keys_are_not_paths(self, store: Store, tmp_path: Path) -> None:
+        """A key that looks like a path leads nowhere."""
         outside = tmp_path.parent / "outside"
         assert store.put("../outside", b"x")
         assert store.put("/outside", b"y")
@@ -134,6 +138,7 @@ class StoreConformance:
         assert not outside.exists()
 
     def test_the_least_recently_used_leaves(self, small: Store) -> None:
+        """A get or a look counts as a use."""
         for name in "abcd":
             assert small.put(f"span/{name}", _blob(name))
         assert small.get("span/a") == _blob("a")
@@ -146,12 +151,14 @@ class StoreConformance:
         assert small.stats().bytes <= _ROOM_FOR_FOUR * self.copies
 
     def test_what_is_too_large_is_refused_and_evicts_nothing(self, small: Store) -> None:
+        """One value over the whole limit must not empty the store."""
         small.put("span/a", _blob("a"))
         assert not small.put("span/b", bytes(_ROOM_FOR_FOUR + 1))
         assert small.get("span/a") == _blob("a")
         assert small.get("span/b") is None
 
     def test_a_lease_protects(self, small: Store) -> None:
+        """A leased value outlives any number of puts."""
         small.put("span/a", _blob("a"))
         assert small.lease("span/a")
         for i in range(12):
@@ -160,6 +167,7 @@ class StoreConformance:
         assert small.stats().leased == 1
 
     def test_leases_are_counted(self, small: Store) -> None:
+        """The last release ends the protection."""
         small.put("span/a", _blob("a"))
         assert small.lease("span/a")
         assert small.lease("span/a")
@@ -174,6 +182,7 @@ class StoreConformance:
         assert not small.contains("span/a")
 
     def test_refuses_where_everything_is_leased(self, small: Store) -> None:
+        """A put never pushes out what is leased."""
         for name in "abcd":
             small.put(f"span/{name}", _blob(name))
             assert small.lease(f"span/{name}")
@@ -184,6 +193,7 @@ class StoreConformance:
         assert sorted(small.list()) == ["span/a", "span/c", "span/d", "span/e"]
 
     def test_time_to_live(self, tmp_path: Path) -> None:
+        """An expired value is a miss everywhere."""
         with closing(self.make_store(tmp_path, ttl=0.05)) as store:
             store.put("span/a", b"x")
             time.sleep(0.1)
@@ -196,11 +206,13 @@ class StoreConformance:
             assert store.get("span/a") is None
 
     def test_within_its_time_to_live(self, tmp_path: Path) -> None:
+        """A value that has not expired is there."""
         with closing(self.make_store(tmp_path, ttl=3600.0)) as store:
             store.put("span/a", b"x")
             assert store.get("span/a") == b"x"
 
     def test_stats(self, store: Store) -> None:
+        """Hits, misses, puts and sizes are counted."""
         store.put("span/a", b"x" * 100)
         store.get("span/a")
         store.get("span/b")
@@ -209,12 +221,14 @@ class StoreConformance:
         assert stats.bytes >= 100
 
     def test_verify(self, store: Store) -> None:
+        """Whole values are good, and stay."""
         for i in range(3):
             store.put(f"span/{i}", b"x" * i)
         assert store.verify() == (3 * self.copies, 0)
         assert store.get("span/2") == b"xx"
 
     def test_close(self, tmp_path: Path) -> None:
+        """Closing twice is harmless; later calls say that the store is closed."""
         store = self.make_store(tmp_path)
         store.put("span/a", b"x")
         store.close()
@@ -225,6 +239,7 @@ class StoreConformance:
             store.put("span/a", b"x")
 
     def test_threads(self, store: Store) -> None:
+        """Four threads with keys of their own and shared ones."""
         wrong: list[str] = []
 
         def work(name: int) -> None:
@@ -251,17 +266,14 @@ class StoreConformance:
         assert store.stats().items == 12 + 4 * 8
         assert store.stats().leased == 0
 
-    def test_behaves_like_a_dict(self) -> None:
-        self._run(StoreMachine, None)
+    @pytest.mark.parametrize("max_bytes", [None, _ROOM_FOR_FOUR], ids=["roomy", "too small"])
+    def test_behaves_like_a_dict(self, max_bytes: int | None) -> None:
+        """Random calls against a dict: all of it where there is room, a part of it otherwise."""
 
-    def test_evicts_only_what_it_may(self) -> None:
-        self._run(EvictionMachine, _ROOM_FOR_FOUR)
-
-    def _run(self, machine: type[_Machine], max_bytes: int | None) -> None:
         def fresh() -> _Machine:
             folder = tempfile.TemporaryDirectory()
             store = self.make_store(Path(folder.name), max_bytes=max_bytes)
-            return machine(store, self.copies, folder.cleanup)
+            return _Machine(store, self.copies, max_bytes, folder.cleanup)
 
         checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
         run_state_machine_as_test(
@@ -272,123 +284,86 @@ class StoreConformance:
         )
 
 
+_KEYS = st.sampled_from(["span/a", "span/b", "span/c", "patch/a", "patch/ab", "s", "source/z/deep"])
+
+
 class _Machine(RuleBasedStateMachine):
-    def __init__(self, store: Store, copies: int, cleanup: Callable[[], None]) -> None:
+    """A store with room for everything is a dict with leases.
+
+    One that is too small returns a value or nothing, keeps what is leased, and stays within its limit.
+    """
+
+    def __init__(self, store: Store, copies: int, limit: int | None, cleanup: Callable[[], None]) -> None:
         super().__init__()
-        self.store = store
-        self.copies = copies
-        self.cleanup = cleanup
+        self.store, self.copies, self.limit, self.cleanup = store, copies, limit, cleanup
+        self.last: dict[str, bytes] = {}
+        self.leased: Counter[str] = Counter()
 
     def teardown(self) -> None:
         self.store.close()
         self.cleanup()
 
+    def check(self, found: bytes | None, key: str) -> None:
+        """A value that is there is the last one that was put; nothing is missing where there is room."""
+        assert found == self.last.get(key) or (found is None and self.limit is not None and not self.leased[key])
 
-_KEYS = st.sampled_from(["span/a", "span/b", "span/c", "patch/a", "patch/ab", "s", "source/z/deep"])
-
-
-class StoreMachine(_Machine):
-    """A store with room for everything is a dict with leases."""
-
-    @initialize()
-    def empty(self) -> None:
-        self.held: dict[str, bytes] = {}
-
-    @rule(key=_KEYS, value=st.binary(max_size=200))
-    def put(self, key: str, value: bytes) -> None:
-        assert self.store.put(key, value) is True
-        self.held[key] = value
-
-    @rule(key=_KEYS)
-    def get(self, key: str) -> None:
-        assert self.store.get(key) == self.held.get(key)
-
-    @rule(key=_KEYS)
-    def delete(self, key: str) -> None:
-        assert self.store.delete(key) is (key in self.held)
-        if key in self.held:
-            del self.held[key]
-
-    @rule(key=_KEYS)
-    def contains(self, key: str) -> None:
-        assert self.store.contains(key) is (key in self.held)
-
-    @rule(key=_KEYS)
-    def lease(self, key: str) -> None:
-        assert self.store.lease(key) is (key in self.held)
-
-    @rule(key=_KEYS)
-    def release(self, key: str) -> None:
-        self.store.release(key)
-
-    @rule(prefix=st.sampled_from(["", "s", "span/", "patch/a", "zzz"]))
-    def listing(self, prefix: str) -> None:
-        assert sorted(self.store.list(prefix)) == sorted(k for k in self.held if k[: len(prefix)] == prefix)
-
-    @rule()
-    def verify(self) -> None:
-        assert self.store.verify() == (len(self.held) * self.copies, 0)
-
-    @invariant()
-    def items(self) -> None:
-        if hasattr(self, "held"):
-            assert self.store.stats().items == len(self.held)
-
-
-class EvictionMachine(_Machine):
-    """A store that is too small returns a value or nothing, keeps what is leased, and stays within its limit."""
-
-    @initialize()
-    def empty(self) -> None:
-        self.last: dict[str, bytes] = {}
-        self.leased: dict[str, int] = {}
-
-    @rule(key=_KEYS, fill=st.integers(0, 255), size=st.integers(0, 20_000))
-    def put(self, key: str, fill: int, size: int) -> None:
-        value = bytes([fill]) * size
+    @rule(key=_KEYS, piece=st.binary(min_size=1, max_size=20), times=st.integers(0, 1000))
+    def put(self, key: str, piece: bytes, times: int) -> None:
+        value = piece * times
         if self.store.put(key, value):
             self.last[key] = value
             assert self.store.get(key) == value
         else:
-            # Refused: whatever is still there must not be an older value passed off as this one's successor.
-            found = self.store.get(key)
-            assert found is None or found == self.last[key]
+            assert self.limit is not None
+            self.check(self.store.get(key), key)
 
     @rule(key=_KEYS)
     def get(self, key: str) -> None:
-        found = self.store.get(key)
-        assert found is None or found == self.last[key]
+        self.check(self.store.get(key), key)
 
     @rule(key=_KEYS)
     def delete(self, key: str) -> None:
-        self.store.delete(key)
+        deleted = self.store.delete(key)
+        assert deleted is (key in self.last) or (self.limit is not None and not deleted)
         assert not self.store.contains(key)
         self.last.pop(key, None)
         self.leased.pop(key, None)
 
     @rule(key=_KEYS)
-    def lease(self, key: str) -> None:
-        if self.store.lease(key):
-            self.leased[key] = self.leased.get(key, 0) + 1
+    def contains(self, key: str) -> None:
+        assert self.store.contains(key) is (self.store.get(key) is not None)
 
-    @precondition(lambda self: self.leased)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.leased)))
+    @rule(key=_KEYS)
+    def lease(self, key: str) -> None:
+        held = self.store.lease(key)
+        assert held is (self.store.get(key) is not None)
+        self.leased[key] += held
+
+    @rule(key=_KEYS)
+    def release(self, key: str) -> None:
         self.store.release(key)
-        self.leased[key] -= 1
-        if self.leased[key] == 0:
-            del self.leased[key]
+        self.leased[key] = max(0, self.leased[key] - 1)
+
+    @rule(prefix=st.sampled_from(["", "s", "span/", "patch/a", "zzz"]))
+    def listing(self, prefix: str) -> None:
+        listed = sorted(self.store.list(prefix))
+        assert listed == sorted(key for key in self.last if key.startswith(prefix) and self.store.contains(key))
+
+    @rule()
+    def verify(self) -> None:
+        good, corrupt = self.store.verify()
+        assert corrupt == 0
+        assert good == len(self.last) * self.copies or self.limit is not None
 
     @invariant()
     def bounded(self) -> None:
         stats = self.store.stats()
-        assert stats.bytes <= _ROOM_FOR_FOUR * self.copies
-        assert stats.corrupt == 0
+        assert stats.items == len(self.last) or (self.limit is not None and stats.items < len(self.last))
+        assert self.limit is None or stats.bytes <= self.limit * self.copies
+        assert (stats.corrupt, stats.leased) == (0, sum(count > 0 for count in self.leased.values()))
 
     @invariant()
     def leased_stay(self) -> None:
-        if hasattr(self, "leased"):
-            for key in self.leased:
+        for key, count in self.leased.items():
+            if count:
                 assert self.store.get(key) == self.last[key]
-            assert self.store.stats().leased == len(self.leased)

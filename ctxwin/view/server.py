@@ -67,6 +67,7 @@ class ViewServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def server_close(self) -> None:
+        """Ends the pages that are followed, and stops listening."""
         self.stopping.set()
         super().server_close()
 

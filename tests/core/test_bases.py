@@ -100,7 +100,7 @@ def test_a_broken_file_is_refused(tmp_path: Path, broken: str, caplog: pytest.Lo
     else:
         path.write_bytes(data[: len(data) // 2] if broken == "cut" else b"")
     assert find_basis(model) is None and str(path) in caplog.text
-    said = "other weights" if broken == "weights" else "no basis of this version"
+    said = "other weights" if broken == "weights" else "none of this version"
     with pytest.raises(ValueError, match=f"no shared basis .*{said}.*fit one with"):
         resolve(SHARED, str(model))
 
