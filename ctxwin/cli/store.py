@@ -75,7 +75,9 @@ def verify(url: Url, tenant: Tenant = "", as_json: AsJson = False) -> None:
     with closing(_open(url, tenant)) as store:
         good, corrupt = store.verify()
         foreign = store.stats().foreign
-    lines = [f"{good:,} good, {corrupt:,} corrupt{' (deleted; they are computed again when needed)' if corrupt else ''}"]
+    lines = [
+        f"{good:,} good, {corrupt:,} corrupt{' (deleted; they are computed again when needed)' if corrupt else ''}"
+    ]
     if foreign:
         hint = "they stay; set CTXWIN_STORE_KEY to the key that they were sealed with"
         lines.append(f"{foreign:,} of another store key could not be checked ({hint})")

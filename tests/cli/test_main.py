@@ -232,7 +232,7 @@ def test_store_stats(folder: Path) -> None:
 
 
 def test_store_verify_finds_what_is_corrupt(folder: Path) -> None:
-    assert json.loads(invoke("store", "verify", folder, "--json").stdout) == {"good": 6, "corrupt": 0}
+    assert json.loads(invoke("store", "verify", folder, "--json").stdout) == {"good": 6, "corrupt": 0, "foreign": 0}
     blob = max((p for p in folder.rglob("*") if p.is_file() and "blob" in str(p)), key=lambda p: p.stat().st_size)
     raw = bytearray(blob.read_bytes())
     raw[len(raw) // 2] ^= 255
