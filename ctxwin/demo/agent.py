@@ -9,6 +9,8 @@ prefix cache.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,15 @@ IDLE_EVERY = 8
 """Frames between two idle moments, in which the window swaps conditioned KV for canonical and patch."""
 
 
+@dataclass(frozen=True)
+class Move:
+    """What an ask's frames differ in from those of the stream: which came back, which are gone, whether in another order."""
+
+    recalled: Sequence[int] = ()
+    without: Sequence[int] = ()
+    reordered: bool = False
+
+
 class Agent:
     """One run over one stream.
 
@@ -53,9 +64,16 @@ class Agent:
     """
 
     def __init__(
-        self, engine: Engine, footage: Footage, frames: int, fidelity: Fidelity, ledger: Ledger,
-        caches: Mapping[Policy, PrefixCache], seed: int, max_tokens: int = 4,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        footage: Footage,
+        frames: int,
+        fidelity: Fidelity,
+        ledger: Ledger,
+        caches: Mapping[Policy, PrefixCache],
+        seed: int,
+        max_tokens: int = 4,
+    ) -> None:
         self._engine, self._footage, self._frames = engine, footage, frames
         self._ledger, self._caches, self._seed, self._max_tokens = ledger, caches, seed, max_tokens
         self._rng = np.random.default_rng([seed, 7])
@@ -77,16 +95,11 @@ class Agent:
                 return
 
     def _watch(self) -> Iterator[Step]:
-        moves = {
-            "look_back": self._look_back, "fork": self._fork, "reorder": self._reorder, "toggle": self._toggle,
-            "disposable": self._disposable,
-        }  # fmt: skip
-        turn = 0
+        moves = cycle(getattr(self, f"_{name}") for name in CYCLE)
         for frame in range(len(self._footage.pixels)):
             yield self._arrive(frame)
             if frame + 1 >= self._frames:
-                yield from moves[CYCLE[turn % len(CYCLE)]]()
-                turn += 1
+                yield from next(moves)()
             last = frame + 1 == len(self._footage.pixels)  # idle work behind the last ask would belong to no step
             if not last and (frame + 1) % IDLE_EVERY == 0 and self.window.fidelity.mode == "patched":
                 before = self._engine.counters.prefill_tokens
@@ -121,7 +134,7 @@ class Agent:
             window.evict(self._ids[frame])
         for frame in back:
             window.recall(self._ids[frame])
-        yield self._ask(op, window, query, recalled=back, note=note)
+        yield self._ask(op, window, query, Move(recalled=back), note=note)
 
     def _find_back(self, window: Window) -> tuple[tuple[int, ...], Query] | None:
         placed = self._placed(window)
@@ -141,7 +154,8 @@ class Agent:
             dropped = self._footage.expendable(self._placed(lean))
             lean.evict(self._ids[dropped])
             query = self._pick(self._placed(lean))
-            yield self._ask("fork", lean, query, without=(dropped,), note=f"branch 2 drops frame {dropped}; adopted")
+            note = f"branch 2 drops frame {dropped}; adopted"
+            yield self._ask("fork", lean, query, Move(without=(dropped,)), note=note)
             self.window.adopt(lean)
         for user in self._users.values():
             user.leave([dropped])
@@ -153,7 +167,8 @@ class Agent:
             order = [*placed[:-2], placed[-1], placed[-2]]
             branch.reorder([self._ids[f] for f in order])
             query = self._pick(order, about=order[-2:])
-            yield self._ask("reorder", branch, query, reordered=True, note="the newest two swapped, in a branch")
+            note = "the newest two swapped, in a branch"
+            yield self._ask("reorder", branch, query, Move(reordered=True), note=note)
 
     def _toggle(self) -> Iterator[Step]:
         """A frame clean of its context is asked for what it shows by itself; back on, for anything."""
@@ -193,9 +208,8 @@ class Agent:
         raise ValueError(f"frames {list(placed)} must have a question of kind {' or '.join(wanted)}, got none")
 
     def _ask(
-        self, op: str, window: Window, query: Query, *, recalled: Sequence[int] = (), without: Sequence[int] = (),
-        reordered: bool = False, tested: int | None = None, note: str = "",
-    ) -> Step:  # fmt: skip
+        self, op: str, window: Window, query: Query, move: Move = Move(), *, tested: int | None = None, note: str = ""
+    ) -> Step:
         placed = self._placed(window)
         entries = window.plan().entries
         answer = window.ask(query.text, self._max_tokens, logprobs=-1)
@@ -204,45 +218,40 @@ class Agent:
         with self._ledger.aside():
             exact = self._reference.reprefill(frames, encoded, sampling)
             blind = self._reference.blind(frames, encoded, sampling)
-        costs = self._serve(placed, encoded, recalled, without, reordered)
+        costs = self._serve(placed, encoded, move)
         if tested is not None:  # these users ask twice to know
-            again = self._serve([f for f in placed if f != tested], encoded, without=(tested,))
+            again = self._serve([f for f in placed if f != tested], encoded, Move(without=(tested,)))
             costs = {name: cost + again[name] for name, cost in costs.items()}
         step: Step = self._ledger.rows[-1]
-        usage = answer.usage
-        self._ledger.note(
-            seed=self._seed, index=self._count, op=op, time=self._footage.times[len(self._ids) - 1], kind=query.kind,
-            truth=query.truth, note=note, answer_reprefill=exact.text.strip(), answer_blind=blind.text.strip(),
-            kl=kl(exact.logprobs, answer.first_token_logprobs), kl_blind=kl(exact.logprobs, blind.logprobs),
-            background_tokens=step["computed_tokens"] - usage.computed_tokens, **costs,
-            vision_encodes_prefix_cache=costs["vision_encodes_naive"], bytes_loaded=usage.bytes_loaded,
-            ttft_s=usage.ttft_s, ttft_reprefill_s=exact.ttft_s,
-            placed=[
-                {"frame": f, "lane": e.lane, "tokens": e.tokens, "exact": e.exact, "depth": e.depth}
-                for f, e in zip(placed, entries, strict=True)
-            ],
-        )  # fmt: skip
+        usage, note_of = answer.usage, self._ledger.note
+        note_of(seed=self._seed, index=self._count, op=op, time=self._footage.times[len(self._ids) - 1])
+        note_of(kind=query.kind, truth=query.truth, note=note)
+        note_of(answer_reprefill=exact.text.strip(), answer_blind=blind.text.strip())
+        first = answer.first_token_logprobs
+        note_of(kl=kl(exact.logprobs, first), kl_blind=kl(exact.logprobs, blind.logprobs))
+        note_of(background_tokens=step["computed_tokens"] - usage.computed_tokens, **costs)
+        note_of(vision_encodes_prefix_cache=costs["vision_encodes_naive"], bytes_loaded=usage.bytes_loaded)
+        note_of(ttft_s=usage.ttft_s, ttft_reprefill_s=exact.ttft_s)
+        lanes = [{"lane": e.lane, "tokens": e.tokens, "exact": e.exact, "depth": e.depth} for e in entries]
+        note_of(placed=[{"frame": f} | lane for f, lane in zip(placed, lanes, strict=True)])
         self._multi += query.kind == self._footage.kinds[0]
         self._count += 1
         return step
 
-    def _serve(
-        self, placed: Sequence[int], query: Encoded, recalled: Sequence[int] = (), without: Sequence[int] = (),
-        reordered: bool = False,
-    ) -> dict[str, int]:  # fmt: skip
+    def _serve(self, placed: Sequence[int], query: Encoded, move: Move = Move()) -> dict[str, int]:
         """What the users of a prefix cache compute for an ask. A frame that comes back stays for this ask only."""
         costs: dict[str, int] = {}
         for policy, user in self._users.items():
             asked = PrefixUser(policy, list(placed))
             if policy != "naive":
-                back = [f for f in recalled if f not in user.held]
+                back = [f for f in move.recalled if f not in user.held]
                 user.make_room(back, self._fits, drop=self._frames // 2)
                 asked = user.copy()
                 for frame in back:
                     asked.place(frame, before=range(frame + 1, len(self._ids)) if policy == "trim" else ())
-                if reordered:
+                if move.reordered:
                     asked.reorder(placed)
-                asked.leave(without)
+                asked.leave(move.without)
             parts = [self._system_prompt, *(self._encoded[f] for f in asked.held), query]
             computed, encodes = self._caches[policy].serve(Prompt.of(parts))
             costs |= {f"computed_tokens_{policy}": computed, f"vision_encodes_{policy}": encodes}

@@ -62,7 +62,7 @@ class Footage(Protocol):
         """The placed frame that a branch should drop first."""
 
 
-class WorldFootage:
+class WorldFootage(Footage):
     """A clip of the bundled model's world: rendered to a video file, which is then decoded like any other.
 
     Args:
@@ -122,7 +122,7 @@ class WorldFootage:
         return next((f for f in middle if self._world[f].role == "scene"), middle[0])
 
 
-class VideoFootage:
+class VideoFootage(Footage):
     """A user's video. Its questions have no truth; answers are compared with a re-prefill only.
 
     Args:

@@ -1,7 +1,12 @@
 """A store in a Redis server, shared by processes and machines.
 
 A value is one string: a sealed record (`ctxwin.store.codec.Seal`), so that whatever else stands there is a miss. The index
-(`ctxwin.store.redis_scripts`) changes in the same transaction as the value. redis-py is imported when a store is opened.
+changes in the same transaction as the value, by Lua scripts that run as a whole or not at all. redis-py is imported when
+a store is opened.
+
+The index has three keys: ``used`` (sorted set: key by last use), ``sizes`` (hash: bytes by key) and ``expires`` (sorted
+set: key by time, ms). Two fields of ``sizes`` count for the whole: their names hold a blank, which no key may. All names
+share a hash tag, so that they stay in one slot.
 """
 
 from __future__ import annotations
@@ -17,7 +22,6 @@ from urllib.parse import urlsplit
 from ctxwin.errors import StoreCorrupt
 from ctxwin.extras import optional_imports
 from ctxwin.hashing import digest
-from ctxwin.store import redis_scripts as scripts
 from ctxwin.store.base import Store, StoreStats, Tally, check_key, check_limits, check_value
 from ctxwin.store.codec import ForeignRecordError, Seal
 
@@ -27,6 +31,121 @@ _LARGEST: Final = 512 << 20  # of a Redis string
 _UNINDEXED_MS: Final = 60_000
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
+
+_COMMON: Final = """
+local used, sizes, expires = KEYS[1], KEYS[2], KEYS[3]
+local values = ARGV[1]
+local TOTAL, CLOCK = ' total', ' clock'
+
+local function account(key, size)
+  local old = tonumber(redis.call('HGET', sizes, key) or 0)
+  redis.call('HSET', sizes, key, size)
+  redis.call('HINCRBY', sizes, TOTAL, size - old)
+end
+
+local function drop(key)
+  local size = tonumber(redis.call('HGET', sizes, key) or 0)
+  redis.call('UNLINK', values .. key)
+  redis.call('HDEL', sizes, key)
+  redis.call('HINCRBY', sizes, TOTAL, -size)
+  redis.call('ZREM', used, key)
+  redis.call('ZREM', expires, key)
+  return size
+end
+
+local function use(key)
+  redis.call('ZADD', used, redis.call('HINCRBY', sizes, CLOCK, 1), key)
+end
+
+local function expire()
+  local time = redis.call('TIME')
+  local now = time[1] * 1000 + math.floor(time[2] / 1000)
+  for _, key in ipairs(redis.call('ZRANGEBYSCORE', expires, '-inf', now)) do drop(key) end
+  return now
+end
+"""
+
+# ARGV: values, key. Returns 1 where it is held, which then counts as a use. The index mends itself: a value that Redis
+# dropped leaves it, one whose entry was lost comes back into it.
+_TOUCH: Final = """
+expire()
+local key = ARGV[2]
+local size = redis.call('STRLEN', values .. key)
+if size == 0 then drop(key) return 0 end
+account(key, size)
+use(key)
+return 1
+"""
+
+# KEYS[4]: the value under a passing name and with a short time to live, taken off last. ARGV: values, key, bytes, limit, ttl in
+# ms (0: none), leased keys. Returns {1 stored | 0 refused, evictions}.
+_PUT: Final = """
+local passing, key = KEYS[4], ARGV[2]
+local size, limit, ttl = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local now = expire()
+local evicted = 0
+local total = tonumber(redis.call('HGET', sizes, TOTAL) or 0)
+local excess = total - tonumber(redis.call('HGET', sizes, key) or 0) + size - limit
+if excess > 0 then
+  local leased, kept = {}, size
+  for i = 6, #ARGV do
+    leased[ARGV[i]] = true
+    if ARGV[i] ~= key then kept = kept + tonumber(redis.call('HGET', sizes, ARGV[i]) or 0) end
+  end
+  if kept > limit then
+    redis.call('UNLINK', passing)
+    return {0, 0}
+  end
+  local at = 0
+  while excess > 0 do
+    local victim = redis.call('ZRANGE', used, at, at)[1]
+    if not victim then break end
+    if leased[victim] or victim == key then
+      at = at + 1
+    else
+      excess = excess - drop(victim)
+      evicted = evicted + 1
+    end
+  end
+end
+redis.call('RENAME', passing, values .. key)
+account(key, size)
+use(key)
+if ttl > 0 then
+  redis.call('PEXPIRE', values .. key, ttl)
+  redis.call('ZADD', expires, now + ttl, key)
+else
+  redis.call('ZREM', expires, key)
+  redis.call('PERSIST', values .. key)
+end
+return {1, evicted}
+"""
+
+# ARGV: values, key. Returns 1 where there was one.
+_DELETE: Final = """
+expire()
+local held = redis.call('EXISTS', values .. ARGV[2])
+drop(ARGV[2])
+return held
+"""
+
+# ARGV: values, key, its last bytes. Deletes exactly what was read: another process may have replaced it meanwhile.
+_REJECT: Final = """
+local name = values .. ARGV[2]
+if redis.call('TYPE', name).ok == 'string' and redis.call('GETRANGE', name, -32, -1) ~= ARGV[3] then return 0 end
+drop(ARGV[2])
+return 1
+"""
+
+_LIST: Final = """
+expire()
+return redis.call('ZRANGE', used, 0, -1)
+"""
+
+_STATS: Final = """
+expire()
+return {redis.call('ZCARD', used), tonumber(redis.call('HGET', sizes, TOTAL) or 0)}
+"""
 
 
 class RedisStore(Store):
@@ -110,7 +229,7 @@ class RedisStore(Store):
         def both(client: Any) -> Any:
             with client.pipeline(transaction=True) as pipe:
                 pipe.get(self._values + key)
-                self._eval(pipe, scripts.TOUCH, key)
+                self._eval(pipe, _TOUCH, key)
                 return pipe.execute(raise_on_error=False)
 
         got = self._try("read", key, both)
@@ -130,17 +249,17 @@ class RedisStore(Store):
             self._tally.count("corrupt")
             log.warning("stored blob %s in %s is corrupt and was deleted: %s", key, self.name, error)
             tail = blob[-32:] if isinstance(blob, bytes) else b""
-            self._try("delete", key, lambda client: self._eval(client, scripts.REJECT, key, tail))
+            self._try("delete", key, lambda client: self._eval(client, _REJECT, key, tail))
         return None
 
     def contains(self, key: str) -> bool:
         """Whether `get` would find a value; counts as a use. The blob is not read."""
         check_key(key)
-        return bool(self._try("look for", key, lambda client: self._eval(client, scripts.TOUCH, key)))
+        return bool(self._try("look for", key, lambda client: self._eval(client, _TOUCH, key)))
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """A sorted snapshot of the keys; empty where the server cannot be reached."""
-        found = self._try("list", "its keys", lambda client: self._eval(client, scripts.LIST)) or []
+        found = self._try("list", "its keys", lambda client: self._eval(client, _LIST)) or []
         return iter(sorted(key for key in (raw.decode("ascii", "replace") for raw in found) if key.startswith(prefix)))
 
     def put(self, key: str, value: bytes) -> bool:
@@ -164,7 +283,7 @@ class RedisStore(Store):
             with client.pipeline(transaction=True) as pipe:
                 # A script that fails half-way is not undone: what no index knows must go by itself.
                 pipe.set(passing, blob, px=_UNINDEXED_MS)
-                pipe.eval(scripts.COMMON + scripts.PUT, 4, *self._index, passing, self._values, *arguments)
+                pipe.eval(_COMMON + _PUT, 4, *self._index, passing, self._values, *arguments)
                 return pipe.execute()[1]
 
         stored, evicted = self._try("write", key, both) or (0, 0)
@@ -175,7 +294,7 @@ class RedisStore(Store):
     def delete(self, key: str) -> bool:
         """Removes ``key``, leased or not; False where there was none."""
         check_key(key)
-        held = bool(self._try("delete", key, lambda client: self._eval(client, scripts.DELETE, key)))
+        held = bool(self._try("delete", key, lambda client: self._eval(client, _DELETE, key)))
         if held:
             self._tally.drop(key)
         return held
@@ -197,7 +316,7 @@ class RedisStore(Store):
 
     def stats(self) -> StoreStats:
         """Counters of this process; items and bytes of the tenant, 0 where the server cannot be reached."""
-        items, size = self._try("read", "its index", lambda client: self._eval(client, scripts.STATS)) or (0, 0)
+        items, size = self._try("read", "its index", lambda client: self._eval(client, _STATS)) or (0, 0)
         return self._tally.stats(items, size)
 
     def verify(self) -> tuple[int, int]:
@@ -221,7 +340,7 @@ class RedisStore(Store):
             self._client.close()
 
     def _eval(self, client: Any, script: str, *arguments: Any) -> Any:
-        return client.eval(scripts.COMMON + script, 3, *self._index, self._values, *arguments)
+        return client.eval(_COMMON + script, 3, *self._index, self._values, *arguments)
 
     def _check_open(self) -> None:
         if self._closed:

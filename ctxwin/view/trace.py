@@ -65,9 +65,7 @@ class Trace:
         self._numbers: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._chunks = self._events = 0
         self._asks: OrderedDict[str, int] = OrderedDict()  # window: its latest ask
-        self._in_branches: OrderedDict[str, deque[tuple[int, str]]] = (
-            OrderedDict()
-        )  # parent: latest asks of its branches
+        self._in_branches: OrderedDict[str, deque[tuple[int, str]]] = OrderedDict()  # parent: its branches' latest asks
         self._encodes: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()  # as counted at the last event
         self._versions: OrderedDict[str, int] = OrderedDict()  # window: as it was recorded last
         if engine is not None:
@@ -91,9 +89,15 @@ class Trace:
         window.observe(_Recorder(self, window.engine))
 
     def note(
-        self, costs: Mapping[str, float] | None = None, *, window: Window | None = None, truth: str | None = None,
-        answers: Mapping[str, str] | None = None, text: str = "", idle_tokens: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        costs: Mapping[str, float] | None = None,
+        *,
+        window: Window | None = None,
+        truth: str | None = None,
+        answers: Mapping[str, str] | None = None,
+        text: str = "",
+        idle_tokens: int = 0,
+    ) -> None:
         """Adds what is shown beside the latest ask (of ``window``, if given).
 
         Args:
@@ -117,10 +121,9 @@ class Trace:
                 raise LookupError(
                     "a note must follow an ask of a watched window, got none so far; watch() it, then ask"
                 )
-            line = {
-                "kind": "note", "of": asked, "costs": costs, "truth": _short(truth or ""), "text": _short(text),
-                "answers": {name: _short(answer) for name, answer in (answers or {}).items()}, "idle_tokens": idle_tokens,
-            }  # fmt: skip
+            line = {"kind": "note", "of": asked, "costs": costs, "truth": _short(truth or ""), "text": _short(text)}
+            line["answers"] = {name: _short(answer) for name, answer in (answers or {}).items()}
+            line["idle_tokens"] = idle_tokens
             self._write({key: value for key, value in line.items() if value})
 
     def close(self) -> None:
@@ -185,11 +188,10 @@ class Trace:
     def _line(
         self, engine: Engine, op: str, state: State, parent: str | None, lanes: Mapping[str, str]
     ) -> dict[str, Any]:
-        return {
-            "kind": "event", "n": self._events, "time": _now(), "window": state.window, "parent": parent, "op": op,
-            "version": state.version, "placed": [self._placed(engine, p, lanes.get(p.id)) for p in state.placed],
-            "tokens": state.tokens, "budget": state.budget, "evicted": len(state.evicted),
-        }  # fmt: skip
+        line: dict[str, Any] = {"kind": "event", "n": self._events, "time": _now(), "window": state.window}
+        line |= {"parent": parent, "op": op, "version": state.version}
+        line["placed"] = [self._placed(engine, p, lanes.get(p.id)) for p in state.placed]
+        return line | {"tokens": state.tokens, "budget": state.budget, "evicted": len(state.evicted)}
 
     def _event(self, line: dict[str, Any]) -> None:
         self._write({key: value for key, value in line.items() if value is not None})
@@ -262,10 +264,8 @@ def _described(chunk: Chunk) -> dict[str, Any]:
     text = " ".join(part.text.strip() for part in chunk.parts if isinstance(part, TextPart)).strip()
     if not text and isinstance(chunk.parts[0], TokensPart):
         text = f"{len(chunk.parts[0].ids)} token ids"
-    line: dict[str, Any] = {
-        "what": chunk.media[0].media if chunk.media else chunk.parts[0].kind,
-        "text": _short(text, _TEXT),
-    }
+    what = chunk.media[0].media if chunk.media else chunk.parts[0].kind
+    line: dict[str, Any] = {"what": what, "text": _short(text, _TEXT)}
     if chunk.label:
         line["label"] = _short(chunk.label, _TEXT)
     if chunk.role:
