@@ -145,7 +145,7 @@ def find_profile(model: str | Path) -> Profile | None:
 def _look_up(
     model: str | Path, name: str, read: Callable[[Path], M], weights: Callable[[M], str], command: str
 ) -> tuple[list[M], list[str]]:
-    """What was measured of a model and can be used, and why the rest cannot.
+    """The measurements of a model that can be used, and why the others cannot.
 
     Args:
         name: of the files: beside the weights, and with another stem the user's own.
@@ -320,7 +320,7 @@ def name_of(model: str | Path) -> str:
 
 
 def _said(error: Exception) -> str:
-    """Half a line about an error, without the path that an OSError tells."""
+    """A short description of an error, without the path that an OSError includes."""
     text = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
     return text or type(error).__name__
 

@@ -89,7 +89,7 @@ class Ledger:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Work of the engine inside the ``with`` block is not counted: a comparison, say."""
+        """Excludes the engine's work inside the ``with`` block from the count, for instance a comparison."""
         before = self._counters()
         try:
             yield
@@ -116,7 +116,7 @@ class Ledger:
                 self._edit(event)
 
     def _follow(self, window: str, state: State) -> dict[Policy, PrefixUser[str]]:
-        """The users of a window; the tokens of what it places are known from here on."""
+        """The prefix-cache users of a window; also records the token counts of what it places."""
         users = self._users.setdefault(window, {policy: PrefixUser(policy) for policy in self._policies})
         self._tokens.update((p.id, p.tokens) for p in state.placed)
         return users
@@ -129,7 +129,7 @@ class Ledger:
             self._reserve_tokens_of.pop(oldest, None)
 
     def _withdraw(self, event: Event) -> None:
-        """The two asks that tested a chunk are no asks of the user; what they computed counts for the next one."""
+        """Removes the two asks that only tested a chunk; their cost is added to the next ask."""
         asked = (i for i in reversed(range(len(self.rows))) if self._tested(self.rows[i], event))
         for i in list(islice(asked, 2)):
             row = self.rows.pop(i)

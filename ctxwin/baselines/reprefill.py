@@ -1,4 +1,4 @@
-"""What answers are compared with: an exact re-prefill of what is placed now, and blind reuse of frames prefilled alone.
+"""References to compare answers with: an exact re-prefill of what is placed now, and blind reuse of frames prefilled alone.
 
 Neither touches the window's spans in the store or its part of the engine's prefix cache; only vision embeddings are shared.
 """
@@ -55,5 +55,5 @@ class Reference:
 
 
 def _fresh() -> str:
-    """A salt never used before: no prefix-cache hit, and none left for anybody."""
+    """A salt never used before, so that the prefix cache neither serves this prompt nor keeps it for another one."""
     return uuid.uuid4().hex

@@ -37,12 +37,12 @@ answer token; ``placed``: the frames in prompt order, each with its lane.
 
 CYCLE = ("look_back", "fork", "look_back", "reorder", "look_back", "toggle", "look_back", "disposable")
 IDLE_EVERY = 8
-"""Frames between two idle moments, in which the window swaps conditioned KV for canonical and patch."""
+"""Frames between idle moments, in which the window replaces conditioned KV by a canonical and a patch."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """What an ask's frames differ in from those of the stream: which came back, which are gone, whether in another order."""
+    """How the frames of an ask differ from those of the stream: some came back, some are gone, or the order changed."""
 
     recalled: Sequence[int] = ()
     without: Sequence[int] = ()
@@ -171,7 +171,7 @@ class Agent:
             yield self._ask("reorder", branch, query, Move(reordered=True), note=note)
 
     def _toggle(self) -> Iterator[Step]:
-        """A frame clean of its context is asked for what it shows by itself; back on, for anything."""
+        """Serves a frame clean of its context and asks what it shows by itself, then switches it back and asks anything."""
         placed = self._placed(self.window)
         frame = placed[int(self._rng.integers(1, len(placed)))]
         for conditioned in (False, True):
@@ -191,14 +191,14 @@ class Agent:
         yield self._ask("disposable", self.window, query, note=note, tested=oldest)
 
     def _kinds(self) -> list[str]:
-        """The kinds of this footage, the one that is due first: half of the asks are the first kind."""
+        """The kinds of question in the order they should be tried, so that half of all asks are of the first kind."""
         first, *others = self._footage.kinds
         return [first, *others] if 2 * self._multi <= self._count + 1 else [*others, first]
 
     def _pick(
         self, placed: Sequence[int], about: Sequence[int] | None = None, kinds: Sequence[str] | None = None
     ) -> Query:
-        """A question of the kind that is due, else of another one, else about any frame."""
+        """A question of the next kind in turn, otherwise of another kind, otherwise about any frame."""
         wanted = [k for k in self._kinds() if kinds is None or k in kinds]
         for scope in (about, None):
             for kind in wanted:

@@ -1,4 +1,4 @@
-"""What the demo shows: a line for each ask while it runs, the tables of its end, and `timeline.png`."""
+"""The output of the demo: a line for each ask while it runs, the final tables, and `timeline.png`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NAMES = {
     "computed_tokens_trim": "prefix cache: trim",
     "computed_tokens_append": "trim, look back at the end",
 }
-"""Who computes what, by field of a step."""
+"""Display name of each token count in a step."""
 ENCODES = {
     "computed_tokens": "vision_encodes",
     "computed_tokens_naive": "vision_encodes_prefix_cache",
     "computed_tokens_trim": "vision_encodes_trim",
     "computed_tokens_append": "vision_encodes_append",
 }
-"""Field of the tokens: field of the vision encodes."""
+"""Field of a token count: field of the matching vision encodes."""
 _COLOURS = ("#2e86ab", "#d1495b", "#ee964b", "#a0862f")
 _BAR, _WIDE = 24, 110
 
@@ -106,7 +106,7 @@ def lane_bar(step: Step, width: int = _BAR) -> Text:
 
 
 def final_tables(summary: Mapping[str, Any]) -> Group:
-    """What the run amounts to: costs beside those of prefix-cache users, answers beside a re-prefill and blind reuse."""
+    """The summary: costs beside those of prefix-cache users, answers beside a re-prefill and blind reuse."""
     costs = _titled(f"{summary['asks']} asks on {summary['engine']}", "", *NAMES.values())
     tokens = [summary[name] for name in NAMES]
     costs.add_row("tokens computed", *(f"{count:,}" for count in tokens))

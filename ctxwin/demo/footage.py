@@ -1,4 +1,4 @@
-"""What the agent watches: a clip of the generated world, whose answers are known, or a user's own video."""
+"""The video that the agent watches: a clip of the generated world with known answers, or a user's own."""
 
 from __future__ import annotations
 

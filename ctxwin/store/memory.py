@@ -1,4 +1,4 @@
-"""A store in this process's memory: least recently used leaves first."""
+"""A store in this process's memory that evicts the least recently used values first."""
 
 from __future__ import annotations
 

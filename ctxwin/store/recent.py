@@ -1,4 +1,4 @@
-"""What was used lately, within a bound of bytes."""
+"""A cache of recently used values, bounded in bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Recent(Generic[V]):
             return self._held[key][0]
 
     def put(self, key: str, value: V, nbytes: int) -> None:
-        """Keeps ``value``, of ``nbytes``; one that is larger than the bound is not kept, and nothing leaves for it."""
+        """Keeps ``value``, of ``nbytes``, unless it alone exceeds the bound; then nothing is evicted for it either."""
         self.pop(key)
         if nbytes > self.max_bytes:
             return

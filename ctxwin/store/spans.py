@@ -233,9 +233,9 @@ class SpanRepository:
         return self._put(_key(key, "chunk", any_namespace=True), "json", {}, payload, bound=bound)
 
     def record_of(self, key: str) -> Mapping[str, Any]:
-        """What was said of a stored span or patch beside its tensors; empty where it is gone or cannot be read.
+        """The metadata stored beside the tensors of a span or patch; empty where it is gone or cannot be read.
 
-        Of any model; nothing is compared. Cost: a read and a checksum.
+        Works for records of any model, as nothing is compared. Cost: a read and a checksum.
         """
         blob = self.store.get(key)
         try:

@@ -1,4 +1,4 @@
-"""One colour for each lane, the same in terminals, figures and pages, and what each lane means in a few words."""
+"""A colour and a short description for each lane, shared by terminal output, figures and pages."""
 
 from __future__ import annotations
 

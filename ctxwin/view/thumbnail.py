@@ -1,4 +1,4 @@
-"""A small picture of a chunk for people, from wherever its pixels still are."""
+"""Thumbnails of chunks, from wherever their pixels are still available."""
 
 from __future__ import annotations
 

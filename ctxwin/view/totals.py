@@ -1,4 +1,4 @@
-"""What a recorded run asked and cost, in numbers."""
+"""Totals of a recorded run: what was asked, answered and computed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def totals(recording: Recording) -> dict[str, Any]:
 
 
 def in_words(numbers: dict[str, Any]) -> str:
-    """A few sentences for people."""
+    """The totals as a short text."""
     computed, prompts = numbers["computed_tokens"], numbers["prompt_tokens"]
     share = f" ({computed / prompts:.1%})" if prompts else ""
     text = f"{numbers['asks']:,} asks; {computed:,} of {prompts:,} prompt tokens computed{share}, "
