@@ -220,8 +220,9 @@ class Template:
 
     def _cut(self, messages: list[dict[str, Any]], *sentinels: str, tools: Any = None) -> list[str] | None:
         """The rendered text cut at the sentinels; None where one is missing, doubled or out of order."""
+        assert self._render is not None
         try:
-            rest = self._rendered(messages, tools)
+            rest = self._render(messages, True) if tools is None else self._render(messages, True, tools)
         except _template_errors():
             return None
         if any(rest.count(s) != 1 for s in sentinels):
@@ -233,10 +234,6 @@ class Template:
                 return None
             parts.append(head)
         return [*parts, rest]
-
-    def _rendered(self, messages: list[dict[str, Any]], tools: Any = None) -> str:
-        assert self._render is not None
-        return self._render(messages, True) if tools is None else self._render(messages, True, tools)
 
     def _base(self) -> list[dict[str, Any]]:
         """The turns in front of a probed one; with a system turn where the template has one."""

@@ -187,7 +187,9 @@ class Inputs:
         else:
             shape = (span.modality, span.grid_thw, span.seconds_per_grid)
             if shape not in self._blank:  # a handful of shapes in a stream of frames, and a millisecond each
-                self._blank[shape] = self._item(span, None if self._files else self._zeros(span.tokens))
+                width = self._config.get_inputs_embeds_size() * (1 + deep_layers(self._config.hf_config))
+                zeros = torch.zeros(1).expand(span.tokens, width)
+                self._blank[shape] = self._item(span, None if self._files else zeros)
             item = self._blank[shape]
         place = PlaceholderRange(offset=span.offset, length=span.tokens)
         if span.modality == "video" and span.seconds_per_grid is None:
@@ -197,10 +199,6 @@ class Inputs:
             place = PlaceholderRange(offset=span.offset - 1, length=span.tokens + 1, is_embed=embedded)
         name = self.name(span.key, tenant)
         return MultiModalFeatureSpec(data=item, modality=span.modality, identifier=name, mm_position=place)
-
-    def _zeros(self, tokens: int) -> torch.Tensor:
-        width = self._config.get_inputs_embeds_size() * (1 + deep_layers(self._config.hf_config))
-        return torch.zeros(1).expand(tokens, width)
 
     def _item(self, span: MediaSpan, embeddings: torch.Tensor | None) -> Any:
         """The fields of one item; without embeddings only those that positions follow from."""

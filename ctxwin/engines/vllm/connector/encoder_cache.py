@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,7 +88,7 @@ class EncoderCacheConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees
         if not folder:
             raise ValueError("ec_connector_extra_config must name the folder of the embeddings; add 'folder'")
         if role is ECConnectorRole.SCHEDULER:
-            files = EmbeddingFiles(folder, str(config.get_from_extra_config("identity", "")))
+            files = EmbeddingFiles(Path(folder), str(config.get_from_extra_config("identity", "")))
             model = vllm_config.model_config
             width = int(model.get_inputs_embeds_size()) * (1 + deep_layers(model.hf_config))
             self.scheduler = Scheduler(files, width, model.dtype, vllm_config.scheduler_config.max_num_batched_tokens)

@@ -68,17 +68,15 @@ def decode(blob: bytes, identity: str = "") -> torch.Tensor:
     return found
 
 
+@dataclass
 class EmbeddingFiles:
-    """Embeddings by name in ``folder``; thread-safe, and safe beside the process that writes them.
+    """Embeddings by name in a folder in shared memory, which may be gone; thread-safe, also beside the writing process.
 
-    Args:
-        folder: in shared memory; it may be gone.
-        identity: see `encode`.
+    ``identity``: see `encode`.
     """
 
-    def __init__(self, folder: str | Path, identity: str = "") -> None:
-        self.folder = Path(folder)
-        self.identity = identity
+    folder: Path
+    identity: str = ""
 
     def path(self, name: str) -> Path:
         """Where embeddings of that name are kept."""
