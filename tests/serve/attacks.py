@@ -83,13 +83,16 @@ class Victim:
     store: Path
 
     def members(self) -> list[int]:
-        """Processes of the server's group that still run."""
-        found = []
+        """The server's process and all below it that still run, whatever group they are in."""
+        parents: dict[int, int] = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
-                state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
-                if int(group) == self.process.pid and state != "Z":
-                    found.append(int(stat.parent.name))
+                state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+                if state != "Z":
+                    parents[int(stat.parent.name)] = int(parent)
+        found = [self.process.pid] if self.process.pid in parents else []
+        for pid in found:
+            found += [child for child, parent in parents.items() if parent == pid]
         return found
 
     def resident(self) -> int:
