@@ -1,4 +1,4 @@
-"""The files of `DiskStore`: one record each, written whole and read without trust."""
+"""The files of `DiskStore`: rows of its index without pickle, and records read without trust."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+import diskcache
 
 from ctxwin.errors import StoreCorrupt
 from ctxwin.files import atomic_write
@@ -30,10 +32,51 @@ class Row(NamedTuple):
     file: str
     sum: str
 
-    @property
-    def ours(self) -> bool:
-        """Whether this store can have written it; the index may be foreign, and hold values of any type."""
-        return isinstance(self.sum, str) and _SUM.fullmatch(self.sum) is not None and _is_ours(self.file)
+
+class Written(NamedTuple):
+    """A record that is on disk and waits for its row; ``size`` in bytes."""
+
+    row: Row
+    size: int
+
+
+class RefusedRowError(ValueError):
+    """A row that this store did not write."""
+
+
+class RawDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types
+    """Str keys and `Row` values only; nothing is ever pickled or unpickled, and no file is opened here."""
+
+    def __init__(self, directory: str, **_: Any) -> None:
+        # Settings come from the database file, which may be foreign: none of them is used.
+        super().__init__(directory)
+        self._folder = Path(directory)
+
+    def put(self, key: Any) -> tuple[str, bool]:
+        """A key as the database holds it."""
+        return check_key(key), True
+
+    def get(self, key: Any, raw: Any) -> str | None:
+        """The key of a row; None for a row that this store did not write."""
+        return key if raw == 1 and isinstance(key, str) else None
+
+    def store(self, value: Any, read: bool, key: Any = None) -> tuple[int, int, str, str]:
+        """A `Written` record as the database holds it."""
+        if not isinstance(value, Written):
+            raise TypeError(f"only written records can be indexed, got {type(value).__name__}")
+        return value.size, diskcache.core.MODE_BINARY, value.row.file, value.row.sum
+
+    def fetch(self, mode: Any, filename: Any, value: Any, read: bool) -> Row:
+        """The row; RefusedRowError where this store cannot have written it."""
+        if not _is_ours(filename) or mode != diskcache.core.MODE_BINARY:
+            raise RefusedRowError(f"the index has a row of mode {mode!r} and file {filename!r}"[:200])
+        if not isinstance(value, str) or _SUM.fullmatch(value) is None:
+            raise RefusedRowError("the index has a row without a checksum")
+        return Row(filename, value)
+
+    def remove(self, file_path: Any) -> None:
+        """Removes the file of a row that is replaced or has expired."""
+        remove_record(self._folder, file_path)
 
 
 class BlobFile(NamedTuple):

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import diskcache
 import pytest
 
 from ctxwin.store.disk import DiskStore
@@ -24,7 +25,7 @@ def blobs(path: Path) -> list[Path]:
 
 
 def sql(path: Path, statement: str, *arguments: Any) -> list[Any]:
-    with sqlite3.connect(path / "index.db") as connection:
+    with sqlite3.connect(path / "cache.db") as connection:
         rows = connection.execute(statement, arguments).fetchall()
     connection.close()
     return rows
@@ -132,7 +133,7 @@ class TestCrash:
             "path, step, after = sys.argv[1], sys.argv[2], sys.argv[3] == 'True'\n"
             "s = disk.DiskStore(path)\n"
             "where = {'open': (os, 'fdopen'), 'fsync': (os, 'fsync'), 'replace': (os, 'replace'),\n"
-            "         'sync_folder': (files, 'sync_folder'), 'set': (s._index, 'set')}[step]\n"
+            "         'sync_folder': (files, 'sync_folder'), 'set': (s._cache, 'set')}[step]\n"
             "real = getattr(*where)\n"
             "def die(*a, **k):\n"
             "    if after: real(*a, **k)\n"
@@ -201,8 +202,8 @@ class TestCorruption:
         store = DiskStore(tmp_path)
         store.put("span/a", b"value of a")
         store.put("span/b", b"value of b")
-        ((file, sum_),) = sql(tmp_path, "SELECT file, sum FROM records WHERE key = 'span/a'")
-        sql(tmp_path, "UPDATE records SET file = ?, sum = ? WHERE key = 'span/b'", file, sum_)
+        ((file, sum_),) = sql(tmp_path, "SELECT filename, value FROM Cache WHERE key = 'span/a'")
+        sql(tmp_path, "UPDATE Cache SET filename = ?, value = ? WHERE key = 'span/b'", file, sum_)
         assert store.get("span/b") is None
         assert store.stats().corrupt == 1
 
@@ -223,12 +224,12 @@ class TestCorruption:
         store.delete("span/2")
         store.close()
         for tail in ("-wal", "-shm"):
-            (tmp_path / f"index.db{tail}").unlink(missing_ok=True)
-        index = tmp_path / "index.db"
+            (tmp_path / f"cache.db{tail}").unlink(missing_ok=True)
+        index = tmp_path / "cache.db"
         if how == "gone":
             index.unlink()
         elif how == "no tables":
-            sql(tmp_path, "DROP TABLE records")
+            sql(tmp_path, "DROP TABLE Cache")
         else:
             whole = index.read_bytes()
             torn = whole[:8192] + bytes(len(whole) - 8192)
@@ -250,11 +251,11 @@ class TestCorruption:
             store.put(f"span/{i}", b"value %d" % i)
         other = DiskStore(tmp_path)
         other.close()
-        index = tmp_path / "index.db"
+        index = tmp_path / "cache.db"
         with index.open("r+b") as file:
             file.seek(4096)
             file.write(os.urandom(index.stat().st_size - 4096))
-        (tmp_path / "index.db-wal").write_bytes(b"")
+        (tmp_path / "cache.db-wal").write_bytes(b"")
         found = [store.get(f"span/{i}") for i in range(200)]
         assert all(value in (None, b"value %d" % i) for i, value in enumerate(found))
         assert [store.get(f"span/{i}") for i in range(200)] == [b"value %d" % i for i in range(200)]
@@ -340,8 +341,8 @@ class TestSeal:
             store.put("span/a", value)
         (blob,), (forged,) = blobs(tmp_path / "ours"), blobs(tmp_path / "theirs")
         blob.write_bytes(forged.read_bytes())
-        ((code,),) = sql(tmp_path / "theirs", "SELECT sum FROM records")
-        sql(tmp_path / "ours", "UPDATE records SET sum = ?", code)
+        ((code,),) = sql(tmp_path / "theirs", "SELECT value FROM Cache")
+        sql(tmp_path / "ours", "UPDATE Cache SET value = ?", code)
         assert ours.get("span/a") is None
 
 
@@ -360,58 +361,98 @@ def test_nobody_else_may_read_it(tmp_path: Path) -> None:
     assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
 
 
-class TestForeignIndex:
-    """Whoever can write to the folder can write rows: each is a miss, and nothing of them is run or followed."""
+class Bomb:
+    """Unpickling it creates a file."""
 
-    def plant(self, path: Path, key: object, file: object, total: object, size: object = 9) -> None:
-        sql(path, "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, NULL)", key, file, total, size)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+class TestPickle:
+    """CVE-2025-69872: diskcache unpickles what it finds; this store must not."""
+
+    def plant(self, path: Path, key: Any, value: Any) -> None:
+        with diskcache.Cache(str(path)) as cache:
+            cache.set(key, value)
+
+    def test_the_bomb_works_on_plain_diskcache(self, tmp_path: Path) -> None:
+        self.plant(tmp_path, "span/a", Bomb(tmp_path / "pwned"))
+        with diskcache.Cache(str(tmp_path)) as cache:
+            cache.get("span/a")
+        assert (tmp_path / "pwned").exists()
 
     @pytest.mark.parametrize("existing", [False, True])
-    @pytest.mark.parametrize("value", ["text", 7, 1.5, b"raw bytes", pickle.dumps(Path.touch), None])
-    def test_a_planted_row_is_a_miss(self, tmp_path: Path, existing: bool, value: object) -> None:
-        store = DiskStore(tmp_path)
+    def test_a_planted_value_is_a_miss(self, tmp_path: Path, existing: bool) -> None:
         if existing:
-            store.put("span/a", b"value")
-        self.plant(tmp_path, "span/a", value, value)
-        assert not store.contains("span/a")
-        self.plant(tmp_path, "span/a", value, value)
+            DiskStore(tmp_path).put("span/a", b"value")
+        self.plant(tmp_path, "span/a", Bomb(tmp_path / "pwned"))
+        store = DiskStore(tmp_path)
         assert store.get("span/a") is None
-        assert store.stats().corrupt == 2
+        assert store.stats().corrupt == 1
         assert store.put("span/a", b"value")
         assert store.get("span/a") == b"value"
+        assert not (tmp_path / "pwned").exists()
 
-    def test_a_row_of_a_foreign_file_is_a_miss(self, tmp_path: Path) -> None:
+    def test_a_planted_file_value_is_a_miss(self, tmp_path: Path) -> None:
+        DiskStore(tmp_path).close()
+        (tmp_path / "bomb.val").write_bytes(pickle.dumps(Bomb(tmp_path / "pwned")))
+        sql(
+            tmp_path,
+            "INSERT INTO Cache(key, raw, store_time, access_time, size, mode, filename)"
+            " VALUES ('span/a', 1, 0, 0, 9, 4, ?)",
+            "bomb.val",
+        )
         store = DiskStore(tmp_path)
-        (tmp_path / "bomb.val").write_bytes(b"anything")
-        self.plant(tmp_path, "span/a", "bomb.val", "0" * 64)
         assert not store.contains("span/a")
         assert store.get("span/a") is None
         assert store.verify()[0] == 0
+        assert not (tmp_path / "pwned").exists()
         assert (tmp_path / "bomb.val").exists(), "a foreign file is not ours to delete"
 
-    @pytest.mark.parametrize("key", [b"\x80\x04bytes", "with a blank", ""])
-    def test_a_planted_key_is_passed_over(self, tmp_path: Path, key: object) -> None:
+    def test_a_planted_key_is_passed_over(self, tmp_path: Path) -> None:
+        DiskStore(tmp_path).put("span/a", b"value")
+        with diskcache.Cache(str(tmp_path), disk=diskcache.Disk) as cache:
+            cache.set(("a", Bomb(tmp_path / "pwned")), b"x")
         store = DiskStore(tmp_path, max_bytes=1000)
-        store.put("span/a", b"value")
-        self.plant(tmp_path, key, "x", "y")
         assert list(store.list()) == ["span/a"]
         assert store.verify() == (1, 1)
         assert store.stats().items == 1
-        self.plant(tmp_path, key, "x", "y", 10**12)
+        self.plant(tmp_path, ("a", Bomb(tmp_path / "pwned")), b"x")
         for i in range(9):
             assert store.put(f"span/{i}", bytes(200)), "a foreign row takes nobody's place"
         store.gc(0)
-        store.verify()
+        assert store.verify()[1] == 1
         assert store.verify() == (store.stats().items, 0)
+        assert not (tmp_path / "pwned").exists()
 
-    def test_nothing_but_records_is_ever_written(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("value", ["text", 7, 1.5, b"raw bytes", b"x" * 50_000])
+    def test_other_foreign_values_are_misses(self, tmp_path: Path, value: Any) -> None:
+        DiskStore(tmp_path).close()
+        self.plant(tmp_path, "span/a", value)
         store = DiskStore(tmp_path)
-        for value in ({"a": 1}, "text", object(), bytearray(b"bytes")):
+        assert store.get("span/a") is None
+        assert not store.contains("span/a")
+
+    def test_nothing_but_blobs_is_ever_written(self, tmp_path: Path) -> None:
+        store = DiskStore(tmp_path)
+        for value in ({"a": 1}, "text", object(), b"bytes"):
             with pytest.raises(TypeError):
-                store.put("span/a", value)  # type: ignore[arg-type]
+                store._cache.set("span/a", value)
         with pytest.raises(TypeError):
-            store.put(("a", "tuple"), b"x")  # type: ignore[arg-type]
-        assert blobs(tmp_path) == []
+            store._cache.set(("a", "tuple"), b"x")
+
+    def test_planted_settings_are_not_obeyed(self, tmp_path: Path) -> None:
+        DiskStore(tmp_path).put("span/a", b"value")
+        for key, value in (("cull_limit", 10), ("size_limit", 1), ("eviction_policy", "evil"), ("disk_evil", "x")):
+            sql(tmp_path, "INSERT OR REPLACE INTO Settings VALUES (?, ?)", key, value)
+        store = DiskStore(tmp_path)
+        for i in range(5):
+            assert store.put(f"span/{i}", b"value")
+        assert store.get("span/a") == b"value"
+        assert store.stats().items == 6
 
     @pytest.mark.parametrize("target", ["../victim", "{absolute}", "blobs/../../victim", "victim"])
     def test_a_planted_path_is_neither_read_nor_deleted(self, tmp_path: Path, target: str) -> None:
@@ -422,10 +463,10 @@ class TestForeignIndex:
         for victim in (tmp_path / "victim", folder / "victim"):
             victim.write_bytes(good)
         name = target.format(absolute=tmp_path / "victim")
-        sql(folder, "UPDATE records SET file = ? WHERE key = 'span/a'", name)
+        sql(folder, "UPDATE Cache SET filename = ? WHERE key = 'span/a'", name)
         assert store.get("span/a") is None
         store.put("span/a", b"value")
-        sql(folder, "UPDATE records SET file = ? WHERE key = 'span/a'", name)
+        sql(folder, "UPDATE Cache SET filename = ? WHERE key = 'span/a'", name)
         store.delete("span/a")
         store.verify()
         assert (tmp_path / "victim").exists()
@@ -456,7 +497,7 @@ class TestFailures:
     def test_a_locked_index_refuses_and_leaves_no_file(self, tmp_path: Path) -> None:
         store = DiskStore(tmp_path, timeout=0.05)
         store.put("span/a", b"value")
-        holder = sqlite3.connect(tmp_path / "index.db", isolation_level=None)
+        holder = sqlite3.connect(tmp_path / "cache.db", isolation_level=None)
         holder.execute("BEGIN IMMEDIATE")
         try:
             assert store.put("span/b", b"value") is False
@@ -575,7 +616,7 @@ class TestUpkeep:
     def test_gc_without_a_readable_index_removes_no_record(self, tmp_path: Path) -> None:
         store = DiskStore(tmp_path)
         store.put("span/a", b"value")
-        sql(tmp_path, "ALTER TABLE records RENAME TO gone")
+        sql(tmp_path, "ALTER TABLE Cache RENAME TO Gone")
         store.gc(0)
         assert len(blobs(tmp_path)) == 1
         assert store.get("span/a") == b"value"

@@ -296,7 +296,7 @@ def test_another_process_goes_on_where_this_one_stopped(tmp_path: Path) -> None:
     blobs = [
         p for p in tmp_path.rglob("*") if p.is_file() and span.span.removeprefix("span/").encode() in p.read_bytes()
     ]
-    blobs = [p for p in blobs if p.stat().st_size > 10_000 and not p.name.startswith("index.db")]
+    blobs = [p for p in blobs if p.stat().st_size > 10_000 and not p.name.startswith("cache.db")]
     assert len(blobs) == 1
     raw = bytearray(blobs[0].read_bytes())
     raw[-100] ^= 0xFF
