@@ -30,7 +30,7 @@ def main() -> None:
         assert name in Image.ID or Image.init(), name
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(5)  # a picture that takes seconds must not slow down everybody's answers
+    os.nice(15)  # a picture that takes seconds must not slow down everybody's answers
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     while head := source.read(REQUEST.size):
         size, width, height = REQUEST.unpack(head)

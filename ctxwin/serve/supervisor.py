@@ -22,7 +22,7 @@ from typing import Any
 
 from ctxwin.errors import EngineFailed
 
-JOURNAL = "CTXWIN_SERVE_JOURNAL"
+JOURNAL = "_CTXWIN_SERVE_JOURNAL"
 """Environment variable of a supervised process: the file that outlives it, see `ctxwin.serve.quarantine`."""
 DIED = 75
 """Exit status of a server whose engine died (sysexits' "temporary failure")."""
