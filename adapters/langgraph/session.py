@@ -151,7 +151,7 @@ class Session(Window):
         found = read_manifest(self.engine.repo, record["manifest"]) if record is not None else None
         if found is None or found[1] or found[2]:
             return None
-        with suppress(KeyError, TypeError):  # of a version that wrote other fields: a miss
+        with suppress(KeyError, TypeError, ValueError):  # of a version that wrote other fields: a miss
             return wire.answer_from(record["answer"]), found[0]
         return None
 

@@ -229,7 +229,7 @@ def test_deepstack_features_are_stored_and_count(folders: Callable[[str], Path])
         engine.encoder.embeddings.put(stored.key, rows, stored.grid_thw)
     assert float((engine.logits(laid(encoded), engine.encode_query(QUERY)) - want).abs().max()) > 1e-2
     engine.encoder.embeddings.put(media.key, engine.embed(media.key)[:, :64], media.grid_thw)
-    with pytest.raises(EngineFailed, match=r"\[tokens, 192\]"):
+    with pytest.raises(EngineFailed, match=r"must be \[9, 192\], got \[9, 64\]"):
         engine.inputs(encoded)
 
 

@@ -28,8 +28,9 @@ from serve.test_routes import wait_for
 
 PARENT = """
 import sys
-from ctxwin.serve.supervisor import supervise
-sys.exit(supervise([sys.executable, "-c", sys.argv[2], *sys.argv[3:]], int(sys.argv[1]), pause=0.05))
+from ctxwin.serve import supervisor
+supervisor._GROUP_S = 0.5
+sys.exit(supervisor.supervise([sys.executable, "-c", sys.argv[2], *sys.argv[3:]], int(sys.argv[1]), pause=0.05))
 """
 CHILD = """
 import os, signal, socket, subprocess, sys, threading, time

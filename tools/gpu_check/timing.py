@@ -92,9 +92,9 @@ def break_even(
             "loaded_ms": lambda chunk=chunk, span=span: engine.logits([Segment(chunk, 0, span)], query),
             "captured_ms": lambda chunk=chunk: engine.prefill([], chunk, 0),
         }
-        if tokens <= 4096:  # forming a patch takes an SVD of the chunk
+        if tokens <= 1024:  # forming a patch takes an SVD of the chunk
             behind = engine.prefill([Segment(first, 0)], chunk, QUERY)
-            patch = form_patch(behind, span, spec, rank=32, method="randomized")
+            patch = form_patch(behind, span, spec, rank=32)
             moves["patched_ms"] = lambda chunk=chunk, span=span, patch=patch: engine.logits(
                 [Segment(chunk, 0, span, patch)], query
             )
