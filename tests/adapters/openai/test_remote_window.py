@@ -243,7 +243,23 @@ def test_streaming(window: RemoteWindow) -> None:
         window.stream(QUESTION, 2000)
 
 
-def test_a_stream_that_is_closed_leaves_the_window_as_it_was(window: RemoteWindow) -> None:
+def test_a_stream_that_is_closed_leaves_the_window_as_it_was(
+    window: RemoteWindow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = Window.answer
+
+    def held(*args: Any, on_token: Any, stopped: Any, **options: Any) -> Any:
+        """Goes on behind its first token only when the client has left, however fast the model is."""
+
+        def told(token: int, text: str) -> Any:
+            wanted = on_token(token, text)
+            while not stopped():
+                time.sleep(0.01)
+            return wanted
+
+        return ask(*args, on_token=told, stopped=stopped, **options)
+
+    monkeypatch.setattr(Window, "answer", held)
     window.extend(CHUNKS[:3])
     before = window.version, window.ids
     stream = window.stream(QUESTION, 400, remember=True, temperature=2.0, seed=1)
