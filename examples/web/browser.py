@@ -73,8 +73,9 @@ class Browser:
         """Clicks the first link with this text and waits for the page behind it."""
 
         def click() -> None:
+            before = self._page.url
             self._page.get_by_role("link", name=link, exact=True).first.click()
-            self._page.wait_for_load_state("load")
+            self._page.wait_for_url(lambda now: now != before)  # a click returns before the browser has left the page
 
         self._do(click)
 
