@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
@@ -19,6 +20,11 @@ Put = Callable[[Any], None]
 """Hands one item over."""
 Stopped = Callable[[], bool]
 """Whether nobody wants the work any more."""
+_RESTING = 2.0
+"""How many times the processor time of its last work a tenant rests while others ask, for Python runs one thread at a time:
+what one tenant computes, the event loop and the other tenants' threads wait for."""
+_LIGHT, _LONGEST_REST, _LATELY = 0.01, 2.0, 0.2
+"""Seconds: the processor time that asks for no rest, the longest rest, and how long a tenant counts after it last asked."""
 _STOPPED = "the answer was stopped before its end: the server is shutting down, or the client has left"
 
 
@@ -36,7 +42,8 @@ class FairPool:
 
     The tenant with the fewest requests running is next, among equals the one that was served longest ago; a tenant's own
     requests keep their order. So one tenant may have every thread while nobody else asks, and gives way from the next end
-    on until the shares are equal. Thread-safe.
+    on until the shares are equal. While others ask, a tenant whose work took long on the processor rests for twice
+    that time before its next work begins. Thread-safe.
 
     Args:
         most: of the tenants named here, how much may run at once.
@@ -56,6 +63,8 @@ class FairPool:
         self._running: Counter[str] = Counter()
         self._served: dict[str, int] = {}  # when the tenant's newest job began, in jobs
         self._begun = 0
+        self._asked: dict[str, float] = {}  # when the tenant last asked for a turn
+        self._rests: dict[str, float] = {}  # until when it rests where others ask
         self._closing = False
         self._changed = threading.Condition()
 
@@ -83,6 +92,7 @@ class FairPool:
                     f"at most {self._most_waiting} requests may wait (--max-waiting); try again when some have ended"
                 )
             line.append(job)
+            self._asked[job.tenant] = time.monotonic()
             # Not all that waits can begin, and an idle thread may have been told to: one too many is cheap.
             if sum(map(len, self._waiting.values())) > self._idle and len(self._threads) < self._most:
                 name = f"{self._name}-{len(self._threads)}"
@@ -114,24 +124,37 @@ class FairPool:
             with self._changed:
                 self._idle += 1
                 while (job := self._next()) is None and not self._closing:
-                    self._changed.wait()
+                    self._changed.wait(self._until_rested())
                 self._idle -= 1
                 if job is None:
                     return
             if job.run is None:
                 job.future.set_result(partial(self._end, job.tenant))
                 continue
+            began = time.thread_time()
             try:
                 job.future.set_result(job.run())
             except BaseException as error:  # its caller's
                 job.future.set_exception(error)
-            self._end(job.tenant)
+            self._end(job.tenant, time.thread_time() - began)
             del job
 
-    def _end(self, tenant: str) -> None:
+    def _end(self, tenant: str, worked: float = 0.0) -> None:
         with self._changed:
+            if worked > _LIGHT:
+                self._rests[tenant] = time.monotonic() + min(_RESTING * worked, _LONGEST_REST)
             self._running[tenant] -= 1
             self._changed.notify_all()  # whoever is at its cap may go on
+
+    def _beside_others(self, tenant: str, now: float) -> bool:
+        """Whether another tenant has asked lately, or its work runs."""
+        return any(t != tenant and (at > now - _LATELY or self._running[t]) for t, at in self._asked.items())
+
+    def _until_rested(self) -> float | None:
+        """Seconds until the next tenant that waits has rested; None where none does both."""
+        now = time.monotonic()
+        left = [rest - now for t in self._waiting if (rest := self._rests.get(t, 0.0)) > now]
+        return min(left, default=None)
 
     def _forget(self, tenant: str, future: Future[Any]) -> None:
         """Drops what was taken back at once, with all that it holds. O(waiting)."""
@@ -147,7 +170,13 @@ class FairPool:
     def _next(self) -> _Job | None:
         """Takes the next job out of its queue; it counts as running."""
         while True:
-            able = [t for t in self._waiting if self._running[t] < self._caps.get(t, self._most)]
+            now = time.monotonic()
+            able = [
+                tenant
+                for tenant in self._waiting
+                if self._running[tenant] < self._caps.get(tenant, self._most)
+                and (self._rests.get(tenant, 0.0) <= now or not self._beside_others(tenant, now))
+            ]
             if not able or self._running.total() >= self._most:
                 return None
             tenant = min(able, key=lambda t: (self._running[t], self._served.get(t, 0)))

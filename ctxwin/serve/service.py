@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -34,6 +35,9 @@ TENANT = "ctxwin.tenant"
 OpenEngine = Callable[[str, Tenant | None], "tuple[Engine, CountingStore]"]
 """``(tenant name, its entry)`` -> an engine of that tenant and the store behind it, which the service closes."""
 _BRIEF_THREADS = 4
+_SWITCH_S = 0.0005
+"""How long a thread that computes keeps Python's lock while others want it. By default ten times that, which the event loop
+would wait each time that it wakes up beside one tenant's work."""
 _log = logging.getLogger("ctxwin.serve")
 
 
@@ -107,8 +111,9 @@ class Service:
 
     async def start(self) -> None:
         """Opens every tenant's space and begins to close idle windows."""
+        sys.setswitchinterval(_SWITCH_S)
         for name, tenant in self._tenants.items():
-            self._spaces[name] = await self.run(name, self._open, name, tenant)
+            self._spaces[name] = await asyncio.to_thread(self._open, name, tenant)
         self._sweeper = asyncio.create_task(self._sweep())
 
     async def stop(self) -> None:

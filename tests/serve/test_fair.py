@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -86,6 +87,31 @@ def test_shares_become_equal_however_many_each_asks_for(pools: list[FairPool]) -
     assert line.began(8)[-1] == "a4"
     for name in ("a3", "a4", "a5", "a6", "a7", *(f"b{i}" for i in range(1, 8))):
         line.end(name)
+
+
+def test_heavy_work_waits_for_others_and_for_nobody_else(pools: list[FairPool]) -> None:
+    """A tenant that computed for long rests while others ask; alone it does not."""
+    pools.append(FairPool(4))
+    line = Line(pools[0])
+
+    def compute(seconds: float) -> None:
+        until = time.thread_time() + seconds
+        while time.thread_time() < until:
+            pass
+
+    def begins_within(tenant: str, work_of: float) -> float:
+        pools[0].submit(tenant, compute, work_of).result(30)
+        began = time.monotonic()
+        pools[0].submit(tenant, str).result(30)
+        return time.monotonic() - began
+
+    rest = 0.3
+    assert begins_within("a", 2 * rest) < rest  # nobody else is there
+    line.add("b1")
+    line.began(1)
+    assert begins_within("a", rest / 2) >= 0.9 * rest
+    assert begins_within("c", 0.001) < rest  # light work asks for no rest
+    line.end("b1")
 
 
 def test_a_tenant_stays_under_its_cap(pools: list[FairPool]) -> None:
