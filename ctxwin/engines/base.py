@@ -9,7 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Self
+
+from ctxwin.engines.cost import CostModel
 
 if TYPE_CHECKING:
     import numpy as np
@@ -266,6 +269,11 @@ class Engine(ABC):
     store: Store
     repo: SpanRepository  # typed access to `store`; the window keeps its spans and patches there too
     counters: EngineCounters
+
+    @cached_property
+    def costs(self) -> CostModel:
+        """What calls of this engine took so far; tenants' views have one each, so that none reads another's times."""
+        return CostModel()
 
     @abstractmethod
     def encode_system_prompt(self, system_prompt: str) -> Encoded:

@@ -131,6 +131,10 @@ class Store(ABC):
     def contains(self, key: str) -> bool:
         """Whether ``get`` would find a value, without reading it."""
 
+    def tier(self, key: str) -> str:
+        """Which kind of store a read of ``key`` would come from, for its price; whatever where it is not held. O(1)."""
+        return type(self).__name__
+
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[str]:
         """Keys that begin with ``prefix``."""

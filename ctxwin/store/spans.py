@@ -249,6 +249,10 @@ class SpanRepository:
         """Whether the store holds ``key`` (in full, with its namespace). A get may still find a mismatch."""
         return self.store.contains(key)
 
+    def tier(self, key: str) -> str:
+        """Where a read of ``key`` would come from: ``at hand``, decoded already, or a kind of store."""
+        return "at hand" if key in self._live else self.store.tier(key)
+
     def delete(self, key: str) -> bool:
         """Removes ``key`` from the store and from what is at hand."""
         self._live.pop(key)

@@ -61,6 +61,10 @@ class TieredStore(Store):
     def contains(self, key: str) -> bool:
         return any([tier.contains(key) for tier in self.tiers])
 
+    def tier(self, key: str) -> str:
+        """Of the first tier that holds ``key``. Cost: a lookup in the tiers above the last."""
+        return next((tier for tier in self.tiers[:-1] if tier.contains(key)), self.tiers[-1]).tier(key)
+
     def list(self, prefix: str = "") -> Iterator[str]:
         return iter(sorted({key for tier in self.tiers for key in tier.list(prefix)}))
 

@@ -25,6 +25,9 @@ class WrapperStore(Store):
     def contains(self, key: str) -> bool:
         return self.inner.contains(key)
 
+    def tier(self, key: str) -> str:
+        return self.inner.tier(key)
+
     def list(self, prefix: str = "") -> Iterator[str]:
         return self.inner.list(prefix)
 

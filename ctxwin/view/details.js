@@ -89,7 +89,7 @@ function asked(step) {
   const lanes = shares(ask).map(([lane, n]) => el("li", {}, swatch(lane), `${lane}: ${many(n, "token")}`));
   const facts = [
     `${count(u.prompt_tokens)} tokens in the prompt`, many(u.forwards, "forward"), many(encodes(step), "vision encode"),
-    `${(u.bytes_loaded / 2 ** 20).toFixed(1)} MiB of KV loaded`, `first token after ${seconds(u.ttft_s)}`,
+    `${(u.bytes_loaded / 2 ** 20).toFixed(1)} MiB of KV loaded`, `first token after ${seconds(u.ttft_s)}${u.planned_s ? ` (planned: ${seconds(u.planned_s)})` : ""}`,
     `all of it after ${seconds(u.total_s)}`, u.exact ? "exact" : "approximate",
   ];
   if (u.misses) facts.push(many(u.misses, "stored chunk") + " missing, computed again");

@@ -23,7 +23,8 @@ class Usage:
         bytes_loaded: KV bytes brought into the engine's cache.
         misses: stored KV that was expected but gone, and was recomputed.
         fallbacks: loads that failed inside the engine and were recomputed.
-        ttft_s, total_s: seconds to the first token and to the last.
+        ttft_s, total_s: seconds to the first token and to the last; planned_s: those to the first, as the plan priced them,
+            query included.
         exact: whether every placed chunk was served exactly.
     """
 
@@ -41,6 +42,7 @@ class Usage:
     misses: int = 0
     fallbacks: int = 0
     exact: bool = True
+    planned_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ class PlanEntry:
         compute: tokens a forward would run for it.
         bytes: KV bytes that would be brought in.
         exact: whether it equals a re-prefill; depth: length of the chain of approximations behind it.
-        unseen: placement ids in front that its KV has not absorbed; missing: ids it absorbed that are gone.
+        ms: what that costs on the engine at hand, by what its calls took so far.
+        unseen: placement ids in front that its KV has not absorbed; missing: ids it absorbed that are not in front any more.
+        repeated: whether it is served just as it was before behind the same contents, where it would be computed otherwise.
     """
 
     id: str
@@ -87,6 +91,8 @@ class PlanEntry:
     pinned: bool = False
     unseen: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    ms: float = 0.0
+    repeated: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,8 @@ class Plan:
         bytes: KV bytes that would be brought in.
         salted: whether something is approximate: it and what stands behind it are kept apart from the engine's exact
             prefix cache.
+        ms: milliseconds up to the first token, what the query's own tokens take apart; a chunk's share stands in its entry.
+            A prediction from what calls of this engine took so far (`ctxwin.engines.cost`); of a new engine, a guess.
     """
 
     system_prompt_tokens: int
@@ -134,6 +142,7 @@ class Plan:
     entries: tuple[PlanEntry, ...]
     salted: bool
     steps: tuple[PlanRequest, ...] = ()
+    ms: float = 0.0
 
     @property
     def requests(self) -> int:
@@ -174,10 +183,14 @@ class Plan:
         return lanes
 
     def __str__(self) -> str:
-        rows = [f"{'id':<12}{'lane':<10}{'tokens':>7}{'compute':>9}{'exact':>7}{'depth':>7}"]
-        rows += [f"{e.id:<12}{e.lane:<10}{e.tokens:>7}{e.compute:>9}{e.exact!s:>7}{e.depth:>7}" for e in self.entries]
+        rows = [f"{'id':<12}{'lane':<10}{'tokens':>7}{'compute':>9}{'ms':>8}{'exact':>7}{'depth':>7}"]
+        rows += [
+            f"{e.id:<12}{e.lane:<10}{e.tokens:>7}{e.compute:>9}{e.ms:>8.1f}{e.exact!s:>7}{e.depth:>7}"
+            for e in self.entries
+        ]
         total = (
-            f"computes {self.computed_tokens} of {self.tokens} tokens; repairing everything: {self.repair_tokens} more"
+            f"computes {self.computed_tokens} of {self.tokens} tokens in about {self.ms:.0f} ms; repairing everything: "
+            f"{self.repair_tokens} more"
         )
         if self.requests > 1:
             each = ", ".join(f"{step.computed} behind {step.reused} ({step.purpose})" for step in self.steps)

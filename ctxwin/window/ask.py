@@ -18,6 +18,7 @@ from ctxwin.window import edits
 from ctxwin.window.answer import Answer, Disposability, Usage
 from ctxwin.window.assembly import Laid, Work
 from ctxwin.window.core import WindowCore
+from ctxwin.window.lanes import Choice
 from ctxwin.window.state import State
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def ask(
         with core.counting_encodes():
             laid = core.assembly.lay_out(state, core.fidelity, work)
             laid_s = time.perf_counter() - begin
+            planned_ms = laid.ms + core.engine.costs.forward_ms(encoded.tokens, state.tokens)
 
             def heard(token: int, text: str) -> bool:
                 core.heartbeat()
@@ -137,6 +139,7 @@ def ask(
             raise AnswerStopped("the answer was stopped before its end")
         core.commit(settled)
         usage = _usage(core, state, laid, encoded, generation, work, laid_s, total)
+        usage = replace(usage, planned_s=planned_ms / 1e3)
         core.vision_encodes = 0
         answer = Answer(text, ids, usage, generation.logprobs, remembered=remembered)
         lanes = {c.placed.id: c.lane for c in laid.choices}
@@ -216,7 +219,8 @@ def _with_exchange(
     chunk, encoded = exchange(core.engine, query, ids)
     placed = core.place(state, chunk)
     start = state.system_prompt_advance + sum(p.advance for p in state.placed)
-    served = laid.end(state).computed(chunk.id, "computed")
+    front = laid.end(state)
+    served = front.computed(chunk.id, "computed")
     span = generation.query_span
     if span is not None:
         asked = core.engine.encode_query(query).tokens
@@ -225,6 +229,7 @@ def _with_exchange(
         said = {"chunk": chunk.id, "provenance": served.provenance, "exact": served.exact}
         core.assembly.put(served.span, span, encoded, **said, absorbed=laid.absorbed(len(laid.choices)))
         placed = placed.replace(kv=served, seen=True)
+        core.assembly.remember([Choice(placed, "computed", front, served, compute=True)], core.fidelity)
     return edits.appended(state, placed), placed.id
 
 
@@ -263,6 +268,8 @@ def disposable(core: WindowCore, placement: str, query: str, max_tokens: int, *,
                 with branch.writing() as state:
                     gone = state.placed[state.index(placement)]
                     new = edits.forgotten(state, gone) if clean else edits.evicted(state, [gone])
+                    if clean:
+                        branch.assembly.before.clear()
                     branch.commit(new, None if clean else "evict", [placement])
             answers.append(ask(branch, question))
     kept, without = answers

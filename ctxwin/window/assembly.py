@@ -8,6 +8,7 @@ the store becomes a recomputation and never a wrong answer.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -19,7 +20,8 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.profiles import compressed, served_basis
 from ctxwin.window.answer import Plan
-from ctxwin.window.lanes import Choice, canonical_key, choose, plan_of
+from ctxwin.window.lanes import Before, Choice, canonical_key, choose, plan_of, steps_of
+from ctxwin.window.prices import Prices, workload
 from ctxwin.window.state import (
     ANYTHING,
     Conditioning,
@@ -42,6 +44,8 @@ T = TypeVar("T")
 log = logging.getLogger("ctxwin")
 MAX_NAMED = 1024
 """Contents that a record names; KV that absorbed more counts as having absorbed anything."""
+MAX_BEFORE = 8192
+"""Chunks behind others that a window remembers how it served."""
 
 
 @dataclass
@@ -51,17 +55,23 @@ class Work(Tally):
     misses: int = 0
     system_prompt: bool = False  # whether the system prompt was among them
     background: bool = False  # no caller is waiting for it
+    priced_ms: float = 0.0  # of its time: what has a price of its own
 
 
 @dataclass(frozen=True)
 class Laid:
-    """A layout ready for an engine: system prompt first, then one segment per placed chunk."""
+    """A layout ready for an engine: system prompt first, then one segment per placed chunk.
+
+    Attributes:
+        ms: what the plan said of it: up to the first token, what the query's tokens take apart.
+    """
 
     choices: tuple[Choice, ...]
     segments: tuple[Segment, ...]
     salt: str
     contents: tuple[str, ...]
     counts: tuple[int, ...]
+    ms: float = 0.0
 
     def absorbed(self, index: int) -> Sequence[str]:
         """Whose content KV absorbs that is computed in the place of chunk ``index`` (or behind the last one), by name."""
@@ -73,7 +83,7 @@ class Laid:
         if not self.choices:
             return Front.of(state)
         last = self.choices[-1]
-        return last.front.behind(last.placed.arrival, last.served)
+        return last.front.behind(last.placed, last.served)
 
     def computed(self, state: State) -> Laid:
         """What was served where the engine could load nothing: everything was computed in place, and is exact."""
@@ -82,7 +92,7 @@ class Laid:
         for choice in self.choices:
             served = front.computed(choice.placed.chunk_id, "computed")
             choices.append(Choice(choice.placed, "computed", front, served, compute=True))
-            front = front.behind(choice.placed.arrival, served)
+            front = front.behind(choice.placed, served)
         bare = (replace(segment, span=None, patch=None, patch_key="", approximate=False) for segment in self.segments)
         names = tuple(dict.fromkeys(content_name(c.placed.chunk_id) for c in choices))
         return Laid(tuple(choices), tuple(bare), "", names, tuple(range(len(choices) + 1)))
@@ -101,10 +111,16 @@ def salt_of(segments: Sequence[Segment]) -> str:
 
 @dataclass
 class Assembly:
-    """Binds one engine (with its repository of spans) to the functions a window needs. Holds no window state."""
+    """Binds one engine (with its repository of spans) to the functions a window needs. Holds no window state.
+
+    Attributes:
+        missing: keys that could not be read.
+        before: how chunks were served, by what stood in front of them; see `lanes.Before`. A restart forgets it.
+    """
 
     engine: Engine
     missing: set[str] = field(default_factory=set)
+    before: OrderedDict[str, Before] = field(default_factory=OrderedDict)
 
     @property
     def repo(self) -> SpanRepository:
@@ -117,20 +133,32 @@ class Assembly:
 
     def plan(self, state: State, fidelity: Fidelity) -> Plan:
         """What an ask of ``state`` would do; reads no KV."""
-        kv, choices = self.engine.spec.kv, choose(state, fidelity, cache(self.has))
-        resident = self.has(_system_prompt_key(state))
-        return plan_of(state, choices, kv.span_bytes(1, 4 if kv.dtype == "float32" else 2), resident)
+        kv, prices, has = self.engine.spec.kv, self.prices, cache(self.has)
+        choices = choose(state, fidelity, has, prices, self.before)
+        token_bytes = kv.span_bytes(1, 4 if kv.dtype == "float32" else 2)
+        return plan_of(state, choices, token_bytes, _system_prompt_key(state), has, prices)
+
+    @property
+    def prices(self) -> Prices:
+        """What serving a chunk costs on this engine."""
+        return Prices(self.engine.costs, self.repo.tier)
 
     def lay_out(self, state: State, fidelity: Fidelity, work: Work) -> Laid:
         """Chooses lanes, fetches their KV, forms missing canonicals. Repeats with what turned out to be missing."""
+        costs, priced = self.engine.costs, work.priced_ms
+        began = costs.clock()
         self.missing.clear()
         self.know_basis(fidelity)
         # Each round either succeeds or learns of at least one missing key, so it ends.
         while True:
-            choices = choose(state, fidelity, cache(self.has))  # one answer for each key, though a store may lose it
+            has = cache(self.has)  # one answer for each key, though a store may lose it
+            choices = choose(state, fidelity, has, self.prices, self.before)
+            _, ms = steps_of(state, choices, _system_prompt_key(state), has, self.prices)
             fetched = self._fetched(state, choices, work)
             if fetched is not None:
-                return fetched
+                own_ms = 1e3 * (costs.clock() - began) - (work.priced_ms - priced)
+                costs.learn(costs.library, (1, len(choices)), own_ms)
+                return replace(fetched, ms=ms)
 
     def _fetched(self, state: State, choices: Sequence[Choice], work: Work) -> Laid | None:
         """The layout with its KV; None where some of it turned out to be missing."""
@@ -155,7 +183,9 @@ class Assembly:
                     _, formed = self.canonical(state, placed, system_prompt, work)
                 # What was formed just now serves even where the store refused it; asking again would never end.
                 found = (formed, {}) if formed else self._span(served, encoded, placed.chunk_id, work)
-                patch = None if found is None or served.patch is None else self._patch(served.patch, work)
+                patch = None
+                if found is not None and served.patch is not None:
+                    patch = self._patch(served.patch, encoded.tokens, work)
                 if found is None or (patch is None and served.patch is not None):
                     return None
                 for record in (patch.meta if patch else {}, {} if served.exact else found[1]):
@@ -169,7 +199,9 @@ class Assembly:
     def _system_prompt(self, state: State, work: Work) -> Segment:
         encoded = self.engine.encode_system_prompt(state.system_prompt)
         key = _system_prompt_key(state)
-        found = self.repo.get_span(key, token_ids=encoded.token_ids) if self.has(key) else None
+        found = None
+        if self.has(key):
+            found = self._read(key, encoded.tokens, work, partial(self.repo.get_span, key, encoded.token_ids))
         span = None if found is None else found[0]
         return Segment(encoded, 0, span=span, capture=span is None, span_key=key)
 
@@ -191,16 +223,28 @@ class Assembly:
             said["provenance"] = served.provenance
         if served.exact:
             said["exact"] = True
-        found = self.repo.get_span(served.span, encoded.token_ids, positions=encoded.positions, **said)
+        read = partial(self.repo.get_span, served.span, encoded.token_ids, positions=encoded.positions, **said)
+        found = self._read(served.span, encoded.tokens, work, read)
         if found is None:
             self._miss(served.span, work)
         return found
 
-    def _patch(self, key: str, work: Work) -> Patch | None:
-        patch = self.repo.get_patch(key)
+    def _patch(self, key: str, tokens: int, work: Work) -> Patch | None:
+        patch = self._read(key, tokens, work, partial(self.repo.get_patch, key))
         if patch is None:
             self._miss(key, work)
         return patch
+
+    def _read(self, key: str, tokens: int, work: Work, read: Callable[[], T | None]) -> T | None:
+        """What ``read`` finds under ``key``; how long that takes is learnt."""
+        costs, tier = self.engine.costs, self.repo.tier(key)
+        began = costs.clock()
+        found = read()
+        ms = 1e3 * (costs.clock() - began)
+        work.priced_ms += ms
+        if found is not None:
+            costs.fetched(tier, tokens, ms)
+        return found
 
     def know_basis(self, fidelity: Fidelity) -> None:
         """Tells the repository the directions that stored patches of this fidelity are coefficients of."""
@@ -238,9 +282,21 @@ class Assembly:
         return key, span
 
     def run(self, laid: Laid, query: Encoded, sampling: Sampling, **options: Any) -> Generation:
-        """`Engine.generate` over a layout, with its options."""
-        call = partial(self.engine.generate, laid.segments, query, sampling, salt=laid.salt, **options)
-        return self._seen([choice.placed for choice in laid.choices], call)
+        """`Engine.generate` over a layout, with its options; how long it takes is learnt."""
+        costs, heard = self.engine.costs, options.pop("on_token", None)
+        with costs.timed() as watch:
+
+            def on_token(token: int, text: str) -> bool:
+                watch.lap()
+                return heard is None or heard(token, text) is not False
+
+            options |= {"salt": laid.salt, "on_token": on_token}
+            call = partial(self.engine.generate, laid.segments, query, sampling, **options)
+            made = self._seen([choice.placed for choice in laid.choices], call)
+        if watch.alone and not made.fallbacks:
+            asked = workload([*laid.segments, Segment(query, 0)], made.forwards)
+            costs.learn(costs.engine, asked.amounts, watch.first or watch.ms)
+        return made
 
     def _prefill(
         self,
@@ -252,8 +308,15 @@ class Assembly:
         salt: str = "",
     ) -> SpanKV:
         """`Engine.prefill`, counted in ``work``; ``placed`` are the chunks that may have to be encoded again for it."""
+        costs, before = self.engine.costs, (work.forwards, work.fallbacks)
         prefill = partial(self.engine.prefill, salt=salt, background=work.background, tally=work)
-        return self._seen(placed, partial(prefill, tuple(front), encoded, start))
+        with costs.timed() as watch:
+            span = self._seen(placed, partial(prefill, tuple(front), encoded, start))
+        work.priced_ms += watch.ms
+        if watch.alone and not work.background and work.fallbacks == before[1]:
+            asked = workload([*front, Segment(encoded, start)], work.forwards - before[0])
+            costs.learn(costs.engine, asked.amounts, watch.ms)
+        return span
 
     def _seen(self, placed: Iterable[Placed], call: Callable[[], T]) -> T:
         """``call``, again where vision embeddings left a shared store since ``placed`` were encoded: they are made anew."""
@@ -283,7 +346,19 @@ class Assembly:
             if choice.settles:
                 p = p.replace(kv=choice.served, seen=True, unseen=())
             placed.append(p)
+        self.remember(laid.choices, fidelity)
         return state.replace(placed=tuple(placed))
+
+    def remember(self, choices: Iterable[Choice], fidelity: Fidelity) -> None:
+        """Remembers how chunks were served; the window's last `MAX_BEFORE` chunks."""
+        if fidelity.mode != "patched":
+            return  # exact KV is found by its provenance, and a canonical by its content
+        for choice in choices:
+            place = choice.front.contents_behind(choice.placed)
+            self.before[place] = Before.of(choice)
+            self.before.move_to_end(place)
+        while len(self.before) > MAX_BEFORE:
+            self.before.popitem(last=False)
 
     def _store(
         self, state: State, served: Conditioning, span: SpanKV, laid: Laid, index: int, fidelity: Fidelity

@@ -219,6 +219,7 @@ class WindowCore:
         state = state.replace(window=seed[:12], budget=state.budget if budget is None else budget)
         branch = WindowCore(self.engine, state, seed=seed, observers=self.observers, parent=self.id)
         branch._forked_from = (weakref.ref(self), state.version)
+        branch.assembly.before = self.assembly.before.copy()
         self.emit(self.event("fork", other=branch.id, note=system_prompt or ""))
         return branch
 
@@ -240,6 +241,7 @@ class WindowCore:
             adopted = theirs.replace(version=max(state.version, theirs.version) + 1, arrivals=arrivals, window=self.id)
             self.commit(adopted, "adopt", other=branch.id)
             self.fidelity = resolve(theirs.fidelity, self.engine.spec.model)
+            self.assembly.before = branch.assembly.before.copy()
 
     def forget(self, state: State, gone: Placed) -> None:
         """Commits ``state``, which carries nothing of ``gone``, and deletes what the store holds of it; see `placement.forget`.
@@ -247,6 +249,7 @@ class WindowCore:
         Old versions go, as they would bring it back. Other windows that hold it, placed or evicted, keep its media.
         """
         self._history.clear()
+        self.assembly.before.clear()
         self.commit(state, "forget", [gone.id], remember=False)
         with _opening:
             others = [core for core in _open[self.engine.repo] if core.id != self.id and not core.closed]

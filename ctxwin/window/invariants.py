@@ -24,7 +24,7 @@ def check_state(state: State, plan: Plan) -> None:
     holds(plan.tokens == state.tokens, "the plan counts other tokens than the state")
     holds(tuple(e.id for e in plan.entries) == tuple(ids), "the plan lists other chunks than the state")
 
-    offset, start, exact, names = state.system_prompt_tokens, state.system_prompt_advance, True, set(ids)
+    offset, start, exact, front = state.system_prompt_tokens, state.system_prompt_advance, True, set[str]()
     for p, e in zip(placed, plan.entries, strict=True):
         holds((e.offset, e.start) == (offset, start), f"{p.id} does not follow the chunk in front of it")
         offset, start = offset + p.tokens, start + p.advance
@@ -38,9 +38,11 @@ def check_state(state: State, plan: Plan) -> None:
             holds(p.id not in p.kv.antecedents, f"{p.id} was conditioned on itself")
         if e.lane == "survivor":
             holds(not e.exact, f"{p.id} survives and is exact")
-            holds(set(e.unseen) <= set(p.unseen), f"{p.id} survives behind chunks it should have absorbed")
-            holds(not names.intersection(e.missing), f"{p.id} lost an antecedent that is still placed")
+            told = e.repeated or set(e.unseen) <= set(p.unseen)
+            holds(told, f"{p.id} survives behind chunks it should have absorbed")
+            holds(e.repeated or not front.intersection(e.missing), f"{p.id} lost an antecedent that stands in front")
         if e.lane in ("computed", "formed"):
             holds(e.compute == p.tokens, f"{p.id} is computed at no cost")
             holds(e.exact == exact, f"{p.id} is exact behind an approximation, or the other way round")
         exact = exact and e.exact
+        front.add(p.id)

@@ -1,17 +1,28 @@
 """Which lane serves each placed chunk: the operating-point menu (Kamera, appendix B, table 2), decided by provenance.
 
-`choose` is pure: a state, a resolved fidelity, and a predicate telling which store keys are held. Precedence is
-resident > survivor > patched > orbit > formed > computed; content alone never decides.
+`choose` is pure: a state, a resolved fidelity, a predicate telling which store keys are held, and prices. Content alone never
+decides. For each chunk, front to back, the cheapest admissible way is taken:
+
+- What the fidelity and the provenance do not allow is not admissible, whatever it costs.
+- Exact KV that is held is never given up for an approximation.
+- Of the others (an approximation, another one, a forward) a later one of the order resident, patched by its own patch,
+  survivor, patched, orbit, served before, computed replaces an earlier one where it saves at least five milliseconds and
+  a quarter: prices are measured and tremble, and each change of lane changes what the chunks behind stand on.
+- What was served before behind the same contents is served again rather than computed. So no ask computes more whole chunks
+  than a user of a prefix cache who asks the same, unless that is measured to be faster; toggled chunks apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
+
+import numpy as np
 
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import Plan, PlanEntry, PlanRequest
+from ctxwin.window.prices import Prices
 from ctxwin.window.state import Conditioning, Front, Order, Placed, State, orbit_key, patch_key, provenance_of, span_key
 
 Has = Callable[[str], bool]
@@ -29,7 +40,9 @@ class Choice:
         compute: whether a forward over the chunk runs in place (its KV is captured under ``served.span``).
         form_canonical: whether the canonical must first be formed by a forward behind the system prompt.
         unseen: placement ids in front that its KV has not absorbed.
-        missing: placement ids it has absorbed that are gone.
+        missing: placement ids it has absorbed that do not stand in front any more.
+        repeated: whether it is served as it was before behind the same contents, though nothing else would serve it.
+        ms: what it costs, a request of its own apart.
     """
 
     placed: Placed
@@ -40,11 +53,13 @@ class Choice:
     form_canonical: bool = False
     unseen: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    repeated: bool = False
+    ms: float = 0.0
 
     @property
     def settles(self) -> bool:
         """Whether ``served`` becomes the placement's own conditioning (a survivor or toggled chunk keeps its old one)."""
-        return self.lane not in ("survivor", "canonical")
+        return self.lane not in ("survivor", "canonical") and not self.repeated
 
     @property
     def in_place(self) -> bool:
@@ -63,11 +78,28 @@ def canonical_key(state: State, chunk_id: str) -> tuple[str, str]:
     return provenance, span_key(provenance)
 
 
-class _Survival:
-    """Who survives: what stands in front of a chunk now is what it was conditioned on minus evicted ones, in the same order.
+@dataclass(frozen=True)
+class Before:
+    """How a chunk was served, to be served so again behind the same contents (`Front.contents_behind`)."""
 
-    Chunks put in front later by a recall or an insertion (``Placed.unseen``) do not count. Chunks that were conditioned
-    together share an `Order` and are judged by running sums over it, so that a window of n chunks takes O(n).
+    lane: Lane
+    served: Conditioning
+    unseen: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    @classmethod
+    def of(cls, choice: Choice) -> Before:
+        """How ``choice`` serves its chunk."""
+        lane: Lane = "resident" if choice.compute else choice.lane
+        return cls(lane, choice.served, choice.unseen, choice.missing)
+
+
+class _Survival:
+    """Who survives: what stands in front of a chunk is what it was conditioned on minus what left the front, in the same order.
+
+    What it absorbed leaves the front by an eviction, or by being placed behind it again. Chunks put in front later by a recall
+    or an insertion (``Placed.unseen``) do not count. Chunks that were conditioned together share an `Order` and are judged by
+    running sums over it, so that a window of n chunks takes O(n); O(n^2) simple steps where what they absorbed went behind.
     """
 
     def __init__(self, now: Order) -> None:
@@ -81,106 +113,177 @@ class _Survival:
         was, n = placed.kv.antecedents, placed.kv.antecedents.length
         if was.order not in self._compared:
             self._compared[was.order] = _Comparison(was.order, self._now)
-        compared = self._compared[was.order]
-        if not compared.in_order[n] or compared.last[n] >= index:
+        found = self._compared[was.order].front(n, index)
+        if found is None:
             return None
+        left, missing = found
         fresh: tuple[str, ...] = ()
-        if compared.left[n] < index:
+        if left < index:
             fresh = tuple(f for f in self._now.ids[:index] if f not in was)
             if not set(fresh) <= set(placed.unseen):
                 return None
-        missing = n - compared.left[n]
-        return fresh, compared.missing if missing == len(compared.missing) else compared.missing[:missing]
+        return fresh, missing
 
 
 class _Comparison:
-    """An earlier order against the present one. Each list is indexed by how many ids of the earlier order count.
-
-    Attributes:
-        left: how many of those are still placed.
-        last: the greatest present index of those, -1 where none is placed.
-        in_order: whether those still stand in the same order.
-        missing: all ids that are not placed any more.
-    """
+    """An earlier order against the present one."""
 
     def __init__(self, was: Order, now: Order) -> None:
+        self._was = was
         places = [now.places.get(placement, -1) for placement in was.ids]
-        self.left = [0, *accumulate(int(place >= 0) for place in places)]
-        self.last = [-1, *accumulate(places, max)]
-        moved = [0 <= place < last for place, last in zip(places, self.last, strict=False)]
-        self.in_order = [True, *(not any_moved for any_moved in accumulate(moved, max))]
-        self.missing = tuple(p for p, place in zip(was.ids, places, strict=True) if place < 0)
+        self._places = np.array(places, dtype=np.int64)
+        # Each list is indexed by how many ids of the earlier order count: how many of those are placed, the greatest index of
+        # those, and whether they stand in the same order.
+        self._left = [0, *accumulate(int(place >= 0) for place in places)]
+        self._last = [-1, *accumulate(places, max)]
+        moved = [0 <= place < last for place, last in zip(places, self._last, strict=False)]
+        self._in_order = [True, *(not any_moved for any_moved in accumulate(moved, max))]
+        self._gone = tuple(p for p, place in zip(was.ids, places, strict=True) if place < 0)
+
+    def front(self, n: int, index: int) -> tuple[int, tuple[str, ...]] | None:
+        """How many of the first ``n`` ids stand in front of ``index``, and which do not; None where they are in another order."""
+        if self._last[n] < index:
+            left = self._left[n]
+            return (left, self._gone[: n - left]) if self._in_order[n] else None
+        places = self._places[:n]
+        here = (places >= 0) & (places < index)
+        if (np.diff(places[here]) < 0).any():
+            return None
+        return int(here.sum()), tuple(self._was.ids[i] for i in np.flatnonzero(~here))
 
 
-def choose(state: State, fidelity: Fidelity, has: Has) -> list[Choice]:
+def choose(
+    state: State, fidelity: Fidelity, has: Has, prices: Prices | None = None, before: Mapping[str, Before] | None = None
+) -> list[Choice]:
     """The lane of every placed chunk, front to back. ``fidelity`` must be resolved.
+
+    Args:
+        has: whether a store key is held.
+        prices: of the engine at hand; by default those that an engine begins with.
+        before: how chunks were served before, by `Front.contents_behind`.
 
     O(n) in placed chunks, as long as they were not conditioned in n different orders.
     """
     if fidelity.mode == "auto":
         raise ValueError("fidelity must be resolved before lanes are chosen, got mode='auto'")
     choices: list[Choice] = []
-    front = Front.of(state)
+    prices = prices or Prices()
+    front, offset = Front.of(state), state.system_prompt_tokens
     survival = _Survival(front.order)
     for placed in state.placed:
-        choice = _choose_one(state, placed, front, survival, fidelity, has)
+        # A forward right behind another, or in front of the query, shares its request.
+        joins = placed is state.placed[-1] or (bool(choices) and choices[-1].compute)
+        admissible = _admissible(state, placed, front, survival, fidelity, has, before or {})
+        choice = _cheapest(admissible, prices, offset, 0.0 if joins else prices.request_ms)
         choices.append(choice)
-        front = front.behind(placed.arrival, choice.served)
+        front, offset = front.behind(placed, choice.served), offset + placed.tokens
     return choices
 
 
-def _choose_one(
-    state: State, placed: Placed, front: Front, survival: _Survival, fidelity: Fidelity, has: Has
-) -> Choice:
+SAVES_MS, SAVES_SHARE = 5.0, 0.25
+"""What a lane must save to replace one that comes before it in order: so many milliseconds, and this share."""
+
+
+def _cheapest(admissible: Iterator[Choice], prices: Prices, offset: int, request_ms: float) -> Choice:
+    """The cheapest of ``admissible``, which come in order; see the module."""
+    best, least = None, 0.0
+    for choice in admissible:
+        ms = prices.of(choice, offset)
+        whole = ms + request_ms * choice.compute
+        if best is None or least - whole >= max(SAVES_MS, SAVES_SHARE * least):
+            best, least = replace(choice, ms=ms), whole
+        if least < SAVES_MS:
+            break
+    assert best is not None, "a forward can always serve a chunk"
+    return best
+
+
+def _admissible(
+    state: State,
+    placed: Placed,
+    front: Front,
+    survival: _Survival,
+    fidelity: Fidelity,
+    has: Has,
+    before: Mapping[str, Before],
+) -> Iterator[Choice]:
+    """All ways in which a chunk may be served, in order; a forward comes last."""
     _, base = canonical_key(state, placed.chunk_id)
     if not placed.conditioned or fidelity.mode == "blind":
-        alone = Front(Order(()), state.system_prompt_key).computed(placed.chunk_id, "canonical")
+        alone = Front(Order(()), state.system_prompt_key, "").computed(placed.chunk_id, "canonical")
         served = alone.model_copy(update={"exact": not front.length, "depth": int(front.length > 0)})
-        return Choice(placed, "canonical", front, served, form_canonical=not has(base))
+        yield Choice(placed, "canonical", front, served, form_canonical=not has(base))
+        return
 
     here = front.computed(placed.chunk_id, "resident")
     known = placed.kv
     if known and known.provenance == here.provenance:
         here = here.model_copy(update={"base": known.base})
-    own = known if known and has(known.span) and (known.patch is None or has(known.patch)) else None
+    lane: Lane = "formed" if placed.seen and fidelity.mode != "exact" else "computed"
+    exactly = span_key(here.provenance)
+    if fidelity.allows("resident") and has(exactly):
+        served = here.model_copy(update={"exact": True, "depth": 0, "span": exactly})
+        yield Choice(placed, "resident", front, served)
+        if front.exact:
+            yield Choice(placed, lane, front, here.model_copy(update={"lane": lane}), compute=True)
+        return
 
+    if fidelity.mode != "exact":
+        own = known if known and has(known.span) and (known.patch is None or has(known.patch)) else None
+        left = survival.of(placed, front.length) if own else None
+        if own and left and own.patch is None and fidelity.survivors == "removal" and fidelity.allows("patched"):
+            here = here.model_copy(update={"base": own.span})
+        yield from _held(placed, front, here, own, left, fidelity, has)
+        yield from _patches(state, placed, front, here, base, fidelity, has)
+        again = before.get(front.contents_behind(placed))
+        keys = [again.served.span, again.served.patch] if again else []
+        allowed = again and fidelity.allows(again.lane) and (again.lane != "survivor" or fidelity.survivors == "keep")
+        if again and allowed and all(has(key) for key in keys if key):
+            repeated = Choice(placed, again.lane, front, again.served, repeated=True)
+            yield replace(repeated, unseen=again.unseen, missing=again.missing)
+    yield Choice(placed, lane, front, here.model_copy(update={"lane": lane}), compute=True)
+
+
+def _held(
+    placed: Placed,
+    front: Front,
+    here: Conditioning,
+    own: Conditioning | None,
+    left: tuple[tuple[str, ...], tuple[str, ...]] | None,
+    fidelity: Fidelity,
+    has: Has,
+) -> Iterator[Choice]:
+    """Serving KV that this chunk has, or that was computed behind the very same approximations."""
+    same = own is not None and own.provenance == here.provenance
     if fidelity.allows("resident"):
-        exactly = span_key(here.provenance)
-        if has(exactly):
-            served = here.model_copy(update={"exact": True, "depth": 0, "span": exactly})
-            return Choice(placed, "resident", front, served)
-        if fidelity.mode != "exact" and own and own.patch is None and own.provenance == here.provenance:
-            return Choice(placed, "resident", front, own.model_copy(update={"antecedents": here.antecedents}))
-        if fidelity.mode != "exact" and has(here.span):
-            return Choice(placed, "resident", front, here)
-
-    if own and own.patch and own.provenance == here.provenance:
+        if own and same and own.patch is None:
+            yield Choice(placed, "resident", front, own.model_copy(update={"antecedents": here.antecedents}))
+        elif has(here.span):
+            yield Choice(placed, "resident", front, here)
+    if own and same and own.patch:
         kind: Lane = "orbit" if own.patch.startswith("orbit/") else "patched"
         if fidelity.allows(kind):
             served = own.model_copy(update={"antecedents": here.antecedents, "lane": kind})
-            return Choice(placed, kind, front, served)
-
-    left = survival.of(placed, front.length) if own else None
+            yield Choice(placed, kind, front, served)
     if own and left and fidelity.survivors == "keep" and fidelity.allows("survivor"):
         served = own.model_copy(update={"exact": False, "depth": own.depth + 1, "lane": "survivor"})
-        return Choice(placed, "survivor", front, served, unseen=left[0], missing=left[1])
+        yield Choice(placed, "survivor", front, served, unseen=left[0], missing=left[1])
 
-    if own and left and own.patch is None and fidelity.survivors == "removal" and fidelity.allows("patched"):
-        here = here.model_copy(update={"base": own.span})
+
+def _patches(
+    state: State, placed: Placed, front: Front, here: Conditioning, base: str, fidelity: Fidelity, has: Has
+) -> Iterator[Choice]:
+    """Serving a base with a stored patch."""
     if fidelity.allows("patched"):
         for start in filter(None, (here.base, base)):
             patch = patch_key(here.provenance, start, fidelity.patch_name)
             if has(patch) and has(start):
-                return Choice(placed, "patched", front, _patched(here, "patched", start, patch))
-
+                yield Choice(placed, "patched", front, _patched(here, "patched", start, patch))
     if fidelity.allows("orbit") and 0 < front.length <= MAX_ORBIT:
         contents = [p.chunk_id for p in state.placed[: front.length]]
         patch = orbit_key(state.system_prompt_key, placed.chunk_id, contents, fidelity.patch_name)
         if has(patch) and has(base):
-            return Choice(placed, "orbit", front, _patched(here, "orbit", base, patch))
-
-    lane: Lane = "formed" if placed.seen and fidelity.mode != "exact" else "computed"
-    return Choice(placed, lane, front, here.model_copy(update={"lane": lane}), compute=True)
+            yield Choice(placed, "orbit", front, _patched(here, "orbit", base, patch))
 
 
 def _patched(here: Conditioning, lane: Lane, base: str, patch: str) -> Conditioning:
@@ -188,15 +291,18 @@ def _patched(here: Conditioning, lane: Lane, base: str, patch: str) -> Condition
     return here.model_copy(update={"exact": False, "depth": 1 + here.depth, "lane": lane, "span": base, "patch": patch})
 
 
-def plan_of(state: State, choices: Sequence[Choice], token_bytes: int, system_prompt_resident: bool) -> Plan:
-    """Prices ``choices``; ``token_bytes`` is the KV bytes of one token."""
+def plan_of(
+    state: State, choices: Sequence[Choice], token_bytes: int, system_prompt: str, has: Has, prices: Prices
+) -> Plan:
+    """What ``choices`` cost; ``token_bytes`` is the KV bytes of one token, the rest as in `steps_of`."""
     entries, offset = [], state.system_prompt_tokens
-    canonicals: dict[str, int] = {}  # tokens by chunk: placed twice, it is formed once
+    canonicals: set[str] = set()  # placed twice, one is formed once
     for choice, start in zip(choices, state.starts(), strict=True):
         p = choice.placed
         compute = p.tokens if choice.compute else 0
         if choice.form_canonical and p.chunk_id not in canonicals:
-            compute = canonicals[p.chunk_id] = p.tokens
+            canonicals.add(p.chunk_id)
+            compute = p.tokens
         entries.append(
             PlanEntry(
                 id=p.id,
@@ -209,17 +315,31 @@ def plan_of(state: State, choices: Sequence[Choice], token_bytes: int, system_pr
                 bytes=0 if choice.compute else p.tokens * token_bytes,
                 exact=choice.served.exact,
                 depth=choice.served.depth,
+                ms=choice.ms,
                 conditioned=p.conditioned,
                 pinned=p.pinned,
                 unseen=choice.unseen,
                 missing=choice.missing,
+                repeated=choice.repeated,
             )
         )
         offset += p.tokens
-    steps = _steps(state.system_prompt_tokens, system_prompt_resident, choices, list(canonicals.values()))
-    return Plan(
-        state.system_prompt_tokens, system_prompt_resident, tuple(entries), not all(e.exact for e in entries), steps
-    )
+    salted = not all(e.exact for e in entries)
+    steps, ms = steps_of(state, choices, system_prompt, has, prices)
+    return Plan(state.system_prompt_tokens, has(system_prompt), tuple(entries), salted, steps, ms)
+
+
+def steps_of(
+    state: State, choices: Sequence[Choice], system_prompt: str, has: Has, prices: Prices
+) -> tuple[tuple[PlanRequest, ...], float]:
+    """The engine's requests for ``choices``, and milliseconds up to the first token, what the query's tokens take apart.
+
+    ``system_prompt`` is the key of its KV, held or not.
+    """
+    resident, tokens = has(system_prompt), state.system_prompt_tokens
+    canonicals = {c.placed.chunk_id: c.placed.tokens for c in choices if c.form_canonical}
+    steps = _steps(tokens, resident, choices, list(canonicals.values()))
+    return steps, prices.of_ask(choices, len(steps), tokens, resident, system_prompt)
 
 
 def _steps(

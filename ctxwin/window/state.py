@@ -259,12 +259,14 @@ class Front:
         order, length: the placement ids in front are the first ``length`` of ``order``.
         chain: digest of the system prompt and of the provenance of each chunk in front, in order.
         approximations: digest of the keys of what is approximate in front; "" while everything is exact.
+        contents: digest of the system prompt and of the chunks in front, in order, however they are served.
         depth: of KV that is computed here: 0 while everything is exact, else one more than the deepest in front.
         absorbed: what KV that is computed here may carry something of; see `Conditioning`.
     """
 
     order: Order
     chain: str
+    contents: str
     length: int = 0
     approximations: str = ""
     depth: int = 0
@@ -273,7 +275,8 @@ class Front:
     @classmethod
     def of(cls, state: State) -> Front:
         """Of the first place in ``state``."""
-        return cls(Order(p.id for p in state.placed), state.system_prompt_key)
+        key = state.system_prompt_key
+        return cls(Order(p.id for p in state.placed), key, key)
 
     @property
     def exact(self) -> bool:
@@ -285,15 +288,21 @@ class Front:
         """The ids in front."""
         return Antecedents(self.order, self.length)
 
-    def behind(self, arrival: int, served: Conditioning) -> Front:
-        """Of the next place, with a chunk here that arrived as the ``arrival``-th and is served as ``served``."""
-        approximations, depth, absorbed = self.approximations, self.depth, hull(self.absorbed, (arrival, arrival))
+    def contents_behind(self, placed: Placed) -> str:
+        """`contents` of the next place, with a chunk here."""
+        return _digest("contents", self.contents, placed.chunk_id, placed.conditioned)
+
+    def behind(self, placed: Placed, served: Conditioning) -> Front:
+        """Of the next place, with a chunk here that is served as ``served``."""
+        arrived = (placed.arrival, placed.arrival)
+        approximations, depth, absorbed = self.approximations, self.depth, hull(self.absorbed, arrived)
         if not served.exact:
             approximations = _digest("approximations", approximations, served.span, served.patch)
             depth = max(depth, 1 + served.depth)
             absorbed = hull(absorbed, served.absorbed)
         chain = _digest("front", self.chain, served.provenance)
-        return Front(self.order, chain, self.length + 1, approximations, depth, absorbed)
+        contents = self.contents_behind(placed)
+        return Front(self.order, chain, contents, self.length + 1, approximations, depth, absorbed)
 
     def computed(self, chunk_id: str, lane: Lane) -> Conditioning:
         """The conditioning of a chunk that is computed here."""

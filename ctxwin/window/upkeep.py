@@ -32,6 +32,7 @@ def refresh(core: WindowCore, count: int | None) -> list[str]:
                 state = core.assembly.reform(state, i, laid, core.fidelity, work)
                 done.append(p.id)
         if done:
+            core.assembly.before.clear()  # what was refreshed is not to be served as it was
             core.commit(state.edited(), "refresh", done)
     return done
 

@@ -261,6 +261,8 @@ class Window:
         """
         with self.core.writing() as state:
             new, at = edits.recalled(state, self.core.returning(state, placement), at, repair=repair)
+            if repair:
+                self.core.assembly.before.clear()
             self.core.commit(new, "recall", [placement])
         return at
 

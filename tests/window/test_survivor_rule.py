@@ -1,12 +1,14 @@
 """Random edits against the survivor rule, kept by hand: what each chunk absorbed, and what it may leave unseen.
 
-The rule: the chunks in front are those it was conditioned on minus evicted ones, in the same order, and besides them only
-those that a recall or an insertion put in front of it while it stood there.
+The rule: the chunks in front are those it was conditioned on minus those that left the front, in the same order, and besides
+them only those that a recall or an insertion put in front of it while it stood there. Apart from the rule, a chunk may be
+served as it was before behind the same contents.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import pytest
 
@@ -18,16 +20,28 @@ OPS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Seen:
+    """How a plan serves a placed chunk; ``prompt``: the contents up to it, with those that are toggled clean."""
+
+    id: str
+    lane: str
+    repeated: bool
+    prompt: tuple[tuple[str, bool], ...]
+
+
 class Book:
-    """What the rule knows of every chunk, by placement id."""
+    """What the rule knows of every chunk, by placement id; and the prompts that were asked."""
 
     def __init__(self) -> None:
         self.absorbed: dict[str, tuple[str, ...]] = {}
         self.allowed: dict[str, set[str]] = {}
+        self.asked: set[tuple[tuple[str, bool], ...]] = set()
 
     def copy(self) -> Book:
         made = Book()
         made.absorbed, made.allowed = dict(self.absorbed), {i: set(a) for i, a in self.allowed.items()}
+        made.asked = set(self.asked)
         return made
 
     def came(self, window: Window, ids: list[str]) -> None:
@@ -42,27 +56,32 @@ class Book:
         for allowed in self.allowed.values():
             allowed.difference_update(ids)
 
-    def answered(self, lanes: list[tuple[str, str]]) -> None:
-        for i, (placement, lane) in enumerate(lanes):
-            if lane not in ("survivor", "canonical"):
-                self.absorbed[placement] = tuple(front for front, _ in lanes[:i])
-                self.allowed[placement] = set()
+    def answered(self, lanes: list[Seen]) -> None:
+        for i, seen in enumerate(lanes):
+            if seen.lane not in ("survivor", "canonical") and not seen.repeated:
+                self.absorbed[seen.id] = tuple(front.id for front in lanes[:i])
+                self.allowed[seen.id] = set()
+            self.asked.add(seen.prompt)
 
-    def check(self, lanes: list[tuple[str, str]]) -> int:
+    def check(self, lanes: list[Seen]) -> int:
         """The number of survivors, each by the rule."""
-        placed = [placement for placement, _ in lanes]
-        survivors = [i for i, (_, lane) in enumerate(lanes) if lane == "survivor"]
+        placed = [seen.id for seen in lanes]
+        assert all(seen.prompt in self.asked for seen in lanes if seen.repeated), "it was never served behind these"
+        survivors = [i for i, seen in enumerate(lanes) if seen.lane == "survivor" and not seen.repeated]
         for i in survivors:
             front, absorbed = placed[:i], self.absorbed[placed[i]]
             assert [a for a in absorbed if a in front] == [f for f in front if f in absorbed], "another order"
-            assert not set(absorbed) & set(placed[i:]), "what it absorbed is behind it now"
             assert set(front) - set(absorbed) <= self.allowed[placed[i]], "it must absorb what is in front of it"
         return len(survivors)
 
 
-def lanes_of(window: Window) -> list[tuple[str, str]]:
+def lanes_of(window: Window) -> list[Seen]:
     window.check()
-    return [(e.id, e.lane) for e in window.chunks]
+    seen: list[Seen] = []
+    for e in window.chunks:
+        front = seen[-1].prompt if seen else ()
+        seen.append(Seen(e.id, e.lane, e.repeated, (*front, (e.chunk_id, e.conditioned))))
+    return seen
 
 
 @pytest.mark.parametrize("seed", range(20))

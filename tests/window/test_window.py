@@ -132,7 +132,9 @@ def test_reorder_re_forms_what_moved_and_remembers_both_orders(engine: FakeEngin
     a, b, c = window.ids
     first = window.ask("q", max_tokens=3).token_ids
     window.reorder([a, c, b])
-    assert lanes(window) == ["resident", "formed", "formed"]
+    assert lanes(window) == ["resident", "survivor", "formed"], "c keeps what b, now behind it, left in it"
+    window.ask("q")
+    assert window.refresh() == [c, b]
     assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
     window.reorder([a, b, c])
     assert lanes(window) == ["resident"] * 3
@@ -412,13 +414,18 @@ def test_a_chunk_that_comes_back_behind_another_must_see_it(engine: FakeEngine) 
     scene = window.append(Chunk.text("scene"))
     window.ask("q")
     window.recall(legend)
-    window.ask("q")
     assert lanes(window)[1] == "survivor", "a recall leaves the chunks behind it as they are"
-    window.evict(legend)
-    window.evict(scene)
-    window.recall(legend)
-    window.recall(scene)
+    asked = window.fork()
+    for either in (window, asked):
+        if either is asked:
+            either.ask("q")
+        either.evict(legend)
+        either.evict(scene)
+        either.recall(legend)
+        either.recall(scene)
     assert lanes(window)[1] == "formed"
+    assert asked.plan().entries[1].repeated, "the very same was asked before, and a prefix cache would compute nothing"
+    asked.close()
     assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
     window.check()
 

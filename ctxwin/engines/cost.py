@@ -1,0 +1,221 @@
+"""What an ask takes on the engine at hand: milliseconds, fitted to what real calls took.
+
+Every engine carries one `CostModel`. It starts from rough priors, follows each call that ran alone, and prices what a
+window is about to do: forwards by tokens and context, loads by tier of the store and size, what a request takes whatever is
+in it, and the library's own work. A fit keeps the newest calls of each size, so its memory is bounded and a long run of equal
+asks does not drive out what others taught it. It minimises relative absolute errors, so that a call that had to wait for the
+machine counts no more than any other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+
+_KEPT, _SIZES = 6, 40
+_ALL_UNTIL, _EVERY = 32, 8
+_ROUNDS = 10
+_TIERS = 8
+
+
+class Fit:
+    """A running fit of milliseconds to amounts: ``ms ~ amounts . rates``, no rate negative.
+
+    Args:
+        prior: rates to begin with. Their ratios hold until calls tell them apart, their scale until the first call.
+
+    The six newest calls of each of forty sizes are kept. Weighted least squares with weights by the last residuals finds the
+    least sum of relative absolute errors; a weak pull to the prior decides what the calls leave open. Cost of `observe`:
+    below a millisecond after each of the first 32 calls and every eighth later; rates change at no other time.
+    """
+
+    def __init__(self, prior: Sequence[float]) -> None:
+        self.rates = tuple(float(rate) for rate in prior)
+        self.calls = 0
+        self._prior = np.array(self.rates)
+        self._sizes: OrderedDict[tuple[int, ...], deque[tuple[tuple[float, ...], float]]] = OrderedDict()
+
+    def __call__(self, *amounts: float) -> float:
+        """Milliseconds for these amounts."""
+        return sum(amount * rate for amount, rate in zip(amounts, self.rates, strict=True))
+
+    def observe(self, amounts: Sequence[float], ms: float) -> None:
+        """Takes in a call that took ``ms``."""
+        if not ms > 0:
+            return
+        size = tuple(int(amount).bit_length() for amount in amounts)
+        self._sizes.setdefault(size, deque(maxlen=_KEPT)).append((tuple(amounts), ms))
+        self._sizes.move_to_end(size)
+        if len(self._sizes) > _SIZES:
+            self._sizes.popitem(last=False)
+        self.calls += 1
+        if self.calls <= _ALL_UNTIL or self.calls % _EVERY == 0:
+            self._refit()
+
+    def _refit(self) -> None:
+        kept = [call for calls in self._sizes.values() for call in calls]
+        took = np.array([ms for _, ms in kept])
+        # In units of the prior, and of what each call took: rates near one, residuals that are shares.
+        shares = np.array([amounts for amounts, _ in kept]) * self._prior / took[:, None]
+        scale = 1 / max(median(shares.sum(1)), 1e-9)
+        pull = 0.002
+        rates, weights = np.full(len(self._prior), scale), np.ones(len(kept))
+        for _ in range(_ROUNDS):
+            weighted = shares * weights[:, None]
+            square = shares.T @ weighted + np.eye(len(rates)) * pull / scale**2
+            rates = _not_negative(square, weighted.sum(0) + pull / scale)
+            weights = 1 / np.maximum(np.abs(1 - shares @ rates), 0.02)
+        self.rates = tuple((rates * self._prior).tolist())
+
+
+def _not_negative(square: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The least squares solution of the normal equations ``square x = target``, with negative entries held at 0."""
+    free = np.ones(len(target), bool)
+    found = np.zeros(len(target))
+    while free.any():
+        found[:] = 0
+        found[free] = np.linalg.solve(square[np.ix_(free, free)], target[free])
+        if found.min() >= 0:
+            break
+        free &= found > 0
+    return found
+
+
+@dataclass
+class Workload:
+    """What engine calls are asked to do.
+
+    Attributes:
+        requests: requests to the engine.
+        computed: tokens that run a forward; ``attended``: pairs of one of them and a token that it attends to.
+        loaded: tokens whose KV is brought in, in so many ``spans``; ``patched``: those of them that a patch is added to.
+    """
+
+    requests: int = 0
+    computed: int = 0
+    attended: float = 0.0
+    loaded: int = 0
+    spans: int = 0
+    patched: int = 0
+
+    def compute(self, tokens: int, offset: int) -> None:
+        """Adds a forward over ``tokens`` tokens behind ``offset`` others."""
+        self.computed += tokens
+        self.attended += attended(tokens, offset)
+
+    def load(self, tokens: int, patched: bool) -> None:
+        """Adds a span that is brought in."""
+        self.loaded += tokens
+        self.spans += 1
+        self.patched += tokens * patched
+
+    @property
+    def amounts(self) -> tuple[float, ...]:
+        """What the time is fitted to."""
+        return self.requests, self.computed, self.attended, self.loaded, self.spans, self.patched
+
+
+def attended(tokens: int, offset: int) -> float:
+    """Pairs of a computed token and one it attends to, for ``tokens`` behind ``offset`` others."""
+    return tokens * (offset + (tokens + 1) / 2)
+
+
+@dataclass
+class CostModel:
+    """Prices of one engine, in milliseconds of ``clock``. Thread-safe.
+
+    Attributes:
+        clock: seconds; the wall's by default. The processor time of the process prices the work without the waiting.
+        engine: of `Workload.amounts`, up to the first token.
+        library: of choosing lanes and laying out, by 1 and the placed chunks.
+        tiers: of fetching one span or patch by where it lies, by 1 and its tokens.
+    """
+
+    clock: Callable[[], float] = time.perf_counter
+    engine: Fit = field(default_factory=lambda: Fit((4.0, 0.05, 2e-6, 0.002, 0.2, 0.004)))
+    library: Fit = field(default_factory=lambda: Fit((0.5, 0.05)))
+    tiers: dict[str, Fit] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.RLock()
+        self._running = 0
+        self._crowds = 0
+
+    def forward_ms(self, tokens: int, offset: int) -> float:
+        """A forward over ``tokens`` tokens behind ``offset`` others, in a request that runs anyway."""
+        return self.engine(0, tokens, attended(tokens, offset), 0, 0, 0)
+
+    @property
+    def request_ms(self) -> float:
+        """One more request."""
+        return self.engine.rates[0]
+
+    def load_ms(self, tokens: int, patched: bool) -> float:
+        """Bringing a span that was fetched to its place, with a patch or without."""
+        return self.engine(0, 0, 0, tokens, 1, tokens * patched)
+
+    def fetch_ms(self, tier: str, tokens: int) -> float:
+        """Reading a span or patch of ``tokens`` tokens from a tier of the store."""
+        return self._tier(tier)(1, tokens)
+
+    def _tier(self, name: str) -> Fit:
+        with self._lock:
+            if name not in self.tiers and len(self.tiers) >= _TIERS:
+                name = next(iter(self.tiers))
+            return self.tiers.setdefault(name, Fit(_PRIORS.get(name, (0.5, 0.01))))
+
+    def fetched(self, tier: str, tokens: int, ms: float) -> None:
+        """Takes in a read."""
+        with self._lock:
+            self._tier(tier).observe((1, tokens), ms)
+
+    @contextmanager
+    def timed(self) -> Iterator[Stopwatch]:
+        """Times a call of the engine. Its time teaches nothing where another call ran meanwhile: they wait for each other."""
+        with self._lock:
+            self._running += 1
+            crowds = self._crowds = self._crowds + (self._running > 1)
+            alone = self._running == 1
+        watch = Stopwatch(self.clock)
+        try:
+            yield watch
+        finally:
+            watch.stop()
+            with self._lock:
+                self._running -= 1
+                watch.alone = alone and crowds == self._crowds
+
+    def learn(self, fit: Fit, amounts: Sequence[float], ms: float) -> None:
+        """Takes in what something took."""
+        with self._lock:
+            fit.observe(amounts, ms)
+
+
+_PRIORS = {"at hand": (0.02, 0.0001), "MemoryStore": (0.1, 0.002)}
+
+
+class Stopwatch:
+    """Milliseconds since it was made, with one lap: the first token of an answer."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began = clock()
+        self.first: float | None = None
+        self.ms = 0.0
+        self.alone = True
+
+    def lap(self) -> None:
+        """Marks the first token; later calls change nothing."""
+        if self.first is None:
+            self.first = 1e3 * (self._clock() - self._began)
+
+    def stop(self) -> None:
+        """Ends it."""
+        self.ms = 1e3 * (self._clock() - self._began)

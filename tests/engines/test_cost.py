@@ -1,0 +1,112 @@
+"""The cost model: what it learns of known costs, through noise and outliers, and what it never learns from."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from ctxwin.engines.cost import CostModel, Fit, Workload, attended
+
+RATES = (7.0, 0.4, 3e-5, 0.01, 0.6, 0.02)
+
+
+def load(rng: random.Random) -> Workload:
+    asked, offset = Workload(requests=rng.randint(1, 3)), 0
+    for _ in range(rng.randint(1, 8)):
+        tokens = rng.randint(4, 400)
+        if rng.random() < 0.4:
+            asked.compute(tokens, offset)
+        else:
+            asked.load(tokens, rng.random() < 0.3)
+        offset += tokens
+    asked.compute(12, offset)
+    return asked
+
+
+def cost(amounts: tuple[float, ...]) -> float:
+    return sum(a * r for a, r in zip(amounts, RATES, strict=True))
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 1000.0])
+def test_it_finds_what_things_cost_through_noise_and_outliers(scale: float) -> None:
+    rng, model = random.Random(1), CostModel()
+    for _ in range(200):
+        amounts = load(rng).amounts
+        waited = 8.0 if rng.random() < 0.2 else 1.0  # one call in five met a busy machine
+        model.learn(model.engine, amounts, scale * cost(amounts) * waited * rng.uniform(0.95, 1.05))
+    errors = []
+    for _ in range(100):
+        amounts = load(rng).amounts
+        errors.append(abs(model.engine(*amounts) / (scale * cost(amounts)) - 1))
+    assert sorted(errors)[90] < 0.15
+    assert all(rate >= 0 for rate in model.engine.rates)
+
+
+def test_the_first_call_sets_the_scale_and_the_prior_the_rest() -> None:
+    fit = Fit((4.0, 0.1))
+    fit.observe((1, 100), 140.0)
+    assert fit(1, 100) == pytest.approx(140.0, rel=0.05)
+    assert fit(1, 200) == pytest.approx(240.0, rel=0.2), "ten times the prior's 24"
+
+
+def test_many_equal_calls_do_not_drive_out_the_others() -> None:
+    fit = Fit((1.0, 1.0))
+    for tokens in (10, 100, 1000, 4000):
+        fit.observe((1, tokens), 5 + 0.2 * tokens)
+    for _ in range(5000):
+        fit.observe((1, 100), 25.0)
+    assert fit(1, 4000) == pytest.approx(805, rel=0.05)
+    assert sum(len(calls) for calls in fit._sizes.values()) <= 6 * 40
+
+
+def test_it_follows_a_machine_that_changes() -> None:
+    fit = Fit((1.0, 1.0))
+    rng = random.Random(3)
+    for speed in (1.0, 3.0):
+        for _ in range(300):
+            tokens = rng.choice((10, 100, 1000))
+            fit.observe((1, tokens), speed * (5 + 0.2 * tokens))
+    assert fit(1, 500) == pytest.approx(3 * 105, rel=0.05)
+
+
+def test_what_took_no_time_teaches_nothing() -> None:
+    fit = Fit((1.0, 1.0))
+    fit.observe((1, 5), 0.0)
+    assert fit.calls == 0 and fit(1, 5) == 6.0
+
+
+def test_calls_that_ran_beside_each_other_are_not_alone() -> None:
+    model, inside, leave = CostModel(), threading.Event(), threading.Event()
+    alone: list[bool] = []
+
+    def call(then: Callable[[], object]) -> None:
+        with model.timed() as watch:
+            then()
+        alone.append(watch.alone)
+
+    def wait() -> None:
+        inside.set()
+        leave.wait(10)
+
+    thread = threading.Thread(target=call, args=(wait,))
+    thread.start()
+    inside.wait(10)
+    call(lambda: None)
+    leave.set()
+    thread.join()
+    call(lambda: None)
+    assert alone == [False, False, True]
+
+
+def test_pairs_of_a_causal_forward() -> None:
+    assert attended(4, 10) == sum(10 + i for i in range(1, 5))
+
+
+def test_stores_of_many_kinds_stay_few() -> None:
+    model = CostModel()
+    for i in range(1000):
+        model.fetched(f"kind {i}", 10, 1.0)
+    assert len(model.tiers) <= 8
