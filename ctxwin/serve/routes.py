@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Annotated, Any
 
 from ctxwin.extras import optional_imports
@@ -26,8 +27,8 @@ from ctxwin.serve.limits import Limits
 from ctxwin.serve.operations import OPERATIONS, Ask, OpenWindow, Operation
 from ctxwin.serve.responses import Route, encoded, json_response, streamed, whole
 from ctxwin.serve.service import STATE, TENANT, Service, Space
+from ctxwin.serve.snapshots import read_snapshot
 from ctxwin.serve.specs import CHUNK, checked
-from ctxwin.window.state import State
 from ctxwin.window.stream import TextDelta
 from ctxwin.window.window import Window
 
@@ -267,7 +268,7 @@ def _opened(call: Call, body: OpenWindow) -> Window:
     others = body.model_fields_set - {"snapshot"}
     if others:
         raise ValueError(f"a window from a snapshot has everything in it, got {', '.join(sorted(others))} beside it")
-    return space.windows.restore(checked(State.model_validate, body.snapshot))
+    return space.windows.restore(checked(partial(read_snapshot, limits=space.uploads.limits), body.snapshot))
 
 
 def _form(kind: str, limits: Limits, raw: bytes, max_text: int) -> tuple[Any, dict[str, bytes]]:

@@ -1,7 +1,4 @@
-"""Snapshots that come from outside: what they claim is bounded first, then compared with what their content has.
-
-And the compact form in which the server keeps windows in its store.
-"""
+"""Snapshots that come from outside: what they claim is bounded first, then compared with what their content has."""
 
 from __future__ import annotations
 
@@ -15,56 +12,18 @@ from ctxwin.hashing import digest
 from ctxwin.serve.errors import TooLarge
 from ctxwin.serve.limits import Allowance, Limits
 from ctxwin.serve.specs import FPS, without_sources
-from ctxwin.window.state import Antecedents, Order, Placed, State
-
-_ANTECEDENTS = {name: {"__all__": {"kv": {"antecedents"}}} for name in ("placed", "evicted")}
-
-
-def pack(state: State) -> dict[str, Any]:
-    """A snapshot as JSON of O(n) for the usual n chunks: what stood in front of each is a slice of one list of ids.
-
-    A plain snapshot has O(n^2) ids, too many to be written after every edit of a long window.
-    """
-    ids: list[str] = []
-    places: dict[str, int] = {}
-    slices: list[tuple[int, int] | None] = []
-    for placed in (*state.placed, *state.evicted):
-        if placed.kv is None:
-            slices.append(None)
-            continue
-        front = list(placed.kv.antecedents)
-        begin = places.get(front[0], len(ids)) if front else 0
-        known = len(ids[begin : begin + len(front)])
-        if ids[begin : begin + known] != front[:known]:  # another order of the same chunks
-            begin, known = len(ids), 0
-        for placement in front[known:]:
-            places[placement] = len(ids)
-            ids.append(placement)
-        slices.append((begin, len(front)))
-    return {"state": state.model_dump(mode="json", exclude=_ANTECEDENTS), "ids": ids, "fronts": slices}
+from ctxwin.window.antecedents import count
+from ctxwin.window.state import Placed, State
 
 
-def unpack(packed: dict[str, Any]) -> State:
-    """What was packed; ValueError, TypeError or KeyError for anything else."""
-    data, ids, fronts = packed["state"], [str(i) for i in packed["ids"]], packed["fronts"]
-    longest: dict[int, int] = {}
-    for begin, length in filter(None, fronts):
-        if not 0 <= begin <= begin + length <= len(ids):
-            raise ValueError(f"a packed snapshot must name ids that it has, got {length} from {begin}")
-        longest[begin] = max(length, longest.get(begin, 0))
-    orders = {begin: Order(ids[begin : begin + length]) for begin, length in longest.items()}
-    given = iter(fronts)
-
-    def whole(placed: dict[str, Any]) -> dict[str, Any]:
-        front = next(given)
-        if front is None:
-            return placed
-        return {**placed, "kv": {**placed["kv"], "antecedents": Antecedents(orders[front[0]], front[1])}}
-
-    if len(fronts) != len(data["placed"]) + len(data["evicted"]):
-        raise ValueError(f"a packed snapshot must have a front for every chunk, got {len(fronts)}")
-    lists = {name: list(map(whole, data[name])) for name in ("placed", "evicted")}
-    return State.model_validate({**data, **lists})
+def read_snapshot(data: Any, limits: Limits) -> State:
+    """The snapshot that JSON holds; ValueError where it is none, TooLarge where it holds too many ids."""
+    if count(data) > limits.max_json_values:
+        raise TooLarge(
+            f"the chunks of a snapshot must name at most {limits.max_json_values} antecedents (--max-json-values), got "
+            f"{count(data)}; take the snapshot of a smaller window, or raise it"
+        )
+    return State.model_validate(data)
 
 
 def check_snapshot(engine: Engine, state: State, limits: Limits) -> State:

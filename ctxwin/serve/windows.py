@@ -19,7 +19,7 @@ from ctxwin.engines.base import Engine
 from ctxwin.errors import CtxwinError
 from ctxwin.serve.errors import TooManyWindows, UnknownWindow
 from ctxwin.serve.limits import Limits
-from ctxwin.serve.snapshots import check_snapshot, pack, unpack
+from ctxwin.serve.snapshots import check_snapshot, read_snapshot
 from ctxwin.window.state import State
 from ctxwin.window.window import Window
 
@@ -224,9 +224,10 @@ class WindowRegistry:
         """The snapshot under ``key``, checked where somebody else wrote it; None where it is no snapshot of the window."""
         record = self._engine.repo.get_json(key, bound=False)
         try:
-            state = unpack(record["state"])
-            if not hmac.compare_digest(str(record["mac"]), _mac(key, record["state"])):
-                state = check_snapshot(self._engine, state, self._limits)
+            if hmac.compare_digest(str(record["mac"]), _mac(key, record["state"])):
+                state = State.model_validate(record["state"])
+            else:
+                state = check_snapshot(self._engine, read_snapshot(record["state"], self._limits), self._limits)
         except (CtxwinError, ValueError, TypeError, KeyError) as error:
             _log.warning("the stored snapshot of window %s was not taken: %s", window_id, error)
             return None
@@ -267,7 +268,7 @@ class WindowRegistry:
             if state is held.saved or held.gone:
                 return True
             # A value never changes under its key: the time tells versions of one window apart.
-            key, packed = f"window/{held.window.id}/{time.time_ns():020d}", pack(state)
+            key, packed = f"window/{held.window.id}/{time.time_ns():020d}", state.model_dump(mode="json")
             try:
                 taken = repo.put_json(key, {"state": packed, "mac": _mac(key, packed)}, bound=False)
             except OSError as error:

@@ -22,8 +22,9 @@ import numpy as np
 
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import Plan, PlanEntry, PlanRequest
+from ctxwin.window.antecedents import Order
 from ctxwin.window.prices import Prices
-from ctxwin.window.state import Conditioning, Front, Order, Placed, State, orbit_key, patch_key, provenance_of, span_key
+from ctxwin.window.state import Conditioning, Front, Placed, State, orbit_key, patch_key, provenance_of, span_key
 
 Has = Callable[[str], bool]
 MAX_ORBIT = 64

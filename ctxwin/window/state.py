@@ -5,76 +5,18 @@ Pydantic models, so that a snapshot is this state and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
-from pydantic_core import CoreSchema, core_schema
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from ctxwin.chunk import Chunk
 from ctxwin.errors import UnknownChunk
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.hashing import digest
-
-
-class Order:
-    """Placement ids in prompt order, shared by all chunks that were conditioned behind a part of them."""
-
-    def __init__(self, ids: Iterable[str]) -> None:
-        self.ids = tuple(ids)
-
-    @cached_property
-    def places(self) -> dict[str, int]:
-        """Index by id."""
-        return {placement: i for i, placement in enumerate(self.ids)}
-
-
-class Antecedents(Sequence[str]):
-    """The ids in front of a chunk when its KV was computed: the first ``length`` of an order.
-
-    Chunks that were computed together share one `Order`, so n of them take O(n) memory. As JSON it is a list.
-    """
-
-    __slots__ = ("length", "order")
-
-    def __init__(self, ids: Iterable[str] | Order = (), length: int | None = None) -> None:
-        self.order = ids if isinstance(ids, Order) else Order(ids)
-        self.length = len(self.order.ids) if length is None else length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.order.ids[: self.length][index]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.order.ids[: self.length])
-
-    def __contains__(self, placement: object) -> bool:
-        return self.order.places.get(placement, self.length) < self.length  # type: ignore[call-overload, no-any-return]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        def checked(value: Any) -> Antecedents:
-            if isinstance(value, cls):
-                return value
-            if not isinstance(value, list | tuple) or not all(isinstance(i, str) for i in value):
-                raise ValueError(f"antecedents must be a list of placement ids, got {value!r}"[:200])
-            return cls(value)
-
-        listed = core_schema.plain_serializer_function_ser_schema(list)
-        return core_schema.no_info_plain_validator_function(checked, serialization=listed)
+from ctxwin.window.antecedents import Antecedents, Order, pack, unpack
 
 
 class Conditioning(BaseModel):
@@ -104,6 +46,10 @@ class Conditioning(BaseModel):
     patch: str | None = None
     base: str | None = None
     absorbed: tuple[int, int] | None = None
+
+    def without_antecedents(self) -> Conditioning:
+        """A copy to be written beside them."""
+        return self.model_copy(update={"antecedents": Antecedents()})
 
     def carries(self, placement: str, arrival: int) -> bool:
         """Whether this KV may hold something of a chunk. Never wrong for one it does hold."""
@@ -146,7 +92,7 @@ class Placed(BaseModel):
 
 
 class State(BaseModel):
-    """A version of a window.
+    """A version of a window. As JSON it takes O(n) for the usual n chunks (`ctxwin.window.antecedents`).
 
     Attributes:
         window: id of the window; stays over versions and restarts, a fork has its own.
@@ -167,6 +113,20 @@ class State(BaseModel):
     arrivals: int = 0
     placed: tuple[Placed, ...] = ()
     evicted: tuple[Placed, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _packed(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fronts: dict[str, list[Antecedents | None]] = {}
+        bare = {}
+        for name, chunks in (("placed", self.placed), ("evicted", self.evicted)):
+            fronts[name] = [p.kv.antecedents if p.kv else None for p in chunks]
+            bare[name] = tuple(p.replace(kv=p.kv and p.kv.without_antecedents()) for p in chunks)
+        return pack(handler(self.replace(**bare)), fronts)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unpacked(cls, data: Any) -> Any:
+        return unpack(data) if isinstance(data, dict) and "ids" in data else data
 
     @property
     def tokens(self) -> int:

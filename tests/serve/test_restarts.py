@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 
-from ctxwin import Chunk, Window, open_engine
+from ctxwin import Chunk
 from ctxwin.adapters.openai import RemoteWindow
 from ctxwin.errors import EngineFailed
 from ctxwin.serve.errors import Quarantined, TooManyWindows, UnknownWindow
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.quarantine import QUARANTINE_S, Quarantine
-from ctxwin.serve.snapshots import pack, unpack
 from ctxwin.serve.supervisor import DIED
 from ctxwin.serve.tenants import Tenant
 from serve.serving import serving
@@ -260,25 +259,6 @@ def test_reading_a_window_writes_nothing() -> None:
         assert after != before
         window.close()
         assert not list(store.list("window/")) and store.stats().leased == 0
-
-
-def test_a_packed_snapshot_is_the_snapshot() -> None:
-    with open_engine("tiny:hf") as engine, Window(engine, "h", 900) as window:
-        ids: list[str] = []
-        for chunk in CHUNKS:
-            ids.append(window.append(chunk))
-            window.ask("open?", 1)
-        window.slide(2)
-        window.recall(ids[0])
-        window.reorder(list(reversed(window.ids)))
-        window.ask("open?", 1)
-        state = window.core.state
-        packed = pack(state)
-        back = unpack(packed)
-        assert back == state and back.model_dump_json() == state.model_dump_json()
-        for broken in ({**packed, "ids": []}, {**packed, "fronts": []}, {"state": []}, {}):
-            with pytest.raises((ValueError, TypeError, KeyError)):
-                unpack(broken)  # type: ignore[arg-type]
 
 
 def test_windows_of_all_tenants_together_are_bounded() -> None:

@@ -12,8 +12,6 @@ from PIL import Image
 
 from ctxwin import Chunk
 from ctxwin.serve.limits import Limits
-from ctxwin.serve.snapshots import pack
-from ctxwin.window.state import State
 from serve.serving import Server, serving
 from serve.test_routes import call
 
@@ -109,7 +107,7 @@ def test_planted_windows_are_checked_like_clients_snapshots(server: Server, snap
     ]
     for name, state in {"a1": liar, "a2": reader, "a3": true, "a4": [], "a5": true}.items():
         if isinstance(state, dict):
-            state = pack(State.model_validate({**state, "window": name if name != "a5" else "other"}))
+            state = {**state, "window": name if name != "a5" else "other"}
         record = {"state": state, "mac": "0"}
         assert repo.put_json(f"window/{name}/00000000000000000001", record, bound=False)
     assert [call(server, f"/v1/windows/a{i}")[0] for i in range(1, 6)] == [404, 404, 200, 404, 404]
@@ -127,3 +125,17 @@ def test_planted_uploads_are_unknown(server: Server, snapshot: str) -> None:
 def test_a_snapshot_that_does_not_is_taken(server: Server, snapshot: str) -> None:
     status, answer = call(server, "/v1/windows", {"snapshot": json.loads(snapshot)})
     assert (status, answer["tokens"]) == (200, json.loads(snapshot)["system_prompt_tokens"] + 4)
+
+
+def test_a_snapshot_that_names_more_antecedents_than_values_are_taken_is_refused(server: Server) -> None:
+    """A few bytes must not become a list of thousands of ids, a thousand times over."""
+    window = opened(server, budget=500)
+    call(server, f"/v1/windows/{window}/extend", {"chunks": [{"type": "text", "text": f"{i}"} for i in range(3)]})
+    call(server, f"/v1/windows/{window}/ask", {"query": "?", "max_tokens": 1})
+    state = call(server, f"/v1/windows/{window}/snapshot")[1]
+    assert call(server, "/v1/windows", {"snapshot": {**state, "window": ""}})[0] == 200
+    ids = [f"{i}" for i in range(5000)]
+    placed = state["placed"][-1]
+    many = [{**placed, "id": f"p{i}", "kv": {**placed["kv"], "antecedents": [i, 4000]}} for i in range(100)]
+    status, answer = call(server, "/v1/windows", {"snapshot": {**state, "ids": ids, "placed": many}})
+    assert status == 413 and "antecedents" in answer["error"]["message"]

@@ -1,0 +1,60 @@
+"""A snapshot as JSON: it is the state again, takes O(n), and nonsense in it is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ctxwin import Chunk, Fidelity, Window
+from ctxwin.window.antecedents import count
+from ctxwin.window.state import State
+from window.fake import FakeEngine
+
+
+def state_of(chunks: int) -> State:
+    """Of a window that was asked after each append, then slid, recalled and reordered."""
+    with Window(FakeEngine(max_tokens=10_000), "h", fidelity=Fidelity("patched", rank=2)) as window:
+        ids = []
+        for i in range(chunks):
+            ids.append(window.append(Chunk.tokens([i % 40])))
+            window.ask("?", 1)
+        window.slide(2)
+        window.recall(ids[0])
+        window.reorder([window.ids[-1], *window.ids[:-1]])
+        window.ask("?", 1)
+        return window.core.state
+
+
+def test_it_is_the_state_again() -> None:
+    state = state_of(7)
+    for back in (
+        State.model_validate_json(state.model_dump_json()),
+        State.model_validate(state.model_dump(mode="json")),
+        State.model_validate(state.model_dump()),
+        State.model_validate(state),
+    ):
+        assert back == state and back.model_dump_json() == state.model_dump_json()
+    left_out = state.model_dump(mode="json", exclude={"placed"})
+    assert State.model_validate(left_out).evicted == state.evicted
+
+
+def test_it_takes_a_few_hundred_bytes_a_chunk() -> None:
+    small, large = (state_of(n).model_dump_json() for n in (30, 120))
+    assert len(large) < 5 * len(small) and len(large) / 120 < 1000
+    assert count(json.loads(large)) > 120 * 50  # as lists of ids they would be quadratic
+
+
+@pytest.mark.parametrize("slice_", [[0, 99], [-1, 2], [0, -1], [0.0, 1], [None, 1], [True, 1], [99, 0], [{}, []]])
+def test_a_slice_that_is_none_is_refused(slice_: list[Any]) -> None:
+    data = state_of(3).model_dump(mode="json")
+    data["placed"][-1]["kv"]["antecedents"] = slice_
+    with pytest.raises(ValueError, match="antecedents must be"):
+        State.model_validate(data)
+
+
+@pytest.mark.parametrize("ids", [None, "abc", [1, 2, 3], {}])
+def test_ids_that_are_none_are_refused(ids: Any) -> None:
+    with pytest.raises(ValueError, match="ids"):
+        State.model_validate({**state_of(3).model_dump(mode="json"), "ids": ids})
