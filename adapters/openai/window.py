@@ -232,9 +232,9 @@ class RemoteWindow:
         """Forms patches that serve any order of ``ids``. Returns the ids that have one. Cost: a forward per chunk and order."""
         return list(self._post("prepare_orbit", ids=list(ids), orders=orders, seed=seed)["placements"])
 
-    def refresh(self, count: int | None = None) -> list[str]:
-        """Re-forms the ``count`` front-most approximations (all by default). Returns their ids."""
-        return list(self._post("refresh", count=count)["refreshed"])
+    def refresh(self, count: int | None = None, *, ids: Sequence[str] | None = None) -> list[str]:
+        """Re-forms the ``count`` front-most approximations (all by default) of ``ids`` (of all). Returns their ids."""
+        return list(self._post("refresh", count=count, ids=None if ids is None else list(ids))["refreshed"])
 
     def compress(self) -> int:
         """Replaces conditioned spans by canonical and patch where that is smaller. Returns the KV bytes given back."""

@@ -30,12 +30,28 @@ def appended(state: State, placed: Placed) -> State:
 
 
 def inserted(state: State, placed: Placed, index: int, *, repair: bool = False) -> State:
-    """``placed`` at ``index``; what stands behind either keeps its KV without having seen it, or is to be re-formed."""
-    behind = tuple(
-        p.replace(kv=None, unseen=()) if repair else p.replace(unseen=tuple(dict.fromkeys((*p.unseen, placed.id))))
-        for p in state.placed[index:]
-    )
-    return state.replace(placed=(*state.placed[:index], placed, *behind))
+    """``placed`` at ``index``; what stands behind and lacks it keeps its KV without having seen it, or is to be re-formed."""
+    lacking = lacking_of(placed.id, state.placed[index:]) if repair else set()
+
+    def beside(p: Placed) -> Placed:
+        if repair:
+            return p.replace(kv=None, unseen=()) if p.id in lacking else p
+        return p.replace(unseen=tuple(dict.fromkeys((*p.unseen, placed.id))))
+
+    return state.replace(placed=(*state.placed[:index], placed, *map(beside, state.placed[index:])))
+
+
+def lacking_of(placement: str, behind: Sequence[Placed]) -> set[str]:
+    """Whose KV lacks a chunk that comes in front of ``behind``: those that never absorbed it, and, by the edges of the cascade
+    graph, those that absorbed one of them.
+
+    What absorbed it before it left, and nothing that lacks it, still holds it.
+    """
+    lacking: set[str] = set()
+    for p in behind:
+        if p.kv is None or placement not in p.kv.antecedents or any(one in p.kv.antecedents for one in lacking):
+            lacking.add(p.id)
+    return lacking
 
 
 def recalled(state: State, back: Placed, at: int | None, *, repair: bool = False) -> tuple[State, int]:

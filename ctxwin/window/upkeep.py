@@ -11,7 +11,7 @@ from ctxwin.window.core import WindowCore
 from ctxwin.window.lanes import MAX_ORBIT
 
 
-def refresh(core: WindowCore, count: int | None) -> list[str]:
+def refresh(core: WindowCore, count: int | None, ids: Sequence[str] | None = None) -> list[str]:
     """See `Window.refresh`."""
     if core.read_only:
         raise ReadOnlyWindow("an old version must not be refreshed; fork() it first")
@@ -22,6 +22,9 @@ def refresh(core: WindowCore, count: int | None) -> list[str]:
         plan = core.assembly.plan(state, core.fidelity)
         # Front to back: behind an approximation nothing can become exact.
         stale = [e.id for e in plan.entries if not e.exact and e.conditioned and not e.compute]
+        if ids is not None:
+            wanted = {state.placed[state.index(placement)].id for placement in ids}
+            stale = [placement for placement in stale if placement in wanted]
         chosen = set(stale if count is None else stale[:count])
         for i, p in enumerate(state.placed):
             if p.id in chosen:

@@ -254,8 +254,9 @@ class Window:
 
         Args:
             at: index to place it at; default: its chronological place, before the first chunk that arrived later.
-            repair: re-form the chunks behind it, which were conditioned without it (a forward each at the next ask).
-                Otherwise they keep their KV unless stored KV or a patch fits; `plan` shows and prices both.
+            repair: re-form the chunks behind it whose KV lacks it: those conditioned without it, and those that absorbed one
+                of them (a forward each at the next ask, unless stored KV or a patch fits). What absorbed it before it left keeps
+                its KV. Without ``repair`` all keep theirs; `plan` shows and prices both.
 
         Raises UnknownChunk. Cost at the next ask: its lane's, never a vision encode.
         """
@@ -427,12 +428,16 @@ class Window:
         """
         return upkeep.prepare_orbit(self.core, ids, orders, seed)
 
-    def refresh(self, count: int | None = None) -> list[str]:
+    def refresh(self, count: int | None = None, *, ids: Sequence[str] | None = None) -> list[str]:
         """Re-forms the ``count`` front-most approximations (all by default) behind what is in front of them now.
 
-        For idle time: it bounds the drift of a stream. Returns the ids, front to back. Cost: a forward each.
+        Args:
+            ids: only these placed chunks, those of them that are approximations: where an audit saw drift, for one.
+
+        For idle time: it bounds the drift of a stream. Returns the ids, front to back. Raises UnknownChunk. Cost: a forward
+        each.
         """
-        return upkeep.refresh(self.core, count)
+        return upkeep.refresh(self.core, count, ids)
 
     def compress(self) -> int:
         """Replaces conditioned spans by canonical + patch where the patch is smaller; returns the KV bytes given back.
