@@ -29,6 +29,8 @@ Watch = Callable[[int, Tensor], None]
 Long inputs come in blocks of rows, so that sums over rows must be accumulated."""
 AT_ONCE = 1024
 """Tokens of one block of a long input."""
+ROOM = 64
+"""Slots that are added at once while an answer grows."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,50 @@ class Memory:
         """
         k, v = (x[:, item, :, begin:end].transpose(1, 2).contiguous().to("cpu") for x in (self.k, self.v))
         return SpanKV(k=k, v=v, positions=positions, start=start)
+
+
+class Held:
+    """KV that grows while an answer is generated, and that policies thin out; starts with a copy of a memory.
+
+    ``slots`` are those held now, by every layer and item, ``peak_slots`` the most that were held at once.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._room = memory.grown(ROOM)
+        self.slots = self.peak_slots = memory.slots
+
+    @property
+    def memory(self) -> Memory:
+        """The slots held; shares memory with this object."""
+        return Memory(self._room.k[:, :, :, : self.slots], self._room.v[:, :, :, : self.slots])
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot of all layers and items."""
+        return self._room.nbytes // self._room.slots
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes that were held at once."""
+        return self.peak_slots * self.slot_bytes
+
+    def grow(self, slots: int) -> Memory:
+        """Appends empty slots; returns all slots."""
+        if self.slots + slots > self._room.slots:
+            self._room = self.memory.grown(slots + ROOM)
+        self.slots += slots
+        self.peak_slots = max(self.peak_slots, self.slots)
+        return self.memory
+
+    def drop(self, slot: int) -> None:
+        """Removes one slot from every layer and item; later slots move up, in place."""
+        for x in (self._room.k, self._room.v):
+            x[:, :, :, slot : self.slots - 1] = x[:, :, :, slot + 1 : self.slots].clone()
+        self.slots -= 1
+
+    def replace(self, memory: Memory) -> None:
+        """Holds a copy of this instead."""
+        self._room, self.slots = memory.grown(ROOM), memory.slots
 
 
 class _Slots:

@@ -10,7 +10,7 @@ question came, and only what is generated is still managed: chunks and answer to
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
@@ -18,8 +18,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from ctxwin.evals.decoder import Memory, Watch
-from ctxwin.evals.generation import Held, Keeper, Policy
+from ctxwin.evals.decoder import Held, Memory, Watch
 
 RECENT = 25
 """Newest slots that fixed-point elimination leaves alone (section 4.1, 'Implementation Details')."""
@@ -137,8 +136,8 @@ class Window:
 
 
 @dataclass(frozen=True, eq=False)
-class Budgeted(Policy):
-    """A policy that holds ``share`` of the tokens.
+class Policy(ABC):
+    """Holds ``share`` of the tokens, also while an answer is generated; it has no state of its own.
 
     Attributes:
         share: the KV budget, 0..1.
@@ -157,8 +156,9 @@ class Budgeted(Policy):
         """The policy for some items of the batch."""
         return replace(self, seen=self.seen[:, list(items)])
 
-    def start(self) -> BudgetKeeper:
-        return BudgetKeeper(self)
+    def start(self) -> Keeper:
+        """Keeps one answer, of the items that the policy was made for."""
+        return Keeper(self)
 
     def compress(self, memory: Memory, attended: Attended) -> Memory:
         """What is kept of a memory; ``attended`` follows it."""
@@ -185,10 +185,10 @@ class Budgeted(Policy):
         """Drops one slot while an answer is generated; the first ``head`` are the system prompt's."""
 
 
-class BudgetKeeper(Keeper):
-    """Keeps one answer within its policy's budget."""
+class Keeper:
+    """A policy at work on one answer, which it keeps within the budget."""
 
-    def __init__(self, policy: Budgeted) -> None:
+    def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.attended = Attended(policy.seen)
         self.head = 0 if policy.window is None else policy.window.head
@@ -197,11 +197,13 @@ class BudgetKeeper(Keeper):
 
     @property
     def watch(self) -> Watch | None:
+        """Receives the attention weights of the coming pass; None where it needs none."""
         asking = self.policy.window is None and not self._asked
         due = {"question": asking, "everything": True, "nothing": False}[self.policy.watched]
         return self.attended.watch if due else None
 
     def prompted(self, held: Held) -> None:
+        """Called when system prompt, chunks and question are held; the first token comes from that pass, unaffected."""
         self._asked = True
         self.attended.widen(held.slots)
         window = self.policy.window
@@ -216,6 +218,7 @@ class BudgetKeeper(Keeper):
             self._beside = held.slots - window.kept
 
     def stepped(self, held: Held) -> None:
+        """Called when the KV of one more token was appended."""
         self._made += 1
         if held.slots > self.allowed:
             self.policy.drop(held, self.attended, self.head)
@@ -230,7 +233,7 @@ class BudgetKeeper(Keeper):
         return self._beside + max(self._least, budget_slots(self.policy.share, self._tokens + self._made))
 
 
-class Elastic(Budgeted):
+class Elastic(Policy):
     """Merging around anchors; then elimination at a fixed distance from the newest token (algorithm 1)."""
 
     watched = "question"
@@ -250,7 +253,7 @@ class Elastic(Budgeted):
         held.drop(min(max(held.slots - 1 - RECENT, head, 1), held.slots - 1))
 
 
-class H2O(Budgeted):
+class H2O(Policy):
     """The Frequency Cache of section 4.1: the slot with the least attention so far is dropped, also while generating.
 
     As the paper describes H2O: no share of the budget is set aside for recent tokens; only the newest one stays, which no
@@ -272,7 +275,7 @@ class H2O(Budgeted):
         held.replace(held.memory.kept(kept))
 
 
-class Local(Budgeted):
+class Local(Policy):
     """The Local Cache of section 4.1: the slots furthest from the newest token are dropped.
 
     As the paper describes it, without the first tokens that StreamingLLM keeps beside the recent ones.
@@ -289,4 +292,4 @@ class Local(Budgeted):
         held.drop(head)
 
 
-METHODS: dict[str, type[Budgeted]] = {"elastic": Elastic, "h2o": H2O, "local": Local}
+METHODS: dict[str, type[Policy]] = {"elastic": Elastic, "h2o": H2O, "local": Local}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,82 +11,10 @@ import torch
 from torch import Tensor
 
 from ctxwin.engines.base import Encoded
-from ctxwin.evals.decoder import Decoder, Memory, concatenated
+from ctxwin.evals.decoder import Decoder, Held, Memory, concatenated
 
 if TYPE_CHECKING:
-    from ctxwin.evals.decoder import Watch
-
-ROOM = 64
-"""Slots that are added at once while an answer grows."""
-
-
-class Held:
-    """KV that grows while an answer is generated, and that policies thin out; starts with a copy of a memory.
-
-    ``slots`` are those held now, by every layer and item, ``peak_slots`` the most that were held at once.
-    """
-
-    def __init__(self, memory: Memory) -> None:
-        self._room = memory.grown(ROOM)
-        self.slots = self.peak_slots = memory.slots
-
-    @property
-    def memory(self) -> Memory:
-        """The slots held; shares memory with this object."""
-        return Memory(self._room.k[:, :, :, : self.slots], self._room.v[:, :, :, : self.slots])
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot of all layers and items."""
-        return self._room.nbytes // self._room.slots
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes that were held at once."""
-        return self.peak_slots * self.slot_bytes
-
-    def grow(self, slots: int) -> Memory:
-        """Appends empty slots; returns all slots."""
-        if self.slots + slots > self._room.slots:
-            self._room = self.memory.grown(slots + ROOM)
-        self.slots += slots
-        self.peak_slots = max(self.peak_slots, self.slots)
-        return self.memory
-
-    def drop(self, slot: int) -> None:
-        """Removes one slot from every layer and item; later slots move up, in place."""
-        for x in (self._room.k, self._room.v):
-            x[:, :, :, slot : self.slots - 1] = x[:, :, :, slot + 1 : self.slots].clone()
-        self.slots -= 1
-
-    def replace(self, memory: Memory) -> None:
-        """Holds a copy of this instead."""
-        self._room, self.slots = memory.grown(ROOM), memory.slots
-
-
-class Keeper(ABC):
-    """A policy at work on one answer: what it has seen so far decides what it drops."""
-
-    @property
-    def watch(self) -> Watch | None:
-        """Receives the attention weights of the coming pass; None where it needs none."""
-        return None
-
-    @abstractmethod
-    def prompted(self, held: Held) -> None:
-        """Called when system prompt, chunks and question are held; the first token comes from that pass, unaffected."""
-
-    @abstractmethod
-    def stepped(self, held: Held) -> None:
-        """Called when the KV of one more token was appended."""
-
-
-class Policy(ABC):
-    """Drops KV while an answer is generated. It has no state of its own and serves any number of answers."""
-
-    @abstractmethod
-    def start(self) -> Keeper:
-        """A keeper for one answer, of one item or of a batch that the policy was made for."""
+    from ctxwin.evals.elastic import Policy
 
 
 class Reading:

@@ -18,7 +18,8 @@ import torch
 from ctxwin.errors import BudgetExceeded
 from ctxwin.evals.arms import REFERENCE, Arm, Served
 from ctxwin.evals.decoder import Decoder, Memory
-from ctxwin.evals.generation import Policy, forced_logits, generate
+from ctxwin.evals.elastic import Policy
+from ctxwin.evals.generation import forced_logits, generate
 from ctxwin.evals.group import Group
 from ctxwin.evals.items import Item
 from ctxwin.evals.metrics import kl_divergence
@@ -130,9 +131,7 @@ class Measurer:
                     along = _forced_kl(other, said)
                     extra["to_control"] = kl_divergence(other.logits, said.logits) if along is None else along
                 layers = None if self.along or one.begin is not None else by_layer(one.spans, group.exact[rows[i]])
-                costs: dict[str, Any] = {
-                    name: getattr(one, name) for name in ("stored", "over", "computed", "forwards", "encodes")
-                }
+                costs: dict[str, Any] = {name: getattr(one, name) for name in _COSTS}
                 yield self._sample(
                     item,
                     arm,

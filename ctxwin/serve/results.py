@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ctxwin.hashing import digest
+from ctxwin.store.recent import Recent
 
 _BESIDE_BYTES = 512  # Python objects beside a kept answer
 
@@ -15,13 +15,11 @@ _BESIDE_BYTES = 512  # Python objects beside a kept answer
 class Results:
     """Answers by Idempotency-Key: a client that asks again after a broken connection gets the same one.
 
-    The newest ``most`` bytes are kept, including what stands beside the answers. Thread-safe.
+    The latest ``most`` bytes are kept, including what stands beside the answers. Thread-safe.
     """
 
     def __init__(self, most: int = 16 << 20) -> None:
-        self._most = most
-        self._bytes = 0
-        self._kept: OrderedDict[str, tuple[str, bytes]] = OrderedDict()  # by request: digest of its body, answer
+        self._kept: Recent[tuple[str, bytes]] = Recent(most)  # by request: digest of its body, answer
         self._turns: dict[str, _Turn] = {}
         self._lock = threading.Lock()
 
@@ -44,7 +42,7 @@ class Results:
                 raw = self._find(name, asked)
                 if raw is None:
                     raw = work()
-                    self._keep(name, asked, raw)
+                    self._kept.put(name, (asked, raw), len(raw) + _BESIDE_BYTES)
                 return raw
         finally:
             with self._lock:
@@ -53,18 +51,10 @@ class Results:
                     del self._turns[name]
 
     def _find(self, name: str, asked: str) -> bytes | None:
-        with self._lock:
-            before, raw = self._kept.get(name, (asked, None))
+        before, raw = self._kept.get(name) or (asked, None)
         if before != asked:
             raise ValueError("an Idempotency-Key must stand for one request, got another body with it; make a new key")
         return raw
-
-    def _keep(self, name: str, asked: str, raw: bytes) -> None:
-        with self._lock:
-            self._kept[name] = asked, raw
-            self._bytes += len(raw) + _BESIDE_BYTES
-            while self._bytes > self._most and self._kept:
-                self._bytes -= len(self._kept.popitem(last=False)[1][1]) + _BESIDE_BYTES
 
 
 @dataclass

@@ -87,7 +87,10 @@ class Question:
 
     Attributes:
         text: what is asked: "shape of 17?" or "color of 17?".
-        kind: what answering takes; see `classify`.
+        kind: what answering takes, given the frames in their order. ``single_hop``: a shape, or the colour of a legend thing.
+            ``multi_hop``: a grey scene thing, decided by an earlier legend whatever the order of the legends. ``order``: one
+            for whose shape earlier legends disagree. ``graded``, ``graded_order``: the same two for a faded thing.
+            ``unbound``: a grey scene thing with no earlier legend for its shape.
         frame: index of the frame that holds the marked thing.
         mark: the number asked about.
         answer: one word.
@@ -197,20 +200,6 @@ def _deciding(palettes: Sequence[IntArray], shape: int) -> tuple[int, ...]:
     defining = [i for i, palette in enumerate(palettes) if palette[shape] != UNDETERMINED]
     agree = len({int(palettes[i][shape]) for i in defining}) < 2
     return tuple(defining[-1:] if agree else defining)
-
-
-def classify(frames: Sequence[Frame], mark: int) -> Kind | None:
-    """What asking for the colour of a mark takes, given the frames in this order.
-
-    `single_hop`: a legend thing. `multi_hop`: a grey scene thing, decided by an earlier legend whatever the order of
-    the legends. `order`: a grey scene thing for whose shape earlier legends disagree. `graded`, `graded_order`: the
-    same two for a faded thing. `unbound`: a grey scene thing with no earlier legend for its shape. None: no answer.
-    """
-    place = locate(frames, mark)
-    if place is None or answer(frames, f"color of {mark:02d}?") is None:
-        return None
-    index, row, column = place
-    return _color_kind(frames[index], row, column, antecedents(frames, mark))
 
 
 def _color_kind(frame: Frame, row: int, column: int, needed: tuple[int, ...]) -> Kind:

@@ -12,7 +12,7 @@ from ctxwin.evals.items import Setting
 from ctxwin.kv.layout import SpanKV
 
 if TYPE_CHECKING:
-    from ctxwin.evals.generation import Policy
+    from ctxwin.evals.elastic import Policy
     from ctxwin.evals.group import Group
 
 
@@ -147,8 +147,3 @@ class SharedArm(Arm, argument=f"(?P<share>{SHARE})"):
     """An arm of a share, 0..1."""
 
     share: float
-
-
-def parse_share(text: str) -> float | None:
-    """A number 0..1, or None."""
-    return float(text) if re.fullmatch(SHARE, text) else None

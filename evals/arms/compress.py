@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ctxwin.evals.arms.base import SHARE, Served, SharedArm
 from ctxwin.evals.decoder import Memory, concatenated
-from ctxwin.evals.elastic import H2O, Attended, Budgeted, Elastic, Local, Window
+from ctxwin.evals.elastic import H2O, Attended, Elastic, Local, Policy, Window
 
 if TYPE_CHECKING:
     from ctxwin.evals.group import Group
@@ -35,7 +35,7 @@ _HELD: WeakKeyDictionary[Group, dict[_Compressed, list[Served | None]]] = WeakKe
 class _Compressed(SharedArm, settings=("window",), argument=f"(?P<share>{SHARE})(?:@(?P<moment>prompt))?"):
     moment: Literal["window", "prompt"] = "window"
 
-    policy: ClassVar[type[Budgeted]]
+    policy: ClassVar[type[Policy]]
 
     def serve(self, group: Group) -> list[Served | None]:
         if self.moment == "prompt":
@@ -69,22 +69,22 @@ class _Compressed(SharedArm, settings=("window",), argument=f"(?P<share>{SHARE})
 class ElasticCache(_Compressed, form="elastic:B", source="Elastic Cache, sections 3.2-3.3, eq. 1-3, algorithm 1"):
     """The chunks' KV merged around the most attended tokens, layer by layer; first and last token are among them."""
 
-    policy: ClassVar[type[Budgeted]] = Elastic
+    policy: ClassVar[type[Policy]] = Elastic
 
 
 class HeavyHitters(_Compressed, form="h2o:B", source="Elastic Cache, section 4.1 (H2O, Frequency Cache)"):
     """Only the KV of the most attended tokens is kept, layer by layer; the least attended are dropped while generating too."""
 
-    policy: ClassVar[type[Budgeted]] = H2O
+    policy: ClassVar[type[Policy]] = H2O
 
 
 class MostRecent(_Compressed, form="local:B", source="Elastic Cache, section 4.1 (Local Cache)"):
     """Only the KV of the last tokens is kept; the oldest are dropped while generating too. No first tokens are kept as sinks."""
 
-    policy: ClassVar[type[Budgeted]] = Local
+    policy: ClassVar[type[Policy]] = Local
 
 
-def thinned(kind: type[Budgeted], share: float, group: Group) -> tuple[Memory, Budgeted]:
+def thinned(kind: type[Policy], share: float, group: Group) -> tuple[Memory, Policy]:
     """The placed chunks' exact KV thinned out before a question comes, and the policy from then on; for the whole group."""
     seen, lead = attention_of(group), group.system_prompt_span.tokens
     tokens, attended = group.context_tokens, Attended(seen[:, :, lead:])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from ctxwin.engines.base import Encoded, Sampling
+from ctxwin.engines.base import Encoded, Sampling, Segment
 from ctxwin.engines.hf.engine import HFEngine
 from engines.conformance import QUERY, laid
 
@@ -25,6 +27,17 @@ def real_answer(folder: Path, ids: list[int], **media: Any) -> tuple[list[int], 
     )  # fmt: skip
     new = [i for i in out.sequences[0, len(ids) :].tolist() if i != 2]
     return new, out.logits[0][0].log_softmax(-1)
+
+
+def teacher_forced(engine: HFEngine, layout: Sequence[Segment], query: Encoded, answer: Sequence[int]) -> torch.Tensor:
+    """Log-probabilities before each answer token given the earlier ones, float32 ``[len(answer), vocab]``, one forward each."""
+    rows = []
+    for count in range(len(answer)):
+        behind = np.tile(np.arange(query.advance, query.advance + count, dtype=np.int64), (3, 1))
+        positions = np.concatenate([query.positions, behind], axis=1)
+        asked = Encoded("", (*query.token_ids, *answer[:count]), positions, query.advance + count)
+        rows.append(engine.logits(layout, asked).log_softmax(-1))
+    return torch.stack(rows)
 
 
 def assert_answers(engine: HFEngine, encoded: list[Encoded], want: tuple[list[int], torch.Tensor]) -> None:

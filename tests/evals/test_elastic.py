@@ -25,6 +25,7 @@ from ctxwin.evals.studies.elastic.exchanges import Exchange, Turn, generated, re
 from ctxwin.evals.studies.elastic.quality import QualitySettings, measure_quality, rouge_l
 from ctxwin.evals.studies.elastic.report import plot_quality, quality_table, speed_table
 from ctxwin.evals.studies.elastic.speed import Shape, SpeedSettings, measure_speed, random_engine
+from engines.oracle import teacher_forced
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -79,7 +80,7 @@ def test_perplexity_is_of_the_answers_under_the_engine(engine: HFEngine, turns: 
     for i, answer in enumerate(made.answers):
         counted += range(len(stream), len(stream) + len(answer))
         stream += [*answer, *(made.between[i] if i + 1 < len(turns) else ())]
-    logs = engine.teacher_forced(layout_of(engine, one), query, stream).double()
+    logs = teacher_forced(engine, layout_of(engine, one), query, stream).double()
     loss = [-float(logs[i, stream[i]]) for i in counted]
     result = measure_quality(engine, [one], QualitySettings(("elastic",), (1.0,), max_tokens=4))
     assert result["full"]["ppl"] == pytest.approx(math.exp(sum(loss) / len(loss)), rel=1e-4)

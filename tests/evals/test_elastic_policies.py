@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxwin.evals.decoder import Memory
+from ctxwin.evals.decoder import Held, Memory
 from ctxwin.evals.elastic import METHODS, RECENT, Attended, Window, bucket_of, budget_slots, merged, most_important
-from ctxwin.evals.generation import Held
 
 
 def drawn_anchors(data: st.DataObject) -> tuple[int, list[int]]:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Sampling, Segment
-from ctxwin.evals.decoder import Decoder, Memory
-from ctxwin.evals.generation import ROOM, Held, Reading, forced_logits, generate
+from ctxwin.evals.decoder import ROOM, Decoder, Held, Memory
+from ctxwin.evals.generation import Reading, forced_logits, generate
 from ctxwin.tiny.world import make_stream, render
+from engines.oracle import teacher_forced
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
@@ -68,7 +69,7 @@ def test_long_answers_are_the_engines(
     assert torch.equal(memory.k, before)  # what was placed is not touched
     assert made.peak_bytes == (memory.slots + query.tokens + LONG - 1) * memory.nbytes // memory.slots
     # Row i is what token i was chosen from: teacher forcing along the answer gives the same.
-    forced = engine.teacher_forced(layout, query, want)
+    forced = teacher_forced(engine, layout, query, want)
     torch.testing.assert_close(torch.stack(made.logits).log_softmax(-1), forced, atol=2e-5, rtol=1e-4)
     stepwise = generate(decoder, memory, [query], begin, forced=[want])[0]
     assert torch.equal(torch.stack(stepwise.logits), torch.stack(made.logits))
@@ -98,7 +99,7 @@ def test_teacher_forcing_is_the_engines(name: str, request: pytest.FixtureReques
     engine: HFEngine = request.getfixturevalue(name)
     decoder, memory, begin, layout = placed(engine)
     query, answer = engine.encode_query("shape?"), [(7 * i) % 200 + 10 for i in range(LONG)]
-    want = engine.teacher_forced(layout, query, answer)
+    want = teacher_forced(engine, layout, query, answer)
     have = forced_logits(decoder, memory, [query], begin, [answer])[0].log_softmax(-1)
     torch.testing.assert_close(have, want, atol=2e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="at least one token"):

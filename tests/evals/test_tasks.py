@@ -7,7 +7,7 @@ import pytest
 
 from ctxwin.evals.tasks import SUITES, TaskOptions, expand, open_task, task_names
 from ctxwin.evals.tasks.tiny import FIT_SPACE, SPACE, TASKS, TURNOVERS, TinyOptions, TinyTask, fit_cases
-from ctxwin.tiny.world import answer, antecedents, classify
+from ctxwin.tiny.world import all_questions, answer, antecedents
 
 FRAMES = (2, 3, 4, 5, 6)
 AMOUNTS = {name: task.amount.listed[-1] if task.amount else 0.0 for name, task in TASKS.items()}
@@ -73,9 +73,9 @@ def test_a_recall_replaces_the_share_in_front(turnover: float) -> None:
         assert len(kept) == front - int(np.floor(turnover * front + 0.5))
         assert case.placed[-1] == case.before[-1] == case.before[front]
         assert case.asked == front
-        placed = [case.frames[f] for f in case.placed]
-        mark = int(case.question[-3:-1])
-        assert classify(placed, mark) == classify([case.frames[f] for f in case.before], mark) == "multi_hop"
+        for frames in (case.placed, case.before):
+            kinds = {q.text: q.kind for q in all_questions([case.frames[f] for f in frames])}
+            assert kinds[case.question] == "multi_hop"
 
 
 @pytest.mark.parametrize("slides", [1, 4, 16])

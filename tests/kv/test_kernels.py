@@ -177,8 +177,7 @@ def test_what_needs_no_work_is_not_copied():
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("far", [0, 20_000], ids=["near", "far"])
 def test_rounds_once_in_frames_behind_a_header(far, family, dtype, layout):
-    """What is added turns to the frame of the keys by one angle for all tokens where the engine's rounding of angles, which
-    grows with the position, is far below that of the result; else token by token."""
+    """What is added to keys outside the canonical frame turns there token by token, as the engine rounds each angle."""
     spec = FAMILIES[family]
     parts, wide = [], []
     for i, (part, frame) in enumerate(zip(three_parts(spec, F64, layout), (50, 50, 31), strict=True)):

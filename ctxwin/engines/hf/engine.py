@@ -170,35 +170,17 @@ class HFEngine(EncodingEngine):
         with self._lock:
             return self._run([*layout, Segment(query, _end(layout))]).last
 
-    def teacher_forced(self, layout: Sequence[Segment], query: Encoded, answer_ids: Sequence[int]) -> torch.Tensor:
-        """Log-probabilities before each answer token given the earlier ones, float32 ``[len(answer_ids), vocab]``.
-
-        One forward over what is missing, the query and the answer. Row i is the distribution that ``answer_ids[i]`` is
-        drawn from. ValueError where the answer is empty.
-        """
-        if not len(answer_ids):
-            raise ValueError("answer_ids must hold at least one id, got none")
-        start = _end(layout)
-        places = np.tile(np.arange(len(answer_ids), dtype=np.int64), (3, 1))
-        answer = Encoded("", tuple(int(i) for i in answer_ids), places, len(answer_ids))
-        with self._lock:
-            tail = [Segment(query, start), Segment(answer, start + query.advance)]
-            done = self._run([*layout, *tail], keep=answer.tokens + 1)
-        assert done.logits is not None
-        return done.logits[:-1].log_softmax(-1)
-
     def close(self) -> None:
         """Drops the model; the store stays open, it belongs to the caller (a store in memory goes with the engine)."""
         with self._lock:
             self._model = None
 
-    def _run(self, segments: Sequence[Segment], *, room: int = 0, keep: int = 1) -> _Pass:
+    def _run(self, segments: Sequence[Segment], *, room: int = 0) -> _Pass:
         """Assembles ``segments`` into one sequence. Neighbours without a span share a forward, as do neighbours with one.
 
         Args:
             segments: in order; the last one has no span.
             room: tokens that will be generated behind.
-            keep: how many of the last tokens' logits are kept.
         """
         from transformers import DynamicCache
 
@@ -215,7 +197,7 @@ class HFEngine(EncodingEngine):
                     if loaded:
                         self._load(done, list(run))
                     else:
-                        self._forward(done, list(run), keep)
+                        self._forward(done, list(run))
         except RuntimeError as error:  # torch's own: out of memory, a failed kernel
             raise EngineFailed(f"the forward over {done.tokens} tokens failed: {error}") from error
         if done.logits is None or bool(done.logits.isnan().any()):
@@ -258,19 +240,19 @@ class HFEngine(EncodingEngine):
         for layer in range(self.spec.kv.layers):
             done.cache.update(first[layer][None], second[layer][None], layer)
 
-    def _forward(self, done: _Pass, segments: Sequence[Segment], keep: int) -> None:
+    def _forward(self, done: _Pass, segments: Sequence[Segment]) -> None:
         """One forward over neighbouring segments behind everything in the cache."""
         fed = self.inputs([p.encoded for p in segments])
         positions = torch.from_numpy(np.concatenate([p.encoded.positions + p.start for p in segments], axis=1))
-        self._feed(done, fed, positions, keep)
+        self._feed(done, fed, positions)
         tokens = int(fed.embeds.shape[0])
         done.computed += tokens
         done.forwards += 1
         self.counters.prefill_tokens += tokens
         self.counters.prefill_forwards += 1
 
-    def _feed(self, done: _Pass, fed: hf_model.Inputs, positions: torch.Tensor, keep: int) -> None:
-        """Runs T tokens at ``positions [3, T]``; the last ``keep`` logits are then in ``done``."""
+    def _feed(self, done: _Pass, fed: hf_model.Inputs, positions: torch.Tensor) -> None:
+        """Runs T tokens at ``positions [3, T]``; the last one's logits are then in ``done``."""
         past, new = int(done.cache.get_seq_length()), int(fed.embeds.shape[0])
         # Explicit, since transformers would otherwise guess packed sequences from positions that jump.
         mask = torch.ones(new, past + new, dtype=torch.bool, device=self._device).tril(past)
@@ -283,11 +265,11 @@ class HFEngine(EncodingEngine):
             use_cache=True,
         )
         if fed.deep is None:
-            logits = self._model(**run, logits_to_keep=keep).logits
+            logits = self._model(**run, logits_to_keep=1).logits
         else:  # the whole model takes such features from pixels only, its decoder takes them as they are
             every = torch.ones(1, new, dtype=torch.bool, device=self._device)
             out = self.text_model(**run, visual_pos_masks=every, deepstack_visual_embeds=list(fed.deep))
-            logits = self.lm_head(out.last_hidden_state[:, -keep:])
+            logits = self.lm_head(out.last_hidden_state[:, -1:])
         done.logits = logits[0].to("cpu", torch.float32)
 
     def inputs(self, encodeds: Sequence[Encoded]) -> hf_model.Inputs:
@@ -371,7 +353,7 @@ class HFEngine(EncodingEngine):
                     return fed
                 if len(made.token_ids) >= sampling.max_tokens:
                     return fed
-                self._feed(done, hf_model.Inputs(self._words([token])), torch.full((3, 1), at + fed), 1)
+                self._feed(done, hf_model.Inputs(self._words([token])), torch.full((3, 1), at + fed))
                 fed += 1
                 logits = done.last
 

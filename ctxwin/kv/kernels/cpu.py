@@ -140,7 +140,7 @@ class _Piece:
         served: dtype of the result.
 
     Attributes:
-        framed: whether what is added to its keys turns to their frame token by token, behind the product.
+        framed: whether its keys lie outside the canonical frame, so that what is added to them turns there first.
         sums: whether `sum_values` may be used.
     """
 
@@ -161,17 +161,12 @@ class _Piece:
         self.v = part.span.v[:, self._tokens, slice(*heads)].unbind(0)
         self.sum_k, self.sum_v = sums[0][rows], sums[1][rows]
         self.framed, self.sums = False, False
-        self._turn: Turn | None = None
         patch = part.patch
         self._patch = patch if patch is not None and (patch.dense or patch.rank) else None
         if patch is None or self._patch is None:
             return
         self._layers = frozenset(patch.layers)
-        if part.span.start != 0:
-            # Keys outside the canonical frame: what is added to them turns there first, token by token or before the product.
-            self.framed = patch.dense or not _as_one(self.positions, part.span.start, served)
-            if not self.framed:
-                self._turn = _one_turn(spec, part, heads[1] - heads[0], self.sum_k)
+        self.framed = part.span.start != 0
         edge = spec.heads * spec.k_dim
         self._keys = slice(heads[0] * spec.k_dim, heads[1] * spec.k_dim)
         self._values = slice(edge + heads[0] * spec.v_dim, edge + heads[1] * spec.v_dim)
@@ -194,11 +189,11 @@ class _Piece:
 
     def add_keys(self, layer: int) -> None:
         """Adds the patch to the summed keys. Cost: one ``[T, m] @ [m, heads * k_dim]``."""
-        self._add(layer, self._keys, self.sum_k.flatten(1), self._turn)
+        self._add(layer, self._keys, self.sum_k.flatten(1))
 
     def add_values(self, layer: int) -> None:
         """Adds the patch to the summed values. Cost: one ``[T, m] @ [m, heads * v_dim]``."""
-        self._add(layer, self._values, self.sum_v.flatten(1), None)
+        self._add(layer, self._values, self.sum_v.flatten(1))
 
     def put_keys(self, layer: int, added: torch.Tensor) -> None:
         """Writes what the patch adds to the keys, in the canonical frame, to ``added [T, H, k_dim]``."""
@@ -214,17 +209,11 @@ class _Piece:
         right = right[:, self._values].to(self.sum_v.device)
         torch.addmm(self.v[layer].flatten(1), left, right, out=out.flatten(1))
 
-    def _add(self, layer: int, columns: slice, total: torch.Tensor, turn: Turn | None) -> None:
+    def _add(self, layer: int, columns: slice, total: torch.Tensor) -> None:
         if self._dense:
             total.add_(self._delta(layer, columns).to(total))
-            return
-        left, right = self._sides(layer, columns)
-        if turn is not None:
-            rows = right.reshape(-1, *self.sum_k.shape[1:]).clone(memory_format=torch.contiguous_format)  # written over
-            turned, scratch = torch.empty_like(rows), torch.empty_like(rows)
-            turn(rows, turned, scratch)
-            right = turned.flatten(1)
-        total.addmm_(left, right)
+        else:
+            total.addmm_(*self._sides(layer, columns))
 
     @property
     def _dense(self) -> bool:
@@ -244,25 +233,6 @@ class _Piece:
         left, right = self._factors(layer)
         left = left[self._tokens].to(self.sum_k) if self._left is None else self._left
         return left, right[:, columns].to(self.sum_k)
-
-
-def _as_one(positions: torch.Tensor, start: int, served: torch.dtype) -> bool:
-    """Whether all tokens may turn from the origin to ``start`` by the same angles.
-
-    They do but for the engine's float32 rounding of each angle, so by up to ``position * 2 ** -23``; that must be less than a
-    sixteenth of what is rounded off the result.
-    """
-    last = start + int(positions.max())
-    return last * torch.finfo(torch.float32).eps <= torch.finfo(served).eps / 32
-
-
-def _one_turn(spec: KVSpec, part: Part, heads: int, sums: torch.Tensor) -> Turn:
-    """From the origin to the span's frame, for the rows of its patch's right factors."""
-    assert part.patch is not None
-    origin = torch.zeros(3, part.patch.rank, dtype=torch.int64)
-    return Turn(
-        spec, shift_angles(spec.rope, origin, 0, part.span.start).to(sums.device), heads=heads, compute=sums.dtype
-    )
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ctxwin.evals.arms.base import parse_share
+from ctxwin.evals.arms.base import SHARE
 from ctxwin.evals.console import Device, Dtype, Json, Threads, errors, open_model, progress, show, write_result
 
 from .exchanges import generated, read_exchanges
@@ -80,10 +81,11 @@ def main(
 
 
 def _budgets(text: str) -> tuple[float, ...]:
-    shares = [parse_share(part.strip()) for part in text.split(",") if part.strip()]
-    if not shares or None in shares or len(set(shares)) != len(shares):
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    shares = tuple(float(part) for part in parts if re.fullmatch(SHARE, part))
+    if not parts or len(set(shares)) != len(parts):
         raise ValueError(f"budgets must be different numbers 0..1, separated by commas, got {text!r}")
-    return tuple(s for s in shares if s is not None)
+    return shares
 
 
 def _random_layers(name: str) -> int:

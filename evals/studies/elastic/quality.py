@@ -17,8 +17,8 @@ import torch
 
 from ctxwin.evals.arms.compress import attention_of, thinned
 from ctxwin.evals.decoder import Decoder, Memory
-from ctxwin.evals.elastic import METHODS, Budgeted
-from ctxwin.evals.generation import Policy, Reading
+from ctxwin.evals.elastic import METHODS, Policy
+from ctxwin.evals.generation import Reading
 from ctxwin.evals.group import Group
 from ctxwin.evals.patching import Patcher
 from ctxwin.evals.stats import bootstrap_mean, bootstrap_ratio
@@ -113,7 +113,7 @@ class _Batch:
     def _served(self, method: str, budget: float) -> tuple[Memory, Policy | None]:
         if method == FULL:
             return self.exact, None
-        kind: type[Budgeted] = METHODS[method]
+        kind: type[Policy] = METHODS[method]
         if self.settings.moment == "prompt":
             return self.exact, kind(budget, attention_of(self.group))
         kept, policy = thinned(kind, budget, self.group)

@@ -21,8 +21,8 @@ import torch
 
 from ctxwin.engines.base import Encoded
 from ctxwin.evals.decoder import Decoder, Memory
-from ctxwin.evals.elastic import METHODS
-from ctxwin.evals.generation import Policy, Reading
+from ctxwin.evals.elastic import METHODS, Policy
+from ctxwin.evals.generation import Reading
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
