@@ -46,25 +46,32 @@ def open_model(model: str, dtype: str, device: str, threads: int) -> HFEngine:
 
     Raises ValueError for another engine's name or a device that is not there.
     """
-    from ctxwin.engines.torchvision_repair import repair
-
-    repair()  # before the first import of transformers
+    prepare(threads)
     import torch
-    from transformers.utils import logging as hub_logging
 
     from ctxwin.engines.open import open_engine
 
-    hub_logging.disable_progress_bar()
     if model.startswith(("vllm:", "tiny:vllm")):
         raise ValueError(f"evals read inside the model, which transformers allows and vLLM does not; got {model!r}")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
         raise ValueError(f"device must be one that torch has here, got {device!r}: {error}") from error
-    if threads:
-        torch.set_num_threads(threads)
     name = "tiny:hf" if model == "tiny" else model if model.startswith(("hf:", "tiny:")) else f"hf:{model}"
     return open_engine(name, dtype=dtype or None, device=device)  # type: ignore[return-value]
+
+
+def prepare(threads: int) -> None:
+    """What precedes the first import of transformers: torchvision repaired, no progress bars, so many threads of torch's."""
+    from ctxwin.engines.torchvision_repair import repair
+
+    repair()
+    import torch
+    from transformers.utils import logging as hub_logging
+
+    hub_logging.disable_progress_bar()
+    if threads:
+        torch.set_num_threads(threads)
 
 
 def numbers(text: str) -> list[int]:

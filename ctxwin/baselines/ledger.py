@@ -18,6 +18,7 @@ from ctxwin.baselines.policies import NAMES, POLICIES, Policy, PrefixUser
 from ctxwin.baselines.prefix_cache import PrefixCache, Prompt
 from ctxwin.baselines.reprefill import Reference
 from ctxwin.engines.base import Encoded, Engine, Sampling
+from ctxwin.store.recent import Recent
 from ctxwin.window.events import Event
 from ctxwin.window.state import Placed, State
 
@@ -59,7 +60,7 @@ class Ledger:
         self._users: dict[str, dict[Policy, PrefixUser[str]]] = {}  # by window id
         self._ended: OrderedDict[str, None] = OrderedDict()  # branches that were closed; they may still be adopted
         self._caches = {policy: PrefixCache() for policy in self._policies}
-        self._encoded: OrderedDict[str, Encoded] = OrderedDict()
+        self._encoded: Recent[Encoded] = Recent(_KEPT)
         self._tokens: dict[str, int] = {}  # by placement id
         self._references: dict[str, Reference] = {}
         self._counted = self._counters()
@@ -213,9 +214,8 @@ class Ledger:
     def _encode(self, placed: Placed) -> Encoded:
         found = self._encoded.get(placed.chunk_id)
         if found is None:
-            found = self._encoded[placed.chunk_id] = self._engine.encode(placed.chunk)
-            while len(self._encoded) > _KEPT:
-                self._encoded.popitem(last=False)
+            found = self._engine.encode(placed.chunk)
+            self._encoded.put(placed.chunk_id, found, 1)
         return found
 
     def _counters(self) -> tuple[int, int]:

@@ -7,11 +7,12 @@ never forgets a block, and looking one up costs nothing.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING
+
+from ctxwin.store.recent import Recent
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Encoded
@@ -70,9 +71,8 @@ class PrefixCache:
         if block < 1 or encoder_size < 0:
             raise ValueError(f"block must be >= 1 and encoder_size >= 0, got {block} and {encoder_size}")
         self._block = block
-        self._size = encoder_size
         self._blocks: set[bytes] = set()
-        self._encoded: OrderedDict[str, int] = OrderedDict()
+        self._encoded: Recent[bool] = Recent(encoder_size)
 
     def hold(self, prompt: Prompt) -> None:
         """Keeps a prompt's blocks without counting them: what was generated behind a served prompt. O(prompt)."""
@@ -103,12 +103,7 @@ class PrefixCache:
 
     def _encode(self, media: Media) -> int:
         """1 where the vision tower has to run, else 0."""
-        if media.key in self._encoded:
-            self._encoded.move_to_end(media.key)
+        if self._encoded.get(media.key):
             return 0
-        size = media.end - media.begin
-        if size <= self._size:
-            while sum(self._encoded.values()) + size > self._size:
-                self._encoded.popitem(last=False)
-            self._encoded[media.key] = size
+        self._encoded.put(media.key, True, media.end - media.begin)
         return 1

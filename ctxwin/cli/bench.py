@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ctxwin.cli.commands import quiet
 from ctxwin.evals.console import Config, Json, Threads, preset
-
-if TYPE_CHECKING:
-    from ctxwin.engines.base import Engine
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Measure what a window costs in time, on this machine."
@@ -60,11 +57,11 @@ def reuse(
     back with a stored patch (recall), one of three predecessors moves to the front (reorder), a chunk's clean view (toggle).
     """
     quiet()
-    from ctxwin.engines.open import require_vllm
+    from ctxwin.engines.open import open_engine, require_vllm
     from ctxwin.evals.bench.model import SMALL, Sizes, check_model, open_model
     from ctxwin.evals.bench.reuse import Settings, measure
     from ctxwin.evals.bench.show import check_lines, note_lines, reuse_table
-    from ctxwin.evals.console import numbers, show, stages
+    from ctxwin.evals.console import numbers, prepare, show, stages
 
     names = tuple(dict.fromkeys(part.strip() for part in ops.split(",") if part.strip()))
     settings = Settings(ops=names, tokens=tuple(dict.fromkeys(numbers(tokens))), rank=rank, runs=runs, seed=seed)
@@ -77,7 +74,9 @@ def reuse(
         require_vllm()  # before a model is written
     with stages() as on_progress:
         on_progress("model", 0, 0)
-        opened = _open(engine, open_model(model, SMALL if quick else Sizes(), seed, model_dir), threads)
+        prepare(threads)
+        folder = open_model(model, SMALL if quick else Sizes(), seed, model_dir)
+        opened = open_engine(f"{engine}:{folder}")
         try:
             result = measure(opened, settings, on_progress)
         finally:
@@ -85,18 +84,3 @@ def reuse(
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     show(result, as_json, reuse_table(result), *note_lines(result), *check_lines(result))
-
-
-def _open(engine: str, model: str, threads: int) -> Engine:
-    from ctxwin.engines.torchvision_repair import repair
-
-    repair()  # before the first import of transformers
-    import torch
-    from transformers.utils import logging as hub_logging
-
-    from ctxwin.engines.open import open_engine
-
-    hub_logging.disable_progress_bar()
-    if threads:
-        torch.set_num_threads(threads)
-    return open_engine(f"{engine}:{model}")

@@ -23,31 +23,12 @@ from ctxwin.serve.completions import ChatRequest, Message, Piece, Reply
 from ctxwin.serve.limits import Allowance
 from ctxwin.serve.specs import Reference, Text
 from ctxwin.serve.uploads import Uploads
-from ctxwin.window.ask import Question, until_stop
+from ctxwin.window.ask import Question
+from ctxwin.window.stream import TextDelta
 from ctxwin.window.window import Window
 
 Spawn = Callable[[Callable[[], Reply]], "Future[Reply]"]
 """Runs work in another thread, as soon as there is one."""
-
-
-class Stops:
-    """Cuts an answer at the first of ``stops`` and keeps back what may be the beginning of one."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-        self.text = ""
-        self.stopped = False
-
-    def feed(self, whole: str, *, last: bool = False) -> str:
-        """What is new and certain in ``whole``, the text so far."""
-        if self.stopped:
-            return ""
-        text = whole if last else whole.rstrip("\ufffd")  # half a character: it changes with the next token
-        ready, self.stopped = until_stop(text, self._stops, last=last)
-        new = ready[len(self.text) :]
-        if new:
-            self.text = ready
-        return new
 
 
 @dataclass(frozen=True)
@@ -62,7 +43,7 @@ class _Asked:
 
     def of(self, window: Window, index: int, begun: Callable[[], None], stopped: Callable[[], bool]) -> Reply:
         """Choice ``index``, of ``window``; ``begun`` is called when its tokens come."""
-        stops, seen = Stops(self.stops), 0
+        stops, seen = TextDelta(self.stops), 0
 
         def on_token(token: int, text: str) -> bool:
             nonlocal seen

@@ -45,21 +45,16 @@ class RepositoryCounters:
     """What a `SpanRepository` did since it was made; ``hits`` and ``misses`` by namespace.
 
     Attributes:
-        live_hits: the hits that needed neither a read nor a check, because the decoded record was at hand.
         mismatched: records of another model, tokens or provenance under the key asked for; each is a miss.
         corrupt: records that did not decode; deleted, each is a miss.
         refused: puts that the store did not take.
-        bytes_read, bytes_written: bytes of blobs through the store.
     """
 
     hits: Counter[str] = field(default_factory=Counter)
     misses: Counter[str] = field(default_factory=Counter)
-    live_hits: int = 0
     mismatched: int = 0
     corrupt: int = 0
     refused: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
 
 
 R = TypeVar("R")
@@ -318,7 +313,6 @@ class SpanRepository:
         self._live.pop(key)
         taken = self.store.put(key, blob)
         with self._lock:
-            self.counters.bytes_written += len(blob) * taken
             self.counters.refused += not taken
         if not taken:
             log.warning("the store refused %s (%d bytes)", key, len(blob))
@@ -353,14 +347,11 @@ class SpanRepository:
         with self._lock:
             counted = self.counters.misses if found is None else self.counters.hits
             counted[key.partition("/")[0]] += 1
-            self.counters.live_hits += found is not None and held is not None
         if found is not None and held is None:
             self._live.put(key, (found, size), size)
         return found
 
     def _decode(self, key: str, kind: str, blob: bytes, decode: Callable[[bytes], _Found[R]]) -> _Found[R] | None:
-        with self._lock:
-            self.counters.bytes_read += len(blob)
         try:
             record, header = decode(blob)
             if header.get("kind") != kind or header.get("key") != key:

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 from ctxwin.chunk import Chunk, TextPart, TokensPart
+from ctxwin.store.recent import Recent
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.view.thumbnail import thumbnail
 
@@ -62,12 +63,14 @@ class Trace:
         self.path = Path(path)
         self._thumbnails = thumbnails
         self._lock = threading.Lock()
-        self._numbers: OrderedDict[tuple[str, str], int] = OrderedDict()
+        # Bounded, as a run may be endless.
+        self._numbers: Recent[int] = Recent(_REMEMBERED)  # by chunk and label
         self._chunks = self._events = 0
-        self._asks: OrderedDict[str, int] = OrderedDict()  # window: its latest ask
-        self._in_branches: OrderedDict[str, deque[tuple[int, str]]] = OrderedDict()  # parent: its branches' latest asks
+        self._asks: Recent[int] = Recent(_REMEMBERED)  # window: its latest ask
+        self._last_ask: int | None = None
+        self._in_branches: Recent[deque[tuple[int, str]]] = Recent(_REMEMBERED)  # parent: its branches' latest asks
         self._encodes: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()  # as counted at the last event
-        self._versions: OrderedDict[str, int] = OrderedDict()  # window: as it was recorded last
+        self._versions: Recent[int] = Recent(_REMEMBERED)  # window: as it was recorded last
         if engine is not None:
             self._encodes[engine] = engine.counters.vision_encodes
         going_on = append and self.path.exists()
@@ -116,7 +119,7 @@ class Trace:
         if any(not isinstance(cost, int | float) or not math.isfinite(cost) for cost in costs.values()):
             raise ValueError(f"costs must be finite numbers by name, got {costs!r}")
         with self._lock:
-            asked = self._asks.get(window.id) if window else next(reversed(self._asks.values()), None)
+            asked = self._asks.get(window.id) if window else self._last_ask
             if asked is None:
                 raise LookupError(
                     "a note must follow an ask of a watched window, got none so far; watch() it, then ask"
@@ -165,13 +168,15 @@ class Trace:
                 line |= {"answer": _short(event.answer.text), "usage": asdict(event.answer.usage)}
                 if event.answer.audit is not None and math.isfinite(event.answer.audit):
                     line["audit"] = event.answer.audit
-                _remember(self._asks, event.window, self._events)
+                self._last_ask = self._events
+                self._asks.put(event.window, self._events, 1)
                 if event.parent is not None:
-                    latest = self._in_branches.get(event.parent, deque(maxlen=2))
+                    latest = self._in_branches.get(event.parent) or deque(maxlen=2)
                     latest.append((self._events, event.query or ""))
-                    _remember(self._in_branches, event.parent, latest)
+                    self._in_branches.put(event.parent, latest, 1)
             elif event.op == "disposable":  # it asked in two branches, which nobody else did
-                latest = self._in_branches.pop(event.window, deque())
+                latest = self._in_branches.get(event.window) or deque()
+                self._in_branches.pop(event.window)
                 line["tests"] = [n for n, query in latest if query == event.query]
             self._event(line)
 
@@ -196,7 +201,7 @@ class Trace:
     def _event(self, line: dict[str, Any]) -> None:
         self._write({key: value for key, value in line.items() if value is not None})
         self._events += 1
-        _remember(self._versions, line["window"], line["version"])
+        self._versions.put(line["window"], line["version"], 1)
 
     def _placed(self, engine: Engine, placed: Placed, lane: str | None) -> dict[str, Any]:
         shown: dict[str, Any] = {"id": placed.id, "chunk": self._number(engine, placed), "tokens": placed.tokens}
@@ -211,10 +216,9 @@ class Trace:
         return shown
 
     def _number(self, engine: Engine, placed: Placed) -> int:
-        known = (placed.chunk_id, placed.chunk.label)
-        if known in self._numbers:
-            self._numbers.move_to_end(known)
-            return self._numbers[known]
+        known = f"{placed.chunk_id} {placed.chunk.label}"
+        if (held := self._numbers.get(known)) is not None:
+            return held
         number, self._chunks = self._chunks, self._chunks + 1
         line = {
             "kind": "chunk",
@@ -226,7 +230,7 @@ class Trace:
         if self._thumbnails and (picture := thumbnail(engine.repo, placed.chunk)):
             line["thumbnail"] = picture
         self._write(line)
-        _remember(self._numbers, known, number)
+        self._numbers.put(known, number, 1)
         return number
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -250,14 +254,6 @@ class _Recorder:
 
     def __call__(self, event: Event) -> None:
         self.trace._record(self.engine, event)
-
-
-def _remember(known: OrderedDict[Any, Any], key: object, value: object) -> None:
-    """Stores a value as the newest entry and drops the oldest, so that an endless run stays bounded."""
-    known.pop(key, None)
-    known[key] = value
-    if len(known) > _REMEMBERED:
-        known.popitem(last=False)
 
 
 def _described(chunk: Chunk) -> dict[str, Any]:

@@ -6,14 +6,14 @@ import asyncio
 import contextvars
 import queue
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ctxwin.errors import AnswerStopped
 from ctxwin.window.answer import Answer
-from ctxwin.window.ask import OnToken
+from ctxwin.window.ask import OnToken, until_stop
 from ctxwin.window.core import WindowCore
 
 T = TypeVar("T")
@@ -36,16 +36,26 @@ def in_thread(work: Callable[..., T], *args: Any, **options: Any) -> Awaitable[T
 
 
 class TextDelta:
-    """What each new text of a growing answer adds to the texts before it."""
+    """What each new text of a growing answer adds to the texts before it, up to the first of ``stops``.
 
-    def __init__(self) -> None:
-        self._sent = 0
+    Attributes:
+        text: what was given so far.
+        stopped: whether a stop text was met.
+    """
 
-    def feed(self, text: str, *, last: bool = False) -> str:
-        """The new part of ``text``. Half a character waits until the next token completes it."""
-        ready = text if last else text.rstrip("\ufffd")
-        new = ready[self._sent :]
-        self._sent = max(self._sent, len(ready))
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._stops = stops
+        self.text = ""
+        self.stopped = False
+
+    def feed(self, whole: str, *, last: bool = False) -> str:
+        """What is new and certain in ``whole``: half a character, and what may begin a stop text, wait for the next token."""
+        if self.stopped:
+            return ""
+        ready, self.stopped = until_stop(whole if last else whole.rstrip("\ufffd"), self._stops, last=last)
+        new = ready[len(self.text) :]
+        if new:
+            self.text = ready
         return new
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -209,6 +208,8 @@ class TestScheduler:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_what_was_found_is_what_is_loaded(self, tmp_path: Path, dtype: torch.dtype) -> None:
         """Between the check and the load the file is written into and goes away, with all the others."""
+        import cloudpickle  # vLLM's own, as it sends its workers what to do
+
         from ctxwin.engines.vllm.connector.encoder_cache import EmbeddingMetadata, EncoderCacheConnector, Scheduler
 
         files = EmbeddingFiles(tmp_path / "embed")
@@ -222,10 +223,10 @@ class TestScheduler:
         scheduler.plan(asked, "one@here")
         step = EmbeddingMetadata(scheduler.loads)
         buffers: list[Any] = []
-        sent = pickle.dumps(step, protocol=5, buffer_callback=buffers.append)  # as vLLM does it for its workers
+        sent = cloudpickle.dumps(step, protocol=5, buffer_callback=buffers.append)
         assert len(sent) < 1000 and len(repr(step)) < 1000  # of a dying engine vLLM logs what it was to do
         worker = EncoderCacheConnector.__new__(EncoderCacheConnector)
-        worker.bind_connector_metadata(pickle.loads(sent, buffers=[bytes(b) for b in buffers]))  # noqa: S301 - our own
+        worker.bind_connector_metadata(cloudpickle.loads(sent, buffers=[bytes(b) for b in buffers]))
         cache: dict[str, torch.Tensor] = {}
         worker.start_load_caches(cache)
         assert cache.keys() == {"one@here"} and torch.equal(cache["one@here"], embeddings(1, dtype=dtype))

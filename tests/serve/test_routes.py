@@ -21,10 +21,10 @@ from PIL import Image
 
 from ctxwin import Chunk, ChunkUnavailable, Window, open_engine
 from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
-from ctxwin.serve.chat import Stops
 from ctxwin.serve.errors import TooManyWindows, UnknownWindow
 from ctxwin.serve.limits import Limits
 from ctxwin.tiny import world
+from ctxwin.window.stream import TextDelta
 from serve.serving import Server, serving
 
 FRAMES = world.make_stream(seed=9, n_frames=6)
@@ -363,10 +363,10 @@ def test_a_plain_chat_is_passed_on_as_it_came(server: Server) -> None:
 @pytest.mark.parametrize("stops", [("END",), ("\n\n", "b"), ("aa",), ("x", "xy")])
 def test_stops_cut_alike_however_a_text_arrives(stops: tuple[str, ...]) -> None:
     text = "a\nxENb\n\nENDaab"
-    whole = Stops(stops)
+    whole = TextDelta(stops)
     whole.feed(text, last=True)
     for step in (1, 2, 3):
-        by_piece, heard = Stops(stops), ""
+        by_piece, heard = TextDelta(stops), ""
         for end in range(step, len(text) + step, step):
             heard += by_piece.feed(text[:end], last=end >= len(text))
         assert (

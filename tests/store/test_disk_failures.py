@@ -1,0 +1,144 @@
+"""The disk store where the file system refuses: permissions, errors, a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sqlite3
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ctxwin.store.disk import DiskStore
+from store.disk_files import blobs
+
+
+class TestFailures:
+    def test_a_full_disk_refuses(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        store = DiskStore(tmp_path)
+        store.put("span/a", b"value")
+
+        def full(_: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.fsync", full)
+            assert store.put("span/b", b"value") is False
+        assert store.failures == 1
+        assert "No space left" in caplog.text
+        assert store.get("span/b") is None
+        assert store.get("span/a") == b"value"
+        assert list((tmp_path / "tmp").iterdir()) == []
+        assert len(blobs(tmp_path)) == 1
+        assert store.put("span/b", b"value")
+
+    def test_a_locked_index_refuses_and_leaves_no_file(self, tmp_path: Path) -> None:
+        store = DiskStore(tmp_path, timeout=0.05)
+        store.put("span/a", b"value")
+        holder = sqlite3.connect(tmp_path / "cache.db", isolation_level=None)
+        holder.execute("BEGIN IMMEDIATE")
+        try:
+            assert store.put("span/b", b"value") is False
+            assert store.get("span/a") == b"value"
+        finally:
+            holder.execute("ROLLBACK")
+            holder.close()
+        assert len(blobs(tmp_path)) == 1
+        assert store.put("span/b", b"value")
+
+    def test_no_permission_refuses(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = DiskStore(tmp_path)
+
+        def denied(*_: object) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.replace", denied)
+            assert store.put("span/a", b"value") is False
+        assert store.failures == 1
+        assert store.put("span/a", b"value")
+        with monkeypatch.context() as patch:
+            patch.setattr("os.open", denied)
+            assert store.get("span/a") is None
+        assert store.failures == 2
+        assert store.get("span/a") == b"value", "what could not be read is not deleted"
+
+    def test_a_vanished_folder_is_misses_and_refusals(self, tmp_path: Path) -> None:
+        import shutil
+
+        store = DiskStore(tmp_path / "store")
+        store.put("span/a", b"value")
+        shutil.rmtree(tmp_path / "store")
+        assert store.get("span/a") is None
+        assert store.put("span/b", b"value") is False
+        assert store.failures >= 1
+
+    def test_opening_where_a_file_stands_says_so(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("x")
+        with pytest.raises(OSError, match="file"):
+            DiskStore(tmp_path / "file")
+
+    @pytest.mark.parametrize("bad", [{"max_bytes": 0}, {"max_bytes": -1}, {"ttl": 0.0}])
+    def test_bad_arguments(self, tmp_path: Path, bad: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="must be positive"):
+            DiskStore(tmp_path, **bad)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], check=False).returncode:
+        pytest.skip("a file system can only be mounted with privileges")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=False)
+
+
+class TestFullDisk:
+    def fill(self, disk: Path, store: DiskStore) -> list[str]:
+        for i in range(2000):
+            if not store.put(f"span/{i}", os.urandom(20_000)):
+                break
+        with contextlib.suppress(OSError), (disk / "somebody").open("wb") as file:
+            while True:
+                file.write(bytes(512))
+                file.flush()
+        keys = list(store.list())
+        assert len(keys) > 50
+        return keys
+
+    @pytest.mark.parametrize("reopen", [False, True])
+    def test_it_can_be_emptied_again(self, tiny_disk: Path, reopen: bool) -> None:
+        store = DiskStore(tiny_disk / "store")
+        keys = self.fill(tiny_disk, store)
+        assert store.get(keys[0]) is not None
+        if reopen:
+            store.close()
+            store = DiskStore(tiny_disk / "store")
+        for key in keys:
+            assert store.delete(key), key
+            assert not store.contains(key)
+        assert blobs(tiny_disk / "store") == []
+        assert store.put("span/new", bytes(20_000))
+        assert list(store.list()) == ["span/new"]
+        assert store.stats().items == 1
+
+    def test_gc_frees_it(self, tiny_disk: Path) -> None:
+        store = DiskStore(tiny_disk / "store", ttl=0.5)
+        self.fill(tiny_disk, store)
+        store.close()
+        time.sleep(0.6)
+        again = DiskStore(tiny_disk / "store", ttl=0.5)
+        again.gc(0)
+        assert blobs(tiny_disk / "store") == []
+        assert again.put("span/new", bytes(20_000))
