@@ -14,29 +14,13 @@ from typing import Any, TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
+from ctxwin.engines.base import Engine
 from ctxwin.store.base import Store, StoreStats
 from ctxwin.store.tiered import TieredStore
-from ctxwin.store.wrappers import WrapperStore
 from ctxwin.window.events import Event
 
 M = TypeVar("M", Counter, Gauge, Histogram)
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-
-class CountingStore(WrapperStore):
-    """Counts the patches that are put into ``inner``."""
-
-    def __init__(self, inner: Store) -> None:
-        super().__init__(inner)
-        self.patches = 0
-        self._lock = threading.Lock()
-
-    def put(self, key: str, value: bytes) -> bool:
-        taken = self.inner.put(key, value)
-        if taken and key.startswith(("patch/", "orbit/")):
-            with self._lock:
-                self.patches += 1
-        return taken
 
 
 class Metrics:
@@ -122,15 +106,16 @@ class Metrics:
         self.labelled(self.ttft, tenant).observe(usage.ttft_s)
         self.labelled(self.seconds, tenant).observe(usage.total_s)
 
-    def read(self, tenant: str, store: CountingStore, encodes: int, windows: int, waiting: int = 0) -> None:
+    def read(self, tenant: str, engine: Engine, windows: int, waiting: int) -> None:
         """Brings what is counted elsewhere up to date; called before the metrics are shown."""
+        repo, encodes = engine.repo, engine.counters.vision_encodes
         with self._lock:
-            self._rise(self.patches, store.patches, tenant)
+            self._rise(self.patches, repo.counters.patches, tenant)
             self._rise(self.encodes, encodes, tenant)
             self._rise(self.encodes_saved, max(0, self._media[tenant] - encodes), tenant)
             self.labelled(self.open, tenant).set(windows)
             self.labelled(self.waiting, tenant).set(waiting)
-            for tier, stats in _tiers(store.inner):
+            for tier, stats in _tiers(repo.store):
                 self._rise(self.store_reads, stats.hits, tenant, tier, "hit")
                 self._rise(self.store_reads, stats.misses, tenant, tier, "miss")
                 self._rise(self.store_evictions, stats.evictions, tenant, tier)

@@ -18,7 +18,7 @@ from ctxwin.serve.chat import Chat
 from ctxwin.serve.decoding import Decoders
 from ctxwin.serve.fair import BackgroundWork, FairPool, Put, Stopped
 from ctxwin.serve.limits import BodyBytes, Limits
-from ctxwin.serve.metrics import CountingStore, Metrics
+from ctxwin.serve.metrics import Metrics
 from ctxwin.serve.operations import OperationContext
 from ctxwin.serve.quarantine import Quarantine
 from ctxwin.serve.results import Results
@@ -32,8 +32,8 @@ STATE = "ctxwin_service"
 """Where the service stands in the app's state."""
 TENANT = "ctxwin.tenant"
 """Where the tenant's name stands in an ASGI scope."""
-OpenEngine = Callable[[str, Tenant | None], "tuple[Engine, CountingStore]"]
-"""``(tenant name, its entry)`` -> an engine of that tenant and the store behind it, which the service closes."""
+OpenEngine = Callable[[str, Tenant | None], Engine]
+"""``(tenant name, its entry)`` -> an engine of that tenant, which the service closes together with its store."""
 _BRIEF_THREADS = 4
 _SWITCH_S = 0.0005
 """How long a thread that computes keeps Python's lock while others want it. By default ten times that, which the event loop
@@ -47,7 +47,6 @@ class Space:
 
     tenant: str
     engine: Engine
-    store: CountingStore
     windows: WindowRegistry
     uploads: Uploads
     chat: Chat
@@ -163,11 +162,10 @@ class Service:
     def refresh_metrics(self) -> None:
         """Brings figures that are counted elsewhere up to date."""
         for space in self._spaces.values():
-            encodes, waiting = space.engine.counters.vision_encodes, self._pool.waiting(space.tenant)
-            self.metrics.read(space.tenant, space.store, encodes, len(space.windows), waiting)
+            self.metrics.read(space.tenant, space.engine, len(space.windows), self._pool.waiting(space.tenant))
 
     def _open(self, name: str, tenant: Tenant | None) -> Space:
-        engine, store = self._open_engine(name, tenant)
+        engine = self._open_engine(name, tenant)
         most = (tenant.max_windows if tenant else None) or self.limits.max_windows
 
         def watch(window: Window) -> None:
@@ -177,7 +175,6 @@ class Service:
         return Space(
             tenant=name,
             engine=engine,
-            store=store,
             windows=WindowRegistry(engine, most, self.limits, self._open_windows, watch=watch),
             uploads=uploads,
             chat=Chat(engine, uploads, self.limits.fidelity, self._defaults, watch, partial(self._pool.submit, name)),
@@ -208,5 +205,5 @@ class Service:
         # The unnamed tenant's engine is the one the others are views of.
         for space in reversed(list(spaces.values())):
             space.engine.close()
-            space.store.close()
+            space.engine.repo.store.close()
         self.metrics.close()

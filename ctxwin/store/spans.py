@@ -48,6 +48,7 @@ class RepositoryCounters:
         mismatched: records of another model, tokens or provenance under the key asked for; each is a miss.
         corrupt: records that did not decode; deleted, each is a miss.
         refused: puts that the store did not take.
+        patches: patches that it took.
     """
 
     hits: Counter[str] = field(default_factory=Counter)
@@ -55,6 +56,7 @@ class RepositoryCounters:
     mismatched: int = 0
     corrupt: int = 0
     refused: int = 0
+    patches: int = 0
 
 
 R = TypeVar("R")
@@ -164,7 +166,10 @@ class SpanRepository:
             described = {"basis": patch.basis.describe()}
             if not self.store.contains(where) and not self._put(where, "basis", described, patch.basis.tensors()):
                 return False
-        return self._put(_key(key, *_PATCHES), "patch", {"patch": patch.describe()}, patch.tensors())
+        taken = self._put(_key(key, *_PATCHES), "patch", {"patch": patch.describe()}, patch.tensors())
+        with self._lock:
+            self.counters.patches += taken
+        return taken
 
     def know_basis(self, basis: SharedBasis) -> None:
         """Takes a basis that comes with the model: its patches name it, and the store need not hold it.

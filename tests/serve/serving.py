@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from ctxwin.engines.base import Engine
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.serve.limits import Limits
-from ctxwin.serve.metrics import CountingStore, Metrics
+from ctxwin.serve.metrics import Metrics
 from ctxwin.serve.middleware import Gateway
 from ctxwin.serve.routes import install
-from ctxwin.serve.service import Service
+from ctxwin.serve.service import OpenEngine, Service
 from ctxwin.serve.tenants import Keys, Tenant
 from ctxwin.store import open_store
 from ctxwin.tiny import checkpoint_dir
-
-Opener = Callable[[str, "Tenant | None"], "tuple[Engine, CountingStore]"]
 
 
 @dataclass
@@ -48,16 +46,15 @@ class Server:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
 
 
-def open_tiny(engines: dict[str, Engine], url: str = "memory:") -> Opener:
+def open_tiny(engines: dict[str, Engine], url: str = "memory:") -> OpenEngine:
     """An engine of its own for each tenant, as views of one vLLM would be."""
 
-    def opener(name: str, tenant: Tenant | None) -> tuple[Engine, CountingStore]:
+    def opener(name: str, tenant: Tenant | None) -> Engine:
         quota = tenant.max_bytes if tenant else None
-        store = CountingStore(open_store(url, max_bytes=quota, tenant=name))
-        engines[name] = HFEngine(checkpoint_dir(), store=store)
+        engines[name] = HFEngine(checkpoint_dir(), store=open_store(url, max_bytes=quota, tenant=name))
         if name:
             engines[name].plain_salt = f"salt-of-{name}"  # type: ignore[attr-defined]
-        return engines[name], store
+        return engines[name]
 
     return opener
 

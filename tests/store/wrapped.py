@@ -13,7 +13,7 @@ from dataclasses import replace
 from ctxwin.errors import StoreCorrupt
 from ctxwin.store.base import Store, StoreStats
 from ctxwin.store.codec import Seal
-from ctxwin.store.wrappers import WrapperStore
+from store.wrappers import WrapperStore
 
 
 class FaultStore(WrapperStore):

@@ -18,7 +18,7 @@ from ctxwin.kv.patch import apply_patch
 from ctxwin.store.base import Store
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.spans import SpanRepository
-from ctxwin.store.wrappers import WrapperStore
+from store.wrappers import WrapperStore
 from window.fake import KV, FakeEngine
 
 Prompt = tuple[int, ...]

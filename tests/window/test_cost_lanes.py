@@ -12,9 +12,9 @@ from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.cost import CostModel, Fit
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.tiered import TieredStore
-from ctxwin.store.wrappers import WrapperStore
 from ctxwin.window.lanes import choose
 from ctxwin.window.prices import Prices
+from store.wrappers import WrapperStore
 from window.fake import FakeEngine
 
 PATCHED = Fidelity("patched", rank=2)

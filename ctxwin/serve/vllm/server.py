@@ -14,7 +14,6 @@ from typing import Any
 
 from ctxwin.engines.base import Engine
 from ctxwin.serve.limits import Limits
-from ctxwin.serve.metrics import CountingStore
 from ctxwin.serve.quarantine import Quarantine
 from ctxwin.serve.service import OpenEngine, Service
 from ctxwin.serve.supervisor import EngineDied, journal
@@ -165,16 +164,16 @@ def _opener(client: Any, loop: asyncio.AbstractEventLoop, model: str, options: O
 
     base: list[VLLMEngine] = []
 
-    def open_engine(name: str, tenant: Tenant | None) -> tuple[Engine, CountingStore]:
+    def open_engine(name: str, tenant: Tenant | None) -> Engine:
         quota = (tenant.max_bytes if tenant else None) or options.store_bytes
-        store = CountingStore(open_store(options.store, max_bytes=quota, tenant=name))
+        store = open_store(options.store, max_bytes=quota, tenant=name)
         try:
             if base:
-                return base[0].view(name, store), store
+                return base[0].view(name, store)
             base.append(VLLMEngine.attach(client, model=model, store=store, tenant=name, loop=loop))
         except BaseException:
             store.close()
             raise
-        return base[0], store
+        return base[0]
 
     return open_engine

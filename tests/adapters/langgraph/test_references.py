@@ -20,7 +20,7 @@ from PIL import Image
 
 from ctxwin import Chunk, ChunkUnavailable, Fidelity, Window, open_store
 from ctxwin.adapters.langgraph import WindowContext, load, merge_windows, open_window, reference, save
-from ctxwin.store.wrappers import WrapperStore
+from store.wrappers import WrapperStore
 from window.fake import FakeEngine
 
 Picture = Callable[[int], Chunk]

@@ -139,7 +139,7 @@ def test_settings_are_plain() -> None:
 
 
 def test_quick_measures_less_and_flags_still_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ctxwin.cli import bench
+    from ctxwin.engines import open as opening
     from ctxwin.evals.bench import reuse
 
     measured: list[Settings] = []
@@ -155,7 +155,7 @@ def test_quick_measures_less_and_flags_still_win(tmp_path: Path, monkeypatch: py
         def close(self) -> None: ...
 
     monkeypatch.setattr(reuse, "measure", measure)
-    monkeypatch.setattr(bench, "_open", lambda *_: Engine())
+    monkeypatch.setattr(opening, "open_engine", lambda *_: Engine())
     for more in ([], ["--quick"], ["--quick", "--runs", "3"]):
         CliRunner().invoke(app, ["bench", "reuse", "--engine", "hf", "--model", str(tmp_path), *more])
     assert measured == [Settings(), *(Settings(tokens=(256, 512), rank=16, runs=runs) for runs in (2, 3))]
