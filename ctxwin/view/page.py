@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping
-from html import escape
 from pathlib import Path
 from typing import Any
+
+from jinja2 import StrictUndefined, Template
+from markupsafe import Markup
 
 from ctxwin.view.palette import LANES
 from ctxwin.view.totals import in_words, totals
@@ -50,24 +51,20 @@ def page(recording: Recording, title: str, *, limit: int = LIMIT, live: str | No
     left_out = max(0, sum(line["kind"] == "event" for line in recording.lines) - limit)
     data = {"lanes": lanes, "limit": limit, "left_out": left_out, "live": live, "lines": newest(recording.lines, limit)}
     script = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
-    colours = "\n".join(f".lane-{lane} {{ --lane: {colour}; }}" for lane, (colour, _) in LANES.items())
-    models = {event["model"] for event in recording.events if "model" in event}
-    parts = {
-        "title": escape(title),
-        "about": escape(
-            "".join(f" · {model}" for model in sorted(models))
-            + f" · ctxwin {recording.system_prompt.get('version', '?')}"
-        ),
-        "summary": escape(in_words(totals(recording))),
-        "style": (_FOLDER / "page.css").read_text(encoding="utf-8") + colours,
-        "legend": _legend(),
+    template = Template((_FOLDER / "page.html").read_text(encoding="utf-8"), autoescape=True, undefined=StrictUndefined)
+    return template.render(
+        title=title,
+        models=sorted({event["model"] for event in recording.events if "model" in event}),
+        version=recording.system_prompt.get("version", "?"),
+        summary=in_words(totals(recording)),
+        style=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
+        lanes=LANES,
+        signs=_SIGNS,
         # The data contain no "<", so that no text in them can end the element.
-        "data": json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
-        "script": script,
-        "hash": "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-    }
-    template = (_FOLDER / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+        data=Markup(json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")),
+        script=Markup(script),
+        hash=Markup("sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()),
+    )
 
 
 def newest(lines: Iterable[Mapping[str, Any]], limit: int) -> list[Mapping[str, Any]]:
@@ -85,21 +82,3 @@ def newest(lines: Iterable[Mapping[str, Any]], limit: int) -> list[Mapping[str, 
         return (line["n"] if line["kind"] == "event" else line["of"]) in kept
 
     return [line for line in lines if wanted(line)]
-
-
-def _legend() -> str:
-    lanes = {**{lane: meaning for lane, (_, meaning) in LANES.items()}, "query": "the question: a forward"}
-    items = [
-        f'<li data-lane="{lane}"><span class="swatch lane-{lane}" aria-hidden="true"></span>'
-        f"<span><b>{lane}</b> {escape(meaning)}</span></li>"
-        for lane, meaning in lanes.items()
-    ]
-    items += [
-        f'<li data-mark="{mark}"><span class="sign {mark}" aria-hidden="true">{sign}</span>{meaning}</li>'
-        for mark, (sign, meaning) in _SIGNS.items()
-    ]
-    items.append('<li class="several"><span class="window">A</span>a window</li>')
-    items.append('<li class="several"><span class="window">A.1</span>a branch of it (fork)</li>')
-    thin = '<span class="thin" aria-hidden="true"></span>'
-    items.append(f'<li class="first-other">{thin}<span>“<span class="other-name"></span>” would compute</span></li>')
-    return "".join(items)

@@ -247,7 +247,7 @@ def test_closing_gives_every_lease_back() -> None:
         window.extend(CHUNKS[:2])
         window.ask(QUESTION, 2)
         window.fork().append(CHUNKS[2])
-        store = server.service.space("").store
+        store = server.service.space("").engine.repo.store
         assert store.stats().leased > 0
     assert store.stats().leased == 0
 
