@@ -9,11 +9,10 @@ from typing import Any
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
-from ctxwin.errors import ChunkUnavailable
 from ctxwin.serve.errors import TooLarge, UnknownUpload
 from ctxwin.serve.limits import Allowance, Limits
 from ctxwin.serve.specs import CHUNK, Decode, build_chunk, checked, without_sources
-from ctxwin.window.placement import keep_source
+from ctxwin.window.placement import embeddings_of, keep_source
 
 _ID = re.compile(r"[0-9a-f]{64}")
 
@@ -90,7 +89,7 @@ class Uploads:
         KV stays in the store under its own keys until it is dropped; `Window.evict` with ``forget`` deletes that, too.
         """
         chunk, repo = self.find(chunk_id), self.engine.repo
-        embeddings = self._embeddings(chunk)
+        embeddings = embeddings_of(self.engine, chunk)
         repo.delete(_key(chunk_id))
         shown: set[str] = set()
         if chunk.media:
@@ -105,12 +104,6 @@ class Uploads:
         if not kept:  # which embeddings are which picture's is the encoder's affair
             for key in embeddings:
                 repo.delete(key)
-
-    def _embeddings(self, chunk: Chunk) -> set[str]:
-        try:
-            return {m.key for m in self.engine.encode(chunk).media}
-        except ChunkUnavailable:
-            return set()  # neither they nor the pixels are left
 
     def _whole(self, chunk: Chunk) -> bool:
         repo = self.engine.repo

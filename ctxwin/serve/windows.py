@@ -80,7 +80,6 @@ class WindowRegistry:
         most: windows that may be open; the least recently used idle one is put aside for a new one.
         limits: of the server; its ``window_ttl_s`` are the idle seconds after which `sweep` puts a window aside.
         total: the windows of all tenants.
-        clock: seconds; tests replace it.
         watch: called with every window that is opened or brought back, to observe it.
 
     The version that a request leaves behind is in the store before the request is answered. So a window that was put aside,
@@ -96,7 +95,6 @@ class WindowRegistry:
         limits: Limits,
         total: OpenWindows,
         *,
-        clock: Callable[[], float] = time.monotonic,
         watch: Callable[[Window], None] = lambda window: None,
     ) -> None:
         self._engine = engine
@@ -104,7 +102,6 @@ class WindowRegistry:
         self._limits = limits
         self._total = total
         self._ttl_s = limits.window_ttl_s
-        self._clock = clock
         self._watch = watch
         self._held: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
         self._lock = threading.RLock()
@@ -158,7 +155,7 @@ class WindowRegistry:
             self._save(held)
             with self._lock:
                 held.users -= 1
-                held.used = self._clock()
+                held.used = time.monotonic()
                 if self._held.get(window_id) is held:
                     self._held.move_to_end(window_id)
                 last = held.gone and held.users == 0
@@ -180,7 +177,7 @@ class WindowRegistry:
     def sweep(self) -> int:
         """Closes windows that were idle for too long; returns how many."""
         with self._lock:
-            before = self._clock() - self._ttl_s
+            before = time.monotonic() - self._ttl_s
             old = [i for i, held in self._held.items() if held.users == 0 and held.used <= before]
             return sum(map(self._put_aside, old))
 
@@ -235,7 +232,7 @@ class WindowRegistry:
 
     def _admit(self, window: Window, *, watched: bool = False, key: str = "") -> Window:
         """Keeps ``window``, whose version stands under ``key`` or is saved; closes it where there is no room."""
-        held = _Entry(window, self._clock(), saved=window.core.state if key else None, key=key)
+        held = _Entry(window, time.monotonic(), saved=window.core.state if key else None, key=key)
         try:
             with self._lock:
                 self._check_room()

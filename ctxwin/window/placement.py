@@ -178,7 +178,7 @@ def forget(engine: Engine, state: State, gone: Placed, others: Iterable[Placed] 
     shown = {part.content for p in sharing for part in p.chunk.media}
     keys = {f"source/{content}" for content in media - shown}
     if media:
-        keys |= _embeddings(engine, gone).difference(*(_embeddings(engine, p) for p in sharing))
+        keys |= embeddings_of(engine, gone.chunk).difference(*(embeddings_of(engine, p.chunk) for p in sharing))
     if all(p.chunk_id != gone.chunk_id for p in left):
         name = content_name(gone.chunk_id)
         for key in list(engine.store.list()):
@@ -191,9 +191,9 @@ def forget(engine: Engine, state: State, gone: Placed, others: Iterable[Placed] 
             engine.repo.delete(key)
 
 
-def _embeddings(engine: Engine, placed: Placed) -> set[str]:
+def embeddings_of(engine: Engine, chunk: Chunk) -> set[str]:
     """Store keys of a chunk's vision embeddings; none where neither they nor its pixels are left."""
     try:
-        return {m.key for m in engine.encode(placed.chunk).media}
+        return {m.key for m in engine.encode(chunk).media}
     except ChunkUnavailable:
         return set()
