@@ -115,6 +115,12 @@ class Store(ABC):
     ``get``, ``contains`` and ``lease`` count as a use for the order of eviction.
     """
 
+    _closed = False
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the store is closed; open another one")
+
     @abstractmethod
     def get(self, key: str) -> bytes | None:
         """The value, or None where there is none (or it was corrupt)."""

@@ -110,7 +110,6 @@ class DiskStore(Store):
         self._lock = threading.RLock()
         self._oldest: deque[BlobFile] = deque()
         self._next_repair = 0.0
-        self._closed = False
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for folder in (self.path, self.path / BLOBS, self.path / TEMP):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -331,10 +330,6 @@ class DiskStore(Store):
         if not self._closed:
             self._closed = True
             self._cache.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ValueError("the store is closed; open another one")
 
     def _bytes(self) -> int:
         return int(self._cache.reset("size"))

@@ -37,7 +37,6 @@ class MemoryStore(Store):
         self._items: OrderedDict[str, _Item] = OrderedDict()
         self._tally = Tally()
         self._bytes = 0
-        self._closed = False
 
     def _find(self, key: str) -> _Item | None:
         """The live item, made the most recent one; the lock is held."""
@@ -50,10 +49,6 @@ class MemoryStore(Store):
             return None
         self._items.move_to_end(key)
         return item
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ValueError("the store is closed; open another one")
 
     def _drop(self, key: str) -> bool:
         item = self._items.pop(key, None)

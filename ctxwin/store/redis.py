@@ -194,7 +194,6 @@ class RedisStore(Store):
         self._lock = threading.Lock()
         self._seal = Seal(secret)
         self._tally = Tally()
-        self._closed = False
         self._pause = self._wake = 0.0
         space = f"ctxwin:{{{digest('tenant', tenant)}}}:"
         self._values = space + "value:"
@@ -341,10 +340,6 @@ class RedisStore(Store):
 
     def _eval(self, client: Any, script: str, *arguments: Any) -> Any:
         return client.eval(_COMMON + script, 3, *self._index, self._values, *arguments)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ValueError("the store is closed; open another one")
 
     def _try(self, what: str, key: str, call: Callable[[Any], Any]) -> Any:
         """What ``call`` returns; None where the server does not answer, refuses, or is being left alone."""
