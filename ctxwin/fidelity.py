@@ -16,8 +16,8 @@ class Fidelity(BaseModel):
 
     Attributes:
         mode: ``exact`` serves only KV with exactly the provenance a re-prefill would have; ``patched`` also survivors,
-            patches and (with ``orbit``) orbit patches; ``blind`` canonicals only; ``auto`` follows the model's profile
-            and is ``exact`` without one.
+            patches and (with ``orbit``) orbit patches; ``blind`` canonicals only; ``auto`` follows the model's profile.
+            Without one it begins ``exact``, and admits what audits of its own answers show to be safe (`ctxwin.trust`).
         rank: rank of stored patches; None where ``bytes_share`` decides.
         bytes_share: largest share of a chunk's bf16 KV bytes a patch may take; overrides ``rank``.
         layers: ``all``, or ``deep`` for the deeper half only (Kamera, appendix C.3); of a shared basis, those it covers.
@@ -29,8 +29,12 @@ class Fidelity(BaseModel):
             with a removal patch (formed once by a forward), ``refresh`` re-forms it.
         orbit: whether one patch may serve every order of its antecedents. Wrong by definition where the answer depends
             on the order, so off by default.
-        audit, kl_budget: share of asks to re-prefill in the background and the mean KL above which a chunk falls back
-            to ``exact``. Not acted on yet.
+        audit: share of asks that are audited: replayed in the background as they were served, and as a re-prefill of what is
+            placed, along the answer that was given; where something survives also as a re-prefill of what was seen.
+        kl_budget: mean KL(re-prefill || served) a token, in nats, above which the chunks that were served approximately fall
+            back to exact in that window. None: audits report, and nothing falls back.
+        reference: what audits go by: the ``stricter`` of both re-prefills, that of what is placed (``window``), or that of what
+            was seen (``stream``).
         forbid: lanes that must not be used.
     """
 
@@ -46,6 +50,7 @@ class Fidelity(BaseModel):
     orbit: bool = False
     audit: float = Field(default=0.0, ge=0, le=1)
     kl_budget: float | None = Field(default=None, gt=0)
+    reference: Literal["stricter", "window", "stream"] = "stricter"
     forbid: tuple[Lane, ...] = ()
 
     def __init__(self, mode: Mode = "auto", **data: Any) -> None:

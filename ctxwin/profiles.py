@@ -80,7 +80,12 @@ def _followed(fidelity: Fidelity, model: str) -> Fidelity:
     if profile is None:
         log.info("no profile for %s: serving exactly (measure one with `ctxwin eval probe`)", model)
         return fidelity.model_copy(update={"mode": "exact"})
-    chosen = profile.fidelity.model_dump()
+    return overriding(profile.fidelity, fidelity)
+
+
+def overriding(known: Fidelity, fidelity: Fidelity) -> Fidelity:
+    """``known``, what ``auto`` stands for, with what ``fidelity`` sets by hand."""
+    chosen = known.model_dump()
     # What a caller set by hand wins over the profile. A restored snapshot has every field set, so what counts is which
     # differ from the defaults.
     default = Fidelity()

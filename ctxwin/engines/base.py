@@ -6,6 +6,7 @@ a layout of spans. It keeps no window state: a call holds all that it needs. Eng
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 from ctxwin.engines.cost import CostModel
+from ctxwin.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     import numpy as np
@@ -165,6 +167,10 @@ class Sampling:
     repetition_penalty: float = 1.0
     token_logprobs: int | None = None
     json_schema: str | None = None
+
+
+BEST = 32
+"""How many of the best log-probabilities `Engine.forced_logprobs` returns at each place."""
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -341,13 +347,65 @@ class Engine(ABC):
         salt: str = "",
         capture_query: bool = False,
         on_token: Callable[[int, str], bool] | None = None,
+        background: bool = False,
     ) -> Generation:
         """Answers ``query`` behind ``layout``.
 
         Segments with a span are relocated and loaded, segments without are computed in place, in order. ``salt`` separates
         prefix-cache entries of approximate windows ("" is the exact, shared space). ``on_token(id, text_so_far)`` is
-        called after each token; returning False stops. Raises EngineFailed.
+        called after each token; returning False stops. ``background`` as in `prefill`. Raises EngineFailed.
         """
+
+    def forced_logprobs(
+        self,
+        layout: Sequence[Segment],
+        asked: Sequence[tuple[Encoded, Sequence[int]]],
+        *,
+        best: int = BEST,
+        stopped: Callable[[], bool] = lambda: False,
+        tally: Tally | None = None,
+    ) -> list[list[dict[int, float]]]:
+        """What the model expects at each place of given answers behind a layout, and right behind each answer.
+
+        Work in the background, for audits; nothing of it is found by other requests, or is looked up in what they left.
+
+        Args:
+            asked: queries, each with the tokens of its answer: the ending one left out; may be none.
+            best: how many log-probabilities to return at each place.
+            stopped: polled; once it is true the work ends and AnswerStopped is raised.
+            tally: what the call cost is added to it.
+
+        Returns:
+            For each answer of n tokens n + 1 rows: log-probabilities by token id, in nats, of the ``best`` tokens and, where
+            one follows, of the answer's own. Row i is the distribution that its token i is drawn from.
+
+        Raises:
+            EngineFailed: also where a span could not be loaded: then something else would be measured.
+            UnsupportedModel: an engine that cannot do it.
+
+        Cost: a forward over what is missing, once, and over each query and answer; no decoding.
+        """
+        raise UnsupportedModel(f"the {self.spec.name} engine cannot score a given answer, so it cannot be audited")
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody waits for this engine: work in the background then gives way."""
+        return False
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since somebody waited for it last."""
+        return 0.0 if self.busy else math.inf
+
+    @property
+    def shared(self) -> object:
+        """What engines that share a running model have in common: itself, for one that shares nothing."""
+        return self
+
+    @property
+    def tenant(self) -> str:
+        """Whose engine this is, where several share a model; "" for nobody's in particular."""
+        return ""
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter as Counts
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from ctxwin.engines.base import Engine
 from ctxwin.store.base import Store, StoreStats
 from ctxwin.store.tiered import TieredStore
+from ctxwin.trust.auditor import Counts as AuditCounts
 from ctxwin.window.events import Event
 
 M = TypeVar("M", Counter, Gauge, Histogram)
@@ -58,6 +59,15 @@ class Metrics:
             "vision_encodes_saved", "Images and videos in answered prompts beyond the runs of the vision tower"
         )
         self.patches = counter("patches_formed", "Low-rank patches formed and stored")
+        self.audits = counter("audits", "Answers that were held against a re-prefill in the background")
+        self.audits_changed = counter("audits_changed", "Audited answers that a re-prefill would have given otherwise")
+        self.audit_fallbacks = counter("audit_fallbacks", "Chunks that fell back to exact after an audit")
+        self.audit_trials = counter("audit_trials", "Comparisons of ways to serve that are not promoted")
+        self.audit_tokens = counter("audit_tokens", "Prompt tokens that audits ran through a forward")
+        self.audit_seconds = counter("audit_seconds", "Seconds that audits took, while nobody waited")
+        self.audits_stopped = counter("audits_stopped", "Audits that gave way to a request")
+        self.audits_dropped = counter("audits_dropped", "Answers that were due to be audited and were not")
+        self.promoted = gauge("way_promoted", "1 for the ways to serve that audits have promoted", "way")
         self.store_reads = counter("store_reads", "Reads of the store by tier, the fastest first", "tier", "result")
         self.store_evictions = counter("store_evictions", "Values a full store has dropped", "tier")
         self.store_corrupt = counter("store_corrupt", "Stored values that failed their checks", "tier")
@@ -83,6 +93,8 @@ class Metrics:
     def heard(self, tenant: str, event: Event) -> None:
         """An observer of windows: counts what one operation did."""
         self.labelled(self.edits, tenant, event.op).inc()
+        if event.op == "audit":
+            self.labelled(self.audit_fallbacks, tenant).inc(len(event.ids))
         if event.op != "ask" or event.answer is None:
             return
         usage = event.answer.usage
@@ -122,6 +134,23 @@ class Metrics:
                 self._rise(self.store_corrupt, stats.corrupt, tenant, tier)
                 self.labelled(self.store_bytes, tenant, tier).set(stats.bytes)
                 self.labelled(self.store_items, tenant, tier).set(stats.items)
+
+    def read_audits(self, tenant: str, counts: AuditCounts, standing: Mapping[str, bool]) -> None:
+        """`read` for audits; ``standing``: by way to serve, whether it is promoted."""
+        totals = {
+            self.audits: counts.audits,
+            self.audits_changed: counts.harmed,
+            self.audit_trials: counts.trials,
+            self.audit_tokens: counts.tokens,
+            self.audit_seconds: counts.seconds,
+            self.audits_stopped: counts.stopped,
+            self.audits_dropped: counts.dropped + counts.gone,
+        }
+        with self._lock:
+            for metric, total in totals.items():
+                self._rise(metric, total, tenant)
+            for way, promoted in standing.items():
+                self.labelled(self.promoted, tenant, way).set(promoted)
 
     def _rise(self, metric: Any, total: float, tenant: str, *values: str) -> None:
         key = (id(metric), tenant, *values)

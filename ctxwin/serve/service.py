@@ -25,6 +25,8 @@ from ctxwin.serve.results import Results
 from ctxwin.serve.tenants import Keys, Tenant
 from ctxwin.serve.uploads import Uploads
 from ctxwin.serve.windows import OpenWindows, WindowRegistry
+from ctxwin.trust.auditor import auditor_of
+from ctxwin.trust.evidence import WAYS
 from ctxwin.window.window import Window
 
 T = TypeVar("T")
@@ -163,6 +165,10 @@ class Service:
         """Brings figures that are counted elsewhere up to date."""
         for space in self._spaces.values():
             self.metrics.read(space.tenant, space.engine, len(space.windows), self._pool.waiting(space.tenant))
+            auditor = auditor_of(space.engine)
+            ways = auditor.ledger(space.engine).record.ways
+            standing = {name: name in ways and ways[name].promoted for name in WAYS}
+            self.metrics.read_audits(space.tenant, auditor.counted(space.tenant), standing)
 
     def _open(self, name: str, tenant: Tenant | None) -> Space:
         engine = self._open_engine(name, tenant)

@@ -162,6 +162,8 @@ class Trace:
             encodes = engine.counters.vision_encodes
             line["encodes"] = (encodes - self._encodes.get(engine, encodes)) or None
             self._encodes[engine] = encodes
+            if event.audit is not None:
+                line["audit_of"] = {name: value for name, value in event.audit.items() if math.isfinite(value)}
             if event.query is not None:
                 line["query"] = _short(event.query)
             if event.answer is not None:

@@ -51,7 +51,8 @@ class Answer:
 
     Attributes:
         first_token_logprobs: log-probability by token id, as many as asked for.
-        audit: KL to a re-prefill where this ask was audited, else None.
+        audit: mean KL(re-prefill || served) a token, by the stricter reference, where this ask was audited; None until that is
+            done, which is after the answer, in the background (`ctxwin.trust.Auditor.drain` waits for it).
         remembered: placement id of the remembered exchange, else None.
     """
 
@@ -61,6 +62,11 @@ class Answer:
     first_token_logprobs: dict[int, float] = field(default_factory=dict)
     audit: float | None = None
     remembered: str | None = None
+
+
+def fill_audit(answer: Answer, kl: float) -> None:
+    """Adds what an audit found to an answer that its caller has already."""
+    object.__setattr__(answer, "audit", kl)
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ class PlanEntry:
         ms: what that costs on the engine at hand, by what its calls took so far.
         unseen: placement ids in front that its KV has not absorbed; missing: ids it absorbed that are not in front any more.
         repeated: whether it is served just as it was before behind the same contents, where it would be computed otherwise.
+        fallen: whether an audit made it fall back to exact.
     """
 
     id: str
@@ -93,6 +100,7 @@ class PlanEntry:
     missing: tuple[str, ...] = ()
     ms: float = 0.0
     repeated: bool = False
+    fallen: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,6 +199,8 @@ class Plan:
             f"computes {self.computed_tokens} of {self.tokens} tokens in about {self.ms:.0f} ms; repairing everything: "
             f"{self.repair_tokens} more"
         )
+        if fallen := [e.id for e in self.entries if e.fallen]:
+            total += f"\nfell back to exact after an audit: {', '.join(fallen)}"
         if self.requests > 1:
             each = ", ".join(f"{step.computed} behind {step.reused} ({step.purpose})" for step in self.steps)
             total += f"\n{self.requests} requests: {each}"

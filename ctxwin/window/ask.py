@@ -14,6 +14,7 @@ from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
 from ctxwin.errors import AnswerStopped, BudgetExceeded
 from ctxwin.hashing import digest
+from ctxwin.trust.standing import Served
 from ctxwin.window import edits
 from ctxwin.window.answer import Answer, Disposability, Usage
 from ctxwin.window.assembly import Laid, Work
@@ -106,11 +107,12 @@ def ask(
     query, sampling, remember = question.query, question.sampling, question.remember
     with core.writing(edit=bool(remember)) as state:
         begin = time.perf_counter()
+        state, (way, fidelity) = core.trust.marked(state), core.trust.in_force()
         encoded = core.engine.encode_query(query)
         check_budget(state, encoded.tokens, sampling.max_tokens)
         work = Work()
         with core.counting_encodes():
-            laid = core.assembly.lay_out(state, core.fidelity, work)
+            laid = core.assembly.lay_out(state, fidelity, work)
             laid_s = time.perf_counter() - begin
             planned_ms = laid.ms + core.engine.costs.forward_ms(encoded.tokens, state.tokens)
 
@@ -130,7 +132,8 @@ def ask(
                 ids = ids[:-1]
             if generation.fallbacks:
                 laid = laid.computed(state)
-            settled = core.assembly.settle(state, laid, generation.captured, core.fidelity)
+            settled = core.assembly.settle(state, laid, generation.captured, fidelity)
+            known = settled
             remembered = None
             if remember is True or (remember and remember(text)):
                 settled, remembered = _with_exchange(core, settled, laid, query, ids, generation, work)
@@ -143,6 +146,23 @@ def ask(
         core.vision_encodes = 0
         answer = Answer(text, ids, usage, generation.logprobs, remembered=remembered)
         lanes = {c.placed.id: c.lane for c in laid.choices}
+        core.trust.answered(
+            Served(
+                core.id,
+                core.parent,
+                state,
+                known,
+                laid,
+                way,
+                fidelity,
+                query,
+                sampling.max_tokens,
+                sampling.temperature,
+                core.assembly.before,
+            ),
+            answer,
+            ended=not ended and len(ids) < sampling.max_tokens and generation.finished,
+        )
         core.announce(core.event("ask", (remembered,) if remembered else (), query=query, answer=answer, lanes=lanes))
     return answer
 

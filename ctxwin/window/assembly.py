@@ -116,11 +116,13 @@ class Assembly:
     Attributes:
         missing: keys that could not be read.
         before: how chunks were served, by what stood in front of them; see `lanes.Before`. A restart forgets it.
+        salt: keeps what it prefills out of the exact prefix cache; "" does not.
     """
 
     engine: Engine
     missing: set[str] = field(default_factory=set)
     before: OrderedDict[str, Before] = field(default_factory=OrderedDict)
+    salt: str = ""
 
     @property
     def repo(self) -> SpanRepository:
@@ -309,7 +311,7 @@ class Assembly:
     ) -> SpanKV:
         """`Engine.prefill`, counted in ``work``; ``placed`` are the chunks that may have to be encoded again for it."""
         costs, before = self.engine.costs, (work.forwards, work.fallbacks)
-        prefill = partial(self.engine.prefill, salt=salt, background=work.background, tally=work)
+        prefill = partial(self.engine.prefill, salt=salt or self.salt, background=work.background, tally=work)
         with costs.timed() as watch:
             span = self._seen(placed, partial(prefill, tuple(front), encoded, start))
         work.priced_ms += watch.ms

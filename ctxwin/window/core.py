@@ -15,13 +15,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.errors import ReadOnlyWindow, WindowBusy
 from ctxwin.hashing import digest
-from ctxwin.profiles import resolve
+from ctxwin.trust.auditor import forgot
+from ctxwin.trust.standing import WindowTrust
 from ctxwin.window import placement
 from ctxwin.window.answer import Plan
 from ctxwin.window.assembly import Assembly
@@ -30,7 +32,9 @@ from ctxwin.window.invariants import check_state
 from ctxwin.window.state import Placed, State
 
 if TYPE_CHECKING:
+    from ctxwin.fidelity import Fidelity
     from ctxwin.store.spans import SpanRepository
+    from ctxwin.trust.replay import Finding
 
 _HISTORY = 1024
 _log = logging.getLogger("ctxwin")
@@ -49,7 +53,7 @@ class WindowCore:
 
     Attributes:
         state: the current version.
-        fidelity: the one in force; ``auto`` is resolved.
+        trust: what audits allow it to be served with.
         observers: called with every `Event`; forks inherit them.
         operations: how many operations have begun, asks and failed ones included.
         vision_encodes: runs of the vision tower since the last answer.
@@ -69,7 +73,7 @@ class WindowCore:
         self.engine = engine
         self.assembly = Assembly(engine)
         self.state = state
-        self.fidelity = resolve(state.fidelity, engine.spec.model)
+        self.trust = WindowTrust(engine, state.fidelity, partial(_audited, weakref.ref(self)))
         self.seed = uuid.uuid4().hex if seed is None else seed
         self.observers = observers
         self.parent = parent
@@ -93,6 +97,11 @@ class WindowCore:
     def id(self) -> str:
         """The window's id."""
         return self.state.window
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """The one in force; ``auto`` is resolved."""
+        return self.trust.fidelity
 
     @contextmanager
     def writing(self, *, edit: bool = True) -> Iterator[State]:
@@ -167,7 +176,7 @@ class WindowCore:
     def plan(self) -> Plan:
         """How the next ask would serve each chunk, and what it would cost. Reads no KV."""
         self.lease()  # what was lost may have been stored again by another window
-        return self.assembly.plan(self.state, self.fidelity)
+        return self.assembly.plan(self.trust.marked(self.state), self.fidelity)
 
     def check(self) -> None:
         """Asserts the invariants of the state, its plan and its leases."""
@@ -218,6 +227,7 @@ class WindowCore:
         seed = digest("fork", self.seed, self.id, self._count())
         state = state.replace(window=seed[:12], budget=state.budget if budget is None else budget)
         branch = WindowCore(self.engine, state, seed=seed, observers=self.observers, parent=self.id)
+        branch.trust = self.trust.branch(partial(_audited, weakref.ref(branch)))
         branch._forked_from = (weakref.ref(self), state.version)
         branch.assembly.before = self.assembly.before.copy()
         self.emit(self.event("fork", other=branch.id, note=system_prompt or ""))
@@ -240,7 +250,7 @@ class WindowCore:
             arrivals = max(state.arrivals, theirs.arrivals)  # ids of dropped edits are not given again
             adopted = theirs.replace(version=max(state.version, theirs.version) + 1, arrivals=arrivals, window=self.id)
             self.commit(adopted, "adopt", other=branch.id)
-            self.fidelity = resolve(theirs.fidelity, self.engine.spec.model)
+            self.trust = branch.trust.branch(partial(_audited, weakref.ref(self)))
             self.assembly.before = branch.assembly.before.copy()
 
     def forget(self, state: State, gone: Placed) -> None:
@@ -250,6 +260,8 @@ class WindowCore:
         """
         self._history.clear()
         self.assembly.before.clear()
+        forgot(self.engine)
+        self.trust.forget()
         self.commit(state, "forget", [gone.id], remember=False)
         with _opening:
             others = [core for core in _open[self.engine.repo] if core.id != self.id and not core.closed]
@@ -292,6 +304,21 @@ class WindowCore:
             return self.operations
 
 
+def _audited(window: weakref.ref[WindowCore], found: Finding, fallen: Sequence[str], query: str) -> None:
+    """Tells a window, unless it is gone, what an audit of one of its answers found."""
+    core = window()
+    if core is None:
+        return
+    kls: dict[str, float | bool] = {"window": found.window.kl, "changed": found.strict.changed}
+    if found.stream is not None:
+        kls["stream"] = found.stream.kl
+    if fallen:
+        told = "window %s: an answer was %.3g nats a token from a re-prefill; chunks %s are served exactly from now on"
+        _log.warning(told, core.id, found.strict.kl, ", ".join(fallen))
+    note = f"{found.strict.kl:.3g} nats a token from a re-prefill{', another answer' if found.strict.changed else ''}"
+    core.emit(core.event("audit", fallen, query=query, audit=kls, note=note))
+
+
 def restored(engine: Engine, state: State | dict[str, Any] | str, seed: str | None = None) -> WindowCore:
     """A core from a snapshot (model, dict or JSON); see `Window.restore`."""
     if isinstance(state, str):
@@ -302,5 +329,5 @@ def restored(engine: Engine, state: State | dict[str, Any] | str, seed: str | No
         raise ValueError(f"snapshot format must be 1, got {state.format}; use the ctxwin version that wrote it")
     if not state.window:
         state = state.replace(window=uuid.uuid4().hex[:12])
-    name = resolve(state.fidelity, engine.spec.model).patch_name
+    name = WindowTrust(engine, state.fidelity).fidelity.patch_name
     return WindowCore(engine, placement.rebind(engine, state, name), seed=seed)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _Edit = Literal[
     "append", "insert", "evict", "forget", "slide", "recall", "look_back", "reorder", "toggle", "pin", "touch"
 ]
-_Whole = Literal["fork", "adopt", "ask", "disposable", "prepare_orbit", "refresh", "compress", "close"]
+_Whole = Literal["fork", "adopt", "ask", "audit", "disposable", "prepare_orbit", "refresh", "compress", "close"]
 Op = Literal[_Edit, _Whole]
 
 
@@ -27,9 +27,11 @@ class Event:
         ids: placements concerned: what arrived, left, came back or was switched, in order.
         state: after the operation; immutable.
         lanes: for ``ask``, lane by placement id as it was served.
-        query, answer: of ``ask`` (``ids`` names what was remembered); ``disposable`` has the query only.
+        query, answer: of ``ask`` (``ids`` names what was remembered); ``disposable`` and ``audit`` have the query only.
+        audit: of ``audit``, which comes in a thread of its own, later than the ask: KL by reference (``window``, ``stream``),
+            and whether the answer ``changed``; ``ids`` names the chunks that fell back to exact.
         other: id of the other window of ``fork`` and ``adopt`` (the branch).
-        note: a detail: ``clean`` or ``conditioned`` of a toggle, ``pinned`` or ``free`` of a pin,
+        note: a detail, in words for ``audit``: ``clean`` or ``conditioned`` of a toggle, ``pinned`` or ``free`` of a pin,
             ``disposable`` or ``needed``, the other system prompt of a fork.
         seconds: how long it took.
     """
@@ -43,6 +45,7 @@ class Event:
     lanes: dict[str, str] | None = None
     query: str | None = None
     answer: Answer | None = None
+    audit: dict[str, float | bool] | None = None
     other: str | None = None
     note: str = ""
     seconds: float = 0.0

@@ -171,10 +171,14 @@ def choose(
     prices = prices or Prices()
     front, offset = Front.of(state), state.system_prompt_tokens
     survival = _Survival(front.order)
-    for placed in state.placed:
+    # What must be exact needs everything in front of it to be.
+    last = max((i for i, placed in enumerate(state.placed) if placed.exact_only), default=-1)
+    exactly = Fidelity("exact")
+    for i, placed in enumerate(state.placed):
         # A forward right behind another, or in front of the query, shares its request.
         joins = placed is state.placed[-1] or (bool(choices) and choices[-1].compute)
-        admissible = _admissible(state, placed, front, survival, fidelity, has, before or {})
+        allowed = exactly if i <= last else fidelity
+        admissible = _admissible(state, placed, front, survival, allowed, has, before or {})
         choice = _cheapest(admissible, prices, offset, 0.0 if joins else prices.request_ms)
         choices.append(choice)
         front, offset = front.behind(placed, choice.served), offset + placed.tokens
@@ -322,6 +326,7 @@ def plan_of(
                 unseen=choice.unseen,
                 missing=choice.missing,
                 repeated=choice.repeated,
+                fallen=p.exact_only,
             )
         )
         offset += p.tokens

@@ -69,6 +69,7 @@ class Placed(BaseModel):
         kv: its conditioned KV; None: must be computed.
         seen: whether it has been computed before (a recomputation is ``formed``, not ``computed``).
         unseen: placement ids put in front of it later that it was allowed not to absorb.
+        exact_only: whether an audit found it served too far from a re-prefill: it is served exactly from then on.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -85,6 +86,7 @@ class Placed(BaseModel):
     kv: Conditioning | None = None
     seen: bool = False
     unseen: tuple[str, ...] = ()
+    exact_only: bool = False
 
     def replace(self, **changes: Any) -> Placed:
         """A copy with some fields changed."""

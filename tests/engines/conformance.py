@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,8 @@ import pytest
 import torch
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
-from ctxwin.errors import ChunkUnavailable, EngineFailed, UnsupportedModel
+from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, ScoredToken, Segment, Tally
+from ctxwin.errors import AnswerStopped, ChunkUnavailable, EngineFailed, UnsupportedModel
 from ctxwin.fidelity import Fidelity
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import apply_patch, form_patch
@@ -292,6 +293,50 @@ class EngineConformance:
         fed = got.query_span.tokens
         assert query.tokens < fed <= query.tokens + len(got.token_ids)
         assert_same_kv(got.query_span, want.slice(0, fed), 1e-5)
+
+    # scoring a given answer
+
+    def test_forced_logprobs(self, engine: Engine, encoded: list[Encoded], query: Encoded, whole: Generation) -> None:
+        """Computed in place and loaded, along the engine's own answer: every row is what decoding saw."""
+        ids = whole.token_ids
+        again = engine.generate(laid(encoded), query, Sampling(max_tokens=5, token_logprobs=8)).token_ids
+        before = engine.counters.prefill_tokens
+        layouts = [laid(encoded), with_spans(laid(encoded), whole.captured)]
+        for layout in (*layouts, layouts[0]):
+            tally = Tally()
+            rows, bare = engine.forced_logprobs(layout, [(query, ids), (query, [])], best=8, tally=tally)
+            assert (len(rows), len(bare)) == (len(ids) + 1, 1)
+            for row, token in zip(rows, again, strict=False):
+                assert isinstance(token, ScoredToken)
+                assert list(token.best) == sorted(row, key=lambda i: -row[i])[:8]
+                assert all(abs(row[i] - token.best[i]) <= 1e-4 for i in token.best)
+                assert row[int(token)] == pytest.approx(token.logprob, abs=1e-4)
+            assert bare[0] == pytest.approx(rows[0], abs=1e-4)
+            missing = sum(p.tokens for p in layout if p.span is None)
+            # Up to a block is computed again in front of each question, or found where the first left it.
+            block = 1 if engine.spec.name == "hf" else 32
+            assert missing + len(ids) < tally.tokens <= missing + 2 * query.tokens + len(ids) + 2 * block
+        assert engine.counters.prefill_tokens > before
+        other = [(ids[0] + 1) % 100, *ids[1:]]
+        (changed,) = engine.forced_logprobs(layouts[1], [(query, other)], best=8)
+        assert other[0] in changed[0]
+        assert changed[1] != pytest.approx(rows[1], abs=1e-3)  # what stands in front of it is forced, too
+
+    def test_forced_logprobs_see_what_is_served(self, engine: Engine, encoded: list[Encoded], query: Encoded) -> None:
+        """Over KV that no forward here would give, the rows are those of that KV."""
+        alone = engine.prefill([], encoded[2], 0)
+        layout = laid(encoded)
+        layout[2] = replace(layout[2], span=relocate(alone, engine.spec.kv, layout[2].start), approximate=True)
+        got = engine.generate(layout, query, Sampling(max_tokens=1, logprobs=8), salt="blind")
+        (rows,) = engine.forced_logprobs(layout, [(query, [])], best=8)
+        assert rows[0] == pytest.approx(got.logprobs, abs=1e-4)
+        (exact,) = engine.forced_logprobs(laid(encoded), [(query, [])], best=8)
+        assert exact[0] != pytest.approx(got.logprobs, abs=1e-4)
+
+    def test_forced_logprobs_give_way(self, engine: Engine, encoded: list[Encoded], query: Encoded) -> None:
+        with pytest.raises(AnswerStopped):
+            engine.forced_logprobs(laid(encoded), [(query, [1])], stopped=lambda: True)
+        assert not engine.busy
 
     # decoding
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ctxwin.engines.base import (
+    BEST,
     Encoded,
     EngineCounters,
     EngineSpec,
@@ -31,7 +34,7 @@ from ctxwin.engines.base import (
 from ctxwin.engines.encoding.checkpoint import open_checkpoint
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.hf import model as hf_model
-from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
 from ctxwin.kv.config import kv_spec_from_config
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import apply_patch
@@ -107,6 +110,7 @@ class HFEngine(EncodingEngine):
         self._dtype = getattr(torch, name)
         self._deep = hf_model.deep_layers(checkpoint.config)
         self._lock = threading.RLock()
+        self._waiting, self._waited, self._counting = 0, -math.inf, threading.Lock()
         check_relocation(kv, self._probe, max(1, min(_FAR, self.spec.max_tokens - _PROBED)))
         self.counters = EngineCounters()  # the measurement is nobody's work
         vision = self._see if sees else None
@@ -124,7 +128,7 @@ class HFEngine(EncodingEngine):
         tally: Tally | None = None,
     ) -> SpanKV:
         """See `Engine.prefill`. This engine has no prefix cache and no queue: the rest has no effect."""
-        with self._lock:
+        with self._turn(background), self._lock:
             done = self._run([*context, Segment(target, start)])
             if tally is not None:
                 tally.forwards += done.forwards
@@ -140,6 +144,7 @@ class HFEngine(EncodingEngine):
         salt: str = "",
         capture_query: bool = False,
         on_token: Callable[[int, str], bool] | None = None,
+        background: bool = False,
     ) -> Generation:
         """See `Engine.generate`. ``salt`` has no effect: this engine has no prefix cache."""
         check_sampling(sampling)
@@ -147,7 +152,7 @@ class HFEngine(EncodingEngine):
             raise UnsupportedModel("the hf engine has no JSON schemas and no repetition_penalty; open it as vllm:MODEL")
         begun = time.perf_counter()
         made = Generation()
-        with self._lock:
+        with self._turn(background), self._lock:
             start = _end(layout)
             done = self._run([*layout, Segment(query, start)], room=sampling.max_tokens)
             made.computed_tokens, made.forwards = done.computed, done.forwards
@@ -170,6 +175,54 @@ class HFEngine(EncodingEngine):
         with self._lock:
             return self._run([*layout, Segment(query, _end(layout))]).last
 
+    def forced_logprobs(
+        self,
+        layout: Sequence[Segment],
+        asked: Sequence[tuple[Encoded, Sequence[int]]],
+        *,
+        best: int = BEST,
+        stopped: Callable[[], bool] = lambda: False,
+        tally: Tally | None = None,
+    ) -> list[list[dict[int, float]]]:
+        """See `Engine.forced_logprobs`. A forward over one segment is the longest that ``stopped`` waits for."""
+        made = []
+        with self._lock:
+            tails = [_tail(layout, query, answer) for query, answer in asked]
+            for tail in tails:
+                self._check([*layout, *tail], 0)
+            done = self._begun(layout)
+            try:
+                self._fill(done, layout, 1, stopped)
+                for (_, answer), tail in zip(asked, tails, strict=True):
+                    self._fill(done, [replace(tail[0], encoded=_joined(tail))], len(answer) + 1, stopped)
+                    done.cache.crop(-sum(part.tokens for part in tail))
+                    made.append(hf_model.rows(_usable(done), answer, best))
+            finally:
+                if tally is not None:
+                    tally.forwards += done.forwards
+                    tally.tokens += done.computed
+        return made
+
+    @property
+    def busy(self) -> bool:
+        return self._waiting > 0
+
+    @contextmanager
+    def _turn(self, background: bool = False) -> Iterator[None]:
+        """Counts a caller that waits, from before it has the lock."""
+        with self._counting:
+            self._waiting += not background
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._waiting -= not background
+                self._waited = self._waited if background else time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        return 0.0 if self.busy else time.monotonic() - self._waited
+
     def close(self) -> None:
         """Drops the model; the store stays open, it belongs to the caller (a store in memory goes with the engine)."""
         with self._lock:
@@ -182,27 +235,45 @@ class HFEngine(EncodingEngine):
             segments: in order; the last one has no span.
             room: tokens that will be generated behind.
         """
+        done = self._begun(segments)
+        self._check(segments, room)
+        self._fill(done, segments, 1)
+        _usable(done)
+        return done
+
+    def _begun(self, segments: Sequence[Segment]) -> _Pass:
+        """A sequence of ``segments`` with nothing in its cache yet."""
         from transformers import DynamicCache
 
         self._opened()
-        self._check(segments, room)
         tokens = [segment.tokens for segment in segments]
         ends = list(itertools.accumulate(tokens))
         slices = [(end - count, end) for count, end in zip(tokens, ends, strict=True)]
-        done = _Pass(DynamicCache(config=self._checkpoint.text_config), ends[-1], slices)
+        return _Pass(DynamicCache(config=self._checkpoint.text_config), sum(tokens), slices)
+
+    def _fill(
+        self, done: _Pass, segments: Sequence[Segment], keep: int, stopped: Callable[[], bool] | None = None
+    ) -> None:
+        """Loads or computes ``segments`` behind what is in the cache; see `_run`.
+
+        ``stopped`` is asked before each forward, which is then over one segment only; once it is true, AnswerStopped is raised.
+        """
         filled = (segment for segment in segments if segment.tokens)
         try:
             with torch.no_grad():
-                for loaded, run in itertools.groupby(filled, lambda segment: segment.span is not None):
+                for loaded, grouped in itertools.groupby(filled, lambda segment: segment.span is not None):
+                    run = list(grouped)
                     if loaded:
-                        self._load(done, list(run))
-                    else:
-                        self._forward(done, list(run))
+                        self._load(done, run)
+                        continue
+                    for part in [run] if stopped is None else [[segment] for segment in run]:
+                        if stopped is not None and stopped():
+                            raise AnswerStopped("the engine is wanted for other work")
+                        self._forward(done, part, keep)
         except RuntimeError as error:  # torch's own: out of memory, a failed kernel
+            if isinstance(error, AnswerStopped):
+                raise
             raise EngineFailed(f"the forward over {done.tokens} tokens failed: {error}") from error
-        if done.logits is None or bool(done.logits.isnan().any()):
-            raise EngineFailed("the model gave no usable logits (NaN); try dtype='float32'")
-        return done
 
     def _check(self, segments: Sequence[Segment], room: int) -> None:
         tokens = sum(p.encoded.tokens for p in segments)
@@ -240,19 +311,19 @@ class HFEngine(EncodingEngine):
         for layer in range(self.spec.kv.layers):
             done.cache.update(first[layer][None], second[layer][None], layer)
 
-    def _forward(self, done: _Pass, segments: Sequence[Segment]) -> None:
+    def _forward(self, done: _Pass, segments: Sequence[Segment], keep: int = 1) -> None:
         """One forward over neighbouring segments behind everything in the cache."""
         fed = self.inputs([p.encoded for p in segments])
         positions = torch.from_numpy(np.concatenate([p.encoded.positions + p.start for p in segments], axis=1))
-        self._feed(done, fed, positions)
+        self._feed(done, fed, positions, keep)
         tokens = int(fed.embeds.shape[0])
         done.computed += tokens
         done.forwards += 1
         self.counters.prefill_tokens += tokens
         self.counters.prefill_forwards += 1
 
-    def _feed(self, done: _Pass, fed: hf_model.Inputs, positions: torch.Tensor) -> None:
-        """Runs T tokens at ``positions [3, T]``; the last one's logits are then in ``done``."""
+    def _feed(self, done: _Pass, fed: hf_model.Inputs, positions: torch.Tensor, keep: int = 1) -> None:
+        """Runs T tokens at ``positions [3, T]``; the logits of the last ``keep`` are then in ``done``."""
         past, new = int(done.cache.get_seq_length()), int(fed.embeds.shape[0])
         # Explicit, since transformers would otherwise guess packed sequences from positions that jump.
         mask = torch.ones(new, past + new, dtype=torch.bool, device=self._device).tril(past)
@@ -265,11 +336,11 @@ class HFEngine(EncodingEngine):
             use_cache=True,
         )
         if fed.deep is None:
-            logits = self._model(**run, logits_to_keep=1).logits
+            logits = self._model(**run, logits_to_keep=keep).logits
         else:  # the whole model takes such features from pixels only, its decoder takes them as they are
             every = torch.ones(1, new, dtype=torch.bool, device=self._device)
             out = self.text_model(**run, visual_pos_masks=every, deepstack_visual_embeds=list(fed.deep))
-            logits = self.lm_head(out.last_hidden_state[:, -1:])
+            logits = self.lm_head(out.last_hidden_state[:, -keep:])
         done.logits = logits[0].to("cpu", torch.float32)
 
     def inputs(self, encodeds: Sequence[Encoded]) -> hf_model.Inputs:
@@ -392,6 +463,29 @@ class HFEngine(EncodingEngine):
         if self._model is None:
             raise EngineFailed("the engine is closed; open it again")
         return self._model
+
+
+def _tail(layout: Sequence[Segment], query: Encoded, answer_ids: Sequence[int]) -> list[Segment]:
+    """A query and the answer behind it, to be computed in one forward."""
+    start, count = _end(layout), len(answer_ids)
+    places = np.tile(np.arange(count, dtype=np.int64), (3, 1))
+    answer = Encoded("", tuple(int(i) for i in answer_ids), places, count)
+    return [Segment(query, start), *([Segment(answer, start + query.advance)] if count else [])]
+
+
+def _joined(tail: Sequence[Segment]) -> Encoded:
+    """Neighbouring text segments as one."""
+    first = tail[0]
+    ids = tuple(i for part in tail for i in part.encoded.token_ids)
+    places = np.concatenate([part.encoded.positions + (part.start - first.start) for part in tail], axis=1)
+    return Encoded("", ids, places, tail[-1].start - first.start + tail[-1].encoded.advance)
+
+
+def _usable(done: _Pass) -> torch.Tensor:
+    """The logits of a pass; EngineFailed for none."""
+    if done.logits is None or bool(done.logits.isnan().any()):
+        raise EngineFailed("the model gave no usable logits (NaN); try dtype='float32'")
+    return done.logits
 
 
 def _end(layout: Sequence[Segment]) -> int:

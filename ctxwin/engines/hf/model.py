@@ -142,6 +142,13 @@ def scored(token: int, index: int, logits: torch.Tensor, best: int) -> ScoredTok
     return ScoredToken(token, index, float(logits.log_softmax(-1)[token]), top_logprobs(logits, best))
 
 
+def rows(logits: torch.Tensor, answer: Sequence[int], best: int) -> list[dict[int, float]]:
+    """What `Engine.forced_logprobs` says of an answer, from ``logits [len(answer) + 1, vocab]``."""
+    found = logits.log_softmax(-1)
+    own: list[dict[int, float]] = [{int(token): float(found[i, token])} for i, token in enumerate(answer)]
+    return [top_logprobs(row, best) | extra for row, extra in zip(found, [*own, {}], strict=True)]
+
+
 def top_logprobs(logits: torch.Tensor, count: int) -> dict[int, float]:
     """Log-probabilities by token id, best first; all of them where ``count`` is -1."""
     best = logits.log_softmax(-1).topk(logits.numel() if count < 0 else min(count, logits.numel()))

@@ -11,6 +11,7 @@ import asyncio
 import atexit
 import contextlib
 import itertools
+import math
 import queue
 import threading
 import time
@@ -77,6 +78,40 @@ class Driver(ABC):
     renderer: Any
     local: bool
 
+    def __init__(self) -> None:
+        self._under_way = {False: 0, True: 0}  # requests of ours, by whether they are in the background
+        self._waited = -math.inf  # when a request that somebody waits for was seen last
+        self._counting = threading.Lock()
+
+    @contextlib.contextmanager
+    def counted(self, background: bool) -> Iterator[None]:
+        """Counts a request while it is under way."""
+        with self._counting:
+            self._under_way[background] += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._under_way[background] -= 1
+                self._waited = self._waited if background else time.monotonic()
+
+    @property
+    def busy(self) -> bool:
+        """Whether vLLM has a request that somebody waits for, of ours or a plain one."""
+        with self._counting:
+            busy = self._under_way[False] > 0 or self._unfinished() > sum(self._under_way.values())
+            self._waited = time.monotonic() if busy else self._waited
+            return busy
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since vLLM had a request that somebody waits for, as far as anybody looked."""
+        return 0.0 if self.busy else time.monotonic() - self._waited
+
+    def _unfinished(self) -> int:
+        """Requests under way in vLLM, where others than ours may be among them."""
+        return 0
+
     @abstractmethod
     def submit(self, prompt: dict[str, Any], parameters: Any, priority: int) -> Ticket:
         """Hands a rendered prompt over. Raises EngineFailed where vLLM has ended."""
@@ -125,6 +160,7 @@ class StepDriver(Driver):
     """
 
     def __init__(self, llm: Any, stop: Callable[[Any], None]) -> None:
+        super().__init__()
         self.llm = llm
         self._engine: Any = llm.llm_engine
         self.config = self._engine.vllm_config
@@ -286,6 +322,7 @@ class LoopDriver(Driver):
     local = False
 
     def __init__(self, llm: Any, loop: asyncio.AbstractEventLoop, stop: Callable[[], None] | None = None) -> None:
+        super().__init__()
         self.llm = llm
         self.config = llm.vllm_config
         self.renderer = llm.renderer
@@ -321,6 +358,10 @@ class LoopDriver(Driver):
             task.cancel()  # reaches vLLM's generator, which aborts the request
             with contextlib.suppress(Exception):
                 self._start(self.llm.abort(ticket.name)).result(timeout=10)
+
+    def _unfinished(self) -> int:
+        llm = self.llm
+        return 0 if llm is None else internals.unfinished(llm)
 
     def _rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         if self.dead is not None:

@@ -12,6 +12,7 @@ import itertools
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
-from ctxwin.engines.base import Encoded, EngineCounters, EngineSpec, Generation, Sampling, Segment, Tally
+from ctxwin.engines.base import BEST, Encoded, EngineCounters, EngineSpec, Generation, Sampling, Segment, Tally
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.vllm.lifecycle.versions import requirement
-from ctxwin.errors import CtxwinError, EngineFailed
+from ctxwin.errors import AnswerStopped, CtxwinError, EngineFailed
 from ctxwin.hashing import digest
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.relocate import relocate
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from ctxwin.engines.vllm.core import Core
     from ctxwin.engines.vllm.prefix_space import Space
-    from ctxwin.engines.vllm.requests import Outcome, Told
+    from ctxwin.engines.vllm.requests import Forced, Outcome, Told
     from ctxwin.engines.vllm.transport import Transfer
     from ctxwin.store.base import Store
 
@@ -55,10 +56,12 @@ class _Ask:
     capture_query: bool = False
     on_token: Told | None = None
     background: bool = False
+    answer: Encoded | None = None
+    forced: Forced | None = None
 
     @property
     def tail(self) -> list[Encoded]:
-        return [] if self.query is None else [self.query]
+        return [part for part in (self.query, self.answer) if part is not None]
 
 
 class VLLMEngine(EncodingEngine):
@@ -207,17 +210,77 @@ class VLLMEngine(EncodingEngine):
         salt: str = "",
         capture_query: bool = False,
         on_token: Callable[[int, str], bool] | None = None,
+        background: bool = False,
     ) -> Generation:
         from ctxwin.engines.vllm.requests import Told
 
         began = time.perf_counter()
         told = None if on_token is None else Told(on_token, self.decode)
-        made, outcome = self._serve(layout, _Ask(query, sampling, salt, capture_query, told))
+        made, outcome = self._serve(layout, _Ask(query, sampling, salt, capture_query, told, background))
         ended = time.perf_counter()
         made.token_ids, made.text = outcome.token_ids, self.decode(outcome.token_ids)
         made.logprobs, made.finished = outcome.logprobs, outcome.finished
         made.ttft_s, made.total_s = (outcome.first_token_at or ended) - began, ended - began
         return made
+
+    def forced_logprobs(
+        self,
+        layout: Sequence[Segment],
+        asked: Sequence[tuple[Encoded, Sequence[int]]],
+        *,
+        best: int = BEST,
+        stopped: Callable[[], bool] = lambda: False,
+        tally: Tally | None = None,
+    ) -> list[list[dict[int, float]]]:
+        """See `Engine.forced_logprobs`: requests whose prompts end in the answers.
+
+        What the layout lacks is computed by a request in front of them: vLLM makes logits of the whole vocabulary for every
+        prompt token that it scores, which must not be more than a query and an answer.
+        """
+        from ctxwin.engines.vllm.requests import Forced
+
+        # A space of this call alone: in one that is found again, an answer's own places could come from the cache, unscored.
+        # Without marks the salt keeps all of the segments apart, exact ones in front included.
+        salt = f"forced-{uuid.uuid4().hex}"
+        segments = [replace(segment, approximate=False, capture=False) for segment in layout]
+        only = Sampling(max_tokens=1)
+        asks = []
+        if any(segment.span is None and segment.tokens for segment in segments):
+            asks.append(_Ask(None, only, salt, background=True, forced=Forced(0, 1, stopped)))
+        for query, ids in asked:
+            places = np.tile(np.arange(len(ids), dtype=np.int64), (3, 1))
+            answer = Encoded("", tuple(int(i) for i in ids), places, len(ids)) if len(ids) else None
+            forced = Forced(len(ids), best, stopped)
+            asks.append(_Ask(query, only, salt, background=True, answer=answer, forced=forced))
+        found = []
+        for ask in asks:
+            if stopped():
+                raise AnswerStopped("the engine is wanted for other work")
+            made, outcome = self._serve(segments, ask)
+            if tally is not None:
+                tally.forwards += made.forwards
+                tally.tokens += made.computed_tokens
+                tally.fallbacks += made.fallbacks
+            if made.fallbacks:
+                raise EngineFailed("spans could not be loaded, so that what they serve could not be scored")
+            found.append(outcome.forced)
+        return found[len(asks) - len(asked) :]
+
+    @property
+    def busy(self) -> bool:
+        return self._core.driver.busy
+
+    @property
+    def idle_s(self) -> float:
+        return self._core.driver.idle_s
+
+    @property
+    def shared(self) -> object:
+        return self._core
+
+    @property
+    def tenant(self) -> str:
+        return self._tenant
 
     def close(self) -> None:
         """Lets go of vLLM, which its last engine shuts down; the store stays open. Idempotent."""
@@ -345,7 +408,15 @@ class VLLMEngine(EncodingEngine):
         eos = sorted(self.encoder.checkpoint.eos)
         try:
             outcome = run(
-                core.driver, core.transport, rendered.prompt, transfer, ask.sampling, eos, ask.on_token, ask.background
+                core.driver,
+                core.transport,
+                rendered.prompt,
+                transfer,
+                ask.sampling,
+                eos,
+                ask.on_token,
+                ask.background,
+                ask.forced,
             )
         finally:
             made.computed_tokens += len(ids) - transfer.local_tokens - transfer.planned_tokens

@@ -62,6 +62,11 @@ def core_died(engine: Any) -> bool:
     return bool(engine.engine_core.resources.engine_dead)
 
 
+def unfinished(llm: Any) -> int:
+    """Requests under way in an ``AsyncLLM``, whoever sent them."""
+    return int(llm.output_processor.get_num_unfinished_requests())
+
+
 def wake_waiting(engine: Any, error: Exception) -> None:
     """Gives ``error`` to all who wait for an engine that died: vLLM notices its death, but leaves them waiting."""
     client = engine.engine_core

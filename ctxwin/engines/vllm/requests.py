@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from ctxwin.engines.base import Sampling, ScoredToken
 from ctxwin.engines.vllm.transport.base import PARAM, Transfer, Transport
-from ctxwin.errors import EngineFailed
+from ctxwin.errors import AnswerStopped, EngineFailed
 
 if TYPE_CHECKING:
     from ctxwin.engines.vllm.drivers import Driver, Ticket
 
+POLL_S = 0.01
+"""How often work in the background looks whether it must give way."""
 BACKGROUND = 10
 """Priority of work that nobody waits for; vLLM serves lower numbers first, and other requests have 0."""
 
@@ -40,12 +42,26 @@ class Outcome:
         logprobs: first-token log-probabilities by token id.
         first_token_at: `time.perf_counter` at the first token.
         finished: False where ``on_token`` stopped it.
+        forced: log-probabilities by token id before each of the last prompt tokens that were asked for, then behind them.
     """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: dict[int, float] = field(default_factory=dict)
     first_token_at: float = 0.0
     finished: bool = True
+    forced: list[dict[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Asks for the ``best`` log-probabilities before each of the last ``tokens`` of a prompt, and behind them.
+
+    ``stopped`` is polled; once it is true the request is taken back and AnswerStopped raised.
+    """
+
+    tokens: int
+    best: int
+    stopped: Callable[[], bool]
 
 
 class Told:
@@ -96,6 +112,7 @@ def run(
     ending: Sequence[int] = (),
     on_token: Callable[[list[int]], bool] | None = None,
     background: bool = False,
+    forced: Forced | None = None,
 ) -> Outcome:
     """Runs one request to its end, beside whatever else vLLM has to do.
 
@@ -108,6 +125,7 @@ def run(
         ending: token ids that end the answer.
         on_token: called in this thread with all ids after each token that does not end the answer; returning False stops.
         background: nobody waits for it; other requests go first.
+        forced: what to read of the prompt's last tokens.
 
     Raises:
         LoadError, CallerError: see there. Whatever vLLM raises passes through. The request is taken back in each case.
@@ -118,8 +136,10 @@ def run(
         raise LoadError(f"no room to hand over what the request loads: {error}") from error
     outcome = Outcome()
     try:
-        ticket = driver.submit(prompt, _parameters(sampling, ending, handle), BACKGROUND if background else 0)
-        reason = _follow(driver, ticket, outcome, sampling, on_token)
+        parameters = _parameters(sampling, ending, handle, forced)
+        with driver.counted(background):
+            ticket = driver.submit(prompt, parameters, BACKGROUND if background else 0)
+            reason = _follow(driver, ticket, outcome, sampling, on_token, forced)
         transport.collect(handle, transfer, reason != "error")
     except Exception:
         transport.collect(handle, transfer, False)  # what it cost counts all the same
@@ -127,6 +147,8 @@ def run(
     finally:
         transport.remove(handle)
     served = transfer.local_tokens + transfer.planned_tokens
+    if forced is not None and forced.tokens and served >= len(prompt["prompt_token_ids"]) - forced.tokens:
+        raise EngineFailed("places of the answer were not computed, so that it could not be scored")
     if not outcome.finished and served >= transfer.blank:
         # The tokens so far came from sound KV. What failed or was still to be loaded after them, behind a preemption for
         # example, does not matter: asked again, the caller would be told once more what it has stopped.
@@ -147,19 +169,26 @@ def run(
 
 
 def _follow(
-    driver: Driver, ticket: Ticket, outcome: Outcome, sampling: Sampling, on_token: Callable[[list[int]], bool] | None
+    driver: Driver,
+    ticket: Ticket,
+    outcome: Outcome,
+    sampling: Sampling,
+    on_token: Callable[[list[int]], bool] | None,
+    forced: Forced | None,
 ) -> str:
     """Reads outputs until the request ends; returns vLLM's reason."""
     ended = False
     try:
         while not ended:
-            output = _next(driver, ticket.outputs)
+            output = _next(driver, ticket.outputs, forced)
             if isinstance(output, BaseException):
                 ended = True
                 raise output
             ended = output.finished
             (part,) = output.outputs
             fresh = _fresh(part, len(outcome.token_ids), sampling.token_logprobs)
+            if forced is not None and fresh and not outcome.forced:
+                outcome.forced = _forced(output, part, forced)
             if fresh and not outcome.first_token_at:
                 outcome.first_token_at = time.perf_counter()
                 if part.logprobs and sampling.logprobs:
@@ -180,25 +209,47 @@ def _follow(
             driver.cancel(ticket)
 
 
-def _next(driver: Driver, outputs: queue.SimpleQueue[Any]) -> Any:
+def _forced(output: Any, part: Any, forced: Forced) -> list[dict[int, float]]:
+    """What a request with `Forced` brought back. Raises EngineFailed where vLLM did not compute those places."""
+    ids, rows = list(output.prompt_token_ids or ()), output.prompt_logprobs
+    made = []
+    for at in range(len(ids) - forced.tokens, len(ids)):
+        entries = rows[at] if rows is not None and len(rows) == len(ids) else None
+        if not entries or ids[at] not in entries:
+            raise EngineFailed(f"vLLM gave no log-probabilities for token {at} of {len(ids)} of a prompt")
+        made.append(_best(entries, forced.best) | {ids[at]: float(entries[ids[at]].logprob)})
+    return [*made, _best(part.logprobs[0], forced.best)]
+
+
+def _next(driver: Driver, outputs: queue.SimpleQueue[Any], forced: Forced | None) -> Any:
     """The next output; checks now and then that vLLM still runs, in case it died silently."""
     while True:
         try:
-            return outputs.get(timeout=5.0)
+            return outputs.get(timeout=5.0 if forced is None else POLL_S)
         except queue.Empty:
+            if forced is not None and forced.stopped():
+                raise AnswerStopped("the engine is wanted for other work") from None
             dead = driver.dead
             if dead is not None and outputs.empty():
                 raise dead from None
 
 
-def _parameters(sampling: Sampling, ending: Sequence[int], handle: str) -> Any:
+def _parameters(sampling: Sampling, ending: Sequence[int], handle: str, forced: Forced | None = None) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     schema, logprobs = sampling.json_schema, sampling.logprobs
     if logprobs >= 0 and sampling.token_logprobs is not None:
         logprobs = max(logprobs, sampling.token_logprobs)  # vLLM adds the token's own
+    prompt: dict[str, Any] = {}
+    if forced is not None:
+        logprobs = forced.best
+        if forced.tokens:
+            # Without the last, vLLM would neither load nor find anything. Places that it did not compute hold garbage, which
+            # is never read: the tokens of an answer are in no block that another request could have left.
+            prompt = {"prompt_logprobs": forced.best, "flat_logprobs": True, "skip_reading_prefix_cache": False}
     return SamplingParams(
+        **prompt,
         **{name: getattr(sampling, name) for name in _SAME},
         logprobs=None if not logprobs and sampling.token_logprobs is None else logprobs,
         structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),

@@ -1,0 +1,239 @@
+"""From no profile to promoted: the demo's stream on a model whose profile was taken away, audits included.
+
+``python -m evals.studies.trust [--model tiny] [--engine vllm] [--asks 500] [--reference stricter]``
+
+Windows are of `Fidelity("auto")`. Between two asks the engine is idle until everything that was handed over is audited, as it
+would be between the frames of a camera; what audits compute is counted. ``least`` is what nobody can do without: each frame
+once when it is new, and each question.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ctxwin import Chunk, Window
+from ctxwin.baselines.ledger import Ledger
+from ctxwin.baselines.policies import POLICIES
+from ctxwin.baselines.prefix_cache import PrefixCache
+from ctxwin.demo.agent import Agent, Step
+from ctxwin.demo.run import Options as DemoOptions
+from ctxwin.demo.run import prepare
+from ctxwin.engines.base import Engine
+from ctxwin.engines.open import open_engine
+from ctxwin.fidelity import Fidelity
+from ctxwin.profiles import BASIS_NAME, PROFILE_NAME, PROFILES_VARIABLE
+from ctxwin.tiny import checkpoint_dir
+from ctxwin.trust import Options, auditor_of
+
+SEED_ASKS = 50
+"""Asks that a stream of the demo's length has, at least."""
+
+
+def without_profile(model: str, folder: Path) -> Path:
+    """A copy of a model that nothing was measured of; ``random``: the bundled one with a decoder drawn anew."""
+    source = checkpoint_dir() if model in ("tiny", "random") else Path(model)
+    made = folder / "model"
+    shutil.copytree(source, made, ignore=shutil.ignore_patterns(PROFILE_NAME, BASIS_NAME))
+    if model == "random":
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        (path,) = made.glob("*.safetensors")
+        weights, drawn = load_file(path), torch.Generator().manual_seed(0)
+        for name, weight in weights.items():
+            if "visual" not in name and weight.ndim > 1:
+                fresh = torch.randn(weight.shape, generator=drawn) * weight.float().std()
+                weights[name] = fresh.to(weight.dtype)
+        save_file(weights, path, metadata={"format": "pt"})
+    return made
+
+
+def turn(engine: Engine, options: Options, first: str, then: str, most: int) -> dict[str, Any]:
+    """Asks of one kind until a way is promoted, then of another kind until it is given up: one window an item."""
+    from ctxwin.evals.tasks.tiny import TASKS
+    from ctxwin.tiny.world import render
+
+    auditor = auditor_of(engine, options)
+    found: dict[str, Any] = {"first": first, "then": then, "options": vars(options)}
+    way: str | None = None
+    for kind, wanted in ((first, "promoted"), (then, "demoted")):
+        begun, audits, changed = len(auditor.decisions(engine)), auditor.counts.audits, auditor.counts.harmed
+        served: Counter[str] = Counter()
+        for index in range(most):
+            case = TASKS[kind].case(0, index, (3, 4, 5, 6))
+            with Window(engine, "You watch a camera.") as window:
+                window.extend([Chunk.image(render(case.frames[i]), keep_source=False) for i in case.placed])
+                way = window.core.trust.way
+                answer = window.ask(case.question, 4)
+                auditor.drain()
+                served[
+                    f"{way or 'exact'} right" if answer.text.strip() == case.truth else f"{way or 'exact'} wrong"
+                ] += 1
+            if any(d.what == wanted for d in auditor.decisions(engine)[begun:]):
+                break
+        found[kind] = {
+            "asks": index + 1,
+            "audited": auditor.counts.audits - audits,
+            "changed": auditor.counts.harmed - changed,
+            "served": dict(served),
+            "decisions": [str(d) for d in auditor.decisions(engine)[begun:]],
+        }
+    return found
+
+
+def beside(engine: Engine, blocks: int = 40, requests: int = 25) -> dict[str, Any]:
+    """What plain requests notice: milliseconds of each, one every few milliseconds, while audits wait or rest, in turn."""
+    from ctxwin.engines.base import Sampling, Segment
+    from ctxwin.tiny.world import make_stream, questions_for, render
+
+    auditor, took = auditor_of(engine, Options(share=1.0, queue=64)), dict[bool, list[float]]()
+    system = engine.encode_system_prompt("You answer briefly.")
+    for block in range(blocks):
+        frames = make_stream(np.random.default_rng(block), 6, window=6)
+        audits = block % 2 == 1
+        with auditor.hold(), Window(engine, "You watch a camera.", fidelity=Fidelity("blind", audit=1.0)) as window:
+            window.extend([Chunk.image(render(frame)) for frame in frames])
+            for question in questions_for(frames, 6, np.random.default_rng(block), ("multi_hop", "single_hop")):
+                window.ask(question.text, 4)
+        with contextlib.nullcontext() if audits else auditor.hold():
+            for index in range(requests):
+                query = engine.encode_query(f"what is {block} and {index}?")
+                began = time.perf_counter()
+                engine.generate([Segment(system, 0)], query, Sampling(4))
+                took.setdefault(audits, []).append(1e3 * (time.perf_counter() - began))
+                time.sleep(0.01)
+        auditor.drain()
+    found: dict[str, Any] = {"counts": vars(auditor.counts)}
+    for audits, name in ((False, "resting"), (True, "audits")):
+        ms = np.array(took[audits])
+        found[name] = {"n": len(ms), **{f"p{p}_ms": float(np.quantile(ms, p / 100)) for p in (50, 90, 99)}}
+    return found
+
+
+def run(engine: Engine, asks: int, fidelity: Fidelity, options: Options, folder: Path) -> dict[str, Any]:
+    """Runs so many asks of the demo, on one stream after another."""
+    auditor = auditor_of(engine, options)
+    seeds = tuple(range(-(-asks // SEED_ASKS)))
+    footage = prepare(DemoOptions(out=folder, seeds=seeds))
+    ledger, caches = Ledger(engine, policies=()), {policy: PrefixCache() for policy in POLICIES}
+    rows: list[dict[str, Any]] = []
+    for seed in seeds:
+        agent = Agent(engine, footage[seed], 6, fidelity, ledger, caches, seed)
+        steps, seen = agent.run(), 0
+        while len(rows) < asks:
+            with auditor.hold():
+                step = next(steps, None)
+            if step is None:
+                break
+            before = auditor.counts.tokens
+            auditor.drain()
+            fresh = sum(agent._encoded[i].tokens for i in range(seen, agent.seen))
+            seen = agent.seen
+            rows.append(_row(step, fresh, auditor.counts.tokens - before, agent.window.core.trust.way))
+        agent.window.close()
+    return {
+        "asks": len(rows),
+        "fidelity": fidelity.model_dump(),
+        "options": vars(options),
+        "first_half": _sums(rows[: len(rows) // 2]),
+        "second_half": _sums(rows[len(rows) // 2 :]),
+        "all": _sums(rows),
+        "counts": vars(auditor.counts),
+        "record": auditor.ledger(engine).record.model_dump(),
+        "promoted_at": next((i for i, row in enumerate(rows) if row["way"]), None),
+        "rows": rows,
+    }
+
+
+def _row(step: Step, fresh: int, audited: int, way: str | None) -> dict[str, Any]:
+    query = step["prompt_tokens"] - sum(p["tokens"] for p in step["placed"])
+    return {
+        "op": step["op"],
+        "kind": step["kind"],
+        "way": way,
+        "computed": step["computed_tokens"],
+        "audited": audited,
+        "least": fresh + max(0, query),
+        **{policy: step[f"computed_tokens_{policy}"] for policy in POLICIES},
+        "right": step["answer"] == step["truth"],
+        "right_reprefill": step["answer_reprefill"] == step["truth"],
+        "changed": step["answer"] != step["answer_reprefill"],
+        "blind_changed": step["answer_blind"] != step["answer_reprefill"],
+        "kl": step["kl"],
+        "lanes": sorted({p["lane"] for p in step["placed"]}),
+    }
+
+
+def _sums(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    from ctxwin.evals.stats import wilson
+    from ctxwin.trust.confidence import upper_bound
+
+    names = ("computed", "audited", "least", *POLICIES)
+    sums: dict[str, Any] = {name: sum(row[name] for row in rows) for name in names}
+    approximate = [row for row in rows if row["way"]]
+    for name, some in (("answers", rows), ("of_the_way", approximate)):
+        changed = sum(row["changed"] for row in some)
+        sums[name] = {"n": len(some), "changed": changed, "upper": upper_bound(changed, len(some))}
+        if some:
+            sums[name]["ci95"] = wilson(changed, len(some))
+            sums[name]["right"] = sum(row["right"] for row in some) / len(some)
+            sums[name]["right_reprefill"] = sum(row["right_reprefill"] for row in some) / len(some)
+    sums["harmed_right"] = sum(row["right_reprefill"] and not row["right"] for row in approximate)
+    sums["over_least"] = sums["computed"] / sums["least"]
+    sums["over_append"] = sums["computed"] / sums["append"]
+    return sums
+
+
+def main() -> None:
+    """The command."""
+    import os
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--engine", default="vllm", choices=("vllm", "hf"))
+    parser.add_argument("--asks", type=int, default=500)
+    parser.add_argument("--reference", default="stricter", choices=("stricter", "window", "stream"))
+    parser.add_argument("--questions", type=int, default=Options().questions)
+    parser.add_argument("--budget", type=float, default=Options().budget)
+    parser.add_argument("--turn", nargs=2, metavar=("FIRST", "THEN"), help="kinds of questions, one after the other")
+    parser.add_argument("--beside", action="store_true", help="what plain requests notice of audits")
+    parser.add_argument("--rate", type=float, default=Options().rate)
+    parser.add_argument("--output", type=Path, default=None)
+    given = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        os.environ[PROFILES_VARIABLE] = str(folder / "profiles")
+        model = without_profile(given.model, folder)
+        options = Options(
+            share=1.0, quiet_s=0.0, questions=given.questions, queue=64, budget=given.budget, rate=given.rate
+        )
+        with open_engine(str(model), engine=given.engine) as engine:
+            fidelity = Fidelity("auto", reference=given.reference)
+            if given.beside:
+                result = beside(engine)
+            elif given.turn:
+                first, then = given.turn
+                result = turn(engine, options, first, then, given.asks)
+            else:
+                result = run(engine, given.asks, fidelity, options, folder / "clips")
+    result["seconds"] = time.monotonic() - began
+    text = json.dumps(result, indent=1)
+    if given.output is not None:
+        given.output.write_text(text + "\n", encoding="utf-8")
+    sys.stdout.write(json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

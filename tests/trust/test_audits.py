@@ -1,0 +1,279 @@
+"""Audits of windows on the bundled model: what they find is what an oracle finds, and what follows from it happens."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ctxwin import Chunk, Fidelity, Window, open_engine
+from ctxwin.engines.base import Segment
+from ctxwin.engines.hf.engine import HFEngine
+from ctxwin.profiles import BASIS_NAME, PROFILE_NAME
+from ctxwin.tiny import checkpoint_dir
+from ctxwin.tiny.world import Frame, make_stream, questions_for, render
+from ctxwin.trust import Options, auditor_of, records
+from ctxwin.trust import auditor as auditing
+from ctxwin.window.assembly import Work
+from ctxwin.window.events import Event
+from engines.oracle import teacher_forced
+
+SYSTEM = "You watch a camera."
+LONG = 60.0
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The bundled model, of which nothing was measured; background audits on, evidence in a folder of the test."""
+    monkeypatch.setenv("CTXWIN_PROFILES", str(tmp_path / "profiles"))
+    monkeypatch.setenv(auditing.VARIABLE, "1")
+    made = tmp_path / "model"
+    shutil.copytree(checkpoint_dir(), made, ignore=shutil.ignore_patterns(PROFILE_NAME, BASIS_NAME))
+    return made
+
+
+@pytest.fixture
+def engine(model: Path) -> Iterator[HFEngine]:
+    with open_engine(str(model), engine="hf", dtype="float32") as made:
+        assert isinstance(made, HFEngine)
+        yield made
+
+
+def stream(count: int, seed: int = 0) -> list[Frame]:
+    return make_stream(np.random.default_rng(seed), count, window=6)
+
+
+def question(frames: list[Frame], seed: int = 0) -> str:
+    return questions_for(frames, 8, np.random.default_rng(seed), ("multi_hop", "single_hop"))[0].text
+
+
+def filled(engine: HFEngine, fidelity: Fidelity, frames: list[Frame]) -> Window:
+    window = Window(engine, SYSTEM, fidelity=fidelity)
+    window.extend([Chunk.image(render(frame)) for frame in frames])
+    return window
+
+
+def test_an_audit_finds_what_an_oracle_finds(engine: HFEngine) -> None:
+    """Against float64 KL over the whole vocabulary, along the answer that was given."""
+    frames = stream(5, seed=3)
+    window = filled(engine, Fidelity("blind", audit=1.0, reference="window"), frames)
+    query = questions_for(frames, 1, np.random.default_rng(0), ("multi_hop",))[0].text
+    answer = window.ask(query, 4)
+    assert answer.audit is None
+    assert auditor_of(engine).drain(LONG)
+    laid = window.core.assembly.lay_out(window.core.state, window.fidelity, Work())
+    bare = [Segment(s.encoded, s.start) for s in laid.segments]
+    asked = engine.encode_query(query)
+    rows = [teacher_forced(engine, layout, asked, answer.token_ids).double() for layout in (bare, laid.segments)]
+    # The end of the answer is a part of it, too.
+    ends = [
+        engine.forced_logprobs(layout, [(asked, answer.token_ids)], best=10_000)[0][-1]
+        for layout in (bare, laid.segments)
+    ]
+    last = [torch.tensor([row[i] for i in sorted(row)], dtype=torch.float64) for row in ends]
+    p, q = (torch.cat([a, b[None]]) for a, b in zip(rows, last, strict=True))
+    want = float((p.exp() * (p - q)).sum(1).mean())
+    assert answer.audit is not None
+    assert want > 0.01
+    assert answer.audit <= want + 1e-6
+    assert answer.audit == pytest.approx(want, rel=0.05)
+    window.close()
+
+
+def test_an_exact_answer_is_a_re_prefill(engine: HFEngine) -> None:
+    frames = stream(3)
+    window = filled(engine, Fidelity("exact", audit=1.0), frames)
+    answer = window.ask(question(frames), 4)
+    auditor_of(engine).drain(LONG)
+    assert answer.audit is not None
+    assert answer.audit < 1e-6
+
+
+def test_above_the_budget_the_chunks_concerned_fall_back_and_the_window_says_so(engine: HFEngine) -> None:
+    frames = stream(5)
+    window = filled(engine, Fidelity("blind", audit=1.0, kl_budget=1e-9), frames)
+    told: list[Event] = []
+    window.observe(told.append)
+    query = question(frames)
+    window.ask(query, 4)
+    auditor_of(engine).drain(LONG)
+    (audit,) = [event for event in told if event.op == "audit"]
+    assert audit.ids == window.ids[1:]  # the first has nothing but the system prompt in front, and is exact
+    assert audit.audit is not None
+    assert audit.audit["window"] > 1e-9
+    plan = window.plan()
+    assert [e.fallen for e in plan.entries] == [False, True, True, True, True]
+    assert plan.exact
+    assert "fell back to exact after an audit" in str(plan)
+    again = window.ask(query, 4)
+    assert again.usage.exact
+    with filled(engine, Fidelity("exact"), frames) as exact:
+        assert again.token_ids == exact.ask(query, 4).token_ids
+    auditor_of(engine).drain(LONG)
+    assert again.audit == pytest.approx(0, abs=1e-6)
+    assert window.fork().plan().exact
+    restored = Window.restore(engine, window.snapshot())
+    assert [e.fallen for e in restored.chunks][1:] == [True] * 4
+    window.append(Chunk.image(render(frames[0])))
+    assert not window.plan().entries[-1].exact  # what was not concerned is served as asked for
+
+
+def test_without_a_budget_an_audit_reports_only(engine: HFEngine) -> None:
+    frames = stream(3)
+    window = filled(engine, Fidelity("blind", audit=1.0), frames)
+    answer = window.ask(question(frames), 4)
+    auditor_of(engine).drain(LONG)
+    assert answer.audit is not None
+    assert not window.plan().exact
+
+
+def test_the_share_of_asks_that_is_asked_for_is_audited(engine: HFEngine) -> None:
+    frames = stream(2)
+    window = filled(engine, Fidelity("exact", audit=0.25), frames)
+    audited = []
+    for _ in range(8):
+        answer = window.ask(question(frames), 2)
+        auditor_of(engine).drain(LONG)
+        audited.append(answer.audit is not None)
+    assert sum(audited) == 2
+
+
+def test_a_survivor_is_held_against_both_references(engine: HFEngine) -> None:
+    frames = stream(6)
+    window = filled(engine, Fidelity("patched", audit=1.0), frames[:4])
+    told: list[Event] = []
+    window.observe(told.append)
+    query = question(frames[2:4])
+    window.ask(query, 4)
+    window.slide(2)
+    answer = window.ask(query, 4)
+    assert "survivor" in {e.lane for e in window.chunks}
+    auditor_of(engine).drain(LONG)
+    found = [event.audit for event in told if event.op == "audit"][-1]
+    assert found is not None
+    assert answer.audit == max(found["window"], found["stream"]) or found["changed"]
+
+
+def test_a_way_is_promoted_on_its_evidence_and_the_next_window_is_served_so(model: Path, engine: HFEngine) -> None:
+    """With a wide budget, so that it takes a few asks: blind reuse of single frames, where it loses nothing."""
+    auditor = auditor_of(engine, Options(budget=0.4, share=1.0, rate=1.0, questions=2))
+    frames = stream(1)
+    window = Window(engine, SYSTEM)
+    window.append(Chunk.image(render(frames[0])))
+    asks = 0
+    assert window.plan().exact
+    while window.fidelity.mode == "exact" and asks < 60:
+        window.ask(question(frames, asks), 4)
+        assert auditor.drain(LONG)
+        asks += 1
+    assert 2 <= asks < 40
+    assert window.fidelity.mode == "blind"
+    (record,) = records(str(model))
+    assert record.ways["blind"].promoted
+    assert record.decisions[-1].trials == record.ways["blind"].trials
+    assert Window(engine, SYSTEM).fidelity.mode == "blind"
+    assert Window(engine, SYSTEM, fidelity=Fidelity("exact")).fidelity.mode == "exact"
+    assert Window(engine, SYSTEM, fidelity=Fidelity(forbid=("canonical",))).fidelity.mode == "exact"
+    with open_engine(str(model), engine="hf", dtype="float32") as later:  # after a restart
+        assert Window(later, SYSTEM).fidelity.mode == "blind"
+    with open_engine(str(model), engine="hf", dtype="bfloat16") as other:  # another precision
+        assert Window(other, SYSTEM).fidelity.mode == "exact"
+
+
+def test_a_way_that_does_harm_is_not_promoted(engine: HFEngine) -> None:
+    """Blind reuse of frames that bind; exact answers meanwhile."""
+    auditor = auditor_of(engine, Options(share=1.0))
+    for seed in range(12):
+        frames = stream(4, seed)
+        window = filled(engine, Fidelity(), frames)
+        for q in questions_for(frames, 2, np.random.default_rng(seed), ("multi_hop",)):
+            assert window.ask(q.text, 4).usage.exact
+            assert auditor.drain(LONG)
+    blind = [d for d in auditor.decisions(engine) if d.way == "blind"]
+    assert blind
+    assert {d.what for d in blind} == {"rejected"}
+    assert window.fidelity.mode == "exact"
+
+
+def test_an_audit_gives_way_and_comes_back(engine: HFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    auditor = auditor_of(engine, Options(share=1.0))
+    frames = stream(3)
+    window = filled(engine, Fidelity("blind", audit=1.0), frames)
+    busy = threading.Event()
+    begun = threading.Event()
+    monkeypatch.setattr(HFEngine, "busy", property(lambda self: busy.is_set()))
+    real = HFEngine.forced_logprobs
+
+    def slow(self: HFEngine, *args: object, **options: object) -> object:
+        if not begun.is_set():
+            begun.set()
+            busy.set()
+        return real(self, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(HFEngine, "forced_logprobs", slow)
+    answer = window.ask(question(frames), 4)
+    assert begun.wait(LONG)
+    until = time.monotonic() + LONG
+    while not auditor.counts.stopped and time.monotonic() < until:
+        time.sleep(0.01)
+    assert auditor.counts.stopped == 1
+    assert answer.audit is None
+    busy.clear()
+    assert auditor.drain(LONG)
+    assert answer.audit is not None
+
+
+def test_nothing_begins_between_requests_that_follow_each_other(
+    engine: HFEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auditor = auditor_of(engine, Options(share=1.0))
+    frames = stream(2)
+    window = filled(engine, Fidelity("blind", audit=1.0), frames)
+    idle = [0.9 * auditor.options.quiet_s]
+    monkeypatch.setattr(HFEngine, "idle_s", property(lambda self: idle[0]))
+    answer = window.ask(question(frames), 2)
+    assert not auditor.drain(0.1)
+    assert auditor.counts.audits == auditor.counts.stopped == 0
+    idle[0] = 1.1 * auditor.options.quiet_s
+    assert auditor.drain(LONG)
+    assert answer.audit is not None
+
+
+def test_what_was_handed_over_before_something_was_forgotten_is_not_replayed(engine: HFEngine) -> None:
+    auditor = auditor_of(engine, Options(share=1.0))
+    frames = stream(3)
+    window = filled(engine, Fidelity("blind", audit=1.0), frames)
+    with auditor.hold():
+        answer = window.ask(question(frames), 4)
+        window.evict(window.ids[0], forget=True)
+        before = set(engine.store.list(""))
+    assert auditor.drain(LONG)
+    assert answer.audit is None
+    assert auditor.counts.gone == 1
+    assert set(engine.store.list("")) <= before
+
+
+def test_the_queue_is_bounded(engine: HFEngine) -> None:
+    auditor = auditor_of(engine, Options(share=1.0, queue=2))
+    frames = stream(2)
+    window = filled(engine, Fidelity("blind", audit=1.0), frames)
+    with auditor.hold():
+        answers = [window.ask(question(frames), 2) for _ in range(5)]
+    assert auditor.drain(LONG)
+    assert [a.audit is not None for a in answers] == [False, False, False, True, True]
+    assert auditor.counts.dropped == 3
+
+
+def test_options_say_what_they_must_be() -> None:
+    with pytest.raises(ValueError, match="budget must be between 0 and 1, got 0"):
+        Options(budget=0)
+    with pytest.raises(ValueError, match="questions must be an int >= 1, got 0"):
+        Options(questions=0)
+    with pytest.raises(ValueError, match="share must be from 0 to 1, got 2"):
+        Options(share=2)

@@ -1,0 +1,86 @@
+"""Audits on embedded vLLM: the figures of the transformers engine, and nothing of them in the exact prefix cache."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ctxwin import Chunk, Fidelity, Window, open_engine
+from ctxwin.engines.base import Engine
+from ctxwin.profiles import BASIS_NAME, PROFILE_NAME
+from ctxwin.tiny import checkpoint_dir
+from ctxwin.tiny.world import make_stream, questions_for, render
+from ctxwin.trust import Options, auditor_of
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+SYSTEM = "You watch a camera."
+LONG = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("models") / "model"
+    shutil.copytree(checkpoint_dir(), made, ignore=shutil.ignore_patterns(PROFILE_NAME, BASIS_NAME))
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Engine]:
+    with open_engine(str(model), engine="vllm", dtype="float32") as made:
+        auditor_of(made, Options(share=1.0))
+        yield made
+
+
+def blind(engine: Engine, seed: int, **options: float) -> tuple[Window, str]:
+    frames = make_stream(np.random.default_rng(seed), 5, window=6)
+    window = Window(engine, SYSTEM, fidelity=Fidelity("blind", reference="window", **options))
+    window.extend([Chunk.image(render(frame)) for frame in frames])
+    return window, questions_for(frames, 1, np.random.default_rng(0), ("multi_hop", "single_hop"))[0].text
+
+
+def test_an_audit_says_what_it_says_on_transformers(model: Path, engine: Engine) -> None:
+    found = []
+    with open_engine(str(model), engine="hf", dtype="float32") as other:
+        for one in (engine, other):
+            window, query = blind(one, 3, audit=1.0)
+            answer = window.ask(query, 4)
+            assert auditor_of(one).drain(LONG)
+            found.append(answer)
+    assert found[0].token_ids == found[1].token_ids
+    assert found[0].audit is not None
+    assert found[0].audit > 1e-3
+    assert found[0].audit == pytest.approx(found[1].audit, rel=1e-3, abs=1e-4)
+    assert not engine.busy
+
+
+def test_audits_leave_nothing_in_the_exact_prefix_cache(engine: Engine) -> None:
+    """The first exact ask over chunks finds as much there after an audit of them as without one."""
+    cached = []
+    for seed, audit in ((11, 0.0), (12, 1.0)):
+        window, query = blind(engine, seed, audit=audit)
+        answer = window.ask(query, 4)
+        assert auditor_of(engine).drain(LONG)
+        assert (answer.audit is not None) == bool(audit)
+        exact = Window(engine, SYSTEM, fidelity=Fidelity("exact"))
+        exact.extend([window.chunk(i) for i in window.ids])
+        cached.append(exact.ask(query, 4).usage.cached_tokens)
+    assert cached[0] == cached[1]
+
+
+def test_a_tenants_evidence_is_its_own(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CTXWIN_PROFILES", str(tmp_path))
+    monkeypatch.setenv("CTXWIN_AUDITS", "1")
+    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin.trust.evidence import Trial
+
+    assert isinstance(engine, VLLMEngine)
+    with engine.view("one") as one, engine.view("two") as two:
+        auditor = auditor_of(one)
+        assert auditor is auditor_of(two)
+        auditor.ledger(one).take([Trial("blind", False, 0.0, exact_computed=1)] * 400)
+        assert Window(one, SYSTEM).fidelity.mode == "blind"
+        assert Window(two, SYSTEM).fidelity.mode == "exact"
