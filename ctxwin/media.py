@@ -207,16 +207,21 @@ def pack_frames(frames: np.ndarray) -> bytes:
 
 def unpack_frames(data: bytes) -> np.ndarray:
     """The inverse of `pack_frames`; raises BadMedia."""
+    return stack_frames([as_rgb(picture) for picture in packed_pictures(data)])
+
+
+def packed_pictures(data: bytes) -> list[bytes]:
+    """The PNG files in what `pack_frames` made; raises BadMedia."""
     if data[:8] != _FRAMES or len(data) < 12:
         raise BadMedia("a stored source must start with the mark of packed frames, got other bytes")
     (count,) = struct.unpack_from(">I", data, 8)
     check_rate(None, count)
     at = 12
-    frames: list[np.ndarray] = []
+    frames: list[bytes] = []
     for _ in range(count):
         if at + 8 > len(data):
             raise BadMedia(f"a stored source must hold {count} frames, got {len(frames)}")
         (size,) = struct.unpack_from(">Q", data, at)
-        frames.append(as_rgb(data[at + 8 : at + 8 + size]))
+        frames.append(data[at + 8 : at + 8 + size])
         at += 8 + size
-    return stack_frames(frames)
+    return frames

@@ -23,6 +23,10 @@ def serve(
     store_bytes: Annotated[str, Option(help="Limit of each tenant's store, e.g. 50GB.")] = "",
     tenants: Annotated[Path | None, Option(metavar="FILE", help="TOML or JSON: API keys, tenants, quotas.")] = None,
     fidelity: Annotated[str, Option(help="Default fidelity: auto, exact, patched or blind.")] = "auto",
+    windows: Annotated[str, Option(metavar="auto|off", help="Windows behind plain chats that say nothing.")] = "off",
+    context_policy: Annotated[
+        Path | None, Option(metavar="FILE", help="TOML: what such chats lose when they say nothing of it.")
+    ] = None,
     max_windows: Annotated[int, Option(min=1, help="Most open windows per tenant.")] = 256,
     max_windows_total: Annotated[int, Option(min=1, help="Most open windows of all tenants.")] = 1024,
     window_ttl: Annotated[float, Option(min=0.1, help="Seconds until an idle window is put aside.")] = 3600.0,
@@ -50,6 +54,8 @@ def serve(
 
     require_vllm()
     mode = checked_mode("--fidelity", fidelity)
+    if windows not in ("auto", "off"):
+        raise ValueError(f"--windows must be auto or off, got {windows!r}")
     if vllm_help:
         from ctxwin.serve.vllm.arguments import print_help
 
@@ -72,17 +78,19 @@ def serve(
     from ctxwin.engines import repair_install
 
     repair_install.require()
+    from ctxwin.serve.context_management import Policy
     from ctxwin.serve.supervisor import DIED, JOURNAL, EngineDied, supervise
     from ctxwin.serve.tenants import load_tenants
     from ctxwin.serve.vllm.arguments import check_port
     from ctxwin.serve.vllm.server import Options, run
 
     check_port(ctx.args)  # importing vLLM takes seconds, loading a model minutes
+    policy = Policy.read(context_policy) if context_policy else None
     known = load_tenants(tenants) if tenants else []
     if restarts and JOURNAL not in os.environ:
         raise typer.Exit(supervise([sys.executable, "-m", "ctxwin", *sys.argv[1:]], restarts))
     try:
-        run(model, ctx.args, Options(store, store_bytes or None, known, private_metrics, limits))
+        run(model, ctx.args, Options(store, store_bytes or None, known, private_metrics, windows, policy, limits))
     except EngineDied as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(DIED) from error

@@ -69,6 +69,7 @@ class Extension(Body):
     """Our part of a request: ``extra_body={"ctxwin": {...}}`` with the official client."""
 
     fidelity: Fidelity | None = None
+    windows: Literal["auto", "off"] | None = None
 
 
 class _Schema(Body):
@@ -113,6 +114,11 @@ class ChatRequest(Body):
     # Taken where they say what is the case anyway.
     tools: list[Any] | None = Field(default=None, max_length=0)
     tool_choice: Literal["none"] | None = None
+    no_stop_trim: Literal[False] | None = None
+    ignore_eos: Literal[False] | None = None
+    continue_final_message: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    return_hidden_states: Literal[False] | None = None
     # Mean nothing to an answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -120,14 +126,15 @@ class ChatRequest(Body):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
 
     @field_validator("tools", "tool_choice", mode="before")
     @classmethod
     def _no_tools(cls, value: Any) -> Any:
         if value not in (None, [], "none"):
             raise ValueError(
-                "a chat that names chunks is not served with tools; send the pictures themselves, or describe the tools "
-                "in the system message and read the calls from the answer"
+                "a chat with tools is vLLM's, which this route is not; send it to /v1/chat/completions, chunks and all"
             )
         return value
 

@@ -46,6 +46,8 @@ _SAMPLING = """model temperature top_p top_k min_p presence_penalty frequency_pe
     return_tokens_as_token_ids return_token_ids echo user cache_salt priority request_id"""
 _IGNORED = "metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention verbosity modalities"
 _TEMPLATE = "tools tool_choice add_generation_prompt continue_final_message chat_template_kwargs documents"
+ROUTERS = ("no_stop_trim", "separate_reasoning", "stream_reasoning", "return_hidden_states")
+"""Fields that routers add to every chat, as other servers have them; vLLM does not."""
 _TOKENIZED = "model prompt messages add_special_tokens return_token_strs"
 _ANTHROPIC = "model messages system tools tool_choice thinking"
 PLAIN = {

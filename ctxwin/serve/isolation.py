@@ -15,7 +15,7 @@ from typing import Any
 from ctxwin.engines.base import Engine
 from ctxwin.hashing import digest
 from ctxwin.serve.completions import MOST_CHOICES, schema_text
-from ctxwin.serve.endpoints import PLAIN, check_fields
+from ctxwin.serve.endpoints import PLAIN, ROUTERS, check_fields
 from ctxwin.serve.errors import NotAllowed
 from ctxwin.serve.limits import Allowance
 from ctxwin.serve.specs import decode_data, picture_size
@@ -67,6 +67,8 @@ def bind(
         NotAllowed: fields, media or tools that tenants are not served. TooLarge, BadMedia: pictures beyond the limits.
     """
     if tenant:
+        for name in ROUTERS:
+            data.pop(name, None)
         check_fields(path, data)
         _check_counts(data)
         _check_tools(data.get("tools"))

@@ -75,6 +75,9 @@ class Metrics:
         self.store_items = gauge("store_items", "Values held", "tier")
         self.open = gauge("windows_open", "Open windows")
         self.waiting = gauge("requests_waiting", "Requests to windows and chunks that wait for their turn")
+        self.chats = counter(
+            "chats", "Plain chats by what stood behind them: window, none, or a window that failed", "behind"
+        )
         self.errors = counter("errors", "Requests to windows and chunks that were refused or failed", "code")
         self.ttft = histogram("ttft_seconds", "Seconds to the first token of an answer")
         self.seconds = histogram("answer_seconds", "Seconds to the last token of an answer")
@@ -117,6 +120,21 @@ class Metrics:
             self.labelled(metric, tenant).inc(value)
         self.labelled(self.ttft, tenant).observe(usage.ttft_s)
         self.labelled(self.seconds, tenant).observe(usage.total_s)
+
+    def chat(self, tenant: str, usage: Mapping[str, Any]) -> None:
+        """Counts a plain chat with a window behind it; ``usage`` is what its answer reports."""
+        self.labelled(self.chats, tenant, "window").inc()
+        for lane, tokens in usage["lanes"].items():
+            self.labelled(self.lane_tokens, tenant, lane).inc(tokens)
+        self.labelled(self.computed, tenant).inc(usage["computed_tokens"])
+
+    def chat_left_alone(self, tenant: str, *, failed: bool) -> None:
+        """Counts a plain chat that no window could stand behind."""
+        self.labelled(self.chats, tenant, "failed" if failed else "none").inc()
+
+    def fallback(self, tenant: str) -> None:
+        """Counts a load that failed and was recomputed."""
+        self.labelled(self.fallbacks, tenant).inc()
 
     def read(self, tenant: str, engine: Engine, windows: int, waiting: int) -> None:
         """Brings what is counted elsewhere up to date; called before the metrics are shown."""

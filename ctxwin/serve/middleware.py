@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ctxwin.hashing import digest
+from ctxwin.serve.asked import ASKED, ROUTES, Reported, asked_of, mode_of
 from ctxwin.serve.authentication import authenticate
+from ctxwin.serve.context_management import manage
 from ctxwin.serve.endpoints import CHAT, OUR_CHAT, PLAIN, allowed_headers, check_endpoint, is_ours, names_chunks
 from ctxwin.serve.errors import NotAllowed, TooLarge, to_body
+from ctxwin.serve.expansion import expand, needs_vllm
 from ctxwin.serve.isolation import bind, check_scores, plain_salt
-from ctxwin.serve.service import STATE, TENANT, Service
+from ctxwin.serve.service import STATE, TENANT, Service, Space
 
 GATEWAY = "ctxwin.serve.middleware.Gateway"
 """The middleware as vLLM's ``--middleware`` takes it."""
@@ -38,6 +43,7 @@ class Gateway:
             return
         service: Service = getattr(scope["app"].state, STATE)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
+        ASKED.set(None)
         async with AsyncExitStack() as held:
             try:
                 scope[TENANT] = authenticate(service, scope, path)
@@ -53,7 +59,8 @@ class Gateway:
                 else:
                     await JSONResponse(body, status_code=status)(scope, receive, send)
                 return
-            await self._app(scope, receive, send)
+            asked = ASKED.get()
+            await self._app(scope, receive, send if asked is None else Reported(send, asked))
 
 
 async def _routed(service: Service, scope: Scope, receive: Receive, path: str, held: AsyncExitStack) -> Receive:
@@ -68,6 +75,7 @@ async def _routed(service: Service, scope: Scope, receive: Receive, path: str, h
     if is_ours(path):
         body.check_announced(scope)
         return body.receive
+    headers = Headers(scope=scope)
     if tenant:
         if scope["type"] == "websocket":
             raise NotAllowed("no WebSocket is served to tenants")
@@ -75,16 +83,21 @@ async def _routed(service: Service, scope: Scope, receive: Receive, path: str, h
         scope["headers"] = allowed_headers(scope["headers"])
     if tenant is None or scope.get("method") != "POST":
         return receive
-    bound = service.keys.tenants and path in PLAIN
-    if not bound and "form" in Headers(scope=scope).get("content-type", ""):
+    bound = bool(service.keys.tenants) and path in PLAIN
+    if not bound and "form" in headers.get("content-type", ""):
         return receive  # of vLLM's own routes for files, which tenants do not reach
-    return await _checked(service, scope, body, path, tenant, held, bound)
+    return await _checked(service, scope, headers, body, path, held, bound)
 
 
 async def _checked(
-    service: Service, scope: Scope, body: _Body, path: str, tenant: str, held: AsyncExitStack, bound: bool
+    service: Service, scope: Scope, headers: Headers, body: _Body, path: str, held: AsyncExitStack, bound: bool
 ) -> Receive:
-    """A plain request's body, checked, and bound to its tenant where there are tenants."""
+    """A plain request's body, checked, and bound to its tenant where there are tenants.
+
+    Args:
+        headers: as the client sent them.
+    """
+    tenant: str = scope[TENANT]
     body.check_announced(scope)
     raw = await body.read()
     space = service.space(tenant)
@@ -94,24 +107,50 @@ async def _checked(
         raise
     except ValueError:
         data = None
+    changed = False
     if path == CHAT and names_chunks(data):
-        scope["path"] = scope.get("root_path", "") + OUR_CHAT
-        scope["raw_path"] = scope["path"].encode()
-        return body.again(raw)
+        windowed = service.windows and mode_of(headers, data, service.windows) == "auto"
+        if not windowed and not needs_vllm(data):
+            scope["path"] = scope.get("root_path", "") + OUR_CHAT
+            scope["raw_path"] = scope["path"].encode()
+            return body.again(raw)
+        await service.run_briefly(tenant, expand, data, space.uploads, space.max_text)
+        changed = True
     check_scores(data, service.limits.max_logprobs)
+    if service.windows and path in ROUTES and isinstance(data, dict):
+        changed |= await _with_window(service, space, headers, path, data)
     name = await service.run_briefly(tenant, digest, "plain", tenant, path, raw)
     if bound:
         if not isinstance(data, dict):
             raise ValueError("the body must be a JSON object")
         owned = partial(bind, path, data, tenant, plain_salt(space.engine), fetch=service.fetches_media)
         raw = await service.run_briefly(tenant, owned, space.uploads.allowance())
-        kept = [(k, v) for k, v in scope["headers"] if k.lower() not in (b"content-length", b"transfer-encoding")]
-        scope["headers"] = [*kept, (b"content-length", str(len(raw)).encode())]
         if PLAIN[path].generates:
             await held.enter_async_context(service.place(tenant))
+    elif changed:
+        raw = await service.run_briefly(tenant, lambda: json.dumps(data).encode())
+    if bound or changed:
+        kept = [(k, v) for k, v in scope["headers"] if k.lower() not in (b"content-length", b"transfer-encoding")]
+        scope["headers"] = [*kept, (b"content-length", str(len(raw)).encode())]
     # Without tenants the server itself says what is wrong with what is no JSON.
     await held.enter_async_context(service.quarantine.running_async(name))
     return body.again(raw)
+
+
+async def _with_window(service: Service, space: Space, headers: Headers, path: str, data: dict[str, Any]) -> bool:
+    """Has a window stand behind a plain request that may have one, and clears what it, or the policy, wants cleared.
+
+    Returns whether the body is another one now.
+    """
+    said = "ctxwin" in data
+    asked = asked_of(path, headers, data, space.tenant, service.windows)
+    if asked is None:
+        return said
+    ASKED.set(asked)
+    applied = await service.run_briefly(space.tenant, manage, data, service.policy, space.count)
+    if applied is not None:
+        asked.reports["context_management"] = {"applied_edits": applied}
+    return said or applied is not None
 
 
 class _Body:

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 from ctxwin.engines.base import Engine
 from ctxwin.errors import CtxwinError, EngineFailed
 from ctxwin.serve.chat import Chat
+from ctxwin.serve.context_management import Count, Policy, counter
+from ctxwin.serve.conversations import Conversations
 from ctxwin.serve.decoding import Decoders
 from ctxwin.serve.fair import BackgroundWork, FairPool, Put, Stopped
 from ctxwin.serve.limits import BodyBytes, Limits
@@ -53,6 +55,8 @@ class Space:
     uploads: Uploads
     chat: Chat
     results: Results
+    conversations: Conversations
+    count: Count
     max_text: int
 
     def context(self) -> OperationContext:
@@ -71,6 +75,8 @@ class Service:
         private_metrics: whether ``/metrics`` needs a key where there are keys.
         defaults: how chats are decoded that say nothing: fields of `Sampling`.
         fetches_media: whether tenants' plain requests may name media by URL, which the server then fetches.
+        windows: whether windows stand behind plain chats that say nothing: ``auto``, ``off``, or "" where none ever can.
+        policy: what is cleared from plain chats that have windows and send no ``context_management``.
         quarantine: what runs in the engine, and what may not because it ends it.
     """
 
@@ -86,12 +92,16 @@ class Service:
         defaults: Mapping[str, float] | None = None,
         private_metrics: bool = False,
         fetches_media: bool = False,
+        windows: str = "",
+        policy: Policy | None = None,
         quarantine: Quarantine | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self.models = tuple(models)
         self.private_metrics = private_metrics
         self.fetches_media = fetches_media
+        self.windows = windows
+        self.policy = policy
         self.keys = keys or Keys()
         self.quarantine = quarantine or Quarantine()
         self._open_windows = OpenWindows(self.limits.max_windows_total)
@@ -106,6 +116,8 @@ class Service:
         self._pool = FairPool(self.limits.threads, caps, waiting=self.limits.max_waiting)
         # What takes milliseconds must not wait until one of many long answers has ended.
         self._brief = FairPool(_BRIEF_THREADS, waiting=self.limits.max_waiting, name="ctxwin-brief")
+        # Of requests that hold a place already: were it one pool, they could wait for each other.
+        self._chats = FairPool(self.limits.threads, waiting=self.limits.max_waiting, name="ctxwin-chats")
         self._decoders = Decoders(self.limits.decode_seconds, self.limits.decode_bytes)
         self._sweeper: asyncio.Task[None] | None = None
         self.closing = threading.Event()
@@ -136,6 +148,10 @@ class Service:
     async def run_briefly(self, tenant: str, work: Callable[..., T], *args: Any) -> T:
         """`run` for what needs no engine: it is not behind the requests that do."""
         return await asyncio.wrap_future(self._brief.submit(tenant, work, *args))
+
+    async def run_chat(self, tenant: str, work: Callable[[], T]) -> T:
+        """`run` for the windows behind plain chats."""
+        return await asyncio.wrap_future(self._chats.submit(tenant, work))
 
     def begin(self, tenant: str, work: Callable[[Put, Stopped], T]) -> BackgroundWork[T]:
         """`run` for work that has something to say before its end."""
@@ -185,6 +201,8 @@ class Service:
             uploads=uploads,
             chat=Chat(engine, uploads, self.limits.fidelity, self._defaults, watch, partial(self._pool.submit, name)),
             results=Results(),
+            conversations=Conversations(most, self.limits.window_ttl_s),
+            count=counter(engine),
             max_text=self.limits.text(engine.spec.max_tokens),
         )
 
@@ -204,6 +222,7 @@ class Service:
         # No new work is taken; what runs has been told to stop.
         self._pool.shutdown()
         self._brief.shutdown()
+        self._chats.shutdown()
         self._decoders.close()
         spaces, self._spaces = self._spaces, {}
         for space in spaces.values():

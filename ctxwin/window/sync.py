@@ -7,16 +7,15 @@ KV, what is missing is evicted, what was there before is recalled, and only what
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ctxwin.window import edits
-from ctxwin.window.state import State
 
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
-    from ctxwin.window.core import WindowCore
+    from ctxwin.window.state import Placed, State
     from ctxwin.window.window import Window
 
 
@@ -45,28 +44,59 @@ def sync(window: Window, chunks: Iterable[Chunk]) -> list[str]:
 
     Cost: encoding what is new; O(placed x chunks) comparisons where the lists differ.
     """
-    wanted = list(chunks)
-    with window.core.writing() as state:
-        named = [(p.id, p.chunk_id) for p in state.placed]
-        gone = [(p.id, p.chunk_id) for p in state.evicted]
-        steps: list[tuple[State, Edit, tuple[str, ...]]] = []
-        for edit in plan_sync(named, gone, [c.id for c in wanted]):
-            state, ids = _applied(window.core, state, edit, wanted)
-            steps.append((state, edit, ids))
+    wanted, core = list(chunks), window.core
+    with core.writing() as state:
+        steps = synced(state, wanted, core.place, core.returning)
         for new, edit, ids in steps:  # nothing can fail from here on
             appended = edit.op == "insert" and edit.at == len(new.placed) - 1
-            window.core.commit(new, "append" if appended else edit.op, ids)
+            core.commit(new, "append" if appended else edit.op, ids)
+            state = new
     return [p.id for p in state.placed]
 
 
+def synced(
+    state: State,
+    wanted: Sequence[Chunk],
+    place: Callable[[State, Chunk], Placed],
+    returning: Callable[[State, str], Placed],
+    *,
+    move: bool = True,
+) -> list[tuple[State, Edit, tuple[str, ...]]]:
+    """The versions on the way from ``state`` to one that places ``wanted``, each with its edit and the placements concerned.
+
+    Args:
+        place: a new placement of a chunk; returning: an evicted one, by id, as it is placed again.
+        move: see `plan_sync`.
+    """
+    named = [(p.id, p.chunk_id) for p in state.placed]
+    gone = [(p.id, p.chunk_id) for p in state.evicted]
+    steps: list[tuple[State, Edit, tuple[str, ...]]] = []
+    for edit in plan_sync(named, gone, [c.id for c in wanted], move=move):
+        ids = edit.ids
+        if edit.op == "evict":
+            leaving = set(ids)
+            state = edits.evicted(state, [p for p in state.placed if p.id in leaving])
+        elif edit.op == "reorder":
+            state = edits.reordered(state, ids)
+        elif edit.op == "recall":
+            state, _ = edits.recalled(state, returning(state, ids[0]), edit.at)
+        else:
+            placed = place(state, wanted[edit.at])
+            state, ids = edits.inserted(state, placed, edit.at).edited(arrivals=state.arrivals + 1), (placed.id,)
+        steps.append((state, edit, ids))
+    return steps
+
+
 def plan_sync(
-    placed: Sequence[tuple[str, str]], evicted: Sequence[tuple[str, str]], wanted: Sequence[str]
+    placed: Sequence[tuple[str, str]], evicted: Sequence[tuple[str, str]], wanted: Sequence[str], *, move: bool = True
 ) -> list[Edit]:
     """The edits that turn ``placed`` into ``wanted``.
 
     Args:
         placed, evicted: (placement id, content id) in prompt order, and oldest eviction first.
         wanted: content ids in order.
+        move: whether what stands elsewhere than wanted moves there. Else it leaves, and comes anew: right where the same
+            content stands at many places and one of them is no more the other than any, as the texts between turns do.
 
     At most one eviction (of several chunks), at most one reordering, then one recall or insertion for each chunk that is
     not placed, front to back. No chunk leaves that is wanted, and none is inserted that can be recalled.
@@ -77,7 +107,7 @@ def plan_sync(
     for i in sorted(set(range(len(placed))) - set(match.values()), reverse=True):
         spare[contents[i]].append(i)
     for j, content in enumerate(wanted):
-        if j not in match and spare[content]:
+        if move and j not in match and spare[content]:
             match[j] = spare[content].pop()
     kept = [placed[match[j]][0] for j in sorted(match)]
     staying = set(kept)
@@ -94,20 +124,6 @@ def plan_sync(
             known = back[content]  # the one that left last has the most recent neighbours
             plan.append(Edit("recall", (known.pop(),), j) if known else Edit("insert", (), j))
     return plan
-
-
-def _applied(core: WindowCore, state: State, edit: Edit, wanted: Sequence[Chunk]) -> tuple[State, tuple[str, ...]]:
-    """The next state, and the placements concerned."""
-    by_id = {p.id: p for p in state.placed}
-    if edit.op == "evict":
-        return edits.evicted(state, [by_id[i] for i in edit.ids]), edit.ids
-    if edit.op == "reorder":
-        return edits.reordered(state, edit.ids), edit.ids
-    if edit.op == "recall":
-        new, _ = edits.recalled(state, core.returning(state, edit.ids[0]), edit.at)
-        return new, edit.ids
-    placed = core.place(state, wanted[edit.at])
-    return edits.inserted(state, placed, edit.at).edited(arrivals=state.arrivals + 1), (placed.id,)
 
 
 def _common(have: Sequence[str], want: Sequence[str]) -> list[tuple[int, int]]:

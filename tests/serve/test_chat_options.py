@@ -249,8 +249,8 @@ def schema(value: Any) -> dict[str, Any]:
         ({"response_format": {"type": "structural_tag"}}, "response_format"),
         ({"response_format": {"type": "text", "x": 1}}, "response_format"),
         ({"logit_bias": {"1": 5}}, "logit_bias"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"return_hidden_states": True}, "return_hidden_states"),
         ({"logprobs": True, "top_logprobs": 20, "n": 128, "temperature": 1, "max_tokens": 3000}, "top_logprobs"),
         ({"response_format": schema({"const": "x" * 300_000})}, "JSON schema"),
         ({"cache_salt": "x"}, "cache_salt"),
@@ -269,8 +269,6 @@ def test_what_is_not_understood_is_refused_by_name(
 @pytest.mark.parametrize(
     "message",
     [
-        {"role": "assistant", "content": "yes", "tool_calls": [{"id": "1"}]},
-        {"role": "tool", "content": "yes", "tool_call_id": "1"},
         {"role": "assistant", "content": "yes", "prefix": True},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,", "detail": "low"}}]},
         {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},

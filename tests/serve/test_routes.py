@@ -336,7 +336,6 @@ def test_a_chat_streams_and_stops(client: OpenAI) -> None:
     [
         ({"model": "other"}, 404, "other"),
         ({"n": 200}, 400, "n:"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
         ({"max_tokens": 10**6}, 422, "must fit"),
         ({"best_of": 2}, 400, "best_of"),
         ({"messages": [{"role": "user", "content": [chunk_part("1" * 64)]}]}, 404, "upload it first"),
@@ -351,6 +350,58 @@ def test_what_a_chat_of_chunks_cannot_do_is_refused(
     for stream in (False, True):
         got, answer = call(server, "/v1/chat/completions", {**body, "stream": stream})
         assert got == status and said in answer["error"]["message"]
+
+
+ROUTED = {
+    "no_stop_trim": False, "ignore_eos": False, "continue_final_message": False, "skip_special_tokens": True,
+    "separate_reasoning": True, "stream_reasoning": True, "return_hidden_states": False,
+}  # fmt: skip
+
+
+def test_what_routers_add_to_a_chat_of_chunks_is_ignored(client: OpenAI) -> None:
+    content: list[Any] = [chunk_part(upload(client, CHUNKS[0])), {"type": "text", "text": "color of 17?"}]
+    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
+    as_it_is = client.chat.completions.create(**asked).choices[0].message.content
+    assert client.chat.completions.create(**asked, extra_body=ROUTED).choices[0].message.content == as_it_is
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"tool_choice": "required"},
+        {"messages": [{"role": "tool", "content": "yes", "tool_call_id": "1"}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
+    ],
+)
+def test_a_chat_of_chunks_with_tools_reaches_vllm_with_their_content(
+    client: OpenAI, server: Server, change: dict[str, Any]
+) -> None:
+    image = Image.fromarray(np.full((4, 6, 3), 77, np.uint8))
+    ids = [upload(client, Chunk.image(image, text="t=0 s")), upload(client, Chunk.text("a text"))]
+    (message,) = [{"role": "user", "content": [*map(chunk_part, ids), {"type": "text", "text": "?"}]}]
+    body = {"model": "tiny", **change, "messages": [*change.get("messages", ()), message]}
+    assert call(server, "/v1/chat/completions", body) == (200, {"plain": True})
+    passed = server.passed.pop()
+    first, picture, second, last = passed["messages"][-1]["content"]
+    assert [first, second, last] == [{"type": "text", "text": t} for t in ("t=0 s\n", "a text", "?")]
+    shown = Image.open(io.BytesIO(base64.b64decode(picture["image_url"]["url"].partition(",")[2])))
+    assert np.array_equal(np.asarray(shown), np.asarray(image))
+    assert {**passed, "messages": None} == {**body, "messages": None} and passed["messages"][:-1] == body["messages"][
+        :-1
+    ]
+
+
+def test_a_chunk_that_no_chat_with_tools_can_hold_is_named(client: OpenAI, server: Server) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for chunk, what in [(Chunk.tokens([40, 41]), "token ids"), (Chunk.message("user", "hello"), "a message")]:
+        content = [chunk_part(upload(client, chunk))]
+        body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "tools": tools}
+        status, answer = call(server, "/v1/chat/completions", body)
+        assert status == 400 and f"got {what}" in answer["error"]["message"]
+    content = [{"type": "ctxwin_chunk", "chunk": "1" * 64}]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "tools": tools}
+    assert call(server, "/v1/chat/completions", body)[0] == 404
 
 
 def test_a_plain_chat_is_passed_on_as_it_came(server: Server) -> None:

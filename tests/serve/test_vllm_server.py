@@ -39,15 +39,6 @@ pytestmark = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not instal
 HEADER = "You watch a camera."
 FRAMES = world.make_stream(seed=5, n_frames=8)
 CHUNKS = [Chunk.image(world.render(f), text=f"t={i} s") for i, f in enumerate(FRAMES)]
-TENANTS = """
-[[tenant]]
-name = "acme"
-keys = ["key-acme"]
-
-[[tenant]]
-name = "bolt"
-keys = ["key-bolt"]
-"""
 
 
 @dataclass
@@ -82,15 +73,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    folder = tmp_path_factory.mktemp("server")
-    (folder / "tenants.toml").write_text(TENANTS)
-    with running_server(
-        folder, "--api-key", "key-own", "--tenants", str(folder / "tenants.toml"), "--enable-prompt-tokens-details",
-        "--store", f"disk:{folder / 'kv'}",
-    ) as made:  # fmt: skip
-        yield made
+@pytest.fixture
+def server(vllm_server: Process) -> Process:
+    return vllm_server
 
 
 @contextlib.contextmanager
@@ -423,7 +408,7 @@ def test_metrics_stand_beside_vllms(server: Process) -> None:
     assert found['ctxwin_patches_formed_total{tenant=""}'] > 0
     assert found['ctxwin_prompt_tokens_total{lane="survivor",tenant=""}'] > 0
     assert found['ctxwin_vision_encodes_saved_total{tenant=""}'] >= 4 * len(answers) - 6
-    assert found['ctxwin_store_reads_total{result="hit",tenant="",tier="0-disk"}'] > 0
+    assert found['ctxwin_store_reads_total{result="hit",tenant="",tier="0-memory"}'] > 0
     assert found['ctxwin_fallbacks_total{tenant=""}'] == 0
     assert found['ctxwin_windows_open{tenant=""}'] == 0
 

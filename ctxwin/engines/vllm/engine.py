@@ -21,7 +21,17 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
-from ctxwin.engines.base import BEST, Encoded, EngineCounters, EngineSpec, Generation, Sampling, Segment, Tally
+from ctxwin.engines.base import (
+    BEST,
+    Encoded,
+    EngineCounters,
+    EngineSpec,
+    Generation,
+    MediaSpan,
+    Sampling,
+    Segment,
+    Tally,
+)
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.vllm.lifecycle.versions import requirement
 from ctxwin.errors import AnswerStopped, CtxwinError, EngineFailed
@@ -334,19 +344,28 @@ class VLLMEngine(EncodingEngine):
         return made, outcome
 
     def _attempt(self, made: Generation, layout: Sequence[Segment], base: int, ask: _Ask) -> Outcome:
-        """The requests of one call.
+        """The requests of one call."""
+        segments, space, seen = self._filled(made, layout, base, ask)
+        wanted = [i for i, segment in enumerate(segments) if segment.capture and segment.span is None]
+        outcome = self._request(made, segments, base, ask, wanted, space, seen)
+        keep = {i for i, segment in enumerate(layout) if segment.capture and segment.span is None}
+        made.captured = {i: span for i, span in made.captured.items() if i in keep}
+        return outcome
+
+    def _filled(
+        self, made: Generation, layout: Sequence[Segment], base: int, ask: _Ask
+    ) -> tuple[list[Segment], Space, int]:
+        """The layout with spans in front of every span, its space, and how many tokens have been computed for that.
 
         vLLM takes external KV as one prefix only, so a missing segment with spans behind it is computed by a request of
         its own and then loaded with the others.
         """
-        from ctxwin.engines.vllm.prefix_space import space_of
-
         segments = list(layout)
         for i, segment in enumerate(segments):
             if segment.span is None and not segment.encoded.tokens:  # an empty system prompt has nothing to compute
                 made.captured[i] = empty = self._empty_span(segment.start - base)
                 segments[i] = replace(segment, span=empty)
-        space = space_of(segments, ask.salt, self._core.block)
+        space = self._space(segments, ask.salt)
         last = max((i for i, segment in enumerate(segments) if segment.span is not None), default=0)
         seen = 0
         for i, segment in enumerate(segments[:last]):
@@ -357,11 +376,13 @@ class VLLMEngine(EncodingEngine):
                 seen = sum(done.tokens for done in segments[: i + 1])
                 for j in run:
                     segments[j] = replace(segments[j], span=made.captured[j])
-        wanted = [i for i, segment in enumerate(segments) if segment.capture and segment.span is None]
-        outcome = self._request(made, segments, base, ask, wanted, space, seen)
-        keep = {i for i, segment in enumerate(layout) if segment.capture and segment.span is None}
-        made.captured = {i: span for i, span in made.captured.items() if i in keep}
-        return outcome
+        return segments, space, seen
+
+    def _space(self, segments: Sequence[Segment], salt: str) -> Space:
+        """Where the blocks of a layout stand in vLLM's prefix cache."""
+        from ctxwin.engines.vllm.prefix_space import space_of
+
+        return space_of(segments, salt, self._core.block)
 
     def _request(
         self,
@@ -377,40 +398,16 @@ class VLLMEngine(EncodingEngine):
 
         ``seen`` prompt tokens have gone through an earlier request of this call: finding them is no hit of another call's.
         """
-        from ctxwin.engines.vllm.inputs import joined
         from ctxwin.engines.vllm.requests import run
-        from ctxwin.engines.vllm.transport import Transfer
 
         core = self._core
-        encoded = [*(segment.encoded for segment in segments), *ask.tail]
-        offsets = [0, *itertools.accumulate(part.tokens for part in encoded)]
-        leading = itertools.takewhile(lambda segment: segment.span is not None, segments)
-        loads = tuple(replace(segment, start=segment.start - base) for segment in leading if segment.tokens)
-        captures: dict[str, tuple[int, int | None]] = {
-            str(i): (offsets[i], offsets[i + 1]) for i in capture if segments[i].encoded.tokens
-        }
-        if ask.capture_query:
-            captures[_QUERY] = (offsets[len(segments)], None)
-        ids, media = joined(encoded)
-        transfer = Transfer(loads=loads, tenant=self._tenant, captures=captures, own=space.own, exact=space.exact)
-        rendered = core.inputs.prompt(
-            ids,
-            media,
-            self._embedded,
-            self._salt(space.salt),
-            transfer.covered,
-            tenant=self._tenant,
-            marks=space.marks,
-            tail=transfer.covered // core.block * core.block if space.exact else None,
-            at_hand=self._embeddings.get,
-        )
-        transfer.blank, transfer.embeddings = rendered.blank, rendered.embeddings
+        prompt, transfer = self._transfer(segments, base, ask, capture, space)
         eos = sorted(self.encoder.checkpoint.eos)
         try:
             outcome = run(
                 core.driver,
                 core.transport,
-                rendered.prompt,
+                prompt,
                 transfer,
                 ask.sampling,
                 eos,
@@ -419,7 +416,8 @@ class VLLMEngine(EncodingEngine):
                 ask.forced,
             )
         finally:
-            made.computed_tokens += len(ids) - transfer.local_tokens - transfer.planned_tokens
+            total = sum(part.tokens for part in (*(segment.encoded for segment in segments), *ask.tail))
+            made.computed_tokens += total - transfer.local_tokens - transfer.planned_tokens
             made.cached_tokens += max(0, transfer.local_tokens - seen)
             made.forwards += 1
             made.bytes_loaded += transfer.bytes_loaded
@@ -433,6 +431,43 @@ class VLLMEngine(EncodingEngine):
                 span = span.slice(0, min(span.tokens, ask.query.tokens + len(outcome.token_ids) - 1))
             made.query_span = span
         return outcome
+
+    def _transfer(
+        self, segments: Sequence[Segment], base: int, ask: _Ask, capture: Sequence[int], space: Space
+    ) -> tuple[dict[str, Any], Transfer]:
+        """The prompt of one request, and what it loads and captures."""
+        from ctxwin.engines.vllm.inputs import joined
+        from ctxwin.engines.vllm.transport import Transfer
+
+        encoded = [*(segment.encoded for segment in segments), *ask.tail]
+        offsets = [0, *itertools.accumulate(part.tokens for part in encoded)]
+        leading = itertools.takewhile(lambda segment: segment.span is not None, segments)
+        loads = tuple(replace(segment, start=segment.start - base) for segment in leading if segment.tokens)
+        captures: dict[str, tuple[int, int | None]] = {
+            str(i): (offsets[i], offsets[i + 1]) for i in capture if segments[i].encoded.tokens
+        }
+        if ask.capture_query:
+            captures[_QUERY] = (offsets[len(segments)], None)
+        ids, media = joined(encoded)
+        transfer = Transfer(loads=loads, tenant=self._tenant, captures=captures, own=space.own, exact=space.exact)
+        return self._prompt(ids, media, space, transfer), transfer
+
+    def _prompt(self, ids: list[int], media: list[MediaSpan], space: Space, transfer: Transfer) -> dict[str, Any]:
+        """An engine input of vLLM; ``transfer`` is told what it lacks."""
+        core = self._core
+        rendered = core.inputs.prompt(
+            ids,
+            media,
+            self._embedded,
+            self._salt(space.salt),
+            transfer.covered,
+            tenant=self._tenant,
+            marks=space.marks,
+            tail=transfer.covered // core.block * core.block if space.exact else None,
+            at_hand=self._embeddings.get,
+        )
+        transfer.blank, transfer.embeddings = rendered.blank, rendered.embeddings
+        return rendered.prompt
 
     def _embedded(self, key: str) -> torch.Tensor:
         """`embed`; the newest are remembered, since the next request is mostly about the same media."""

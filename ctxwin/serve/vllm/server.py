@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ctxwin.engines.base import Engine
+from ctxwin.serve.context_management import Policy
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.quarantine import Quarantine
 from ctxwin.serve.service import OpenEngine, Service
@@ -36,12 +37,16 @@ class Options:
         store_bytes: limit of a tenant's store unless the tenants file names another.
         tenants: see `ctxwin.serve.tenants`.
         private_metrics: whether ``/metrics`` needs a key where there are keys.
+        policy: what is cleared from plain chats that have windows and say nothing of it.
+        windows: ``auto`` puts windows behind plain chats that say nothing, ``off`` behind those that ask for it.
     """
 
     store: str = "memory:"
     store_bytes: int | str | None = None
     tenants: Sequence[Tenant] = ()
     private_metrics: bool = False
+    windows: str = "off"
+    policy: Policy | None = None
     limits: Limits = field(default_factory=Limits)
 
 
@@ -125,6 +130,7 @@ async def _with_windows(
 
     from ctxwin.serve.middleware import GATEWAY
     from ctxwin.serve.routes import install
+    from ctxwin.serve.vllm.chats import put_windows_behind
 
     tasks = await client.get_supported_tasks()
     args.middleware = [*args.middleware, GATEWAY]
@@ -140,10 +146,13 @@ async def _with_windows(
         defaults=defaults_of(client.model_config),
         private_metrics=options.private_metrics,
         fetches_media=bool(args.allowed_media_domains),
+        windows=options.windows,
+        policy=options.policy,
     )
     install(app, service)
     try:
         await service.start()
+        put_windows_behind(client, service)
         _log.info("ctxwin serves windows on %s", address)
         config = get_uvicorn_log_config(args)
         return await serve_http(

@@ -1,0 +1,121 @@
+"""How rendered prompts are cut into segments: by what stands near a cut, whatever else the conversation holds."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ctxwin.engines.vllm.rendered import HEADER, LONG, NotAWindow, Pictures, split
+
+OPEN, CLOSE, LINE, START, PAD, END = 90, 91, 10, 92, 93, 94
+SPECIAL = frozenset((OPEN, CLOSE, START, PAD, END))
+
+
+@dataclass
+class Place:
+    offset: int
+    length: int
+
+
+class Element:
+    def __init__(self, grid: list[int]) -> None:
+        self.data = self
+        self._grid = grid
+
+    def reshape(self, _: int) -> Element:
+        return self
+
+    def tolist(self) -> list[int]:
+        return self._grid
+
+
+def turn(role: int, *parts: list[int]) -> list[int]:
+    return [OPEN, role, LINE, *(token for part in parts for token in part), CLOSE, LINE]
+
+
+def picture(tokens: int) -> list[int]:
+    return [START, *[PAD] * tokens, END]
+
+
+def prompt_of(ids: list[int], **fields: Any) -> dict[str, Any]:
+    """As vLLM's renderer gives it: each run of placeholders is a picture."""
+    places = []
+    for i, token in enumerate(ids):
+        if token == PAD and ids[i - 1] != PAD:
+            places.append(Place(i, next(n for n in range(len(ids)) if ids[i + n] != PAD)))
+    names = [f"picture-{place.offset}" for place in places]
+    items = [{"image_grid_thw": Element([1, 2, 2 * place.length])} for place in places]
+    return {
+        "type": "multimodal", "prompt_token_ids": ids, "mm_placeholders": {"image": places}, "mm_hashes": {"image": names},
+        "mm_kwargs": {"image": items}, **fields,
+    }  # fmt: skip
+
+
+def segments(ids: list[int]) -> list[list[int]]:
+    cuts = split(Pictures().read(prompt_of(ids)), SPECIAL, frozenset((START, END)), lambda token: token == LINE)
+    assert cuts[0] == 0 and cuts[-1] == len(ids) and cuts == sorted(set(cuts))
+    return [ids[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+def test_a_turns_end_and_the_next_header_belong_to_the_text_in_front() -> None:
+    ids = turn(1, [5, 6]) + turn(2, [7], picture(3), [8]) + turn(3, [9]) + [OPEN, 3, LINE]
+    assert segments(ids) == [
+        [OPEN, 1, LINE],
+        [5, 6, CLOSE, LINE, OPEN, 2, LINE],
+        [7],
+        picture(3),
+        [8, CLOSE, LINE, OPEN, 3, LINE],
+        [9, CLOSE, LINE, OPEN, 3, LINE],
+    ]
+
+
+def test_pictures_without_text_between_them_are_segments_of_their_own() -> None:
+    ids = [*turn(2, picture(2), picture(4)), OPEN, 3, LINE]
+    assert segments(ids) == [[OPEN, 2, LINE], picture(2), picture(4), [CLOSE, LINE, OPEN, 3, LINE]]
+
+
+def test_a_mark_without_a_line_behind_it_ends_its_own_header() -> None:
+    assert segments([OPEN, *[5] * (HEADER + 1), CLOSE, OPEN, 6]) == [[OPEN], [*[5] * (HEADER + 1), CLOSE, OPEN], [6]]
+
+
+def test_a_long_text_is_cut_behind_lines() -> None:
+    text = ([7] * 9 + [LINE]) * (LONG // 5)
+    found = segments([OPEN, 1, LINE, *text])
+    assert len(found) == 3 and all(part[-1] == LINE for part in found) and LONG <= len(found[1]) < LONG + 10
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3), st.booleans()), min_size=2, max_size=8), st.data())
+def test_what_stays_is_cut_as_before(turns: list[tuple[int, int, bool]], data: st.DataObject) -> None:
+    """Whichever turns leave, the segments of the others are among those of the whole, but for the header that follows."""
+
+    def rendered(kept: list[int]) -> list[int]:
+        ids = turn(1, [50])
+        for i in kept:
+            words, pictures, caption = turns[i]
+            ids += turn(2, [20 + i] * words, *(picture(2 + i) for _ in range(pictures)), [40 + i] if caption else [])
+        return [*ids, OPEN, 3, LINE]
+
+    everything = [*range(len(turns))]
+    kept = [i for i in everything if data.draw(st.booleans())]
+    whole = [tuple(part) for part in segments(rendered(everything))]
+    for part in segments(rendered(kept))[:-1]:
+        assert tuple(part) in whole
+
+
+def test_what_no_window_can_hold_says_why() -> None:
+    pictures = Pictures()
+    with pytest.raises(NotAWindow, match="not made of tokens"):
+        pictures.read({"type": "embeds"})
+    ids = turn(2, picture(2))
+    with pytest.raises(NotAWindow, match="got video"):
+        pictures.read(prompt_of(ids, mm_placeholders={"video": []}))
+    later = prompt_of(ids, mm_kwargs={"image": [None]})  # vLLM sends the data of a picture once
+    with pytest.raises(NotAWindow, match="sent before"):
+        pictures.read(later)
+    assert pictures.read(prompt_of(ids)).media[0].picture.grid == (1, 2, 4)
+    assert pictures.read(later).media[0].picture.grid == (1, 2, 4)
