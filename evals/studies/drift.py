@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -18,38 +17,25 @@ import typer
 from numpy.typing import NDArray
 
 from ctxwin.chunk import Chunk
-from ctxwin.evals.console import (
-    Device,
-    Dtype,
-    Json,
-    Model,
-    Threads,
-    errors,
-    new_table,
-    numbers,
-    open_model,
-    progress,
-    show,
-    write_result,
-)
+from ctxwin.evals.console import Device, Dtype, Json, Model, Threads, errors, new_table, open_model
 from ctxwin.evals.decoder import Decoder, Memory, concatenated
 from ctxwin.evals.metrics import kl_divergence
 from ctxwin.evals.stats import bootstrap_mean, share_interval
 from ctxwin.evals.tasks.drawn import TRAINED_FRAMES
 from ctxwin.evals.tasks.tiny import SPACE
 from ctxwin.fidelity import Fidelity
-from ctxwin.tiny.world import Frame, Kind, Question, answer, make_stream, questions_for, render
+from ctxwin.tiny.world import Frame, Question, answer, make_stream, render
 from ctxwin.window.answer import Answer
 from ctxwin.window.window import Window
 
+from .command import SYSTEM_PROMPT, Output, Questions, Seed, Slides, Streams, SystemPrompt, points, run
 from .isolation import isolated
+from .scenes import scene_questions
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ctxwin.engines.hf.engine import HFEngine
-
-_ASKED: tuple[Kind, ...] = ("multi_hop", "order", "unbound", "single_hop")
 
 
 @dataclass(frozen=True)
@@ -71,7 +57,7 @@ class DriftSettings:
     questions: int = 6
     refresh_every: int = 1
     seed: int = 0
-    system_prompt: str = "You watch a camera."
+    system_prompt: str = SYSTEM_PROMPT
 
     def __post_init__(self) -> None:
         if not 2 <= self.window < TRAINED_FRAMES:
@@ -231,7 +217,7 @@ class _Stream:
         if slides not in self._references:
             placed = self._placed(slides)
             rng = np.random.default_rng((SPACE, self.settings.seed, 0x61736B, self.number, slides))
-            questions = _questions(placed, self.settings.questions, rng)
+            questions = scene_questions(placed, self.settings.questions, rng)
             texts = [question.text for question in questions]
             of_window, of_stream = (self._exact(frames, texts) for frames in (placed, self._read(slides)))
             self._references[slides] = (questions, of_window, of_stream)
@@ -250,13 +236,6 @@ class _Stream:
         memory, _ = self._decoder.append(concatenated(parts), self._decoder.memory([[span]]))
         many = Memory(*(x.expand(-1, len(questions), -1, -1, -1) for x in (memory.k, memory.v)))
         return self._decoder.read(many, questions, start).numpy()
-
-
-def _questions(placed: Sequence[Frame], count: int, rng: np.random.Generator) -> list[Question]:
-    """Mostly colours of scene things, where the two references may differ."""
-    scenes = [q for q in questions_for(placed, 1000, rng, _ASKED) if q.text.startswith("color")]
-    bound = [q for q in scenes if q.kind != "single_hop"]
-    return (bound + [q for q in scenes if q.kind == "single_hop"])[:count]
 
 
 def _vector(made: Answer, size: int) -> np.ndarray:
@@ -302,8 +281,8 @@ def drift_table(result: dict[str, Any]) -> Table:
     """The result for a terminal."""
     columns = "run|slides|n|accuracy|to window|to stream|to the nearer|agreed|agree"
     made = new_table("KL of answers after slides (nats, mean)", columns)
-    for name, points in result["drift"].items():
-        for slides, p in points.items():
+    for name, by_slides in result["drift"].items():
+        for slides, p in by_slides.items():
             shown = (
                 p["accuracy"],
                 p["window"]["kl"],
@@ -317,31 +296,28 @@ def drift_table(result: dict[str, Any]) -> Table:
 
 
 def main(
-    streams: Annotated[int, typer.Option(help="Independent streams.", min=1)] = 12,
+    streams: Streams = 12,
     window: Annotated[int, typer.Option(help="Frames in the window.", min=2)] = 4,
-    slides: Annotated[str, typer.Option(help="After how many slides to measure.")] = "1,8,32,128",
-    questions: Annotated[int, typer.Option(help="Questions a stream and point.", min=1)] = 6,
+    slides: Slides = "1,8,32,128",
+    questions: Questions = 6,
     refresh_every: Annotated[
         int, typer.Option(help="The refreshed run re-forms everything placed every so many slides.")
     ] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of the streams.", min=0)] = 0,
+    seed: Seed = 0,
     model: Model = "tiny",
-    system_prompt: Annotated[str, typer.Option(help="System prompt.")] = "You watch a camera.",
+    system_prompt: SystemPrompt = SYSTEM_PROMPT,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = 0,
-    output: Annotated[Path | None, typer.Option(help="Also write drift.json into this folder.")] = None,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Slide a window along a stream: how far its answers drift from a re-prefill, with and without refresh."""
     with errors():
-        points = tuple(sorted({int(p) for p in numbers(slides)}))
-        settings = DriftSettings(streams, window, points, questions, refresh_every, seed, system_prompt)
+        settings = DriftSettings(streams, window, points(slides), questions, refresh_every, seed, system_prompt)
         engine = open_model(model, dtype, device, threads)
-        with progress("streams", 2 * streams) as advance:
-            result = measure(engine, settings, advance)
-        write_result(output, "drift.json", result)
-        show(result, as_json, drift_table(result), result["note"])
+        work = "streams", 2 * streams
+        run("drift", measure, settings, engine, work, lambda r: [drift_table(r), r["note"]], output, as_json)
 
 
 if __name__ == "__main__":

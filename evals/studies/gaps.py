@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import numpy as np
@@ -19,25 +18,15 @@ import typer
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Segment
-from ctxwin.evals.console import (
-    Device,
-    Dtype,
-    Json,
-    Model,
-    Threads,
-    errors,
-    new_table,
-    numbers,
-    open_model,
-    progress,
-    show,
-    write_result,
-)
+from ctxwin.evals.console import Device, Dtype, Json, Model, Threads, errors, new_table, open_model
 from ctxwin.evals.metrics import kl_divergence
 from ctxwin.evals.stats import bootstrap_mean, share_interval
 from ctxwin.evals.tasks.drawn import TRAINED_FRAMES
 from ctxwin.evals.tasks.tiny import SPACE
-from ctxwin.tiny.world import Frame, Kind, Question, answer, make_stream, questions_for, render
+from ctxwin.tiny.world import Frame, answer, make_stream, render
+
+from .command import SYSTEM_PROMPT, Output, Questions, Seed, Slides, Streams, SystemPrompt, points, run
+from .scenes import scene_questions
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,7 +35,6 @@ if TYPE_CHECKING:
 
 Leaving = Literal["front", "middle"]
 Arm = Literal["moved", "gaps"]
-_ASKED: tuple[Kind, ...] = ("multi_hop", "order", "unbound", "single_hop")
 
 
 @dataclass(frozen=True)
@@ -58,7 +46,7 @@ class GapSettings:
     points: tuple[int, ...] = (1, 8, 32, 128)
     questions: int = 6
     seed: int = 0
-    system_prompt: str = "You watch a camera."
+    system_prompt: str = SYSTEM_PROMPT
 
 
 @dataclass(frozen=True)
@@ -162,7 +150,7 @@ def _ask(
     read = [engine.encode(Chunk.image(render(frame), keep_source=False)) for frame in seen[-TRAINED_FRAMES:]]
     now = [held.segment.encoded for held in placed]
     asked = []
-    for question in _questions(frames, settings.questions, rng):
+    for question in scene_questions(frames, settings.questions, rng):
         query = engine.encode_query(question.text)
         ours = engine.logits([head, *(held.segment for held in placed)], query).numpy()
         window = engine.logits(_exact(head, now), query).numpy()
@@ -192,13 +180,6 @@ def _exact(head: Segment, encodeds: Sequence[Encoded]) -> list[Segment]:
         last = segments[-1]
         segments.append(Segment(encoded, last.start + last.encoded.advance))
     return segments
-
-
-def _questions(placed: Sequence[Frame], count: int, rng: np.random.Generator) -> list[Question]:
-    """Colours of scene things first, where what a survivor absorbed decides."""
-    scenes = [q for q in questions_for(placed, 1000, rng, _ASKED) if q.text.startswith("color")]
-    bound = [q for q in scenes if q.kind != "single_hop"]
-    return (bound + [q for q in scenes if q.kind == "single_hop"])[:count]
 
 
 def _summary(asked: Sequence[Asked]) -> dict[str, Any]:
@@ -236,28 +217,24 @@ def gaps_table(result: dict[str, Any]) -> Table:
 
 
 def main(
-    streams: Annotated[int, typer.Option(help="Independent streams.", min=1)] = 12,
+    streams: Streams = 12,
     window: Annotated[int, typer.Option(help="Frames in the window.", min=3)] = 4,
-    slides: Annotated[str, typer.Option(help="After how many slides to measure.")] = "1,8,32,128",
-    questions: Annotated[int, typer.Option(help="Questions a stream and point.", min=1)] = 6,
-    seed: Annotated[int, typer.Option(help="Seed of the streams.", min=0)] = 0,
+    slides: Slides = "1,8,32,128",
+    questions: Questions = 6,
+    seed: Seed = 0,
     model: Model = "tiny",
-    system_prompt: Annotated[str, typer.Option(help="System prompt.")] = "You watch a camera.",
+    system_prompt: SystemPrompt = SYSTEM_PROMPT,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = 0,
-    output: Annotated[Path | None, typer.Option(help="Also write gaps.json into this folder.")] = None,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Compare survivors that keep their positions with survivors that move together, over long streams."""
     with errors():
-        points = tuple(sorted({int(p) for p in numbers(slides)}))
-        settings = GapSettings(streams, window, points, questions, seed, system_prompt)
+        settings = GapSettings(streams, window, points(slides), questions, seed, system_prompt)
         engine = open_model(model, dtype, device, threads)
-        with progress("streams", 4 * streams) as advance:
-            result = measure(engine, settings, advance)
-        write_result(output, "gaps.json", result)
-        show(result, as_json, gaps_table(result))
+        run("gaps", measure, settings, engine, ("streams", 4 * streams), lambda r: [gaps_table(r)], output, as_json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -17,20 +16,7 @@ import torch
 import typer
 
 from ctxwin.chunk import Chunk
-from ctxwin.evals.console import (
-    Device,
-    Dtype,
-    Json,
-    Model,
-    Threads,
-    errors,
-    new_table,
-    numbers,
-    open_model,
-    progress,
-    show,
-    write_result,
-)
+from ctxwin.evals.console import Device, Dtype, Json, Model, Threads, errors, new_table, numbers, open_model
 from ctxwin.evals.stats import wilson
 from ctxwin.evals.tasks.tiny import SPACE
 from ctxwin.fidelity import Fidelity
@@ -38,6 +24,7 @@ from ctxwin.tiny.world import Item, answer, make_item, render
 from ctxwin.tiny.world import Task as WorldTask
 from ctxwin.window.window import Window
 
+from .command import SYSTEM_PROMPT, Frames, Output, Seed, SystemPrompt, run
 from .isolation import isolated
 
 if TYPE_CHECKING:
@@ -66,7 +53,7 @@ class ToggleSettings:
     n: int = 80
     frames: tuple[int, ...] = (3, 4, 5, 6)
     seed: int = 0
-    system_prompt: str = "You watch a camera."
+    system_prompt: str = SYSTEM_PROMPT
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -323,24 +310,21 @@ def _shown(share: dict[str, Any]) -> str:
 
 def main(
     n: Annotated[int, typer.Option(help="Contexts.", min=1)] = 80,
-    frames: Annotated[str, typer.Option(help="Numbers of frames, cycled through.")] = "3,4,5,6",
-    seed: Annotated[int, typer.Option(help="Seed of the contexts.", min=0)] = 0,
+    frames: Frames = "3,4,5,6",
+    seed: Seed = 0,
     model: Model = "tiny",
-    system_prompt: Annotated[str, typer.Option(help="System prompt.")] = "You watch a camera.",
+    system_prompt: SystemPrompt = SYSTEM_PROMPT,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = 0,
-    output: Annotated[Path | None, typer.Option(help="Also write toggles.json into this folder.")] = None,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Toggle chunks clean and back, and test which are disposable: against the truth, with the cost of each test."""
     with errors():
         settings = ToggleSettings(n, tuple(numbers(frames)), seed, system_prompt)
         engine = open_model(model, dtype, device, threads)
-        with progress("contexts", n) as advance:
-            result = measure(engine, settings, advance)
-        write_result(output, "toggles.json", result)
-        show(result, as_json, *toggles_tables(result))
+        run("toggles", measure, settings, engine, ("contexts", n), toggles_tables, output, as_json)
 
 
 if __name__ == "__main__":

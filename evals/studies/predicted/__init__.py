@@ -1,0 +1,1 @@
+"""Patches predicted for neighbours that a chunk was never seen with."""
