@@ -131,15 +131,21 @@ def test_patches_from_elsewhere_are_of_other_items(engine: HFEngine) -> None:
 def test_a_gate_serves_what_is_expected_to_be_right() -> None:
     class Row:
         def __init__(self, residual: float, answer: str) -> None:
-            self.extra, self.answer, self.reference, self.kl = {"residual": residual}, answer, "a", float(answer != "a")
+            self.extra, self.answer, self.reference, self.kl = (
+                {"residual": residual},
+                answer,
+                "a",
+                float(answer != "a") + residual,
+            )
 
     rows: list[Any] = [Row(i, "a" if i < 6 else "b") for i in range(11)]
     made = _gate(rows)
     assert made["auc"] == 1.0 and made["at"][0]["changed"] == 0.0 and made["at"][-1]["changed"] == 5 / 11
+    assert made["rank_correlation"] == pytest.approx(1)
     assert _gate(rows[:6])["auc"] is None
 
 
-@pytest.mark.parametrize("wrong", [["--variants", "guess"], ["--tasks", "recall"], ["--rank", "1000"]])
+@pytest.mark.parametrize("wrong", [["--variants", "guess"], ["--tasks", "recall"], ["--frames", "two"]])
 def test_bad_options_are_one_line(wrong: list[str]) -> None:
     app = typer.Typer()
     app.command()(main)
@@ -154,6 +160,8 @@ def test_readings_restore_answers_that_pooled_neighbours_do_not() -> None:
     )
     steps: list[int] = []
     with open_engine("tiny:hf", dtype="float32") as engine:
+        with pytest.raises(ValueError, match="rank must be at most 64"):
+            measure(engine, replace(settings, rank=1000))  # type: ignore[arg-type]
         result = measure(engine, settings, steps.append)  # type: ignore[arg-type]
     assert sum(steps) == settings.steps and len(tables(result)) == 2
     rows = {row["arm"]: row for row in result["rows"]}
