@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ctxwin.cli.commands import quiet
+from ctxwin.cli.commands import counted_alone, quiet
 from ctxwin.evals.console import Config, Json, Threads, preset
 
 app = typer.Typer(
@@ -57,6 +57,7 @@ def reuse(
     back with a stored patch (recall), one of three predecessors moves to the front (reorder), a chunk's clean view (toggle).
     """
     quiet()
+    counted_alone()
     from ctxwin.engines.open import open_engine, require_vllm
     from ctxwin.evals.bench.model import SMALL, Sizes, check_model, open_model
     from ctxwin.evals.bench.reuse import Settings, measure

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from ctxwin.cli.commands import checked_mode, quiet
+from ctxwin.cli.commands import checked_mode, counted_alone, quiet
 
 
 def demo(
@@ -34,6 +34,7 @@ def demo(
     recorded run (run.jsonl) into --out.
     """
     quiet()
+    counted_alone()
     from rich.console import Console
 
     from ctxwin.demo.figures import Rows, can_draw, final_tables

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import shutil
 import sys
 import tempfile
@@ -88,6 +89,7 @@ def turn(engine: Engine, options: Options, first: str, then: str, most: int) -> 
             "changed": auditor.counts.harmed - changed,
             "served": dict(served),
             "decisions": [str(d) for d in auditor.decisions(engine)[begun:]],
+            "ways": {n: e.model_dump() for n, e in auditor.ledger(engine).record.ways.items()},
         }
     return found
 
@@ -211,6 +213,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=Options().rate)
     parser.add_argument("--output", type=Path, default=None)
     given = parser.parse_args()
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("ctxwin").setLevel(logging.INFO)  # says what is decided, and when
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

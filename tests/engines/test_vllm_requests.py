@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -34,6 +35,9 @@ class Scripted:
     def __init__(self, script: list[tuple[list[int], str]]) -> None:
         self.script = script
         self.local = True
+
+    def counted(self, background: bool) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def submit(self, prompt: Any, parameters: Any, priority: int) -> Any:
         tokens, reason = self.script.pop(0)
@@ -133,6 +137,9 @@ class Preempting:
     def __init__(self, transport: Any) -> None:
         self._transport = transport
         self.cancelled = 0
+
+    def counted(self, background: bool) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def submit(self, prompt: Any, parameters: Any, priority: int) -> Any:
         transfer = self._transport._transfers.get(parameters.extra_args["kv_transfer_params"][PARAM])
