@@ -533,7 +533,7 @@ def test_plain_requests_in_the_same_steps_as_windows(view: Any) -> None:
         while not all(a.done() for a in asks):
             rendered = view._core.inputs.prompt(prompt["prompt_token_ids"], [], view.embed, "")
             ticket = driver.submit(rendered.prompt, parameters, 0)
-            while not (output := _next(driver, ticket.outputs)).finished:
+            while not (output := _next(driver, ticket.outputs, None)).finished:
                 pass
             answers.append(output)
         for done in asks:
