@@ -1,21 +1,21 @@
 """The contracts of policies: what leaves a full window, what comes back into it, and what they may read of it.
 
-A policy is deterministic. It reads the window, its engine and what their store holds, never a clock or a random number, and
-it breaks ties by arrival: the same window loses the same chunks when an operation is run again (a replayed checkpoint, a
-resumed thread, a second process). Both methods run while the window is being edited, so they must not edit it themselves;
-a fork is theirs to edit and costs nothing.
+A policy is deterministic, `ByCost` apart, which follows measured prices. It reads the window, its engine and what their
+store holds, never a clock or a random number, and it breaks ties by arrival: the same window loses the same chunks when an
+operation is run again (a replayed checkpoint, a resumed thread, a second process). Its methods run while the window is being
+edited, so they must not edit it themselves; a fork is theirs to edit and costs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol, Self
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
     from ctxwin.chunk import Chunk
     from ctxwin.engines.base import Engine
     from ctxwin.window.answer import Disposability
-    from ctxwin.window.state import State
+    from ctxwin.window.state import Placed, State
 
 
 class WindowView(Protocol):
@@ -63,6 +63,15 @@ class Eviction(Protocol):
         chunks are skipped, and a chunk that is left out never leaves. During a look back the window is still as it was:
         what comes back is not placed yet, and does not leave.
         """
+
+
+@runtime_checkable
+class Placement(Protocol):
+    """Decides where chunks come back; an `Eviction` that has this method, too, is asked."""
+
+    def place(self, window: WindowView, backs: Sequence[Placed]) -> int | None:
+        """Index in the window as it is, where evicted chunks come back next to each other; None: each at its chronological
+        place."""
 
 
 class Retrieval(Protocol):

@@ -66,13 +66,14 @@ def recalled(state: State, back: Placed, at: int | None, *, repair: bool = False
     return inserted(state, back.replace(read=state.version + 1, unseen=()), at, repair=repair).edited(evicted=left), at
 
 
-def looked_back(state: State, backs: Sequence[Placed]) -> State:
-    """``backs``, which were evicted, each at its chronological place. All of them see what is in front of them now.
+def looked_back(state: State, backs: Sequence[Placed], at: int | None = None) -> State:
+    """``backs``, which were evicted, at index ``at`` next to each other, the oldest first (None: each at its chronological
+    place). All of them see what is in front of them now.
 
     Without that, one that is put back later would be unseen by another of them behind it, depending on their order.
     """
-    for back in backs:
-        state, _ = recalled(state, back, None)
+    for i, back in enumerate(sorted(backs, key=lambda b: b.arrival)):
+        state, _ = recalled(state, back, None if at is None else at + i)
     ids = {p.id for p in backs}
     return state.replace(placed=tuple(p.replace(unseen=()) if p.id in ids else p for p in state.placed))
 

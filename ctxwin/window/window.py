@@ -16,7 +16,7 @@ from typing import Any, Self, Unpack
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.fidelity import Fidelity
-from ctxwin.policies.base import Eviction, Retrieval
+from ctxwin.policies.base import Eviction, Placement, Retrieval
 from ctxwin.policies.eviction import OldestFirst
 from ctxwin.policies.retrieval import ById
 from ctxwin.store import parse_bytes
@@ -26,7 +26,7 @@ from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry
 from ctxwin.window.ask import AskOptions, OnToken, Question, Stop, ask, disposable, exchange, never
 from ctxwin.window.core import WindowCore, restored
 from ctxwin.window.events import Observer
-from ctxwin.window.state import State
+from ctxwin.window.state import Placed, State
 from ctxwin.window.stream import TokenStream, aask, astream
 
 
@@ -253,7 +253,8 @@ class Window:
         """Brings an evicted chunk back; returns its index.
 
         Args:
-            at: index to place it at; default: its chronological place, before the first chunk that arrived later.
+            at: index to place it at; default: its chronological place, before the first chunk that arrived later, unless
+                `eviction` says where (`ctxwin.policies.Placement`).
             repair: re-form the chunks behind it whose KV lacks it: those conditioned without it, and those that absorbed one
                 of them (a forward each at the next ask, unless stored KV or a patch fits). What absorbed it before it left keeps
                 its KV. Without ``repair`` all keep theirs; `plan` shows and prices both.
@@ -261,14 +262,19 @@ class Window:
         Raises UnknownChunk. Cost at the next ask: its lane's, never a vision encode.
         """
         with self.core.writing() as state:
-            new, at = edits.recalled(state, self.core.returning(state, placement), at, repair=repair)
+            back = self.core.returning(state, placement)
+            new, at = edits.recalled(state, back, self._place([back]) if at is None else at, repair=repair)
             if repair:
                 self.core.assembly.before.clear()
             self.core.commit(new, "recall", [placement])
         return at
 
+    def _place(self, backs: Sequence[Placed]) -> int | None:
+        """Where the policy wants what comes back; None: at chronological places."""
+        return self.eviction.place(self, backs) if backs and isinstance(self.eviction, Placement) else None
+
     def look_back(self, query: str | Chunk, *, reserve_tokens: int = 0) -> list[str]:
-        """Recalls what `retrieval` picks for ``query``, at chronological places; returns the ids.
+        """Recalls what `retrieval` picks for ``query``, each where a `recall` would put it; returns the ids.
 
         Others leave in the order of `eviction` where the budget, with ``reserve_tokens`` tokens free, needs it. All or nothing.
         Raises BudgetExceeded where they do not fit, UnknownChunk, ChunkUnavailable. Cost: the policies', then see `recall`.
@@ -276,7 +282,8 @@ class Window:
         with self.core.writing() as state:
             with self.core.counting_encodes():
                 ids = list(dict.fromkeys(self.retrieval.choose(self, query)))
-            new = edits.looked_back(state, [self.core.returning(state, i) for i in ids])
+            backs = [self.core.returning(state, i) for i in ids]
+            new = edits.looked_back(state, backs, self._place(backs))
             if ids:
                 leaving = edits.leaving_for_budget(new, self.eviction.order(self), reserve_tokens, stay=ids)
                 self.core.commit(edits.evicted(new, leaving) if leaving else new, "look_back", ids)
