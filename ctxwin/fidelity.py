@@ -26,9 +26,9 @@ class Fidelity(BaseModel):
             is refused.
         basis: id of the shared basis; always that of the model where a window opens, whatever is given.
         survivors: what happens to a chunk whose antecedents left: ``keep`` rotates it as it is, ``removal`` corrects it
-            with a removal patch (formed once by a forward), ``refresh`` re-forms it.
-        orbit: whether one patch may serve every order of its antecedents. Wrong by definition where the answer depends
-            on the order, so off by default.
+            with a removal patch (formed by one forward, served from the next ask on), ``refresh`` re-forms it.
+        orbit: whether one patch may serve every order of its antecedents: one that `Window.prepare_orbit` formed, or the
+            mean over the orders met. Wrong by definition where the answer depends on the order, so off by default.
         audit: share of asks that are audited: replayed in the background as they were served, and as a re-prefill of what is
             placed, along the answer that was given; where something survives also as a re-prefill of what was seen.
         kl_budget: mean KL(re-prefill || served) a token, in nats, above which the chunks that were served approximately fall

@@ -236,9 +236,12 @@ class RemoteWindow:
         """Re-forms the ``count`` front-most approximations (all by default) of ``ids`` (of all). Returns their ids."""
         return list(self._post("refresh", count=count, ids=None if ids is None else list(ids))["refreshed"])
 
-    def compress(self) -> int:
-        """Replaces conditioned spans by canonical and patch where that is smaller. Returns the KV bytes given back."""
-        return int(self._post("compress")["freed_bytes"])
+    def compress(self, *, if_short: bool = False) -> int:
+        """Replaces conditioned spans by canonical and patch where that is smaller (``if_short``: and bytes are needed).
+
+        Returns the KV bytes given back.
+        """
+        return int(self._post("compress", if_short=if_short)["freed_bytes"])
 
     def close(self) -> None:
         """Closes the window on the server for good. Idempotent; a window that is gone there already counts as closed."""

@@ -37,7 +37,7 @@ answer token; ``placed``: the frames in prompt order, each with its lane.
 
 CYCLE = ("look_back", "fork", "look_back", "reorder", "look_back", "toggle", "look_back", "disposable")
 IDLE_EVERY = 8
-"""Frames between idle moments, in which the window replaces conditioned KV by a canonical and a patch."""
+"""Frames between idle moments, in which the window gives bytes back if they are short."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Agent:
             last = frame + 1 == len(self._footage.pixels)  # idle work behind the last ask would belong to no step
             if not last and (frame + 1) % IDLE_EVERY == 0 and self.window.fidelity.mode == "patched":
                 before = self._engine.counters.prefill_tokens
-                self.bytes_freed += self.window.compress()
+                self.bytes_freed += self.window.compress(if_short=True)
                 self.idle_tokens += self._engine.counters.prefill_tokens - before
 
     def _arrive(self, frame: int) -> Step:

@@ -114,6 +114,7 @@ def run(
     ledger, caches = Ledger(engine, policies=()), {policy: PrefixCache() for policy in POLICIES}
     frames, freed, resolved = sum(len(watched.pixels) for watched in footage.values()), 0, options.fidelity
     before, recorded = 0, options.out / "run.jsonl"
+    patches = engine.repo.counters.patches, engine.repo.counters.patches_served
     with Trace(recorded) as trace:
         for seed in options.seeds:
             agent = Agent(engine, footage[seed], options.window, options.fidelity, ledger, caches, seed, longest)
@@ -137,6 +138,8 @@ def run(
         "seeds": list(options.seeds),
         "per_seed": {str(seed): summarise([s for s in ledger.rows if s["seed"] == seed]) for seed in options.seeds},
         "bytes_freed": freed,
+        "patches_formed": engine.repo.counters.patches - patches[0],
+        "patches_served": engine.repo.counters.patches_served - patches[1],
         "fidelity": resolved.model_dump(),
         "window_frames": options.window,
         "opponents": {"block": BLOCK, "encoder_cache": ENCODER_CACHE},

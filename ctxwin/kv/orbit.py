@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ctxwin.kv.deficit import Deficit, deficit
 from ctxwin.kv.layout import KVSpec, SpanKV
+from ctxwin.kv.patch import Patch
 
 
 class OrbitMean:
@@ -55,3 +56,19 @@ class OrbitMean:
         """RMS distance of the orders' deficits from their mean, relative to the mean's norm; 0 for a single order."""
         energy = float(self.mean.energy.sum())
         return (self._scatter / self.count / energy) ** 0.5 if energy and self.count > 1 else 0.0
+
+
+def met_again(mean: Patch | None, count: int, lost: Deficit) -> Deficit:
+    """The mean deficit over ``count`` + 1 orders: ``mean``, over ``count`` of them, moved towards ``lost``.
+
+    ``mean`` holds what its rank left of the orders before, so the truncations add up, each a share of 1 / count.
+    """
+    if mean is None:
+        return lost
+    k, v = lost.k / (count + 1), lost.v / (count + 1)
+    for layer in range(len(k)):
+        held = mean.delta(layer, lost.k.dtype)
+        if held is not None:
+            k[layer] += held[0] * (count / (count + 1))
+            v[layer] += held[1] * (count / (count + 1))
+    return replace(lost, k=k, v=v)

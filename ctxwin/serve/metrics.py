@@ -68,6 +68,8 @@ class Metrics:
         self.audits_stopped = counter("audits_stopped", "Audits that gave way to a request")
         self.audits_dropped = counter("audits_dropped", "Answers that were due to be audited and were not")
         self.promoted = gauge("way_promoted", "1 for the ways to serve that audits have promoted", "way")
+        self.patches_served = counter("patches_served", "Patches that an answer was served with, each counted once")
+        self.patches_dropped = counter("patches_dropped", "Patches removed for their bytes that had never served")
         self.store_reads = counter("store_reads", "Reads of the store by tier, the fastest first", "tier", "result")
         self.store_evictions = counter("store_evictions", "Values a full store has dropped", "tier")
         self.store_corrupt = counter("store_corrupt", "Stored values that failed their checks", "tier")
@@ -141,6 +143,8 @@ class Metrics:
         repo, encodes = engine.repo, engine.counters.vision_encodes
         with self._lock:
             self._rise(self.patches, repo.counters.patches, tenant)
+            self._rise(self.patches_served, repo.counters.patches_served, tenant)
+            self._rise(self.patches_dropped, repo.counters.patches_dropped, tenant)
             self._rise(self.encodes, encodes, tenant)
             self._rise(self.encodes_saved, max(0, self._media[tenant] - encodes), tenant)
             self.labelled(self.open, tenant).set(windows)

@@ -190,7 +190,7 @@ def _remember(context: OperationContext, window: Window, query: str, answer: str
 
 _forward("prepare_orbit", "placements", ids=list[str], orders=(Orders, 6), seed=(SEED, 0))
 _forward("refresh", "refreshed", count=(COUNT | None, None), ids=(list[str] | None, None))
-_forward("compress", "freed_bytes")
+_forward("compress", "freed_bytes", if_short=(bool, False))
 
 
 @_operation(edits=False)

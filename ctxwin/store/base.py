@@ -157,6 +157,10 @@ class Store(ABC):
     def stats(self) -> StoreStats:
         """What is held, and what was counted since the store was opened."""
 
+    def limit(self) -> int:
+        """Most bytes that it holds, its ``max_bytes``; 0 where it has no limit."""
+        return int(getattr(self, "max_bytes", 0))
+
     @abstractmethod
     def verify(self) -> tuple[int, int]:
         """Checks every blob; returns (good, corrupt) and deletes the corrupt ones.

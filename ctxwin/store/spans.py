@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _PATCHES: Final = ("patch", "orbit")
 _FARTHEST: Final = 1 << 31
+_UNSERVED: Final = 1 << 16  # patches remembered as not yet served
 
 
 @dataclass
@@ -48,7 +49,9 @@ class RepositoryCounters:
         mismatched: records of another model, tokens or provenance under the key asked for; each is a miss.
         corrupt: records that did not decode; deleted, each is a miss.
         refused: puts that the store did not take.
-        patches: patches that it took.
+        patches: patches that it took; patches_served: those of them that an answer was served with, each once.
+        patches_dropped: those that were removed to give bytes back and had never served.
+        spans_compressed: spans that were replaced by a canonical and a patch.
     """
 
     hits: Counter[str] = field(default_factory=Counter)
@@ -57,6 +60,9 @@ class RepositoryCounters:
     corrupt: int = 0
     refused: int = 0
     patches: int = 0
+    patches_served: int = 0
+    patches_dropped: int = 0
+    spans_compressed: int = 0
 
 
 R = TypeVar("R")
@@ -92,6 +98,7 @@ class SpanRepository:
         self._known: dict[str, SharedBasis] = {}
         self._leases: Counter[str] = Counter()
         self._abandoned: deque[str] = deque()
+        self._unserved: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
     def get_span(
@@ -159,17 +166,47 @@ class SpanRepository:
 
         return _record(self._get(_key(key, *_PATCHES), "patch", decode))
 
-    def put_patch(self, key: str, patch: Patch) -> bool:
-        """Stores a patch, and its shared basis where that is neither known nor stored; False where one was refused."""
+    def put_patch(self, key: str, patch: Patch, *, serves: bool = True) -> bool:
+        """Stores a patch, and its shared basis where that is neither known nor stored; False where one was refused.
+
+        ``serves=False``: it is no patch that answers may be served with, and does not count as one.
+        """
         if patch.basis is not None and patch.basis.id not in self._known:
             where = f"basis/{patch.basis.id}"
             described = {"basis": patch.basis.describe()}
             if not self.store.contains(where) and not self._put(where, "basis", described, patch.basis.tensors()):
                 return False
-        taken = self._put(_key(key, *_PATCHES), "patch", {"patch": patch.describe()}, patch.tensors())
-        with self._lock:
-            self.counters.patches += taken
+        key = _key(key, *_PATCHES)
+        taken = self._put(key, "patch", {"patch": patch.describe()}, patch.tensors())
+        if taken and serves:
+            with self._lock:
+                self.counters.patches += 1
+                self._unserved[key] = None
+                if len(self._unserved) > _UNSERVED:
+                    self._unserved.popitem(last=False)
         return taken
+
+    def note_served(self, key: str) -> None:
+        """Counts that an answer was served with the patch under ``key``."""
+        with self._lock:
+            if key in self._unserved:
+                del self._unserved[key]
+                self.counters.patches_served += 1
+
+    def drop_unserved(self) -> int:
+        """Removes the patches stored here that have never served and that nobody leases; returns the bytes given back."""
+        with self._lock:
+            keys = list(self._unserved)
+        freed = 0
+        for key in keys:
+            if not self.leased(key):
+                held = self.store.get(key)
+                self.delete(key)
+                with self._lock:
+                    self._unserved.pop(key, None)
+                    self.counters.patches_dropped += held is not None
+                freed += len(held or b"")
+        return freed
 
     def know_basis(self, basis: SharedBasis) -> None:
         """Takes a basis that comes with the model: its patches name it, and the store need not hold it.
@@ -282,9 +319,13 @@ class SpanRepository:
 
     def leased(self, key: str) -> bool:
         """Whether somebody holds a lease on ``key`` through this repository."""
+        return self.leases(key) > 0
+
+    def leases(self, key: str) -> int:
+        """How many leases on ``key`` are held through this repository."""
         self._release_abandoned()
         with self._lock:
-            return self._leases.get(key, 0) > 0
+            return self._leases.get(key, 0)
 
     def _release(self, key: str) -> None:
         self.store.release(key)

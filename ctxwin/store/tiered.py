@@ -93,6 +93,11 @@ class TieredStore(Store):
         lost = {name: sum(getattr(part, name) for part in parts) for name in ("evictions", "corrupt", "foreign")}
         return replace(mine, leased=leased, **lost)
 
+    def limit(self) -> int:
+        """That of the largest tier: what it lets go of is gone."""
+        limits = [tier.limit() for tier in self.tiers]
+        return max(limits) if all(limits) else 0
+
     def verify(self) -> tuple[int, int]:
         """Sums over the tiers; a key held twice counts twice."""
         checked = [tier.verify() for tier in self.tiers]

@@ -20,7 +20,9 @@ from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.profiles import compressed, served_basis
 from ctxwin.window.answer import Plan
-from ctxwin.window.lanes import Before, Choice, canonical_key, choose, plan_of, steps_of
+from ctxwin.window.economy import Demand
+from ctxwin.window.lanes import Before, Choice, canonical_key, choose, patched, plan_of, steps_of
+from ctxwin.window.orbits import meet
 from ctxwin.window.prices import Prices, workload
 from ctxwin.window.state import (
     ANYTHING,
@@ -120,6 +122,7 @@ class Assembly:
     """
 
     engine: Engine
+    demand: Callable[[], Demand] = Demand
     missing: set[str] = field(default_factory=set)
     before: OrderedDict[str, Before] = field(default_factory=OrderedDict)
     salt: str = ""
@@ -298,6 +301,9 @@ class Assembly:
         if watch.alone and not made.fallbacks:
             asked = workload([*laid.segments, Segment(query, 0)], made.forwards)
             costs.learn(costs.engine, asked.amounts, watch.first or watch.ms)
+        for segment in laid.segments if not made.fallbacks else ():
+            if segment.patch is not None:
+                self.repo.note_served(segment.patch_key)
         return made
 
     def _prefill(
@@ -344,8 +350,9 @@ class Assembly:
                 if i not in captured:  # the engine could not read it back: stay uncomputed
                     placed.append(p)
                     continue
-                self._store(state, choice.served, captured[i], laid, i - 1, fidelity)
-            if choice.settles:
+                kept = self._store(state, choice.served, captured[i], laid, i - 1, fidelity)
+                p = p.replace(kv=kept, seen=True, unseen=())
+            elif choice.settles:
                 p = p.replace(kv=choice.served, seen=True, unseen=())
             placed.append(p)
         self.remember(laid.choices, fidelity)
@@ -364,18 +371,26 @@ class Assembly:
 
     def _store(
         self, state: State, served: Conditioning, span: SpanKV, laid: Laid, index: int, fidelity: Fidelity
-    ) -> None:
-        """Stores the KV of the chunk at ``index`` that was computed in place, and patches against every base at hand.
+    ) -> Conditioning:
+        """Stores the KV of the chunk at ``index`` that was computed in place; returns how it is served from now on.
 
-        Never runs a forward: it is on the path of an answer.
+        It is kept as a patch where `ctxwin.window.economy` says so. Never runs a forward: it is on the path of an answer.
         """
         encoded, absorbed = laid.segments[index + 1].encoded, laid.absorbed(index)
+        if fidelity.mode == "patched" and fidelity.allows("patched") and served.antecedents:
+            placed = laid.choices[index].placed
+            base = served.base
+            if base is None:
+                _, canonical = canonical_key(state, placed.chunk_id)
+                base = canonical if self.has(canonical) and self.demand().pays(state, placed, True) else None
+            if base is not None and self.has(base):
+                key = self.form(span, base, served.provenance, encoded, fidelity, absorbed)
+                if key is not None:
+                    return patched(served, "patched", base, key)
         self.put(served.span, span, encoded, provenance=served.provenance, exact=served.exact, absorbed=absorbed)
-        if fidelity.mode == "patched" and served.antecedents:
-            _, base = canonical_key(state, laid.choices[index].placed.chunk_id)
-            for key in filter(None, {base, served.base}):
-                if self.has(key):
-                    self.form(span, key, served.provenance, encoded, fidelity, absorbed)
+        if served.exact and fidelity.allows("orbit") and fidelity.mode == "patched":
+            meet(self, state, index, span, fidelity)
+        return served.model_copy(update={"base": None})
 
     def form(
         self,
@@ -386,7 +401,8 @@ class Assembly:
         fidelity: Fidelity,
         absorbed: Sequence[str],
     ) -> str | None:
-        """Forms and stores the patch that turns a stored base into ``span``; None where the base is gone.
+        """Forms and stores the patch that turns a stored base into ``span``; None where it would not be smaller than
+        ``span``, the base is gone, or the store refuses.
 
         ``absorbed``: whose content ``span`` absorbed. The patch also holds what the base did, with the other sign.
         """
@@ -402,8 +418,9 @@ class Assembly:
         spec = self.engine.spec
         patch = compressed(deficit(span, base[0], spec.kv), spec.model, spec.kv, fidelity)
         patch.meta.update(chunk=encoded.chunk_id, absorbed=[*absorbed, *base[1].get("absorbed", ())])
+        if patch.nbytes >= span.nbytes or not self.repo.put_patch(key, patch):
+            return None
         self.missing.discard(key)
-        self.repo.put_patch(key, patch)
         return key
 
     def reform(self, state: State, index: int, laid: Laid, fidelity: Fidelity, work: Work) -> State:
@@ -415,8 +432,10 @@ class Assembly:
             laid = laid.computed(state)
         choice = laid.choices[index]
         served = choice.front.computed(choice.placed.chunk_id, "formed")
-        served = served.model_copy(update={"base": choice.served.base})
-        self._store(state, served, span, laid, index, fidelity)
+        absorbed = laid.absorbed(index)  # in full: a patch would be another approximation
+        self.put(
+            served.span, span, segment.encoded, provenance=served.provenance, exact=served.exact, absorbed=absorbed
+        )
         formed = placed[index].replace(kv=served, seen=True, unseen=())
         return state.replace(placed=(*state.placed[:index], formed, *state.placed[index + 1 :]))
 

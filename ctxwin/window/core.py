@@ -27,6 +27,7 @@ from ctxwin.trust.standing import WindowTrust
 from ctxwin.window import placement
 from ctxwin.window.answer import Plan
 from ctxwin.window.assembly import Assembly
+from ctxwin.window.economy import Demand
 from ctxwin.window.events import Event, Observer, Op
 from ctxwin.window.invariants import check_state
 from ctxwin.window.state import Placed, State
@@ -71,7 +72,7 @@ class WindowCore:
         read_only: bool = False,
     ) -> None:
         self.engine = engine
-        self.assembly = Assembly(engine)
+        self.assembly = Assembly(engine, partial(demand_of, engine))
         self.state = state
         self.trust = WindowTrust(engine, state.fidelity, partial(_audited, weakref.ref(self)))
         self.seed = uuid.uuid4().hex if seed is None else seed
@@ -317,6 +318,13 @@ def _audited(window: weakref.ref[WindowCore], found: Finding, fallen: Sequence[s
         _log.warning(told, core.id, found.strict.kl, ", ".join(fallen))
     note = f"{found.strict.kl:.3g} nats a token from a re-prefill{', another answer' if found.strict.changed else ''}"
     core.emit(core.event("audit", fallen, query=query, audit=kls, note=note))
+
+
+def demand_of(engine: Engine) -> Demand:
+    """What the windows that this process has open on the engine's store would take there. Cost: O(placed chunks)."""
+    with _opening:
+        cores = [core for core in _open.get(engine.repo, ()) if not core.closed and not core.read_only]
+    return Demand.of((core.state for core in cores), engine.spec.kv.token_bytes, engine.repo.store.limit())
 
 
 def restored(engine: Engine, state: State | dict[str, Any] | str, seed: str | None = None) -> WindowCore:

@@ -24,7 +24,7 @@ from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import Plan, PlanEntry, PlanRequest
 from ctxwin.window.antecedents import Order
 from ctxwin.window.prices import Prices
-from ctxwin.window.state import Conditioning, Front, Placed, State, orbit_key, patch_key, provenance_of, span_key
+from ctxwin.window.state import Conditioning, Front, Placed, State, hull, orbit_keys, patch_key, provenance_of, span_key
 
 Has = Callable[[str], bool]
 MAX_ORBIT = 64
@@ -222,8 +222,6 @@ def _admissible(
 
     here = front.computed(placed.chunk_id, "resident")
     known = placed.kv
-    if known and known.provenance == here.provenance:
-        here = here.model_copy(update={"base": known.base})
     lane: Lane = "formed" if placed.seen and fidelity.mode != "exact" else "computed"
     exactly = span_key(here.provenance)
     if fidelity.allows("resident") and has(exactly):
@@ -236,8 +234,10 @@ def _admissible(
     if fidelity.mode != "exact":
         own = known if known and has(known.span) and (known.patch is None or has(known.patch)) else None
         left = survival.of(placed, front.length) if own else None
-        if own and left and own.patch is None and fidelity.survivors == "removal" and fidelity.allows("patched"):
-            here = here.model_copy(update={"base": own.span})
+        same = known is not None and known.provenance == here.provenance
+        if known and has(known.span) and fidelity.survivors == "removal" and (left or same):
+            # What a patch over it leaves uncorrected is of what its base absorbed.
+            here = here.model_copy(update={"base": known.span, "absorbed": hull(here.absorbed, known.absorbed)})
         yield from _held(placed, front, here, own, left, fidelity, has)
         yield from _patches(state, placed, front, here, base, fidelity, has)
         again = before.get(front.contents_behind(placed))
@@ -283,17 +283,19 @@ def _patches(
         for start in filter(None, (here.base, base)):
             patch = patch_key(here.provenance, start, fidelity.patch_name)
             if has(patch) and has(start):
-                yield Choice(placed, "patched", front, _patched(here, "patched", start, patch))
+                yield Choice(placed, "patched", front, patched(here, "patched", start, patch))
     if fidelity.allows("orbit") and 0 < front.length <= MAX_ORBIT:
         contents = [p.chunk_id for p in state.placed[: front.length]]
-        patch = orbit_key(state.system_prompt_key, placed.chunk_id, contents, fidelity.patch_name)
-        if has(patch) and has(base):
-            yield Choice(placed, "orbit", front, _patched(here, "orbit", base, patch))
+        for patch in orbit_keys(state.system_prompt_key, placed.chunk_id, contents, fidelity.patch_name):
+            if has(patch) and has(base):
+                yield Choice(placed, "orbit", front, patched(here, "orbit", base, patch))
+                break
 
 
-def _patched(here: Conditioning, lane: Lane, base: str, patch: str) -> Conditioning:
+def patched(here: Conditioning, lane: Lane, base: str, patch: str) -> Conditioning:
     """KV of the provenance ``here`` that a patch makes of ``base``."""
-    return here.model_copy(update={"exact": False, "depth": 1 + here.depth, "lane": lane, "span": base, "patch": patch})
+    update = {"exact": False, "depth": 1 + here.depth, "lane": lane, "span": base, "patch": patch, "base": None}
+    return here.model_copy(update=update)
 
 
 def plan_of(

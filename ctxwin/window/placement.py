@@ -17,7 +17,7 @@ from ctxwin.window.state import (
     State,
     content_name,
     hull,
-    orbit_key,
+    orbit_keys,
     patch_key,
     span_key,
 )
@@ -151,7 +151,7 @@ def _proven(
         made = [patch_key(kv.provenance, kv.span, patch_name)]
         if all(a in contents for a in kv.antecedents):
             behind = [contents[a] for a in kv.antecedents]
-            made.append(orbit_key(state.system_prompt_key, placed.chunk_id, behind, patch_name))
+            made += orbit_keys(state.system_prompt_key, placed.chunk_id, behind, patch_name)
         if kv.patch not in made:
             return None
     exact = kv.patch is None and kv.span == span_key(kv.provenance)

@@ -5,7 +5,7 @@ Pydantic models, so that a snapshot is this state and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -30,7 +30,7 @@ class Conditioning(BaseModel):
         lane: how it came to be.
         span: store key of its span (of the base it is rebuilt from, where there is a patch).
         patch: store key of the patch that is added to the base, if any.
-        base: store key of the span it survived with before it was re-formed; a removal patch turns that into it.
+        base: store key of the span that a removal patch is to correct; None once it is formed.
         absorbed: first and last arrival of all that it may carry something of, antecedents and what approximations in front
             of it carried; None where nothing was in front.
     """
@@ -295,6 +295,16 @@ def patch_key(provenance: str, base: str, name: str) -> str:
 def orbit_key(system_prompt_key: str, chunk_id: str, antecedents: Sequence[str], name: str) -> str:
     """Store key of an orbit patch: system prompt, chunk, and the antecedents' contents as a set."""
     return "orbit/" + _digest("orbit", system_prompt_key, chunk_id, tuple(sorted(antecedents)), name)
+
+
+ORDERS_MET = (64, 32, 16, 8, 4, 2)
+"""After how many orders met the mean over them is stored as a patch of its own; a stored one never changes."""
+
+
+def orbit_keys(system_prompt_key: str, chunk_id: str, antecedents: Sequence[str], name: str) -> Iterator[str]:
+    """Store keys of the orbit patches of a set: the one that was asked for, then those of the most orders met."""
+    for met in ("", *(f",met={n}" for n in ORDERS_MET)):
+        yield orbit_key(system_prompt_key, chunk_id, antecedents, name + met)
 
 
 @lru_cache(maxsize=1 << 13, typed=True)

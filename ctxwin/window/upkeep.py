@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from ctxwin.errors import ReadOnlyWindow
 from ctxwin.window import edits
 from ctxwin.window.assembly import Work
 from ctxwin.window.core import WindowCore
-from ctxwin.window.lanes import MAX_ORBIT
+from ctxwin.window.economy import Demand, likely_form
+from ctxwin.window.lanes import MAX_ORBIT, canonical_key, patched
+from ctxwin.window.orbits import meet
+from ctxwin.window.state import Placed, State
 
 
 def refresh(core: WindowCore, count: int | None, ids: Sequence[str] | None = None) -> list[str]:
@@ -40,37 +44,86 @@ def refresh(core: WindowCore, count: int | None, ids: Sequence[str] | None = Non
     return done
 
 
-def compress(core: WindowCore) -> int:
-    """See `Window.compress`."""
-    assembly, repo, freed = core.assembly, core.engine.repo, 0
+def compress(core: WindowCore, *, if_short: bool) -> int:
+    """See `Window.compress`; the rules are those of `ctxwin.window.economy`."""
     if not core.fidelity.allows("patched") or core.fidelity.mode == "blind":
         return 0  # patches would not be served, and the exact KV would be gone
     with core.writing() as state:
-        placed = list(state.placed)
+        if core.fidelity.allows("orbit"):
+            _meet(core, state)
+        demand = core.assembly.demand()
+        if if_short and not demand.short:
+            return 0
         dropped: dict[str, int] = {}
-        for i, p in enumerate(placed):
-            if p.kv is None or p.kv.patch is not None or not p.kv.antecedents:
-                continue
-            encoded = core.engine.encode(p.chunk)
-            found = repo.get_span(p.kv.span, token_ids=encoded.token_ids)
-            if found is None:
-                continue
-            base, _ = assembly.canonical(state, p, None, Work(background=True))
-            absorbed = found[1].get("absorbed", ())
-            key = assembly.form(found[0], base, p.kv.provenance, encoded, core.fidelity, absorbed)
-            patch = repo.get_patch(key) if key else None
-            if key is None or patch is None or patch.nbytes >= found[0].nbytes:
-                continue
-            dropped[p.kv.span] = found[0].nbytes - patch.nbytes
-            update = {"lane": "patched", "exact": False, "depth": p.kv.depth + 1, "span": base, "patch": key}
-            placed[i] = p.replace(kv=p.kv.model_copy(update=update))
+        placed = tuple(_compressed(core, state, p, demand if if_short else None, dropped) for p in state.placed)
+        compressed = len(dropped)
+        evicted = tuple(_kept(core, state, p, dropped) for p in state.evicted) if if_short else state.evicted
+        new = state.edited(placed=placed, evicted=evicted)
         if dropped:
-            core.commit(state.edited(placed=tuple(placed)), "compress")
-            for key, nbytes in dropped.items():
-                if not repo.leased(key):  # another window still serves it
-                    repo.delete(key)
-                    freed += nbytes
-    return freed
+            core.commit(new, "compress")
+            core.engine.repo.counters.spans_compressed += compressed
+    # Other windows may still serve it.
+    freed = sum(
+        size for key, size in dropped.items() if not core.engine.repo.leased(key) and core.engine.repo.delete(key)
+    )
+    return freed + (core.engine.repo.drop_unserved() if if_short else 0)
+
+
+def _compressed(core: WindowCore, state: State, p: Placed, demand: Demand | None, dropped: dict[str, int]) -> Placed:
+    """``p`` as canonical + patch where that is smaller and, given a ``demand``, pays; its span is then added to ``dropped``."""
+    assembly, repo, kv = core.assembly, core.engine.repo, p.kv
+    if kv is None or kv.patch is not None or not kv.antecedents:
+        return p
+    if demand and not demand.pays(state, p, assembly.has(canonical_key(state, p.chunk_id)[1])):
+        return p
+    encoded = core.engine.encode(p.chunk)
+    found = repo.get_span(kv.span, token_ids=encoded.token_ids)
+    if found is None:
+        return p
+    refused = repo.counters.refused
+    base, formed = assembly.canonical(state, p, None, Work(background=True))
+    form = partial(assembly.form, found[0], base, kv.provenance, encoded, core.fidelity, found[1].get("absorbed", ()))
+    key = form()
+    if key is None and repo.counters.refused > refused and repo.leases(kv.span) == 1:
+        repo.delete(kv.span)  # the store is full: what replaces it takes its place
+        if formed is not None:
+            assembly.put(base, formed, encoded, provenance=canonical_key(state, p.chunk_id)[0])
+        key = form()
+        if key is None:
+            repo.put_span(kv.span, *found)
+    patch = None if key is None else repo.get_patch(key)
+    if key is None or patch is None:
+        return p
+    dropped[kv.span] = found[0].nbytes - patch.nbytes
+    return p.replace(kv=patched(kv, "patched", base, key))
+
+
+def _kept(core: WindowCore, state: State, p: Placed, dropped: dict[str, int]) -> Placed:
+    """The evicted ``p`` in the form that `likely_form` names; its other KV is added to ``dropped``."""
+    repo, (_, canonical) = core.engine.repo, canonical_key(state, p.chunk_id)
+    for part in p.chunk.media if p.chunk.keep_source else ():
+        repo.contains(f"source/{part.content}")  # counts as a use: KV can be computed again, pixels cannot
+    if p.kv is None:
+        return p
+    form = likely_form(state, p, repo.contains(canonical), core.fidelity.survivors == "keep")
+    own = p.kv.patch or p.kv.span
+    if form == "conditioned" or own == canonical:
+        return p
+    dropped[own] = core.engine.spec.kv.token_bytes * p.tokens if p.kv.patch is None else 0
+    return p.replace(kv=None)
+
+
+def _meet(core: WindowCore, state: State) -> None:
+    """Takes the orders that the window now shows into the orbit patches of their sets; forms the canonicals for that."""
+    for i, p in enumerate(state.placed):
+        if 2 <= i <= MAX_ORBIT and p.kv is not None and p.kv.exact:
+            encoded = core.engine.encode(p.chunk)
+            if tuple(p.kv.antecedents) != tuple(q.id for q in state.placed[:i]):
+                continue  # it was conditioned behind others
+            found = core.engine.repo.get_span(p.kv.span, token_ids=encoded.token_ids)
+            if found is not None:
+                core.assembly.canonical(state, p, None, Work(background=True))
+                meet(core.assembly, state, i, found[0], core.fidelity)
 
 
 def prepare_orbit(core: WindowCore, ids: Sequence[str], orders: int, seed: int) -> list[str]:

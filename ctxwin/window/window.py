@@ -446,12 +446,21 @@ class Window:
         """
         return upkeep.refresh(self.core, count, ids)
 
-    def compress(self) -> int:
+    def compress(self, *, if_short: bool = False) -> int:
         """Replaces conditioned spans by canonical + patch where the patch is smaller; returns the KV bytes given back.
 
-        For idle time. Cost: a forward for each chunk whose canonical is not held. The chunks are then in lane ``patched``.
+        For idle time; the chunks are then in lane ``patched``. A canonical that was not held takes bytes of its own, which
+        are not subtracted: for a chunk that only one window places they are more than a patch saves.
+
+        Args:
+            if_short: only while what open windows place would not fit into the store as conditioned KV, and only where
+                that gives bytes back; then patches that never served are dropped, too, and evicted chunks keep the
+                cheapest form that serves their return (`ctxwin.window.economy`). With ``Fidelity(orbit=True)`` the orders
+                that the window shows are taken into orbit patches, whatever the store has left.
+
+        Cost: a forward for each chunk whose canonical is not held; nothing where ``if_short`` finds bytes enough.
         """
-        return upkeep.compress(self.core)
+        return upkeep.compress(self.core, if_short=if_short)
 
     def snapshot(self) -> State:
         """This version as a pydantic model: JSON-able, a few hundred bytes a chunk, no tensors. O(n)."""

@@ -40,6 +40,9 @@ class WrapperStore(Store):
     def stats(self) -> StoreStats:
         return self.inner.stats()
 
+    def limit(self) -> int:
+        return self.inner.limit()
+
     def verify(self) -> tuple[int, int]:
         return self.inner.verify()
 

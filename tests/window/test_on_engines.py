@@ -147,6 +147,20 @@ def test_approximation_is_close_and_never_reaches_an_exact_window(engine: Engine
                 assert ask(exact, question).usage.exact
 
 
+def test_a_removal_patch_answers_like_a_re_prefill_of_what_stayed(engine: Engine) -> None:
+    removing = Fidelity("patched", bytes_share=0.11, layers="deep", survivors="removal")
+    with Window(engine, HEADER, fidelity=removing) as window:
+        window.extend([chunk(i) for i in (3, 1, 4, 0)])
+        ask(window, QUESTIONS[0])
+        window.slide(1)
+        assert close(ask(window, QUESTIONS[0]).first_token_logprobs, reprefill(engine, window, QUESTIONS[0]), 1e-4)
+        assert [entry.lane for entry in window.chunks] == ["resident", "patched", "patched"]
+        for question in QUESTIONS:
+            answer, reference = ask(window, question), reprefill(engine, window, question)
+            assert not answer.usage.exact and answer.usage.reused_tokens["patched"] > 0
+            assert reference != answer.first_token_logprobs and kl(reference, answer.first_token_logprobs) < 0.05
+
+
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder for bases of the user's own."""

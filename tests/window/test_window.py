@@ -108,7 +108,7 @@ def test_recall_keeps_dependents_unless_told_to_repair(window: Window) -> None:
     assert window.dependents(a) == (b, c, d)
 
 
-@pytest.mark.parametrize("survivors", ["keep", "removal", "refresh"])
+@pytest.mark.parametrize("survivors", ["keep", "refresh"])
 def test_survivors_policy(engine: FakeEngine, survivors: Any) -> None:
     window = Window(engine, "hd", fidelity=Fidelity("patched", rank=2, survivors=survivors))
     window.extend([Chunk.text("aa"), Chunk.text("bb"), Chunk.text("cc")])
@@ -121,11 +121,9 @@ def test_survivors_policy(engine: FakeEngine, survivors: Any) -> None:
     assert window.plan().exact
     assert lanes(window) == ["resident"] * 2
     engine.repo.delete(window.snapshot().placed[1].kv.span)  # type: ignore[union-attr]
-    # The removal patch that was formed beside the re-formed span serves on the span it survived with.
-    assert lanes(window) == ["resident", "patched" if survivors == "removal" else "formed"]
-    usage = window.ask("q").usage
-    assert usage.computed_tokens == 3 + (0 if survivors == "removal" else 2)
-    assert lanes(window) == ["resident", "patched" if survivors == "removal" else "resident"]
+    assert lanes(window) == ["resident", "formed"]
+    assert window.ask("q").usage.computed_tokens == 3 + 2
+    assert lanes(window) == ["resident"] * 2
 
 
 def test_reorder_re_forms_what_moved_and_remembers_both_orders(engine: FakeEngine, window: Window) -> None:
