@@ -10,8 +10,7 @@
 | ``python -m evals.studies.serve``       | windows and users of vLLM's prefix cache on one vLLM under a rising request rate     |
 | ``python -m evals.studies.canonical``   | canonicals behind the system prompt, behind another one, or behind a neutral prefix  |
 | ``python -m evals.studies.predicted``   | patches predicted for neighbours that a chunk was never seen with                    |
-| ``python -m evals.studies.economy``     | chunks that a small store holds for many windows, patches or not    |
-| ``python -m evals.studies.canonical``   | canonicals behind the system prompt or behind a neutral prefix                       |
+| ``python -m evals.studies.economy``     | chunks that a small store holds for many windows, with and without patches   |
 | ``python -m evals.studies.gate``        | whether a divergence threshold could gate reuse, over the samples of a run           |
 
 Modules import one another relatively, so that they work under this name and as ``ctxwin.evals.studies``.
