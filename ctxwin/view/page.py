@@ -52,7 +52,7 @@ def page(recording: Recording, title: str, *, limit: int = LIMIT, live: str | No
     data = {"lanes": lanes, "limit": limit, "left_out": left_out, "live": live, "lines": newest(recording.lines, limit)}
     script = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     template = Template((_FOLDER / "page.html").read_text(encoding="utf-8"), autoescape=True, undefined=StrictUndefined)
-    return template.render(
+    text: str = template.render(
         title=title,
         models=sorted({event["model"] for event in recording.events if "model" in event}),
         version=recording.system_prompt.get("version", "?"),
@@ -65,6 +65,7 @@ def page(recording: Recording, title: str, *, limit: int = LIMIT, live: str | No
         script=Markup(script),
         hash=Markup("sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()),
     )
+    return text
 
 
 def newest(lines: Iterable[Mapping[str, Any]], limit: int) -> list[Mapping[str, Any]]:
