@@ -38,7 +38,7 @@ from serve.serving import Server
 FRAMES = world.make_stream(seed=5, n_frames=12)
 CHUNKS = [Chunk.image(world.render(f), text=f"t={i} s") for i, f in enumerate(FRAMES)]
 QUESTION = f"color of {FRAMES[2].marks[0]:02d}?"
-TIMES = ("ttft_s", "total_s")
+TIMES = ("ttft_s", "total_s", "planned_s")
 
 
 @pytest.fixture(scope="module")
