@@ -327,7 +327,7 @@ class EngineConformance:
         alone = engine.prefill([], encoded[2], 0)
         layout = laid(encoded)
         layout[2] = replace(layout[2], span=relocate(alone, engine.spec.kv, layout[2].start), approximate=True)
-        got = engine.generate(layout, query, Sampling(max_tokens=1, logprobs=8), salt="blind")
+        got = engine.generate(layout, query, Sampling(max_tokens=1, logprobs=8), salt="forced")
         (rows,) = engine.forced_logprobs(layout, [(query, [])], best=8)
         assert rows[0] == pytest.approx(got.logprobs, abs=1e-4)
         (exact,) = engine.forced_logprobs(laid(encoded), [(query, [])], best=8)

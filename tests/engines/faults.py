@@ -151,10 +151,10 @@ class Impatient:
         self._patch = mock.patch.object(requests, "_next", self._next)
         self._real = requests._next
 
-    def _next(self, driver: Any, outputs: Any) -> Any:
+    def _next(self, driver: Any, outputs: Any, forced: Any) -> Any:
         seconds = getattr(self.patience, "seconds", None)
         if seconds is None:
-            return self._real(driver, outputs)
+            return self._real(driver, outputs, forced)
         try:
             return outputs.get(timeout=seconds)
         except queue.Empty:

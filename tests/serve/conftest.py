@@ -21,7 +21,7 @@ keys = ["key-bolt"]
 """
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     from serve.test_vllm_server import running_server
 

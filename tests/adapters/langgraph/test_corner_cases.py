@@ -25,7 +25,8 @@ from ctxwin import BudgetExceeded, Chunk, Fidelity, Window
 from ctxwin.adapters.langgraph import WindowContext, WindowNode, WindowState, load, merge_windows, open_window
 from ctxwin.adapters.langgraph.node import follow
 from ctxwin.adapters.langgraph.session import engine_of
-from ctxwin.window import core, edits
+from ctxwin.trust import standing
+from ctxwin.window import edits
 from ctxwin.window.sync import sync
 from window.fake import FakeEngine
 
@@ -217,7 +218,7 @@ def test_an_answer_kept_under_another_profile_is_computed_again(
             window.ask("what?", max_tokens=3)
 
     once()
-    monkeypatch.setattr(core, "resolve", lambda fidelity, model: fidelity.model_copy(update={"mode": "patched"}))
+    monkeypatch.setattr(standing, "resolve", lambda fidelity, model: fidelity.model_copy(update={"mode": "patched"}))
     once()
     assert engine.asked == 2
     once()

@@ -110,6 +110,8 @@ def with_connector(model: str, options: dict[str, Any], transport: Transport) ->
     if current_platform.is_cpu():
         kv = transport.kv
         if kv.family == "mla":
+            # The other one, which vLLM prefers where the processor has AMX, takes no float32.
+            arguments.setdefault("attention_backend", "CPU_MLA")
             _correct_rotation(arguments)  # the size of its blocks is the platform's choice
         else:
             arguments.setdefault("block_size", 32)  # the smallest for CPU kernels: less to load behind a prefix hit
