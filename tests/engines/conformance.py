@@ -315,7 +315,9 @@ class EngineConformance:
             missing = sum(p.tokens for p in layout if p.span is None)
             # Up to a block is computed again in front of each question, or found where the first left it.
             block = 1 if engine.spec.name == "hf" else 32
-            assert missing + len(ids) < tally.tokens <= missing + 2 * query.tokens + len(ids) + 2 * block
+            # vLLM's MLA on CPUs has no prefix cache.
+            times = 3 if (engine.spec.name, engine.spec.kv.family) == ("vllm", "mla") else 1
+            assert missing + len(ids) < tally.tokens <= times * missing + 2 * query.tokens + len(ids) + 2 * block
         assert engine.counters.prefill_tokens > before
         other = [(ids[0] + 1) % 100, *ids[1:]]
         (changed,) = engine.forced_logprobs(layouts[1], [(query, other)], best=8)
