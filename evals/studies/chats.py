@@ -13,6 +13,8 @@ vLLM alone is the reference of the answers. Each way has a prefix-cache space of
 from __future__ import annotations
 
 import base64
+import contextlib
+import http.client
 import io
 import json
 import socket
@@ -21,9 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,7 +77,7 @@ class Row:
         }  # fmt: skip
 
 
-@contextmanager
+@contextlib.contextmanager
 def server(model: str, arguments: list[str]) -> Iterator[str]:
     """``ctxwin serve MODEL``, until the block ends."""
     with socket.socket() as probe:
@@ -94,8 +94,10 @@ def server(model: str, arguments: list[str]) -> Iterator[str]:
                     log.seek(0)
                     raise RuntimeError(f"the server ended: {log.read()[-2000:].decode(errors='replace')}")
                 try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-                    break
+                    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as asked:
+                        asked.request("GET", "/health")
+                        if asked.getresponse().status == 200:
+                            break
                 except OSError:
                     time.sleep(0.5)
             yield f"http://127.0.0.1:{port}"
