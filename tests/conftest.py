@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,8 @@ os.environ.setdefault("CTXWIN_AUDITS", "0")  # work in the background would be c
 
 LONG = frozenset((ROOT / "long.txt").read_text().split())
 """Files that took more than 1.5 s of one processor when measured; `make test` runs them."""
+
+_TIMED = frozenset({"test_cost", "test_cost_lanes", "test_cost_policy"})
 
 GUARDS = (
     "engines/test_vllm_compiled.py::",
@@ -97,3 +99,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if any(item.get_closest_marker(name) for name in ("long", *_SAYS))]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _prices_stand_still(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Lanes go by cost, and what a call takes on a busy machine is chance: only tests of costs learn from it."""
+    from ctxwin.engines.cost import Fit
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.stem not in _TIMED:
+            patch.setattr(Fit, "observe", lambda self, amounts, ms: None)
+        yield
