@@ -61,7 +61,6 @@ class Turn:
     Attributes:
         lanes: prompt tokens by lane.
         edits: how the window came to what the request says, by kind of edit.
-        ahead: tokens that were computed before the request itself ran.
     """
 
     conversation: Conversation
@@ -77,6 +76,7 @@ class Turn:
 
     @property
     def ahead(self) -> int:
+        """Tokens that were computed before the request itself ran."""
         return self.handed.made.computed_tokens + self.work.tokens
 
 
