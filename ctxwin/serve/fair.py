@@ -65,6 +65,7 @@ class FairPool:
         self._begun = 0
         self._asked: dict[str, float] = {}  # when the tenant last asked for a turn
         self._rests: dict[str, float] = {}  # until when it rests where others ask
+        self._rested: float | None = None  # when the first of those that wait and rest has rested
         self._closing = False
         self._changed = threading.Condition()
 
@@ -151,10 +152,8 @@ class FairPool:
         return any(t != tenant and (at > now - _LATELY or self._running[t]) for t, at in self._asked.items())
 
     def _until_rested(self) -> float | None:
-        """Seconds until the next tenant that waits has rested; None where none does both."""
-        now = time.monotonic()
-        left = [rest - now for t in self._waiting if (rest := self._rests.get(t, 0.0)) > now]
-        return min(left, default=None)
+        """Seconds until a tenant that `_next` has passed over has rested; None where it passed over none."""
+        return None if self._rested is None else max(0.0, self._rested - time.monotonic())
 
     def _forget(self, tenant: str, future: Future[Any]) -> None:
         """Drops what was taken back at once, with all that it holds. O(waiting)."""
@@ -171,12 +170,10 @@ class FairPool:
         """Takes the next job out of its queue; it counts as running."""
         while True:
             now = time.monotonic()
-            able = [
-                tenant
-                for tenant in self._waiting
-                if self._running[tenant] < self._caps.get(tenant, self._most)
-                and (self._rests.get(tenant, 0.0) <= now or not self._beside_others(tenant, now))
-            ]
+            able = [t for t in self._waiting if self._running[t] < self._caps.get(t, self._most)]
+            tired = [t for t in able if self._rests.get(t, 0.0) > now and self._beside_others(t, now)]
+            self._rested = min((self._rests[t] for t in tired), default=None)
+            able = [t for t in able if t not in tired]
             if not able or self._running.total() >= self._most:
                 return None
             tenant = min(able, key=lambda t: (self._running[t], self._served.get(t, 0)))
