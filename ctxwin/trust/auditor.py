@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import AnswerStopped, UnsupportedModel
 from ctxwin.trust.evidence import WAYS, Decision, Ledger, Trial
-from ctxwin.trust.replay import EXACT, GONE, Divergence, Exchange, Finding, Replay, diverge, shadow
+from ctxwin.trust.replay import EXACT, GONE, Exchange, Finding, Replay, diverge, shadow, stricter
 from ctxwin.window.lanes import Before, choose
 from ctxwin.window.state import Conditioning, State
 
@@ -331,7 +331,7 @@ class Auditor:
                 for i, exchange in enumerate(exchanges):
                     window = diverge(references[i], scored[i], exchange.ended)
                     stream = None if streams is None else diverge(streams[i], scored[i], exchange.ended)
-                    strict = _stricter(window, stream, job.fidelity.reference)
+                    strict = stricter(window, stream, job.fidelity.reference)
                     trials.append(
                         Trial(
                             name,
@@ -369,12 +369,6 @@ class Auditor:
         while len(self._shadows) > _WINDOWS:
             self._shadows.popitem(last=False)
         return self._shadows[job.window]
-
-
-def _stricter(window: Divergence, stream: Divergence | None, reference: str) -> Divergence:
-    if stream is None or reference == "window":
-        return window
-    return stream if reference == "stream" or (stream.changed, stream.kl) > (window.changed, window.kl) else window
 
 
 _auditors: weakref.WeakKeyDictionary[Any, Auditor] = weakref.WeakKeyDictionary()

@@ -88,6 +88,15 @@ def diverge(reference: Rows, served: Rows, ended: bool) -> Divergence:
     return Divergence(math.fsum(kls) / len(kls) if kls else 0.0, changed)
 
 
+def stricter(
+    window: Divergence, stream: Divergence | None, reference: Literal["stricter", "window", "stream"]
+) -> Divergence:
+    """The one that decides: what ``reference`` names where it was measured, else the one that is further off."""
+    if stream is None or reference == "window":
+        return window
+    return stream if reference == "stream" or (stream.changed, stream.kl) > (window.changed, window.kl) else window
+
+
 def _likeliest(row: dict[int, float]) -> int:
     return max(row, key=lambda token: (row[token], -token))
 
@@ -253,10 +262,7 @@ class Replay:
         if seen is not None:
             (all_of_it,) = self.scored(seen, [exchange])
             stream = diverge(all_of_it, mine, exchange.ended)
-        strict = window
-        if stream is not None and (reference == "stream" or (stream.changed, stream.kl) > (window.changed, window.kl)):
-            strict = stream
-        return Finding(window, stream, strict, concerned)
+        return Finding(window, stream, stricter(window, stream, reference), concerned)
 
     def _check(self) -> None:
         if self.stopped():
