@@ -344,13 +344,14 @@ class Assembly:
         if 0 in captured:
             self.put(laid.segments[0].span_key, captured[0], laid.segments[0].encoded, provenance="system_prompt")
         placed = []
+        demand = cache(self.demand)  # asked of every open window: once an answer at most
         for i, choice in enumerate(laid.choices, start=1):
             p = choice.placed
             if choice.compute:
                 if i not in captured:  # the engine could not read it back: stay uncomputed
                     placed.append(p)
                     continue
-                kept = self._store(state, choice.served, captured[i], laid, i - 1, fidelity)
+                kept = self._store(state, choice.served, captured[i], laid, i - 1, fidelity, demand)
                 p = p.replace(kv=kept, seen=True, unseen=())
             elif choice.settles:
                 p = p.replace(kv=choice.served, seen=True, unseen=())
@@ -370,7 +371,14 @@ class Assembly:
             self.before.popitem(last=False)
 
     def _store(
-        self, state: State, served: Conditioning, span: SpanKV, laid: Laid, index: int, fidelity: Fidelity
+        self,
+        state: State,
+        served: Conditioning,
+        span: SpanKV,
+        laid: Laid,
+        index: int,
+        fidelity: Fidelity,
+        demand: Callable[[], Demand],
     ) -> Conditioning:
         """Stores the KV of the chunk at ``index`` that was computed in place; returns how it is served from now on.
 
@@ -382,7 +390,7 @@ class Assembly:
             base = served.base
             if base is None:
                 _, canonical = canonical_key(state, placed.chunk_id)
-                base = canonical if self.has(canonical) and self.demand().pays(state, placed, True) else None
+                base = canonical if self.has(canonical) and demand().pays(state, placed, True) else None
             if base is not None and self.has(base):
                 key = self.form(span, base, served.provenance, encoded, fidelity, absorbed)
                 if key is not None:

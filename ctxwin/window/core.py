@@ -321,10 +321,14 @@ def _audited(window: weakref.ref[WindowCore], found: Finding, fallen: Sequence[s
 
 
 def demand_of(engine: Engine) -> Demand:
-    """What the windows that this process has open on the engine's store would take there. Cost: O(placed chunks)."""
+    """What the windows that this process has open on the engine's store would take there. Cost: O(placed chunks), unless the
+    store has no limit."""
+    limit = engine.repo.store.limit()
+    if not limit:
+        return Demand()
     with _opening:
         cores = [core for core in _open.get(engine.repo, ()) if not core.closed and not core.read_only]
-    return Demand.of((core.state for core in cores), engine.spec.kv.token_bytes, engine.repo.store.limit())
+    return Demand.of((core.state for core in cores), engine.spec.kv.token_bytes, limit)
 
 
 def restored(engine: Engine, state: State | dict[str, Any] | str, seed: str | None = None) -> WindowCore:
