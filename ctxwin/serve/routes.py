@@ -307,7 +307,6 @@ def _form(kind: str, limits: Limits, raw: bytes, max_text: int) -> tuple[Any, di
     return {"type": "image", "image": {"file": "file"}, **fields}, files
 
 
-def install(app: FastAPI, service: Service) -> None:
-    """Adds our routes for ``service``; the app's own stay as they are. `GATEWAY` must be among the app's middleware."""
-    setattr(app.state, STATE, service)
+def install(app: FastAPI) -> None:
+    """Adds our routes; the app's own stay as they are. `GATEWAY` must be among its middleware, a service in its state."""
     app.include_router(router)

@@ -1,4 +1,7 @@
-"""One ``ctxwin serve`` with vLLM and two tenants for all tests that need no server of their own."""
+"""One server with vLLM and two tenants for all tests of a file that need none of their own.
+
+``ctxwin serve`` runs it, and vLLM's own command with our plugin where the file says ``STOCK = True``.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,16 @@ keys = ["key-bolt"]
 
 
 @pytest.fixture(scope="module")
-def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+def vllm_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     from serve.test_vllm_server import running_server
 
     folder = tmp_path_factory.mktemp("server")
     (folder / "tenants.toml").write_text(TENANTS)
+    stock = getattr(request.module, "STOCK", False)
+    ours = "--ctxwin-" if stock else "--"
     with running_server(
-        folder, "--api-key", "key-own", "--tenants", str(folder / "tenants.toml"), "--enable-prompt-tokens-details",
-        "--store", f"tiered:memory:,disk:{folder / 'kv'}", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+        folder, "--api-key", "key-own", f"{ours}tenants", str(folder / "tenants.toml"), "--enable-prompt-tokens-details",
+        f"{ours}store", f"tiered:memory:,disk:{folder / 'kv'}", "--enable-auto-tool-choice",
+        "--tool-call-parser", "hermes", stock=stock,
     ) as made:  # fmt: skip
         yield made

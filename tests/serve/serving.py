@@ -20,7 +20,7 @@ from ctxwin.serve.limits import Limits
 from ctxwin.serve.metrics import Metrics
 from ctxwin.serve.middleware import Gateway
 from ctxwin.serve.routes import install
-from ctxwin.serve.service import OpenEngine, Service
+from ctxwin.serve.service import STATE, OpenEngine, Service
 from ctxwin.serve.tenants import Keys, Tenant
 from ctxwin.store import open_store
 from ctxwin.tiny import checkpoint_dir
@@ -111,7 +111,8 @@ def serving(
 
         return PlainTextResponse(generate_latest(registry))
 
-    install(app, service)
+    setattr(app.state, STATE, service)
+    install(app)
     app.add_middleware(Gateway)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)

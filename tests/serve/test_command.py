@@ -45,11 +45,12 @@ def test_bad_options_of_ours_are_one_line(arguments: tuple[str, ...], said: str)
 
 PROGRAM = """
 import json, sys
-from ctxwin.serve.vllm.arguments import own_keys, parse
+from ctxwin.serve.vllm.arguments import own_keys, parse, prepare
 found = {}
 for given in json.loads(sys.argv[1]):
     try:
         args = parse("tiny", given)
+        prepare(args, given)
         found[" ".join(given)] = [args.model, args.served_model_name, args.kv_transfer_config["kv_connector"],
                                   args.max_model_len, args.disable_log_stats, own_keys(args),
                                   args.enforce_eager, args.max_logprobs, args.plain_max_logprobs]

