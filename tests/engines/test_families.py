@@ -18,7 +18,15 @@ from ctxwin.engines.open import open_engine
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.store import Store, open_store
 from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture
-from engines.models import edit_config, write_decoder, write_internvl, write_kimi, write_mla_model, write_vision_model
+from engines.models import (
+    edit_config,
+    write_decoder,
+    write_glm4v,
+    write_internvl,
+    write_kimi,
+    write_mla_model,
+    write_vision_model,
+)
 from engines.oracle import assert_answers, real_answer
 
 LLAMA3 = dict(
@@ -31,6 +39,8 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "internvl": write_internvl,
     "kimi": write_kimi,
     "kimi_over_v2": lambda folder: write_kimi(folder, "deepseek_v2"),
+    "glm4v": write_glm4v,
+    "glm4v_moe": lambda folder: write_glm4v(folder, experts=True),
     "llama_gqa": lambda folder: write_decoder(folder, "Llama", rope_parameters=LLAMA3),
     "llama_mha": lambda folder: write_decoder(folder, "Llama", num_key_value_heads=4),
     "deepseek_v2": write_mla_model,
@@ -75,6 +85,15 @@ class TestInternVL(OnTransformers):
     @classmethod
     def model_dir(cls, folders: Callable[[str], Path]) -> Path:
         return folders("internvl")
+
+
+class TestGLM4V(OnTransformers):
+    """M-RoPE in neighbouring pairs over half of each head."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("glm4v")
 
 
 class TestLlamaGQA(OnTransformers):
@@ -129,7 +148,7 @@ def shown(engine: HFEngine) -> list[Encoded]:
     return [engine.encode_system_prompt(HEADER), *(engine.encode(i) for i in images)]
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe", "internvl", "kimi", "kimi_over_v2"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe", "internvl", "kimi", "kimi_over_v2", "glm4v", "glm4v_moe"])
 def test_pictures_against_the_real_model_path(name: str, folders: Callable[[str], Path]) -> None:
     """The processor's own ids for the whole prompt, and the model's own answer from pixels."""
     from transformers import AutoProcessor
@@ -233,7 +252,7 @@ def test_deepstack_features_are_stored_and_count(folders: Callable[[str], Path])
         engine.inputs(encoded)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "internvl", "kimi", "deepseek_v2"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "internvl", "kimi", "deepseek_v2", "glm4v"])
 def test_the_decoder_runs_layer_by_layer(name: str, folders: Callable[[str], Path]) -> None:
     """What `HFEngine.inputs`, `text_model` and `lm_head` are for."""
     engine = opened(folders(name))

@@ -209,18 +209,19 @@ def _folder(name: str | Path) -> Path:
 def _media_tokens(config: Any, processor: Any, video: bool) -> MediaTokens:
     vocabulary = processor.tokenizer.get_vocab()
 
-    def find(field_name: str, processors_name: str, token: str) -> int:
-        places = (getattr(config, field_name, None), getattr(processor, processors_name, None), vocabulary.get(token))
-        held = next((place for place in places if place is not None), None)
+    def find(token: str, *names: str) -> int:
+        places = (getattr(held, name, None) for held in (config, processor) for name in names)
+        held = next((place for place in (*places, vocabulary.get(token)) if place is not None), None)
         if held is None:
-            raise UnsupportedModel(f"the config of a vision model must name {field_name}, got none")
+            raise UnsupportedModel(f"the config of a vision model must name {names[0]}, got none")
         return int(held)
 
+    # Qwen's and Kimi's names, InternVL's, GLM's.
     return MediaTokens(
-        start=find("vision_start_token_id", "start_image_token_id", "<|vision_start|>"),
-        end=find("vision_end_token_id", "end_image_token_id", "<|vision_end|>"),
-        image=find("image_token_id", "image_token_id", "<|image_pad|>"),
-        video=find("video_token_id", "video_token_id", "<|video_pad|>") if video else None,
+        start=find("<|vision_start|>", "vision_start_token_id", "start_image_token_id", "image_start_token_id"),
+        end=find("<|vision_end|>", "vision_end_token_id", "end_image_token_id", "image_end_token_id"),
+        image=find("<|image_pad|>", "image_token_id"),
+        video=find("<|video_pad|>", "video_token_id") if video else None,
     )
 
 

@@ -42,6 +42,8 @@ FAMILIES = {
     "qwen3_vl_moe": Family(video=True, stamps=True),
     "internvl": Family(tiles=True),
     "kimi_k25": Family(),
+    "glm4v": Family(),
+    "glm4v_moe": Family(),
 }
 """By ``model_type``. Pictures of other families may attend both ways, depend on each other, or bring other inputs."""
 REFUSED = {
