@@ -29,6 +29,7 @@ GUARDS = (
     "engines/test_vllm_families.py::TestInternVL::",
     "engines/test_vllm_families.py::test_deepseek_v3_against_transformers",
     "engines/test_vllm_families.py::test_qwen3_vl_moe_against_transformers",
+    "engines/test_vllm_families.py::test_glm4v_moe_against_transformers",
     "engines/test_vllm_tensor_parallel.py::",
     "engines/test_vllm_watchdog.py::",
     "evals/test_kill.py::",

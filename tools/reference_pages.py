@@ -6,6 +6,7 @@ says today.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -64,6 +65,36 @@ def metrics() -> str:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         rows.append((f"`{name}`", family.type, family.documentation))
     return "\n".join(_table(("metric", "kind", ""), rows))
+
+
+def architectures_of_vllm() -> dict[str, Any]:
+    """An `Assessment` of each generating architecture that the installed vLLM knows, by its name there."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto import modeling_auto
+    from vllm.model_executor.models import registry
+
+    from ctxwin.doctor.models import Assessment, assess_config
+
+    kinds: dict[str, str] = {}
+    for name in filter(lambda name: name.endswith("_MAPPING_NAMES"), dir(modeling_auto)):
+        for kind, classes in getattr(modeling_auto, name).items():
+            for found in [classes] if isinstance(classes, str) else classes:
+                kinds.setdefault(found, kind)
+    unknown = "transformers has no config class for it"
+    made = {}
+    for name in sorted({*registry._TEXT_GENERATION_MODELS, *registry._MULTIMODAL_MODELS}):
+        kind = kinds.get(name)
+        made[name] = assess_config(CONFIG_MAPPING[kind](), name) if kind else Assessment(name, "", "unknown", unknown)
+    return made
+
+
+def architectures() -> str:
+    """What happens to every architecture of vLLM, by its default config."""
+    rows = []
+    for name, found in architectures_of_vllm().items():
+        reason = found.reason.removesuffix("; cached KV cannot be moved")
+        rows.append((f"`{name}`", f"`{found.kind}`" if found.kind else "", found.standing, reason))
+    return "\n".join(_table(("vLLM's architecture", "model type", "", ""), rows))
 
 
 def operations() -> str:
@@ -133,6 +164,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
 
 
 PARTS: dict[str, Callable[[], str]] = {
+    "architectures": architectures,
     "command line": command_line,
     "errors": errors,
     "fidelity": fidelity,
@@ -143,10 +175,14 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def rendered(page: Path) -> str:
-    """A page with its generated parts written anew."""
-    return _PART.sub(
-        lambda found: f"{found[1]}{PARTS[found[2]]().strip()}\n{found[3]}", page.read_text(encoding="utf-8")
-    )
+    """A page with its generated parts written anew; what vLLM knows only where vLLM is installed."""
+
+    def part(found: re.Match[str]) -> str:
+        if found[2] == "architectures" and importlib.util.find_spec("vllm") is None:
+            return found[0]
+        return f"{found[1]}{PARTS[found[2]]().strip()}\n{found[3]}"
+
+    return _PART.sub(part, page.read_text(encoding="utf-8"))
 
 
 def main(arguments: list[str]) -> int:

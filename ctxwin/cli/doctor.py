@@ -13,10 +13,13 @@ MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "broken": "[red]broken
 
 
 def doctor(
+    model: Annotated[
+        str, typer.Argument(help="A model folder or Hub name: say what would be served how, from its config alone.")
+    ] = "",
     fix: Annotated[bool, Option("--fix", help="Install the import hook that repairs torchvision for vLLM.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Check this environment: libraries, vLLM build, compiler, shared memory; exit code 1 where something is broken."""
+    """Check this environment, libraries to shared memory, or say how MODEL would be served; exit code 1 if something fails."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -24,6 +27,8 @@ def doctor(
     from ctxwin.doctor import diagnose
     from ctxwin.doctor import fix as repair
 
+    if model:
+        return _assess(model, as_json)
     errors = Console(stderr=True)
     with errors.status("checking") as status:
         found = diagnose(lambda finding: status.update(f"checked {finding.name}"))
@@ -44,4 +49,36 @@ def doctor(
             typer.echo(line)
         typer.echo(f"{len(broken)} broken" if broken else "nothing is broken")
     if broken:
+        raise typer.Exit(1)
+
+
+def _assess(name: str, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    from ctxwin.doctor.models import assess
+
+    found, console = assess(name), Console(soft_wrap=True)
+    served = found.standing in ("tested", "measured")
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=1))
+    elif not served:
+        console.print(f"[red]{found.standing}[/] {escape(found.model)}: {escape(found.reason)}")
+    else:
+        lines = [f"[green]would be served[/] {escape(found.model)} ({found.kind}) on {' and '.join(found.engines)}"]
+        lines += [f"KV: {escape(found.layout)}; {found.token_bytes:,} bytes a token"]
+        lines += [
+            f"a chunk of 256 tokens {256 * found.token_bytes / 1e6:.1f} MB, of 1,024 {1024 * found.token_bytes / 1e6:.1f} MB"
+        ]
+        lines += [
+            "ways to serve: exact and position-free; blind, patched and kept ones where a probe or audits allow them"
+        ]
+        lines += [escape(found.reason)] if found.reason else []
+        lines += (
+            ["its family is compared with transformers by the tests"]
+            if found.standing == "tested"
+            else ["no test holds this family: whether its keys turn is measured when it is opened, and refused if not"]
+        )
+        console.print("\n".join(lines))
+    if not served:
         raise typer.Exit(1)

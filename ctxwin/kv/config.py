@@ -83,7 +83,11 @@ def check_supported(config: Any) -> None:
         (kind in _RECURRENT, "linear attention or state space layers", "their state is no KV of tokens"),
         (crossed, "cross attention layers", "their KV does not belong to tokens of the window"),
         (both_ways, "bidirectional attention", "a chunk's KV depends on what follows it"),
-        (has("index_topk"), "a sparse attention indexer", "its own key cache would have to move too"),
+        (
+            has("index_topk") or has("index_topk_blocks"),
+            "a sparse attention indexer",
+            "its own key cache would have to move too",
+        ),
         (states, "".join(states[:1]), "they keep no KV for every token of the window"),
         (sliding, "sliding window layers", "engines drop the KV that left the window"),
         (others, f"{', '.join(others)} layers", "only full attention is known to move"),

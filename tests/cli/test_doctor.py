@@ -166,3 +166,21 @@ def test_the_command_exits_by_what_it_finds(monkeypatch: pytest.MonkeyPatch) -> 
     assert said["findings"][0] == {
         "name": "torch", "status": "broken", "what": "no", "remedy": "reinstall", "fixable": False
     }  # fmt: skip
+
+
+def test_what_would_become_of_a_model(tmp_path: Path) -> None:
+    """From its config alone: there are no weights in the folder."""
+    from transformers import MiniMaxM2Config, Qwen3NextConfig
+
+    served = CliRunner().invoke(app, ["doctor", "tiny", "--json"])
+    found = json.loads(served.stdout)
+    assert served.exit_code == 0 and (found["standing"], found["kind"]) == ("tested", "qwen2_5_vl")
+    assert found["token_bytes"] == 2 * 4 * 2 * 32 * 2 and found["engines"] == ["hf", "vllm"]
+    MiniMaxM2Config().save_pretrained(tmp_path / "unseen")
+    unseen = CliRunner().invoke(app, ["doctor", str(tmp_path / "unseen")])
+    assert unseen.exit_code == 0 and "measured when it is opened" in unseen.stdout
+    Qwen3NextConfig().save_pretrained(tmp_path / "hybrid")
+    hybrid = CliRunner().invoke(app, ["doctor", str(tmp_path / "hybrid")])
+    assert hybrid.exit_code == 1 and "linear attention" in hybrid.stdout
+    missing = CliRunner().invoke(app, ["doctor", str(tmp_path / "missing")])
+    assert missing.exit_code == 1 and "unknown" in missing.stdout

@@ -247,7 +247,9 @@ def write_glm4v(folder: Path, experts: bool = False) -> Path:
         image_start_token="<|begin_of_image|>", image_end_token="<|end_of_image|>", image_token="<|image|>",
         video_start_token="<|begin_of_video|>", video_end_token="<|end_of_video|>", video_token="<|video|>",
     )  # fmt: skip
-    template = CHATML.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|begin_of_image|><|image|><|end_of_image|>")
+    template = CHATML.replace(
+        "<|vision_start|><|image_pad|><|vision_end|>", "<|begin_of_image|><|image|><|end_of_image|>"
+    )
     tokenizer = build_tokenizer(template, **names)
     torch.manual_seed(0)
     text = _text_fields(len(tokenizer))
@@ -257,10 +259,12 @@ def write_glm4v(folder: Path, experts: bool = False) -> Path:
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
         "mrope_section": [head // 16, head // 16, head // 8],
     }  # fmt: skip
+    text["attention_bias"] = True  # written in released configs; transformers computes with it anyway
     if experts:
         text |= dict(
             head_dim=head, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=32,
-            first_k_dense_replace=1, n_group=1, topk_group=1, norm_topk_prob=True,
+            first_k_dense_replace=1, n_group=1, topk_group=1, norm_topk_prob=True, use_qk_norm=False,
+            tie_word_embeddings=False,
         )  # fmt: skip
     vision = dict(
         depth=2, hidden_size=32, num_heads=2, intermediate_size=48, out_hidden_size=64, image_size=84, patch_size=14,
@@ -269,7 +273,7 @@ def write_glm4v(folder: Path, experts: bool = False) -> Path:
     name = "Glm4vMoe" if experts else "Glm4v"
     ids = {f"{field}_id": tokenizer.convert_tokens_to_ids(token) for field, token in names.items()}
     config = getattr(transformers, f"{name}Config")(
-        text_config=text, vision_config=vision, tie_word_embeddings=True, **ids
+        text_config=text, vision_config=vision, tie_word_embeddings=not experts, **ids
     )  # fmt: skip
     _save(getattr(transformers, f"{name}ForConditionalGeneration")(config), folder)
     size = {"shortest_edge": 28 * 28, "longest_edge": 84 * 84 * 2}

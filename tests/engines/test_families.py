@@ -337,9 +337,28 @@ def rescale(file: Path, ending: str) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["Mistral", "Phi", "Olmo2", "Cohere", "StableLm", "Granite", "Qwen3"])
-def test_models_that_turn_are_accepted(kind: str, dtype: str, tmp_path: Path) -> None:
-    write_decoder(tmp_path, kind, sliding_window=None) if kind == "Mistral" else write_decoder(tmp_path, kind)
-    with HFEngine(tmp_path, dtype=dtype) as engine:
-        assert engine.counters == type(engine.counters)(), "the measurement is nobody's work"
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=48)
+HEADS = dict(head_dim=16)
+DECODERS: dict[str, dict[str, object]] = {
+    "Apertus": {}, "Cohere": {}, "Ernie4_5": HEADS, "Exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "Gemma": HEADS, "Glm4": HEADS, "Granite": {}, "GraniteMoe": dict(num_local_experts=4),
+    "Mistral": {"sliding_window": None}, "Mixtral": dict(num_local_experts=4), "Nemotron": {}, "Olmo2": {},
+    "Olmoe": EXPERTS, "Phi": {}, "Phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "Qwen2Moe": EXPERTS, "Qwen3": HEADS, "Qwen3Moe": EXPERTS | HEADS, "StableLm": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_decoders_against_the_real_model_path(kind: str, tmp_path: Path) -> None:
+    write_decoder(tmp_path, kind, **DECODERS[kind])
+    engine = opened(tmp_path)
+    assert engine.counters == type(engine.counters)(), "the measurement is nobody's work"
+    encoded = [engine.encode_system_prompt(HEADER), engine.encode(Chunk.text("frame 1 is red\n"))]
+    ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
+    assert_answers(engine, encoded, real_answer(tmp_path, ids))
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Cohere", "Granite", "Qwen3"])
+def test_decoders_turn_in_half_precision(kind: str, tmp_path: Path) -> None:
+    with HFEngine(write_decoder(tmp_path, kind, **DECODERS[kind]), dtype="bfloat16") as engine:
+        assert engine.spec.kv.dtype == "bfloat16"

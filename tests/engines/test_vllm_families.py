@@ -106,6 +106,17 @@ class TestInternVL(OnVLLM):
         self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
 
 
+class TestGLM4V(OnVLLM):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return models.wide(models.write_glm4v, tmp_path_factory.mktemp("vllm_glm4v"))
+
+    def test_pictures_against_transformers(self, engine: Engine, reference: Engine) -> None:
+        clip = Chunk.video([picture(i) for i in range(3)], fps=2.0)
+        self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
+
+
 class TestLatentAttention(OnVLLM):
     vision = False
 
@@ -128,6 +139,24 @@ class TestLlama(OnVLLM):
 
     def test_text_against_transformers(self, engine: Engine, reference: Engine) -> None:
         self.compare(engine, reference, [Chunk.text(f"frame {i} is red\n") for i in range(3)], "text")
+
+
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64)
+DECODERS: dict[str, dict[str, object]] = {
+    "Gemma": dict(head_dim=32), "Glm4": dict(head_dim=32, attention_bias=True), "Granite": {},
+    "Mistral": dict(sliding_window=None), "Mixtral": dict(num_local_experts=4), "Phi3": {},
+    "Qwen2Moe": EXPERTS, "Qwen3": dict(head_dim=32), "StableLm": {},
+    "Qwen3Moe": EXPERTS | dict(head_dim=32, tie_word_embeddings=False),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DECODERS)
+def test_decoders_against_transformers(kind: str, tmp_path: Path) -> None:
+    folder = models.wide(lambda f: models.write_decoder(f, kind, **DECODERS[kind]), tmp_path / "model")
+    suite = TestLlama()
+    with suite.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
+        suite.test_text_against_transformers(engine, reference)
 
 
 def test_multi_head_attention_against_transformers(tmp_path: Path) -> None:
@@ -153,9 +182,7 @@ class TestOptions:
 
 
 def test_other_vision_models_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(
-        UnsupportedModel, match=r"on vLLM must be one of .*internvl, got 'kimi_k25' \(vLLM.*; open it as hf:"
-    ):
+    with pytest.raises(UnsupportedModel, match=r"'kimi_k25' cannot be served on vLLM: .*; open it as hf:"):
         open_engine(f"vllm:{models.write_kimi(tmp_path / 'model')}")
 
 
@@ -163,6 +190,14 @@ def test_other_vision_models_are_refused_by_name(tmp_path: Path) -> None:
 def test_qwen3_vl_moe_against_transformers(tmp_path: Path) -> None:
     folder = models.wide(lambda f: models.write_vision_model(f, "qwen3_vl_moe"), tmp_path / "moe")
     suite = TestQwen3VL()
+    with suite.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
+        suite.test_pictures_against_transformers(engine, reference)
+
+
+@pytest.mark.slow
+def test_glm4v_moe_against_transformers(tmp_path: Path) -> None:
+    folder = models.wide(lambda f: models.write_glm4v(f, experts=True), tmp_path / "moe")
+    suite = TestGLM4V()
     with suite.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
         suite.test_pictures_against_transformers(engine, reference)
 

@@ -111,7 +111,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     config = AutoConfig.from_pretrained(path)
     check_supported(config)  # before gigabytes of weights are read
     text_config = config.get_text_config()
-    family = family_of(config) if hasattr(config, "vision_config") else None
+    family = family_of(config)
     weights = weights_digest(path)
     image_processor = video_processor = media = None
     if family is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import UnsupportedModel
+from ctxwin.kv.config import text_config
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,9 +55,13 @@ REFUSED = {
 """Why some known ones cannot be served."""
 
 
-def family_of(config: Any) -> Family:
-    """The family of a vision model; UnsupportedModel for one that is not known, or known not to fit."""
+def family_of(config: Any) -> Family | None:
+    """The family of a vision model, None for a text model; UnsupportedModel for one that is not known, or does not fit."""
     kind = str(config.model_type)
+    if not hasattr(config, "vision_config"):
+        if text_config(config) is not config:
+            raise UnsupportedModel(f"the model {kind!r} takes more than text and pictures, which no chunk can hold")
+        return None
     if kind in REFUSED:
         raise UnsupportedModel(f"the vision model {kind!r} cannot be served: {REFUSED[kind]}")
     if kind not in FAMILIES:

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from ctxwin.engines.base import Encoded, Sampling, Segment
     from ctxwin.engines.encoding.checkpoint import Checkpoint
 
-VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl")
-REFUSED = {"kimi_k25": "vLLM 0.32 does not know transformers' class of it"}
-"""Why families of the transformers engine are not served here."""
+REFUSED = {"kimi_k25": "vLLM 0.32 takes its pictures as pixels only"}
+"""Why vision families of the transformers engine are not served here, by ``model_type``."""
 _prepared: weakref.WeakValueDictionary[str, SharedMemoryTransport] = weakref.WeakValueDictionary()
 
 
@@ -46,12 +45,8 @@ def read_model(model: str | Path, dtype: Any = "auto") -> tuple[Checkpoint, KVSp
     from ctxwin.engines.encoding.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(model)
-    kind, known = str(checkpoint.config.model_type), ", ".join(VISION_MODELS)
-    if checkpoint.media is not None and kind not in VISION_MODELS:
-        reason = f" ({REFUSED[kind]})" if kind in REFUSED else ""
-        raise UnsupportedModel(
-            f"a vision model on vLLM must be one of {known}, got {kind!r}{reason}; open it as hf:MODEL"
-        )
+    if reason := REFUSED.get(kind := str(checkpoint.config.model_type)):
+        raise UnsupportedModel(f"{kind!r} cannot be served on vLLM: {reason}; open it as hf:MODEL")
     name = checkpoint.dtype(None if dtype == "auto" else dtype, "bfloat16")
     return checkpoint, kv_spec_from_config(checkpoint.config, checkpoint.identity(name, "vllm"), name, "vllm")
 

@@ -245,8 +245,13 @@ def _ordered(layers: Mapping[str, Any]) -> list[Any]:
     found = []
     for name, layer in layers.items():
         cache = getattr(layer, "kv_cache", None)
-        if not isinstance(cache, torch.Tensor) or cache.numel() == 0 or not hasattr(layer.impl, "do_kv_cache_update"):
-            continue
+        if cache is None or (isinstance(cache, torch.Tensor) and cache.numel() == 0):
+            continue  # an encoder's layer
+        if not isinstance(cache, torch.Tensor) or not hasattr(getattr(layer, "impl", None), "do_kv_cache_update"):
+            # A recurrent state, a sparse indexer's keys: they would stay behind where the KV moves.
+            raise UnsupportedModel(
+                f"all of a model's caches must be attention KV, got {type(layer).__name__} at {name!r}; it would not move"
+            )
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
         if len(numbers) != 1:
             raise UnsupportedModel(f"an attention layer's name must hold its index once, got {name!r}")

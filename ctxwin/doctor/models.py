@@ -1,0 +1,91 @@
+"""What ctxwin would do with a model, from its config alone: no weights are read, and none downloaded.
+
+The same rules that refuse a model when it is opened (`check_supported`, `family_of`), asked before a download, plus what no
+config can say: which families a test compares with transformers' own answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ctxwin.errors import UnsupportedModel
+
+Standing = Literal["tested", "measured", "refused", "unknown"]
+_BOTH, _HF = ("hf", "vllm"), ("hf",)
+
+
+def _each(kinds: str, engines: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    return dict.fromkeys(kinds.split(), engines)
+
+
+TESTED = {
+    **_each("qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe internvl glm4v glm4v_moe", _BOTH),
+    **_each("qwen2 llama deepseek_v2 deepseek_v3", _BOTH),
+    **_each("gemma glm4 granite mistral mixtral phi3 qwen2_moe qwen3 qwen3_moe stablelm", _BOTH),
+    **_each("kimi_k25 apertus cohere ernie4_5 exaone4 granitemoe nemotron olmo2 olmoe phi", _HF),
+}
+"""By ``model_type``: the engines on which a test holds it against transformers (``tests/engines/test_*families.py``)."""
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """What would be served how.
+
+    Attributes:
+        model: as it was asked for.
+        kind: ``model_type`` of its config; "" where none is known.
+        standing: ``tested``: a test compares this family with transformers; ``measured``: nothing in its config stands in
+            the way, and whether its keys turn is measured when it is opened; ``refused``; ``unknown``: no config of it.
+        reason: why it is refused or unknown.
+        engines: where it would be opened: ``hf``, ``vllm``.
+        layout: of its KV: family, layers, heads, numbers a head, positions.
+        token_bytes: KV of one token as served; a chunk has as many times that.
+    """
+
+    model: str
+    kind: str
+    standing: Standing
+    reason: str = ""
+    engines: tuple[str, ...] = ()
+    layout: str = ""
+    token_bytes: int = 0
+
+
+def assess(name: str | Path) -> Assessment:
+    """Of a local folder, a Hugging Face Hub name (its config is read, nothing else) or ``tiny``. Cost: reading the config."""
+    from transformers import AutoConfig
+
+    from ctxwin.engines.torchvision_repair import repair
+    from ctxwin.tiny import checkpoint_dir
+
+    repair()
+    name = str(name).removeprefix("hf:").removeprefix("vllm:")
+    try:
+        config = AutoConfig.from_pretrained(checkpoint_dir() if name == "tiny" else Path(name).expanduser())
+    except (OSError, ValueError) as error:  # no such model, no network, or a class that only its own code has
+        return Assessment(name, "", "unknown", str(error).splitlines()[0])
+    return assess_config(config, name)
+
+
+def assess_config(config: Any, name: str = "") -> Assessment:
+    """Of a transformers config; see `assess`."""
+    from ctxwin.engines.encoding.families import family_of
+    from ctxwin.engines.vllm.core import REFUSED
+    from ctxwin.kv.config import kv_spec_from_config
+
+    kind = str(config.model_type)
+    dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+    try:
+        kv = kv_spec_from_config(config, "", dtype)
+        family_of(config)
+    except UnsupportedModel as error:
+        return Assessment(name, kind, "refused", str(error))
+    form = "1-D" if kv.rope.sections is None else f"M-RoPE {'/'.join(map(str, kv.rope.sections))}"
+    heads = f"{kv.heads} KV head{'s' * (kv.heads > 1)} of {kv.k_dim} and {kv.v_dim}"
+    layout = f"{kv.family}, {kv.layers} layers, {heads}, {form} over {kv.rope.rotary_dim} dimensions, {dtype}"
+    why = REFUSED.get(kind, "")
+    engines = TESTED.get(kind, _HF if why else _BOTH)
+    standing: Standing = "tested" if kind in TESTED else "measured"
+    return Assessment(name, kind, standing, f"not on vLLM: {why}" if why else "", engines, layout, kv.token_bytes)

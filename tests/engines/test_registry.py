@@ -1,0 +1,40 @@
+"""Every generating architecture that vLLM knows is served, refused with its reason, or unknown: none slips through."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+def test_no_architecture_slips_through() -> None:
+    """What keeps a state, or another cache, beside its KV is refused from its config, or has none that is read here."""
+    from vllm.model_executor.models.registry import ModelRegistry, _ModelInfo
+
+    sys.path.insert(0, str(TOOLS))
+    try:
+        from reference_pages import architectures_of_vllm
+    finally:
+        sys.path.remove(str(TOOLS))
+    found = architectures_of_vllm()
+    assert len(found) > 200 and {a.standing for a in found.values()} == {"tested", "measured", "refused", "unknown"}
+    wrong = []
+    for name, assessed in found.items():
+        if assessed.standing in ("tested", "measured"):
+            info = _ModelInfo.from_model_cls(ModelRegistry.models[name].load_model_cls())
+            if info.is_hybrid or info.has_inner_state or info.is_attention_free or info.has_noops:
+                wrong.append(name)
+        else:
+            assert assessed.reason
+    assert not wrong
+    for name in (
+        "DeepseekV32ForCausalLM",
+        "MiniMaxM3SparseForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+    ):
+        assert found[name].standing == "refused"
