@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ctxwin.engines.base import Encoded
+from ctxwin.engines.base import Encoded, Engine
 from ctxwin.kv.layout import KVSpec, SpanKV
 
 if TYPE_CHECKING:
@@ -187,8 +187,8 @@ class _Slots:
         return (v, k) if self._latent else (k, v)
 
 
-class Decoder:
-    """An opened transformers engine, read in batches.
+class Reader:
+    """What groups of items need of an opened engine, whichever it is.
 
     Attributes:
         spec: layout of its KV.
@@ -197,15 +197,22 @@ class Decoder:
         system_prompt: from a system prompt to its tokens and its KV at position 0.
     """
 
-    def __init__(self, engine: HFEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine) -> None:
+        self.engine: Any = engine
         self.spec: KVSpec = engine.spec.kv
         self.layers = self.spec.layers
+        self.query: Callable[[str], Encoded] = lru_cache(4096)(engine.encode_query)
+        self.system_prompt: Callable[[str], tuple[Encoded, SpanKV]] = lru_cache(256)(partial(_prefilled, engine))
+
+
+class Decoder(Reader):
+    """An opened transformers engine, read in batches."""
+
+    def __init__(self, engine: HFEngine) -> None:
+        super().__init__(engine)
         self._text: Any = engine.text_model
         self._head: Any = engine.lm_head
         self._device = next(self._text.parameters()).device
-        self.query: Callable[[str], Encoded] = lru_cache(4096)(engine.encode_query)
-        self.system_prompt: Callable[[str], tuple[Encoded, SpanKV]] = lru_cache(256)(partial(_prefilled, engine))
 
     @torch.inference_mode()
     def tokens(self, rows: Sequence[Encoded], start: int = 0) -> Tokens:
@@ -347,6 +354,6 @@ class Decoder:
                 hook.remove()
 
 
-def _prefilled(engine: HFEngine, text: str) -> tuple[Encoded, SpanKV]:
+def _prefilled(engine: Engine, text: str) -> tuple[Encoded, SpanKV]:
     encoded = engine.encode_system_prompt(text)
     return encoded, engine.prefill([], encoded, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -52,6 +53,9 @@ class Group:
     Below, ``b`` is the index of an item, ``place`` the position of a chunk among the placed ones, and ``frame`` its index
     among all chunks of the item.
     """
+
+    embeds: ClassVar[bool] = True
+    """Whether it knows the embeddings of its tokens."""
 
     def __init__(self, decoder: Decoder, items: Sequence[Item], patcher: Patcher, system_prompt: str) -> None:
         self.decoder = decoder
@@ -153,7 +157,9 @@ class Group:
         """The system prompt's KV, ``count`` times."""
         return self.decoder.memory([[self.system_prompt_span]] * count)
 
-    def prefilled(self, orders: Sequence[Sequence[int]], items: Sequence[int] | None = None) -> list[list[SpanKV]]:
+    def prefilled(
+        self, orders: Sequence[Sequence[int]], items: Sequence[int] | None = None
+    ) -> Sequence[Sequence[SpanKV]]:
         """Chunks prefilled in order behind the system prompt: their spans, by item, exact in place. One forward."""
         memory, _ = self.decoder.append(self.row(orders, items), self.behind_system_prompt(len(orders)))
         return [self.placed_spans(memory, b, order) for b, order in enumerate(orders)]
@@ -167,12 +173,12 @@ class Group:
         ]
 
     @cached_property
-    def exact(self) -> list[list[SpanKV]]:
+    def exact(self) -> Sequence[Sequence[SpanKV]]:
         """Re-prefill of what is placed: spans by item and place, rotated in place. One forward."""
         return self.prefilled([item.placed for item in self.items])
 
     @cached_property
-    def earlier(self) -> list[list[SpanKV]]:
+    def earlier(self) -> Sequence[Sequence[SpanKV]]:
         """Spans as conditioned before the edit (slide, recall), rotated to where they stood then. One forward."""
         return self.prefilled([item.before for item in self.items])
 
@@ -253,19 +259,34 @@ class Group:
                     f"a streamed item must place the last {size} chunks of before, got {item.placed} of {item.before}"
                 )
         held: list[list[SpanKV]] = [[] for _ in self.items]
-        lead = self.system_prompt_span.tokens
         for step in range(len(self.items[0].before)):
             first = max(0, step + 1 - size)
             orders = [item.before[first : step + 1] for item in self.items]
             places = self.layout(orders[0])
             held = [row[len(row) - (len(places) - 1) :] for row in held]
             moved = [self._rotated(row, places[:-1]) for row in held]
-            new = self.decoder.tokens([row[order[-1]] for row, order in zip(self.chunks, orders, strict=True)])
-            memory, _ = self.decoder.append(new.moved(places[-1].start), self.memory(moved))
-            for b, order in enumerate(orders):
-                positions = self.position_rows(order[-1])
-                held[b].append(memory.span(b, lead + places[-1].slot, memory.slots, positions, places[-1].start))
+            for row, span in zip(held, self.appended(orders, moved), strict=True):
+                row.append(span)
         return held
+
+    def appended(self, orders: Sequence[Sequence[int]], rows: Sequence[Sequence[SpanKV]]) -> list[SpanKV]:
+        """The last chunk of each item's order, computed behind ``rows``: the others' spans in place. One forward."""
+        place = self.layout(orders[0])[-1]
+        new = self.decoder.tokens([row[order[-1]] for row, order in zip(self.chunks, orders, strict=True)])
+        memory, _ = self.decoder.append(new.moved(place.start), self.memory(rows))
+        begin = self.system_prompt_span.tokens + place.slot
+        return [
+            memory.span(b, begin, memory.slots, self.position_rows(order[-1]), place.start)
+            for b, order in enumerate(orders)
+        ]
+
+    def stepwise(self) -> list[list[SpanKV]]:
+        """The placed chunks, computed one by one: a forward each."""
+        memory = self.behind_system_prompt(len(self))
+        for place in self.places:
+            part = torch.arange(place.slot, place.end).expand(len(self), -1)
+            memory, _ = self.decoder.append(self.context.pick(part.to(memory.k.device)), memory)
+        return self.spans(memory)
 
     @cached_property
     def kept(self) -> list[list[SpanKV]]:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -38,16 +38,16 @@ class Said:
     """What the model says behind one arm about one item.
 
     Attributes:
-        logits: of the next token, float32 ``[vocab]``.
+        logits: of the next token, float32 ``[vocab]``, or what else `Measurer.divergence` compares.
         answer: its greedy answer's text.
         token_ids: the answer's tokens, along which other arms are read.
         forced: logits along the reference's tokens, ``[n, vocab]``; None where that has one token and they are ``logits``.
     """
 
-    logits: np.ndarray
+    logits: Any
     answer: str
     token_ids: list[int] = field(default_factory=list)
-    forced: np.ndarray | None = None
+    forced: Sequence[Any] | np.ndarray | None = None
 
 
 class Measurer:
@@ -60,6 +60,9 @@ class Measurer:
         along: read arms along the reference's answer, its end included, and generate their own answer only where they depart
             from it: one pass for an arm instead of one for each token. Distances of the KV by layer are left out.
     """
+
+    divergence: Callable[[Any, Any], float] = staticmethod(kl_divergence)
+    """KL of two next-token distributions, nats."""
 
     def __init__(self, decoder: Decoder, patcher: Patcher, system_prompt: str, *, along: bool = False) -> None:
         self.decoder = decoder
@@ -128,8 +131,8 @@ class Measurer:
                     continue
                 extra = dict(one.extra)
                 if control is not None and (other := heard[control][1][i]) is not None:
-                    along = _forced_kl(other, said)
-                    extra["to_control"] = kl_divergence(other.logits, said.logits) if along is None else along
+                    along = self._forced_kl(other, said)
+                    extra["to_control"] = self.divergence(other.logits, said.logits) if along is None else along
                 layers = None if self.along or one.begin is not None else by_layer(one.spans, group.exact[rows[i]])
                 costs: dict[str, Any] = {name: getattr(one, name) for name in _COSTS}
                 yield self._sample(
@@ -140,10 +143,10 @@ class Measurer:
                     answer=said.answer,
                     reference=first.answer,
                     base=before.answer,
-                    kl=kl_divergence(first.logits, said.logits),
-                    base_kl=kl_divergence(first.logits, before.logits),
-                    forced_kl=_forced_kl(first, said),
-                    base_forced_kl=_forced_kl(first, before),
+                    kl=self.divergence(first.logits, said.logits),
+                    base_kl=self.divergence(first.logits, before.logits),
+                    forced_kl=self._forced_kl(first, said),
+                    base_forced_kl=self._forced_kl(first, before),
                     extra=extra,
                     by_layer=layers,
                 )
@@ -165,7 +168,7 @@ class Measurer:
 
     def text(self, token_ids: Sequence[int]) -> str:
         """An answer's text."""
-        return self.decoder.engine.decode(token_ids).strip()
+        return str(self.decoder.engine.decode(token_ids)).strip()
 
     def _sample(self, item: Item, arm: Arm, **more: Any) -> Sample:
         same: dict[str, Any] = {name: getattr(item, name) for name in ("task", "index", "doc_id", "cluster", "target")}
@@ -176,6 +179,12 @@ class Measurer:
             "meta": dict(item.meta),
         }
         return Sample(arm=arm.name, **same, **about, **more)
+
+    def _forced_kl(self, reference: Said, other: Said) -> float | None:
+        """Mean KL along the reference's answer; None where that has one token."""
+        if reference.forced is None or other.forced is None:
+            return None
+        return float(np.mean([self.divergence(p, q) for p, q in zip(reference.forced, other.forced, strict=True)]))
 
     def _sizes(self, item: Item, group: Group) -> dict[str, int]:
         asked = group.system_prompt.tokens + group.context_tokens + self.decoder.query(item.query).tokens
@@ -265,10 +274,3 @@ def by_layer(served: Sequence[SpanKV], exact: Sequence[SpanKV]) -> list[float] |
 def _begin(served: Served, group: Group) -> int:
     """Position of the question behind what an arm serves."""
     return group.begin if served.begin is None else served.begin
-
-
-def _forced_kl(reference: Said, other: Said) -> float | None:
-    """Mean KL along the reference's answer; None where that has one token."""
-    if reference.forced is None or other.forced is None:
-        return None
-    return float(np.mean([kl_divergence(p, q) for p, q in zip(reference.forced, other.forced, strict=True)]))

@@ -21,7 +21,7 @@ from ctxwin.kv.patch import Layers, Layout, Patch, compress
 from ctxwin.kv.pooling import fit_basis, project
 
 if TYPE_CHECKING:
-    from ctxwin.evals.decoder import Decoder
+    from ctxwin.evals.decoder import Reader
     from ctxwin.evals.group import Group
 
 Weighting = Literal["none", "balanced", "output"]
@@ -127,7 +127,7 @@ def parse_variant(name: str) -> tuple[Layout, Layers, Weighting] | None:
 
 
 def fitted(
-    decoder: Decoder,
+    decoder: Reader,
     way: tuple[Layout, Layers, Weighting],
     groups: Callable[[], Iterator[Group]],
     *,
@@ -148,7 +148,9 @@ def fitted(
     layout, layers, weight = way
     made = Patcher(decoder.spec, layout, layers, dtype)
     if weight != "none":
-        made.weight = make_weight(weight, decoder.engine.text_model, decoder.spec, next(groups()).exact[0][0])
+        made.weight = make_weight(
+            weight, getattr(decoder.engine, "text_model", None), decoder.spec, next(groups()).exact[0][0]
+        )
     if layout == "shared":
         path = None if keep is None else keep / ("-".join(["basis", *filter(None, name.split("+"))]) + ".safetensors")
         made.basis = _basis(made, groups, path)

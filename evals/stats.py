@@ -84,22 +84,22 @@ def difference_interval(differences: ArrayLike, clusters: Sequence[str], *, draw
     return max(-1.0, float(found[0])), min(1.0, float(found[1]))
 
 
-def share_interval(scores: ArrayLike, clusters: Sequence[str]) -> Interval:
+def share_interval(scores: ArrayLike, clusters: Sequence[str], effective: float | None = None) -> Interval:
     """Interval of a mean of scores within 0..1.
 
     Scores that are all 0 or 1 get Wilson's interval on the effective number of items, n over the design effect with
     the correction for few clusters (Korn and Graubard 1998), never more than n. That number is n where every item is
-    a cluster of its own, and the number of clusters where all scores are equal, since nothing then tells how similar
-    the items of a cluster are. Other scores get `mean_interval`, cut to 0..1; where they are all equal it would have no
-    width, so the interval allows for a share of unseen 0s or 1s up to Wilson's bound.
+    a cluster of its own. Where all scores are equal nothing tells how similar the items of a cluster are: it is then
+    ``effective``, if known from other scores of the same items (`effective_count`), else the number of clusters. Other
+    scores get `mean_interval`, cut to 0..1; where they are all equal it would have no width, so the interval allows for
+    a share of unseen 0s or 1s up to Wilson's bound.
 
     Raises ValueError for empty input, an item without a cluster or a score outside 0..1.
     """
     x, codes = _checked(scores, clusters)
     if x.min() < 0 or x.max() > 1:
         raise ValueError(f"scores must be within 0..1, got {x.min()} to {x.max()}")
-    n, count = len(x), int(codes.max()) + 1
-    share = float(x.mean())
+    count, share = int(codes.max()) + 1, float(x.mean())
     if not np.isin(x, (0.0, 1.0)).all():
         found = mean_interval(x, clusters)
         if found is None:
@@ -108,16 +108,21 @@ def share_interval(scores: ArrayLike, clusters: Sequence[str]) -> Interval:
             unseen = _wilson(0.0, count)[1]
             return share * (1 - unseen), share + (1 - share) * unseen
         return max(0.0, found[0]), min(1.0, found[1])
-    error = standard_error(x, clusters)
+    return _wilson(share, effective_count(x, clusters) or effective or float(count))
+
+
+def effective_count(scores: ArrayLike, clusters: Sequence[str]) -> float | None:
+    """How many independent items scores of 0 and 1 are worth, see `share_interval`; None where their clusters do not tell."""
+    x, codes = _checked(scores, clusters)
+    n, count, share = len(x), int(codes.max()) + 1, float(x.mean())
     if count == n:
-        effective = float(n)
-    elif not error:
-        effective = float(count)
-    else:
-        design = error**2 / (share * (1 - share) / (n - 1))
-        few = float(stats.t.ppf(0.5 + _LEVEL / 2, n - 1) / stats.t.ppf(0.5 + _LEVEL / 2, count - 1)) ** 2
-        effective = min(float(n), n / design * few)
-    return _wilson(share, effective)
+        return float(n)
+    error = standard_error(x, clusters)
+    if not error:
+        return None
+    design = error**2 / (share * (1 - share) / (n - 1))
+    few = float(stats.t.ppf(0.5 + _LEVEL / 2, n - 1) / stats.t.ppf(0.5 + _LEVEL / 2, count - 1)) ** 2
+    return min(float(n), n / design * few)
 
 
 def bootstrap_ratio(numerator: ArrayLike, denominator: ArrayLike, clusters: Sequence[str]) -> Interval | None:

@@ -83,8 +83,8 @@ def diverge(reference: Rows, served: Rows, ended: bool) -> Divergence:
     count = len(reference) if ended else len(reference) - 1
     kls, changed = [], False
     for p, q in zip(reference[:count], served[:count], strict=True):
-        changed = changed or _likeliest(p) != _likeliest(q)
-        kls.append(_kl(p, q))
+        changed = changed or likeliest(p) != likeliest(q)
+        kls.append(kl_of_rows(p, q))
     return Divergence(math.fsum(kls) / len(kls) if kls else 0.0, changed)
 
 
@@ -97,11 +97,13 @@ def stricter(
     return stream if reference == "stream" or (stream.changed, stream.kl) > (window.changed, window.kl) else window
 
 
-def _likeliest(row: dict[int, float]) -> int:
+def likeliest(row: dict[int, float]) -> int:
+    """The token that greedy decoding takes; of equally likely ones the first."""
     return max(row, key=lambda token: (row[token], -token))
 
 
-def _kl(p: dict[int, float], q: dict[int, float]) -> float:
+def kl_of_rows(p: dict[int, float], q: dict[int, float]) -> float:
+    """KL(p || q) in nats over the tokens that both rows name, all others taken as one."""
     both = p.keys() & q.keys()
     terms = [math.exp(p[t]) * (p[t] - q[t]) for t in both if p[t] > -math.inf]
     rest_p, rest_q = (max(1e-12, 1 - math.fsum(math.exp(row[t]) for t in both)) for row in (p, q))

@@ -47,7 +47,9 @@ class _Rehydrated(RankedArm, settings=("recall",), found=("exact",), argument=f"
             spans = list(group.exact[b])
             spans[place], stored = self.patched(group, b, place)
             formed = group.places[place].tokens if self.fresh else 0
-            extra = {"divergence": divergence(group, b, place), "formed": float(formed)}
+            extra = {"formed": float(formed)}
+            if group.embeds:
+                extra["divergence"] = divergence(group, b, place)
             served.append(Served(spans, stored, group.kv_bytes([place]), extra=extra))
         return served
 

@@ -68,12 +68,8 @@ class Stepwise(Arm, form="stepwise", source="exact; the noise floor of this mach
     """A re-prefill chunk by chunk instead of in one forward: equal by definition, so what differs is arithmetic."""
 
     def serve(self, group: Group) -> list[Served | None]:
-        memory = group.behind_system_prompt(len(group))
-        for place in group.places:
-            part = torch.arange(place.slot, place.end).expand(len(group), -1)
-            memory, _ = group.decoder.append(group.context.pick(part.to(memory.k.device)), memory)
         tokens = group.context_tokens
-        return [Served(row, 0, group.kv_bytes(), tokens, len(group.places)) for row in group.spans(memory)]
+        return [Served(row, 0, group.kv_bytes(), tokens, len(group.places)) for row in group.stepwise()]
 
 
 @dataclass(frozen=True)

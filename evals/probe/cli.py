@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -14,7 +14,6 @@ from ctxwin.evals.console import (
     Json,
     MaxPixels,
     ModelArgument,
-    OwnDtype,
     errors,
     open_model,
     print_json,
@@ -23,6 +22,7 @@ from ctxwin.evals.console import (
 )
 
 if TYPE_CHECKING:
+    from ctxwin.engines.encoding.encoder import EncodingEngine
     from ctxwin.evals.probe.contexts import Source
 
 FOLDER, REPORT, RESULT = "probe-output", "probe.html", "probe.json"
@@ -30,6 +30,11 @@ _SMALL = 50_000_000
 """Parameters of a decoder whose threads would only wait for each other."""
 _OUTPUT = "Folder for report, result and profile; by default the report goes to probe-output and the profile beside the weights."
 _THREADS = "CPU threads; 0: one for a small model, else torch's default."
+_ENGINE = "hf (transformers, which is read inside) or vllm (the serving engine)."
+_OPTIONS = """Of the vllm engine: arguments of vllm.LLM and processes, as JSON: {"tensor_parallel_size": 2}."""
+_DTYPE = (
+    "The model's arithmetic; '' takes the checkpoint's own. By default float32 on hf, the checkpoint's own on vllm."
+)
 _QUESTIONS = "Your own questions, one per line; with --images or --texts."
 
 
@@ -44,7 +49,9 @@ def probe(
     max_tokens: Annotated[int, typer.Option(help="Longest answer about your own material.", min=1)] = 8,
     max_pixels: MaxPixels = 0,
     profile: Annotated[bool, typer.Option(help="Write the profile that Fidelity('auto') follows.")] = True,
-    dtype: OwnDtype = "float32",
+    engine: Annotated[str, typer.Option(help=_ENGINE)] = "hf",
+    engine_options: Annotated[str, typer.Option(help=_OPTIONS)] = "{}",
+    dtype: Annotated[str | None, typer.Option(help=_DTYPE)] = None,
     device: Device = "cpu",
     threads: Annotated[int, typer.Option(help=_THREADS, min=0)] = 0,
     config: Config = None,
@@ -65,17 +72,13 @@ def probe(
             raise ValueError(f"minutes must be > 0, got {minutes}")
         limits = Limits(flips=flips)
         asked = _checked(images, texts, questions)
-        with open_model(model, dtype, device, threads) as engine:
-            if not threads and sum(p.numel() for p in engine.text_model.parameters()) < _SMALL:
-                import torch
-
-                torch.set_num_threads(1)
+        with _opened(model, engine, engine_options, dtype, device, threads) as opened:
             sources: list[Source]
             if texts is not None:
-                sources = [Texts(texts, asked, max_tokens, engine)]
-            elif not engine.spec.vision:
+                sources = [Texts(texts, asked, max_tokens, opened)]
+            elif not opened.spec.vision:
                 instead = "instead of --images" if images else "to be probed with"
-                raise ValueError(f"{engine.spec.model!r} reads text only; give it texts {instead}: --texts DIR")
+                raise ValueError(f"{opened.spec.model!r} reads text only; give it texts {instead}: --texts DIR")
             elif images is not None:
                 sources = [Images(images, asked, max_tokens, max_pixels or None)]
             else:
@@ -83,12 +86,36 @@ def probe(
             # A folder that cannot be made should fail before minutes of measuring.
             (output or Path(FOLDER)).mkdir(parents=True, exist_ok=True)
             with stages() as advance:
-                result = Probe(engine, sources, limits, seconds=60 * minutes, progress=advance).run()
-        result["files"] = write(result, engine.spec.model, output, profile)
+                result = Probe(opened, sources, limits, seconds=60 * minutes, progress=advance).run()
+        result["files"] = write(result, opened.spec.model, output, profile)
         if as_json:
             print_json(result)
         else:
-            show(result, engine.spec.model)
+            show(result, opened.spec.model)
+
+
+def _opened(model: str, engine: str, options: str, dtype: str | None, device: str, threads: int) -> EncodingEngine:
+    """The engine to probe; ValueError for options that are no JSON object, or of the wrong engine."""
+    try:
+        given = json.loads(options)
+    except ValueError as error:
+        raise ValueError(f"engine options must be a JSON object, got {options!r}: {error}") from None
+    if engine not in ("hf", "vllm") or not isinstance(given, dict):
+        raise ValueError(f"engine must be hf or vllm and its options a JSON object, got {engine!r} and {options!r}")
+    if engine == "vllm" or model.startswith(("vllm:", "tiny:vllm")):
+        from ctxwin.engines.open import open_engine
+        from ctxwin.evals.console import prepare
+
+        prepare(threads)
+        return cast("EncodingEngine", open_engine(model, engine="vllm", dtype=dtype or "auto", **given))
+    if given:
+        raise ValueError(f"engine options are those of the vllm engine, got {options} for hf; add --engine vllm")
+    opened = open_model(model, "float32" if dtype is None else dtype, device, threads)
+    if not threads and sum(p.numel() for p in opened.text_model.parameters()) < _SMALL:
+        import torch
+
+        torch.set_num_threads(1)
+    return opened
 
 
 def write(result: dict[str, Any], model: str, output: Path | None, profile: bool) -> dict[str, str]:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ctxwin.engines.base import Encoded
-from ctxwin.evals.decoder import Decoder
+from ctxwin.engines.base import Encoded, Engine, Segment
+from ctxwin.evals.probe.serving import apart
 from ctxwin.kv.deficit import deficit
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import Layers, apply_patch, compress
@@ -25,37 +25,32 @@ REPEATS = 3
 
 
 def costs(
-    decoder: Decoder, system_prompt: str, rank: int, layers: Layers, sizes: Iterable[int] = SIZES
+    engine: Engine, system_prompt: str, rank: int, layers: Layers, sizes: Iterable[int] = SIZES
 ) -> list[dict[str, Any]]:
     """Milliseconds by chunk size, the best of `REPEATS`: computing a chunk behind another of its size, and loading it.
 
-    ``prefill``: a forward over the chunk, no vision. ``relocate``, ``apply``: rotation, rotation and patch. ``compress``:
+    ``prefill``: a request for the chunk, no vision. ``relocate``, ``apply``: rotation, rotation and patch. ``compress``:
     the decomposition when the patch is formed. ``memory``, ``disk``: fetching canonical and patch from a store. ``uses``:
     the number of uses (loading from memory) after which forming canonical and patch has paid off; None where it never does.
     """
-    encoded, head = decoder.system_prompt(system_prompt)
-    limit = decoder.engine.spec.max_tokens - encoded.tokens
-    return [_one(decoder, encoded.advance, head, size, rank, layers) for size in sizes if 2 * size <= limit]
+    encoded = engine.encode_system_prompt(system_prompt)
+    lead = Segment(encoded, 0, span=engine.prefill([], encoded, 0, salt=apart()))
+    limit = engine.spec.max_tokens - encoded.tokens
+    return [_one(engine, lead, size, rank, layers) for size in sizes if 2 * size < limit]
 
 
-def _one(decoder: Decoder, start: int, head: SpanKV, size: int, rank: int, layers: Layers) -> dict[str, Any]:
-    spec = decoder.spec
+def _one(engine: Engine, lead: Segment, size: int, rank: int, layers: Layers) -> dict[str, Any]:
+    spec, start = engine.spec.kv, lead.encoded.advance
     rng = np.random.default_rng((0x636F7374, size))
-    front, chunk = (_words(decoder, rng, size) for _ in range(2))
-    behind = decoder.memory([[head]])
-    before, _ = decoder.append(decoder.tokens([front], start), behind)
+    front, chunk = (_words(engine, rng, size) for _ in range(2))
+    before = [lead, Segment(front, start, span=engine.prefill([lead], front, start, salt=apart()))]
     at = start + size
-    tokens = decoder.tokens([chunk], at)
-
-    positions = torch.arange(size).expand(3, -1).contiguous()
 
     def prefill() -> SpanKV:
-        memory, _ = decoder.append(tokens, before)
-        return memory.span(0, memory.slots - size, memory.slots, positions, at)
+        return engine.prefill(before, chunk, at, salt=apart())
 
     def alone() -> SpanKV:
-        memory, _ = decoder.append(decoder.tokens([chunk], start), behind)
-        return relocate(memory.span(0, memory.slots - size, memory.slots, positions, start), spec, 0)
+        return relocate(engine.prefill([lead], chunk, start, salt=apart()), spec, 0)
 
     conditioned, canonical = prefill(), alone()
     lost = deficit(conditioned, canonical, spec)
@@ -71,7 +66,7 @@ def _one(decoder: Decoder, start: int, head: SpanKV, size: int, rank: int, layer
         for name, where in (("memory", "memory:"), ("disk", f"disk:{folder}")):
             store = open_store(where)
             # Nothing is kept decoded, so that reading the store and checking its bytes are timed.
-            repo = SpanRepository(store, decoder.engine.spec.identity, max_live_bytes=0)
+            repo = SpanRepository(store, engine.spec.identity, max_live_bytes=0)
             repo.put_span("span/cost", canonical, {"token_ids": list(chunk.token_ids)})
             repo.put_patch("patch/cost", patch)
             ms[name] = _best(lambda repo=repo: (repo.get_span("span/cost"), repo.get_patch("patch/cost")))  # type: ignore[misc]
@@ -96,8 +91,8 @@ def _best(what: Callable[[], object]) -> float:
     return min(times)
 
 
-def _words(decoder: Decoder, rng: np.random.Generator, size: int) -> Encoded:
+def _words(engine: Engine, rng: np.random.Generator, size: int) -> Encoded:
     """Ordinary word tokens in any order: a forward costs the same whatever they say."""
-    known = decoder.engine.text_ids("The quick brown fox jumps over the lazy dog and looks at the color of the sky.")
+    known = engine.text_ids("The quick brown fox jumps over the lazy dog and looks at the color of the sky.")
     ids = tuple(int(known[int(i)]) for i in rng.integers(len(known), size=size))
     return Encoded("", ids, np.tile(np.arange(size, dtype=np.int64), (3, 1)), size)

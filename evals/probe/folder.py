@@ -17,7 +17,7 @@ from ctxwin.evals.probe.contexts import LETTERS, PLACED, Context, Question, Sour
 from ctxwin.media import as_rgb
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf.engine import HFEngine
+    from ctxwin.engines.encoding.encoder import EncodingEngine
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 VIDEOS = (".mp4", ".avi", ".mkv", ".mov", ".webm")
@@ -166,7 +166,7 @@ class Texts(Folder):
     word: ClassVar[str] = "text"
 
     def __init__(
-        self, folder: Path, questions: Sequence[str], max_tokens: int, engine: HFEngine, block: int = 64
+        self, folder: Path, questions: Sequence[str], max_tokens: int, engine: EncodingEngine, block: int = 64
     ) -> None:
         pieces = []
         paths, notes = _spread(files_of(folder, TEXTS, "text files"))

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from ctxwin import __version__
 from ctxwin.evals.arms import BASES, Arm, parse_arm
 from ctxwin.evals.arms.base import Served
-from ctxwin.evals.decoder import Decoder
+from ctxwin.evals.decoder import Decoder, Reader
 from ctxwin.evals.group import Group
 from ctxwin.evals.items import Item
 from ctxwin.evals.measure import BATCH, Measurer, by_shape
@@ -23,22 +23,23 @@ from ctxwin.evals.probe import structure, verdict
 from ctxwin.evals.probe.contexts import PLACED, Kind, Source
 from ctxwin.evals.probe.cost import SIZES, costs
 from ctxwin.evals.probe.reading import Competence, competence, readings
+from ctxwin.evals.probe.serving import ServedMeasurer
 from ctxwin.evals.probe.verdict import Judgement, Limits, Setting, Summary, summary
 from ctxwin.evals.run import model_name
 from ctxwin.evals.samples import Sample
+from ctxwin.evals.stats import effective_count
 from ctxwin.fidelity import Fidelity
 from ctxwin.kv.patch import Layers
 from ctxwin.profiles import Profile, model_digest
 
 if TYPE_CHECKING:
-    from ctxwin.engines.hf.engine import HFEngine
+    from ctxwin.engines.base import Engine
 
+Asked = TypeVar("Asked", Item, Sample)
 FORMAT = 2
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 LADDER = (2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64)
 """Ranks that may end up in a profile."""
-_RUNGS = 5
-"""How many ranks are tried on fresh contexts."""
 WAYS = ("", "deep", "per_layer", "per_layer+deep", "balanced", "output", "shared", "shared+deep")
 """Ways to compress, as `ctxwin.evals.patching.parse_variant` reads them; "" is one joint factorisation of all layers."""
 SERVED = WAYS[:2]
@@ -94,7 +95,7 @@ class Sizes:
     reading: int = 48
     looks: tuple[int, ...] = (64, 160, 400)
     choosing: int = 24
-    proving: int = 96
+    proving: int = 240
     fitting: int = 16
     survivors: int = 80
     streams: int = 16
@@ -108,22 +109,25 @@ class Probe:
     """One probe of one model.
 
     Args:
-        engine: the model.
+        engine: the model. A transformers engine is read inside, in batches; any other is asked by the engine contract alone,
+            without the mask oracle and ways to compress that need the model's weights.
         sources: of contexts; the first one whose questions the model answers from its context is used.
         limits: what counts as safe.
         sizes: how much is measured.
         seconds: time after which stages are cut short; each makes at least one batch.
         progress: called with the stage, the amount done and the total.
+        inside: whether to read inside the model; None: where the engine allows it.
     """
 
     def __init__(
         self,
-        engine: HFEngine,
+        engine: Engine,
         sources: Sequence[Source],
         limits: Limits | None = None,
         sizes: Sizes | None = None,
         seconds: float = 240.0,
         progress: Callable[[str, int, int], None] = lambda *_: None,
+        inside: bool | None = None,
     ) -> None:
         if not sources:
             raise ValueError("a probe needs at least one source of contexts, got none")
@@ -132,7 +136,8 @@ class Probe:
         self.engine, self.sources = engine, tuple(sources)
         self.limits, self.sizes = limits or Limits(), sizes or Sizes()
         self.seconds, self.progress = seconds, progress
-        self.decoder = Decoder(engine)
+        self._inside = hasattr(engine, "text_model") if inside is None else inside
+        self.decoder: Any = Decoder(engine) if self._inside else Reader(engine)  # type: ignore[arg-type]
         self.served: Setting | None = None
         self._begun = time.monotonic()
         self._use(self.sources[0])
@@ -148,17 +153,18 @@ class Probe:
         result = self._about() | {"reading": {name: [asdict(c) for c in held] for name, held in reading.items()}}
         effect, judgement = self._effect(found)
         arms = {name: self._by_kind(of_arm(effect, name)) for name in ("stepwise", "oracle", "blind")}
-        result["arms"] = {kind: {name: made[kind] for name, made in arms.items()} for kind in arms["blind"]}
+        result["arms"] = {k: {name: made[k] for name, made in arms.items() if made} for k in arms["blind"]}
         items = self.source.items(min(8, self.sizes.choosing))
         groups = (self.measurer.group(batch) for batch in self._batches("what the loss looks like", items, 0.5))
         result["deficit"] = structure.shape(groups, self.decoder.spec)
         if judgement.evidence is not None:
             result |= self._compression(judgement.evidence)
             if judgement.finding == "binds":
-                result["proving"] = self._prove(judgement.evidence, result["curve"])
+                reads = [c.kind for c in found if c.reads]
+                result["proving"] = self._prove(judgement.evidence, reads, result["curve"])
             result |= {"survivors": self._survivors()} | self._moves()
         chunks = self._timely("what computing and loading cost", self.sizes.chunks, 1.0)
-        result["cost"] = costs(self.decoder, self.source.system_prompt, *self._setting, chunks)
+        result["cost"] = costs(self.engine, self.source.system_prompt, *self._setting, chunks)
         blind = result["arms"].get(judgement.evidence or "cross", {}).get("blind")
         survivors = result.get("survivors", [])
         result["fidelity"] = self._fidelity(judgement, survivors)
@@ -185,9 +191,12 @@ class Probe:
             for batch in by_shape(items, self._size(items)):
                 yield plain.group(batch)
 
-        plain = Measurer(self.decoder, Patcher(self.decoder.spec), source.system_prompt)
-        patcher = fitted(self.decoder, ("joint", "all", "none"), groups)
-        self.measurer = Measurer(self.decoder, patcher, source.system_prompt, along=True)
+        plain = self._measurer(Patcher(self.decoder.spec))
+        self.measurer = self._measurer(fitted(self.decoder, ("joint", "all", "none"), groups))
+
+    def _measurer(self, patcher: Patcher) -> Measurer:
+        made = Measurer if self._inside else ServedMeasurer
+        return made(self.decoder, patcher, self.source.system_prompt, along=True)
 
     def _size(self, items: Sequence[Item]) -> int:
         """How many contexts share a forward: no more than memory allows."""
@@ -242,13 +251,14 @@ class Probe:
     def _effect(self, found: Sequence[Competence]) -> tuple[list[Sample], Judgement]:
         """Blind reuse, the mask oracle and the noise floor, in growing numbers until there is a verdict."""
         heard: list[Sample] = []
-        stage, arms = "what blind reuse changes", [STEPWISE, ORACLE, BLIND]
+        stage, control = "what blind reuse changes", ORACLE if self._inside else None
+        arms = [STEPWISE, BLIND] if control is None else [STEPWISE, control, BLIND]
         # Where the model does not read, what blind reuse changes decides nothing; a few figures are enough.
         looks = self.sizes.looks if any(c.kind != "one" and c.reads for c in found) else self.sizes.looks[:1]
         items = self.source.items(looks[-1], "moving")
         each, at = len(items) // looks[-1], 0
         for look in looks:
-            heard += self._heard(stage, items[at * each : look * each], arms, 0.45, control=ORACLE)
+            heard += self._heard(stage, items[at * each : look * each], arms, 0.45, control=control)
             at, blind = look, of_arm(heard, "blind")
             over = len(blind) < look * each or look == looks[-1]
             noise = self._by_kind(of_arm(heard, "stepwise"))
@@ -282,27 +292,37 @@ class Probe:
         return {"curve": curve, "cheapest": verdict.cheapest(curve, self.limits), "functional_rank": ranks}
 
     def _allows(self, way: str) -> bool:
-        """Whether model and contexts allow a way: an output weight needs per-head values, a basis contexts to fit on."""
-        if "output" in way and self.decoder.spec.family == "mla":
+        """Whether model and contexts allow a way: an output weight needs the model and per-head values, a basis contexts."""
+        if "output" in way and (self.decoder.spec.family == "mla" or not self._inside):
             return False
         return self.source.fits or not way.startswith("shared")
 
-    def _prove(self, evidence: Kind, curve: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The cheaper of the ways that windows serve, on fresh contexts, at ranks around the one that was enough."""
+    def _prove(self, evidence: Kind, reads: Sequence[Kind], curve: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The cheaper of the ways that windows serve, on fresh contexts, at ranks from the one that was enough upwards.
+
+        Answers to questions of kinds that the model does not read (others than ``reads``) decide nothing: any rounding changes
+        them.
+        """
         layers, rank = verdict.candidate(curve, self.limits, LADDER[-1])
         at = next((i for i, r in enumerate(LADDER) if r >= rank), len(LADDER) - 1)
-        rungs = LADDER[max(0, at - 1) : max(0, at - 1) + _RUNGS]
+        # What was enough on a few contexts may not be on more of them: then a larger one is shown safe.
+        rungs = LADDER[max(0, at - 1) :]
         way = "deep" if layers == "deep" else ""
         arms = [parse_arm(spelling(r, way)) for r in rungs]
         self.measurer.patcher.floor = rungs[-1]
         items = self.source.items(self.sizes.proving, "proving")
-        heard = self._heard("a setting on fresh contexts", items, [STEPWISE, *arms], 0.85, base=BLIND)
+        heard = self._heard("a setting on fresh contexts", items, [STEPWISE, BLIND, *arms], 0.85, base=BLIND)
         noise = self._by_kind(of_arm(heard, "stepwise"))[evidence]["flips"]
+        # How alike the answers of a cluster are is not seen where none changes: it is taken from where some do.
+        counted = _of_kind(heard, [evidence])
+        effective = min(filter(None, (_worth(of_arm(counted, arm.name)) for arm in [BLIND, *arms])), default=None)
         settings = []
         for arm, r in zip(arms, rungs, strict=True):
             some = of_arm(heard, arm.name)
-            own, every = self._by_kind(some)[evidence], summary(some, self.source)
-            assert every is not None
+            own, every = (
+                summary(_of_kind(some, kinds), self.source, effective) for kinds in ([evidence], [evidence, *reads])
+            )
+            assert own is not None and every is not None
             settings.append(verdict.proven(r, layers, own, every, noise, self.limits))
         self.served = verdict.with_margin(verdict.smallest_safe(settings), settings)
         return [asdict(s) for s in settings]
@@ -328,7 +348,7 @@ class Probe:
         """Orders and recalls of the last chunk, at the setting that was found safe (Kamera, section 5, appendices B, D)."""
         rank, layers = self._setting
         patcher = Patcher(self.decoder.spec, layers=layers, floor=rank)
-        measurer = Measurer(self.decoder, patcher, self.source.system_prompt, along=True)
+        measurer = self._measurer(patcher)
 
         def heard(items: Sequence[Item], names: Sequence[str], base: Arm, stage: str) -> dict[str, list[Sample]]:
             arms = [parse_arm(f"{name}:{rank}") for name in names]
@@ -372,7 +392,7 @@ class Probe:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "model": model_name(spec.model),
             "engine": {name: getattr(spec.kv, name) for name in ("family", "layers", "dtype")}
-            | {"machine": platform.processor() or platform.machine()},
+            | {"name": spec.name, "machine": platform.processor() or platform.machine()},
             "source": {name: getattr(source, name) for name in ("about", "system_prompt", "max_tokens")}
             | {"name": source.kind, "notes": list(source.notes)}
             | {"chunks": len(group.places), "chunk_tokens": [p.tokens for p in group.places]},
@@ -427,6 +447,11 @@ def of_arm(samples: Sequence[Sample], name: str) -> list[Sample]:
     return [sample for sample in samples if sample.arm == name]
 
 
-def _of_kind(items: Sequence[Item], kinds: Sequence[Kind]) -> list[Item]:
-    """Questions of some kinds."""
-    return [item for item in items if item.meta["kind"] in kinds]
+def _worth(samples: Sequence[Sample]) -> float | None:
+    """How many independent answers they are worth, by how those that change lie in clusters."""
+    return effective_count([float(s.answer != s.reference) for s in samples], [s.cluster for s in samples])
+
+
+def _of_kind(asked: Sequence[Asked], kinds: Sequence[Kind]) -> list[Asked]:
+    """Questions of some kinds, or their samples."""
+    return [one for one in asked if one.meta["kind"] in kinds]

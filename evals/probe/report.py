@@ -11,7 +11,7 @@ from ctxwin.evals.report.tables import Cell, Format, Row, count, share, tabulate
 
 NOT_MEASURED = (
     "Answers longer than the questions here ask for, other kinds of questions, and windows with more chunks.",
-    "Other engines than transformers, and other dtypes: a profile holds for the weights, the figures for what is named above.",
+    "Other engines and dtypes: a profile holds for the weights, the figures for what is named above.",
 )
 number = Format("{:.3g}".format)
 
@@ -22,7 +22,8 @@ def html(result: Mapping[str, Any]) -> str:
     low, high = (f"{end(source['chunk_tokens']):.4g}" for end in (min, max))
     about = (
         f"{source['about']}; {source['chunks']} chunks of {low if low == high else f'{low} to {high}'} tokens; "
-        f"{engine['family']}, {engine['layers']} layers, {engine['dtype']}; {result['seconds']:.0f} s; {result['date']}"
+        f"{engine['name']}: {engine['family']}, {engine['layers']} layers, {engine['dtype']}; {result['seconds']:.0f} s; "
+        f"{result['date']}"
     )
     rest = "".join(f", {name}={value!r}" for name, value in result["fidelity"].items() if name != "mode")
     safe = (

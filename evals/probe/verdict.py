@@ -108,14 +108,16 @@ class Setting:
     figures: Mapping[str, Any]
 
 
-def summary(samples: Sequence[Sample], task: Task) -> Summary | None:
-    """Figures of one arm; None for no samples."""
+def summary(samples: Sequence[Sample], task: Task, effective: float | None = None) -> Summary | None:
+    """Figures of one arm; None for no samples. ``effective`` as in `share_interval`, for answers that all agree."""
     if not samples:
         return None
     scorer = Scorer(lambda name: task)
     f = cell([scorer.outcome(sample) for sample in samples])
     assert f["agreement"] is not None and f["agreement_ci95"] is not None
     low, high = f["agreement_ci95"]
+    if f["agreement"] == 1 and effective is not None:
+        low, high = share_interval([1.0] * len(samples), [s.cluster for s in samples], effective)
     controls = [kl for sample in samples if (kl := sample.extra.get("to_control")) is not None]
     return {
         "n": f["n"],

@@ -13,6 +13,7 @@ from ctxwin.evals.stats import (
     bootstrap_mean,
     bootstrap_ratio,
     difference_interval,
+    effective_count,
     mcnemar,
     mean_interval,
     share_interval,
@@ -86,6 +87,18 @@ def test_alike_items_of_few_clusters_are_not_sure() -> None:
     half = [1.0] * 45 + [0.0] * 45
     low, high = share_interval(half, [f"c{i // 5}" for i in range(90)])
     assert high - low > 2 * (wilson(45, 90)[1] - wilson(45, 90)[0])
+
+
+def test_how_alike_clusters_are_may_be_known_from_other_scores_of_the_items() -> None:
+    clusters = [f"c{i // 5}" for i in range(200)]
+    some = [0.0] * 200
+    some[7] = some[90] = 1.0
+    worth = effective_count(some, clusters)
+    assert worth is not None and 40 < worth <= 200
+    assert effective_count([0.0] * 200, clusters) is None and effective_count([0.0] * 9, alone(9)) == 9
+    # None of 200 changed is not less sure than two of them, as it would be on 40 clusters alone.
+    assert share_interval([0.0] * 200, clusters, worth)[1] < share_interval(some, clusters)[1]
+    assert share_interval([0.0] * 200, clusters)[1] > share_interval(some, clusters)[1]
 
 
 def test_differences_that_are_all_alike_are_not_sure_either() -> None:
