@@ -228,6 +228,10 @@ class RemoteWindow:
         made = self._post("disposable", id=placement, query=query, max_tokens=max_tokens, clean=clean)
         return wire.disposability_from(made["disposability"])
 
+    def prefill(self) -> list[str]:
+        """Computes now what the next ask would have to compute of the placed chunks. Returns their placement ids."""
+        return list(self._post("prefill")["computed"])
+
     def prepare_orbit(self, ids: Sequence[str], orders: int = 6, seed: int = 0) -> list[str]:
         """Forms patches that serve any order of ``ids``. Returns the ids that have one. Cost: a forward per chunk and order."""
         return list(self._post("prepare_orbit", ids=list(ids), orders=orders, seed=seed)["placements"])

@@ -80,6 +80,9 @@ class Metrics:
         self.chats = counter(
             "chats", "Plain chats by what stood behind them: window, none, or a window that failed", "behind"
         )
+        self.live_frames = counter(
+            "live_frames", "Frames pushed into live streams: placed, dropped or failed", "result"
+        )
         self.errors = counter("errors", "Requests to windows and chunks that were refused or failed", "code")
         self.ttft = histogram("ttft_seconds", "Seconds to the first token of an answer")
         self.seconds = histogram("answer_seconds", "Seconds to the last token of an answer")

@@ -54,7 +54,8 @@ class Gateway:
                 status, body = to_body(service.as_shown(error))
                 if status >= 500:
                     _log.error("%s failed before it was routed", path, exc_info=error)
-                if scope["type"] == "websocket":
+                denied = "websocket.http.response" in scope.get("extensions", {})
+                if scope["type"] == "websocket" and not denied:
                     await send({"type": "websocket.close", "code": 1008, "reason": body["error"]["message"][:100]})
                 else:
                     await JSONResponse(body, status_code=status)(scope, receive, send)

@@ -73,7 +73,8 @@ class Ask(Body):
     def question(self) -> Question:
         """Raises ValueError for values out of range."""
         schema = None if self.json_schema is None else schema_text(self.json_schema)
-        return Question.of(**{**self.model_dump(exclude={"stream"}), "json_schema": schema})
+        given = self.model_dump(include=Ask.model_fields.keys() - {"stream"})
+        return Question.of(**{**given, "json_schema": schema})
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,7 @@ def _remember(context: OperationContext, window: Window, query: str, answer: str
     return {"placement": window.remember(query, answer)}
 
 
+_forward("prefill", "computed")
 _forward("prepare_orbit", "placements", ids=list[str], orders=(Orders, 6), seed=(SEED, 0))
 _forward("refresh", "refreshed", count=(COUNT | None, None), ids=(list[str] | None, None))
 _forward("compress", "freed_bytes", if_short=(bool, False))

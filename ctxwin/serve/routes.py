@@ -11,25 +11,27 @@ from typing import Annotated, Any
 from ctxwin.extras import optional_imports
 
 with optional_imports():
-    from fastapi import APIRouter, Depends, FastAPI, Request, Response
+    from fastapi import APIRouter, Depends, FastAPI, Request, Response, WebSocket
     from fastapi.responses import JSONResponse
     from python_multipart.exceptions import FormParserError
     from python_multipart.multipart import FormParser, parse_options_header
     from starlette.exceptions import HTTPException
 
+from ctxwin.errors import CtxwinError
 from ctxwin.hashing import digest
 from ctxwin.serve import completions, wire
 from ctxwin.serve.completions import ChatRequest
 from ctxwin.serve.endpoints import CHUNKS, OUR_CHAT, WINDOWS
-from ctxwin.serve.errors import TooLarge, UnknownModel
+from ctxwin.serve.errors import TooLarge, UnknownModel, to_body
 from ctxwin.serve.fair import Put, Stopped
 from ctxwin.serve.limits import Limits
+from ctxwin.serve.live import Session
 from ctxwin.serve.operations import OPERATIONS, Ask, OpenWindow, Operation
 from ctxwin.serve.responses import Route, encoded, json_response, streamed, whole
 from ctxwin.serve.service import STATE, TENANT, Service, Space
 from ctxwin.serve.snapshots import read_snapshot
 from ctxwin.serve.specs import CHUNK, checked
-from ctxwin.window.stream import TextDelta
+from ctxwin.serve.streams import MESSAGE, LiveOptions, Push, Recall, read_message, spoken
 from ctxwin.window.window import Window
 
 _MOST_FIELDS = 64
@@ -178,21 +180,15 @@ async def ask(window_id: str, call: Called) -> Response:
     key = None if body.stream else call.idempotency_key
 
     def work(put: Put, stopped: Stopped) -> bytes:
-        delta = TextDelta()
-
-        def on_token(_: int, text: str) -> bool:
-            if new := delta.feed(text):
-                put(encoded({"text": new}))
-            return True
-
         def answered() -> bytes:
-            with call.space.windows.using(window_id) as window:
+            with call.space.streams.turn(window_id), call.space.windows.using(window_id) as window:
                 if body.remember:
                     call.space.context().check_room(window, 1)
                 with call.running("ask", raw, window):
-                    answer = window.answer(body.question(), on_token=on_token if body.stream else None, stopped=stopped)
-            if body.stream and (rest := delta.feed(answer.text, last=True)):
-                put(encoded({"text": rest}))
+                    if body.stream:
+                        answer = spoken(window, body.question(), put, stopped)
+                    else:
+                        answer = window.answer(body.question(), stopped=stopped)
             return encoded(wire.answer_to(answer))
 
         return call.space.results.once(path, key, raw, answered)
@@ -203,12 +199,51 @@ async def ask(window_id: str, call: Called) -> Response:
     return await streamed(running, call.request, last=lambda answer: [b'{"answer": %s}' % answer])
 
 
+LIVE = WINDOWS + "/{window_id}/live"
+
+
+@router.post(LIVE, openapi_extra=_body(MESSAGE.json_schema()))
+async def push(window_id: str, call: Called) -> Response:
+    """Pushes a frame into a live stream, a picture as it is or a message of the socket, and says what became of it."""
+    space, options = call.space, checked(LiveOptions.model_validate, dict(call.request.query_params))
+    picture = call.request.headers.get("content-type", "").startswith(("image/", "application/octet-stream"))
+    read = (call.service.limits.parse, await call.request.body(), picture, space.max_text)
+    message, files = await call.service.run_briefly(space.tenant, read_message, *read)
+    with space.streams.open(call.service, space, window_id) as stream:
+        if isinstance(message, Push):
+            return JSONResponse(await stream.push(message, files, options))
+        if isinstance(message, Recall):
+            return await call.run(lambda: stream.recall(message, options))
+    raise ValueError("a message by HTTP must be a push or a recall; ask with /ask")
+
+
+@router.websocket(LIVE)
+async def stream(socket: WebSocket, window_id: str) -> None:
+    """A live stream: frames in, answers out."""
+    service: Service = getattr(socket.app.state, STATE)
+    space = service.space(socket.scope.get(TENANT) or "")
+
+    def summary() -> Any:
+        with space.windows.using(window_id) as window:
+            return wire.window_to(window)
+
+    try:
+        options = checked(LiveOptions.model_validate, dict(socket.query_params))
+        opened = await service.run(space.tenant, summary)
+        with space.streams.open(service, space, window_id) as held:
+            await Session(socket, held, options).run(opened)
+    except (CtxwinError, ValueError) as error:
+        status, body = to_body(service.as_shown(error))
+        await socket.send_denial_response(JSONResponse(body, status_code=status))
+
+
 def _operate(name: str, operation: Operation) -> Callable[[str, Call], Any]:
     async def operate(window_id: str, call: Called) -> Response:
         raw, body = await call.request.body(), await call.json()
 
         def work() -> Any:
-            with call.space.windows.using(window_id) as window, call.running(name, raw, window):
+            turn, using = call.space.streams.turn(window_id), call.space.windows.using(window_id)
+            with turn, using as window, call.running(name, raw, window):
                 return operation(call.space.context(), window, body)
 
         return await call.once(work)

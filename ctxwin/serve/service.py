@@ -24,6 +24,7 @@ from ctxwin.serve.metrics import Metrics
 from ctxwin.serve.operations import OperationContext
 from ctxwin.serve.quarantine import Quarantine
 from ctxwin.serve.results import Results
+from ctxwin.serve.streams import Streams
 from ctxwin.serve.tenants import Keys, Tenant
 from ctxwin.serve.uploads import Uploads
 from ctxwin.serve.windows import OpenWindows, WindowRegistry
@@ -56,6 +57,7 @@ class Space:
     chat: Chat
     results: Results
     conversations: Conversations
+    streams: Streams
     count: Count
     max_text: int
 
@@ -202,6 +204,7 @@ class Service:
             chat=Chat(engine, uploads, self.limits.fidelity, self._defaults, watch, partial(self._pool.submit, name)),
             results=Results(),
             conversations=Conversations(most, self.limits.window_ttl_s),
+            streams=Streams(most),
             count=counter(engine),
             max_text=self.limits.text(engine.spec.max_tokens),
         )

@@ -431,20 +431,30 @@ class Assembly:
         self.missing.discard(key)
         return key
 
-    def reform(self, state: State, index: int, laid: Laid, fidelity: Fidelity, work: Work) -> State:
-        """Re-forms one placed chunk behind what is in front of it now: one forward, no vision encode."""
+    def prefilled(self, state: State, index: int, laid: Laid, fidelity: Fidelity, work: Work) -> State:
+        """``state`` once the chunk at ``index``, which has to be computed, is: as an ask would, in one forward of its own."""
+        system_prompt = self._computed_system_prompt(state, laid.segments[0], work)
+        laid = replace(laid, segments=(system_prompt, *laid.segments[1:]))
+        span, laid = self._in_place(state, index, laid, work)
+        return self.settle(state, laid, {index + 1: span}, fidelity)
+
+    def _in_place(self, state: State, index: int, laid: Laid, work: Work) -> tuple[SpanKV, Laid]:
+        """KV of a placed chunk behind what is in front of it now, and what was in front of it in the end."""
         segment, front = laid.segments[index + 1], laid.segments[: index + 1]
         fallbacks, placed = work.fallbacks, [c.placed for c in laid.choices[: index + 1]]
         span = self._prefill(front, segment.encoded, segment.start, work, placed, salt_of(front))
-        if work.fallbacks > fallbacks:
-            laid = laid.computed(state)
-        choice = laid.choices[index]
+        return span, laid.computed(state) if work.fallbacks > fallbacks else laid
+
+    def reform(self, state: State, index: int, laid: Laid, fidelity: Fidelity, work: Work) -> State:
+        """Re-forms one placed chunk behind what is in front of it now: one forward, no vision encode."""
+        span, laid = self._in_place(state, index, laid, work)
+        segment, choice = laid.segments[index + 1], laid.choices[index]
         served = choice.front.computed(choice.placed.chunk_id, "formed")
         absorbed = laid.absorbed(index)  # in full: a patch would be another approximation
         self.put(
             served.span, span, segment.encoded, provenance=served.provenance, exact=served.exact, absorbed=absorbed
         )
-        formed = placed[index].replace(kv=served, seen=True, unseen=())
+        formed = choice.placed.replace(kv=served, seen=True, unseen=())
         return state.replace(placed=(*state.placed[:index], formed, *state.placed[index + 1 :]))
 
     def orbit(

@@ -1,4 +1,4 @@
-"""Background work on a window: re-forming approximations, compressing KV, and forming orbit patches."""
+"""Background work on a window: computing KV ahead, re-forming approximations, compressing KV, and forming orbit patches."""
 
 from __future__ import annotations
 
@@ -13,6 +13,23 @@ from ctxwin.window.economy import Demand, likely_form
 from ctxwin.window.lanes import MAX_ORBIT, canonical_key, patched
 from ctxwin.window.orbits import meet
 from ctxwin.window.state import Placed, State
+
+
+def prefill(core: WindowCore) -> list[str]:
+    """See `Window.prefill`."""
+    work, done = Work(background=True), []
+    with core.writing(edit=False) as state:
+        state, fidelity = core.trust.marked(state), core.fidelity
+        begin = 0
+        while True:  # what is computed tells the lanes of what stands behind it: lay out anew each time
+            laid = core.assembly.lay_out(state, fidelity, work)
+            at = next((i for i in range(begin, len(laid.choices)) if laid.choices[i].compute), None)
+            if at is None:
+                break
+            state, begin = core.assembly.prefilled(state, at, laid, fidelity, work), at + 1
+            core.commit(state)
+            done.append(state.placed[at].id)
+    return done
 
 
 def refresh(core: WindowCore, count: int | None, ids: Sequence[str] | None = None) -> list[str]:

@@ -426,6 +426,14 @@ class Window:
         """
         return disposable(self.core, placement, query, max_tokens, clean=clean)
 
+    def prefill(self) -> list[str]:
+        """Computes now what the next `ask` would have to compute of the placed chunks; returns their placement ids.
+
+        For content that arrives before anybody asks: the answer then begins after a forward over its query. Runs behind what
+        others wait for. Raises EngineFailed, ChunkUnavailable. Cost: a forward over each of those chunks; no vision encode.
+        """
+        return upkeep.prefill(self.core)
+
     def prepare_orbit(self, ids: Sequence[str], orders: int = 6, seed: int = 0) -> list[str]:
         """Forms one patch per chunk that has all of ``ids`` (and nothing else) in front: served in any order of them.
 

@@ -7,12 +7,14 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 from openai import APIStatusError, AuthenticationError, BadRequestError
 
-from ctxwin import Chunk
-from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
+from ctxwin import Chunk, Fidelity
+from ctxwin.adapters.openai import LiveStream, RemoteWindow, chunk_part, upload
 from ctxwin.engines.open import vllm_installed
+from ctxwin.serve.errors import UnknownWindow
 from ctxwin.tiny import world
 from serve.test_vllm_server import FRAMES, HEADER, Process, cached, plain_messages, question
 
@@ -61,6 +63,31 @@ def test_exact_windows_answer_what_vllm_answers_and_a_profile_computes_less(serv
     computed = sum(reported(a)["computed_tokens"] for a in fast[1:])
     assert computed < 0.4 * sum(a.usage.prompt_tokens for a in fast[1:])
     assert reported(fast[1])["lanes"]["survivor"] > 0 and "windows" not in str(alone[0].usage)
+
+
+@pytest.mark.parametrize("fidelity", [Fidelity("exact"), Fidelity("patched", rank=11)])
+def test_a_live_stream_leaves_only_the_question_to_an_answer(server: Process, fidelity: Fidelity) -> None:
+    client, salt = server.client("key-acme"), fidelity.mode
+    with (
+        RemoteWindow(client, HEADER, 450, fidelity) as pushed,
+        RemoteWindow(client, HEADER, 450, fidelity) as held,
+        LiveStream(client, pushed.id, reserve_tokens=40) as live,
+    ):
+        for i, frame in enumerate(FRAMES):
+            pixels = np.asarray(world.render(frame))
+            live.push(pixels, f"{salt} {i}", time=i)
+            answer = live.ask(question(i), 4)
+            usage = answer.usage
+            assert usage.computed_tokens == usage.prompt_tokens - pushed.tokens
+            assert (
+                usage.cached_tokens >= pushed.tokens // 2 and usage.vision_encodes == 0
+            )  # it lies in vLLM's own cache
+            held.append(Chunk.image(pixels, text=f"{salt} {i}"))
+            held.slide(reserve_tokens=40)
+            assert held.ask(question(i), 4).token_ids == answer.token_ids
+        assert len(pushed.evicted) == len(held.evicted) > 0
+        with pytest.raises(UnknownWindow), LiveStream(server.client("key-bolt"), pushed.id):
+            pass
 
 
 @pytest.mark.parametrize(

@@ -372,3 +372,24 @@ def test_what_is_computed_because_a_load_failed_is_exact(engine: Engine) -> None
             served = ask(exact, QUESTIONS[1])
             assert served.usage.bytes_loaded > 0
             assert close(served.first_token_logprobs, reprefill(engine, exact, QUESTIONS[1]), 1e-4)
+
+
+@pytest.mark.parametrize("mode", ["exact", "patched"])
+def test_a_prefilled_frame_leaves_only_the_question_to_the_answer(engine: Engine, mode: Any) -> None:
+    shown = [
+        Chunk.image(world.render(frame), text=f"{mode}: {i}") for i, frame in enumerate(FRAMES[:4])
+    ]  # of no other test
+    fidelity = Fidelity(mode, bytes_share=0.11, layers="deep")
+    with Window(engine, HEADER, fidelity=fidelity) as window, Window(engine, HEADER, fidelity=fidelity) as other:
+        for made in (window, other):
+            made.extend(shown[:3])
+            made.ask(QUESTIONS[0])
+            made.append(shown[3])
+            made.slide(1)
+        assert window.prefill()[-1] == window.ids[-1]
+        answer, usual = ask(window, QUESTIONS[1]), ask(other, QUESTIONS[1])
+        assert answer.usage.computed_tokens == answer.usage.prompt_tokens - window.tokens
+        assert answer.usage.exact == usual.usage.exact == (mode == "exact")
+        assert close(answer.first_token_logprobs, usual.first_token_logprobs, 1e-4)
+        if mode == "exact":
+            assert close(answer.first_token_logprobs, reprefill(engine, window, QUESTIONS[1]), 1e-4)

@@ -362,6 +362,33 @@ def test_refresh_bounds_the_drift(engine: FakeEngine, window: Window) -> None:
     assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
 
 
+@pytest.mark.parametrize("mode", ["exact", "patched"])
+def test_what_was_prefilled_is_not_computed_by_the_answer(mode: Any) -> None:
+    asked, ahead = (Window(FakeEngine(), "hd", fidelity=Fidelity(mode)) for _ in range(2))
+    for i in range(6):
+        for window in (asked, ahead):
+            placed = window.append(Chunk.text(f"n{i}"))
+            if i > 2:
+                window.slide(1)
+        version, due = ahead.version, [e.id for e in ahead.chunks if e.compute]
+        assert ahead.prefill() == due and due[-1] == placed
+        assert ahead.version == version and ahead.prefill() == []
+        answers = [window.ask("q", max_tokens=3) for window in (asked, ahead)]
+        assert answers[0].token_ids == answers[1].token_ids
+        query = answers[1].usage.prompt_tokens - ahead.tokens
+        assert answers[1].usage.computed_tokens == query < answers[0].usage.computed_tokens
+        assert [e.lane for e in ahead.chunks] == [e.lane for e in asked.chunks]
+        ahead.check()
+
+
+def test_prefill_ends_where_the_store_takes_nothing(engine: FakeEngine) -> None:
+    engine.repo.put_span = lambda *_: False  # type: ignore[assignment,method-assign]
+    window = Window(engine, "hd", fidelity=Fidelity("patched"))
+    window.extend([Chunk.text(text) for text in "abc"])
+    assert window.prefill() == list(window.ids)
+    assert list(window.ask("q", max_tokens=3).token_ids) == fresh(engine, window)
+
+
 def test_streams_yield_the_answers_text(window: Window) -> None:
     whole = window.ask("q", max_tokens=3)
     stream = window.stream("q", max_tokens=3)
