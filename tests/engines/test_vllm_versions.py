@@ -291,6 +291,8 @@ class TestConfigurations:
         [
             {},
             {"cache_config__cache_dtype": "bfloat16"},
+            {"cache_config__cache_dtype": "fp8_e5m2"},
+            {"speculative_config": SimpleNamespace(method="ngram")},
             {"parallel_config__tensor_parallel_size": 2},
             {
                 "model_config__quantization": "awq",
@@ -312,9 +314,12 @@ class TestConfigurations:
             ({"kv_transfer_config": None}, "kv_connector must be 'CtxwinConnector' .*got None"),
             ({"kv_transfer_config__kv_connector": "MultiConnector"}, "kv_connector must be .*got 'MultiConnector'"),
             ({"kv_transfer_config__kv_load_failure_policy": "recompute"}, "kv_load_failure_policy must be 'fail'"),
-            ({"cache_config__cache_dtype": "fp8"}, "kv_cache_dtype must be 'auto' or 'bfloat16' .*got fp8"),
-            ({"cache_config__cache_dtype": "float32"}, "kv_cache_dtype must be 'auto' or 'bfloat16'"),
-            ({"speculative_config": SimpleNamespace(method="eagle")}, "speculative_config must be unset .*'eagle'"),
+            ({"cache_config__cache_dtype": "nvfp4"}, "kv_cache_dtype must be 'auto', 'bfloat16', 'fp8'.*got 'nvfp4'"),
+            ({"cache_config__cache_dtype": "float32"}, "kv_cache_dtype must be 'auto', 'bfloat16'"),
+            (
+                {"speculative_config": SimpleNamespace(method="eagle")},
+                "speculative_config must be unset, or .*ngram .*'eagle'.*KV of its own",
+            ),
             ({"lora_config": SimpleNamespace()}, "enable_lora must be False"),
             (
                 {"model_config__hf_overrides": {"rope_theta": 1e6}},

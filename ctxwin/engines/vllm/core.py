@@ -18,7 +18,7 @@ from ctxwin.engines.vllm.drivers import Driver, LoopDriver, StepDriver
 from ctxwin.engines.vllm.inputs import Inputs, joined
 from ctxwin.engines.vllm.internals import bare_model, worker_model
 from ctxwin.engines.vllm.lifecycle import folders, startup
-from ctxwin.engines.vllm.paged import PagedKV
+from ctxwin.engines.vllm.paged import FP8, PagedKV
 from ctxwin.engines.vllm.relocation import refusal
 from ctxwin.engines.vllm.transport import PARAM, LocalTransport, SharedMemoryTransport, Transport
 from ctxwin.engines.vllm.vision import Vision, remote, see
@@ -37,8 +37,10 @@ REFUSED = {"kimi_k25": "vLLM 0.32 takes its pictures as pixels only"}
 _prepared: weakref.WeakValueDictionary[str, SharedMemoryTransport] = weakref.WeakValueDictionary()
 
 
-def read_model(model: str | Path, dtype: Any = "auto") -> tuple[Checkpoint, KVSpec]:
+def read_model(model: str | Path, dtype: Any = "auto", cache: Any = "auto") -> tuple[Checkpoint, KVSpec]:
     """A checkpoint and its KV as vLLM serves it in one dtype. Reads no weights but for their digest.
+
+    What a quantised ``cache`` (vLLM's ``kv_cache_dtype``) makes of KV is another model's KV: its name is part of the identity.
 
     Raises UnsupportedModel for a model whose config says that KV cannot be moved, ValueError for an unknown dtype.
     """
@@ -48,7 +50,8 @@ def read_model(model: str | Path, dtype: Any = "auto") -> tuple[Checkpoint, KVSp
     if reason := REFUSED.get(kind := str(checkpoint.config.model_type)):
         raise UnsupportedModel(f"{kind!r} cannot be served on vLLM: {reason}; open it as hf:MODEL")
     name = checkpoint.dtype(None if dtype == "auto" else dtype, "bfloat16")
-    return checkpoint, kv_spec_from_config(checkpoint.config, checkpoint.identity(name, "vllm"), name, "vllm")
+    rounded = f" in {'fp8_e4m3' if cache == 'fp8' else cache}" if cache in FP8 else ""
+    return checkpoint, kv_spec_from_config(checkpoint.config, checkpoint.identity(name, f"vllm{rounded}"), name, "vllm")
 
 
 def engine_arguments(model: str | Path, options: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +62,7 @@ def engine_arguments(model: str | Path, options: dict[str, Any]) -> dict[str, An
     Raises:
         ValueError, UnsupportedModel: options that ctxwin cannot work with; the message says what to do.
     """
-    checkpoint, kv = read_model(model, options.get("dtype") or "auto")
+    checkpoint, kv = read_model(model, options.get("dtype") or "auto", options.get("kv_cache_dtype"))
     transport = SharedMemoryTransport(kv)
     try:
         arguments = startup.with_connector(str(checkpoint.path), {**options, "dtype": kv.dtype}, transport)
@@ -115,7 +118,7 @@ class Core:
     def start(cls, model: str | Path, processes: str | None, options: dict[str, Any], connector: bool = True) -> Core:
         """See `VLLMEngine`; ``connector``: as for `startup.start`."""
         options = dict(options)
-        checkpoint, kv = read_model(model, options.pop("dtype", "auto"))
+        checkpoint, kv = read_model(model, options.pop("dtype", "auto"), options.get("kv_cache_dtype"))
         if processes is None:
             processes = "multi" if options.get("tensor_parallel_size", 1) > 1 else "single"
         transport: Transport
@@ -151,7 +154,7 @@ class Core:
             raise ValueError("vLLM's last ctxwin engine was closed; start vLLM anew with new engine_arguments")
         if engine is llm and loop is None:
             raise ValueError("an AsyncLLM needs loop=, the running event loop that it was started on")
-        checkpoint, kv = read_model(model, str(config.model_config.dtype))
+        checkpoint, kv = read_model(model, str(config.model_config.dtype), config.cache_config.cache_dtype)
         transport.kv = kv
         driver: Driver
         driver = StepDriver(llm, lambda _: None) if engine is not llm else LoopDriver(llm, cast("Any", loop))

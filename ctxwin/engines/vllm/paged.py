@@ -25,6 +25,10 @@ from ctxwin.kv.kernels.choice import report, trial
 from ctxwin.kv.layout import KVSpec
 
 _BASE = 128  # digits 0..127 are exact in bfloat16 (8 bits of mantissa) as in every wider dtype
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""Quantised caches that spans follow, by vLLM's ``kv_cache_dtype``: one scale a layer for keys and one for values, from
+the checkpoint. A span holds what such a cache says in the model's dtype, so that what is read, loaded and not moved is the
+same to the bit; what is moved is turned in that dtype and rounded once more."""
 
 
 class PagedKV:
@@ -60,12 +64,14 @@ class PagedKV:
             )
         for layer in self.layers:
             self._check_layer(layer)
-        self.dtype: torch.dtype = self.layers[0].kv_cache.dtype
+        self.dtype: torch.dtype = getattr(torch, kv.dtype)
+        self._fp8 = FP8.get(self.layers[0].kv_cache_dtype)
+        self._base = _BASE if self._fp8 is None else 8  # 0..7 are exact in E5M2, too
         self.device: torch.device = self.layers[0].kv_cache.device
         self._gather = self._probe()
         self.kernel = choose(kv, self.dtype, self.device, kernel=kernel)
         self._alone = alone and self.device.type == "cpu"
-        self._lines = self._steps() if self.kernel == "triton" else None
+        self._lines = self._steps() if self.kernel == "triton" and self._fp8 is None else None
 
     @property
     def direct(self) -> bool:
@@ -75,10 +81,11 @@ class PagedKV:
     def _check_layer(self, layer: Any) -> None:
         cache = layer.kv_cache
         per_token = self.kv.heads * (self.kv.k_dim + self.kv.v_dim)
-        if cache.dtype != getattr(torch, self.kv.dtype) or layer.kv_cache_dtype not in ("auto", self.kv.dtype):
+        own = cache.dtype == getattr(torch, self.kv.dtype) and layer.kv_cache_dtype in ("auto", self.kv.dtype)
+        if not own and not (layer.kv_cache_dtype in FP8 and cache.itemsize == 1):
             raise UnsupportedModel(
-                f"kv_cache_dtype must be the model's own dtype ({self.kv.dtype}), got {layer.kv_cache_dtype!r} "
-                f"({cache.dtype}): a cache that rounds or quantises cannot be moved losslessly"
+                f"kv_cache_dtype must be the model's own dtype ({self.kv.dtype}) or {', '.join(FP8)}, got "
+                f"{layer.kv_cache_dtype!r} ({cache.dtype})"
             )
         if cache[0].numel() != self.block_size * per_token:
             raise UnsupportedModel(
@@ -132,7 +139,7 @@ class PagedKV:
             raise ValueError(f"tokens [{begin}, {end}) must be non-empty and lie in {len(blocks)} blocks")
         index = torch.tensor(blocks[first:last], dtype=torch.int64, device=self.device)
         wanted = slice(begin - first * self.block_size, end - first * self.block_size)
-        pairs = [self._unpack(layer.kv_cache[index]) for layer in self.layers]
+        pairs = [self._plain(layer, *self._unpack(layer.kv_cache[index])) for layer in self.layers]
         found = torch.stack([k[wanted] for k, _ in pairs]), torch.stack([v[wanted] for _, v in pairs])
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -147,6 +154,13 @@ class PagedKV:
         v = numbers[:, cut:].reshape(count * size, heads, self.kv.v_dim)
         return k, v
 
+    def _plain(self, layer: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a quantised cache says, in the model's dtype."""
+        if self._fp8 is None:
+            return k, v
+        scales = (layer._k_scale_float, layer._v_scale_float)
+        return tuple((x.view(self._fp8).float() * s).to(self.dtype) for x, s in zip((k, v), scales, strict=True))  # type: ignore
+
     def _probe(self) -> torch.Tensor:
         """Where each number of (k, v) of one block lies in it: int64 ``[block_size * heads * (k_dim + v_dim)]``.
 
@@ -155,19 +169,22 @@ class PagedKV:
         layer, kv, size = self.layers[0], self.kv, self.block_size
         scratch = torch.zeros_like(layer.kv_cache[:2])
         keys, total = size * kv.heads * kv.k_dim, scratch[0].numel()
-        digits = 1
-        while _BASE**digits < total:
+        digits, base = 1, self._base
+        while base**digits < total:
             digits += 1
         found = torch.zeros(2, total, dtype=torch.int64, device=scratch.device)
         numbers = torch.arange(total, device=scratch.device)
         for digit in range(digits):
-            value = (numbers // _BASE**digit % _BASE).to(scratch.dtype)
+            value = (numbers // base**digit % base).to(self.dtype)
             k = value[:keys].reshape(size, kv.heads, kv.k_dim)
             v = value[keys:].reshape(size, kv.heads, kv.v_dim)
+            if self._fp8 is not None:
+                k, v = k * layer._k_scale_float, v * layer._v_scale_float
             for block in range(2):
                 slots = torch.arange(size, device=scratch.device) + block * size
                 _update(layer, k, v, scratch, slots)
-            found += scratch.reshape(2, total).to(torch.int64) * _BASE**digit
+            held = scratch if self._fp8 is None else scratch.view(self._fp8).float()
+            found += held.reshape(2, total).to(torch.int64) * base**digit
         if not torch.equal(found[0], found[1]) or not torch.equal(found[0].sort().values, numbers):
             raise UnsupportedModel(
                 f"the cache packing of attention backend {type(layer.impl).__name__} is not a permutation within a "
@@ -185,13 +202,16 @@ class PagedKV:
         noise = torch.Generator().manual_seed(0)
         scratch.zero_()
         slots = torch.randperm(2 * size, generator=noise)
-        k = torch.randn(2 * size, kv.heads, kv.k_dim, generator=noise).to(scratch)
-        v = torch.randn(2 * size, kv.heads, kv.v_dim, generator=noise).to(scratch)
+        k = torch.randn(2 * size, kv.heads, kv.k_dim, generator=noise).to(self.device, self.dtype)
+        v = torch.randn(2 * size, kv.heads, kv.v_dim, generator=noise).to(self.device, self.dtype)
+        if self._fp8 is not None:  # only what the cache can say comes back to the bit
+            k, v = ((x.float() / s).to(self._fp8) for x, s in ((k, layer._k_scale_float), (v, layer._v_scale_float)))
+            k, v = self._plain(layer, k.view(torch.uint8), v.view(torch.uint8))
         step = 2 * size // 3
         for at in range(0, 2 * size, step):
             part = slots[at : at + step]
             _update(layer, k[part], v[part], scratch, part.to(scratch.device))
-        got_k, got_v = self._unpack(scratch)
+        got_k, got_v = self._plain(layer, *self._unpack(scratch))
         if not (torch.equal(got_k, k) and torch.equal(got_v, v)):
             raise UnsupportedModel(
                 f"attention backend {type(layer.impl).__name__} does not return the KV that was written into its cache"

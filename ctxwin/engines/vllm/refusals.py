@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ctxwin.engines.vllm.paged import FP8
 from ctxwin.errors import UnsupportedModel
 
 CONNECTOR = "CtxwinConnector"
@@ -35,6 +36,9 @@ ONE = {
     "prefill_context_parallel_size": "each rank computes a part of every prompt",
 }
 """Kinds of parallelism that spans cannot follow, and why."""
+
+BARE_DRAFTERS = ("ngram",)
+"""Methods of speculative decoding that draft from the text alone: they keep no KV, and vLLM checks what they draft."""
 
 
 def check_config(config: Any) -> None:
@@ -84,10 +88,13 @@ def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     reason = "stored KV is named by the checkpoint's own weights"
     yield "load_format", "one that reads the weights", "'dummy'", not dummy, reason
     kept, dtype = str(config.cache_config.cache_dtype), str(model.dtype).removeprefix("torch.")
-    reason = "spans are moved in the model's own dtype"
-    yield "kv_cache_dtype", f"'auto' or {dtype!r}", kept, kept in ("auto", dtype), reason
+    reason = "spans are read back to the bit from the model's own dtype and from caches with one scale a layer"
+    fits = kept in ("auto", dtype, *FP8)
+    yield "kv_cache_dtype", f"'auto', {dtype!r}, {', '.join(map(repr, FP8))}", repr(kept), fits, reason
     drafter = config.speculative_config
     method = repr(getattr(drafter, "method", None) or "set")
-    yield "speculative_config", "unset", method, drafter is None, "a drafter keeps KV of its own, which no span holds"
+    plain = drafter is None or method in map(repr, BARE_DRAFTERS)
+    reason = "another drafter keeps KV of its own, which no span holds"
+    yield "speculative_config", f"unset, or of a method among {', '.join(BARE_DRAFTERS)}", method, plain, reason
     lora = config.lora_config is not None
     yield "enable_lora", "False", "True", not lora, "an adapter makes KV that is another model's"

@@ -199,7 +199,7 @@ def _arguments(transport: Transport, options: dict[str, Any]) -> dict[str, Any]:
             raise UnsupportedModel(
                 f"{name} must be 1, got {options[name]!r}: {reason}; use tensor_parallel_size, or serve from several replicas"
             )
-    fixed, unset = dict(_FIXED), ["kv_transfer_config", "kv_offloading_size", "speculative_config", "enable_lora"]
+    fixed, unset = dict(_FIXED), ["kv_transfer_config", "kv_offloading_size", "enable_lora"]
     between = isinstance(transport, SharedMemoryTransport)
     if between:
         fixed["worker_extension_cls"] = "ctxwin.engines.vllm.vision.WorkerExtension"

@@ -1,0 +1,158 @@
+"""Settings that people serve with: exact windows answer as a plain vLLM does under the same setting."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ctxwin import Answer, Fidelity, Window
+from ctxwin.chunk import Chunk
+from ctxwin.engines.base import Sampling, Segment
+from ctxwin.errors import UnsupportedModel
+from ctxwin.kv.relocate import relocate
+from ctxwin.store import open_store
+from engines import models
+from engines.conformance import HEADER, QUERY, laid, picture, with_spans
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+# vLLM's n-gram drafter imports numba, beside which vLLM 0.32 opens no second engine in the same process.
+OPEN: dict[str, dict[str, Any]] = {"ngram": {"processes": "multi"}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ngram": {"speculative_config": NGRAM},
+    "fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"},
+    "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
+}
+PLAIN = """
+import json, sys
+from ctxwin.engines.torchvision_repair import repair
+repair()
+from vllm import LLM, SamplingParams
+from vllm.model_executor.models.registry import ModelRegistry
+# Imported here, since vLLM would look at the class in a process of its own, which has had no repair.
+ModelRegistry.register_model("Qwen2ForCausalLM", ModelRegistry.models["Qwen2ForCausalLM"].load_model_cls())
+job = json.load(open(sys.argv[1]))
+llm = LLM(job["model"], dtype="float32", enforce_eager=True, block_size=32, kv_cache_memory_bytes=1 << 28, seed=0,
+          enable_prefix_caching=False, disable_log_stats=True, **job["setting"])
+sampling = SamplingParams(temperature=0, max_tokens=16, detokenize=False)
+made = llm.generate([{"prompt_token_ids": p} for p in job["prompts"]], sampling, use_tqdm=False)
+json.dump([list(m.outputs[0].token_ids) for m in made], open(sys.argv[2], "w"))
+"""
+COLORS = ("circle", "square", "red", "blue", "camera", "number")
+
+
+def texts(count: int) -> list[Chunk]:
+    return [Chunk.text(f"frame {i}: the {color} is {color} {color}\n") for i, color in enumerate(COLORS[:count])]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_exact_windows_answer_as_plain_vllm(name: str, tmp_path: Path) -> None:
+    """A vLLM that never heard of ctxwin computes each prompt whole, under the same setting."""
+    from ctxwin.engines.vllm.engine import VLLMEngine
+
+    folder = models.wide(models.write_text_model, tmp_path / "model")
+    engine = VLLMEngine(folder, dtype="float32", store=open_store("memory:"), **SETTINGS[name], **OPEN.get(name, {}))
+    prompts: list[list[int]] = []
+    answers: list[Answer] = []
+    with engine, Window(engine, HEADER, fidelity=Fidelity("exact")) as window:
+        chunks = {window.append(chunk): chunk for chunk in texts(6)}
+
+        def ask() -> None:
+            parts = [engine.encode_system_prompt(HEADER), *(engine.encode(chunks[i]) for i in window.ids)]
+            prompts.append([i for part in [*parts, engine.encode_query(QUERY)] for i in part.token_ids])
+            answers.append(window.ask(QUERY, 16))
+
+        ask()
+        window.reorder([*reversed(window.ids)])
+        ask()
+        window.evict(window.ids[0])
+        ask()
+        window.recall(window.evicted[0])
+        ask()
+        ask()
+        assert all(answer.usage.exact for answer in answers)
+        assert answers[-1].usage.computed_tokens < answers[0].usage.computed_tokens / 2
+    job, told = tmp_path / "job.json", tmp_path / "told.json"
+    job.write_text(json.dumps({"model": str(folder), "setting": SETTINGS[name], "prompts": prompts}))
+    env = {
+        **os.environ,
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", PLAIN, str(job), str(told)], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    plain = json.loads(told.read_text())
+    assert [list(answer.token_ids) for answer in answers] == [ids[:-1] if len(ids) < 16 else ids for ids in plain]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_spans_come_back_to_the_bit(name: str, tmp_path: Path) -> None:
+    """Captured, loaded where they were: the same numbers in the cache, so the same log-probabilities."""
+    from ctxwin.engines.vllm.engine import VLLMEngine
+
+    folder = models.wide(lambda f: models.write_vision_model(f, "qwen3_vl"), tmp_path / "model")
+    with VLLMEngine(
+        folder, dtype="float32", store=open_store("memory:"), **SETTINGS[name], **OPEN.get(name, {})
+    ) as engine:
+        chunks = [*texts(2), Chunk.image(picture(1))]
+        encoded = [engine.encode_system_prompt(HEADER), *(engine.encode(c) for c in chunks)]
+        query, sampling = engine.encode_query(QUERY), Sampling(max_tokens=16, logprobs=-1)
+        first = engine.generate(laid(encoded, capture=True), query, sampling, salt="computed")
+        again = engine.generate(with_spans(laid(encoded), first.captured), query, sampling, salt="loaded")
+        assert again.computed_tokens == query.tokens and again.token_ids == first.token_ids
+        assert max(abs(first.logprobs[t] - again.logprobs[t]) for t in first.logprobs) <= 1e-5
+
+
+@pytest.mark.parametrize(("name", "step"), [("fp8_e4m3", 2**-3), ("fp8_e5m2", 2**-2)])
+def test_a_moved_span_is_rounded_once_more(name: str, step: float, tmp_path: Path) -> None:
+    """First-layer keys, which depend on token and place alone, against those vLLM computes and rounds at the new place."""
+    from ctxwin.engines.vllm.engine import VLLMEngine
+
+    folder = models.wide(models.write_text_model, tmp_path / "model")
+    with VLLMEngine(folder, dtype="float32", store=open_store("memory:"), **SETTINGS[name]) as engine:
+        moving, filler = (engine.encode(chunk) for chunk in (texts(1)[0], Chunk.text("red " * 90)))
+        near = engine.prefill([], moving, 0)
+        far = engine.prefill([Segment(filler, 0)], moving, filler.advance)
+        turned = relocate(near, engine.spec.kv, filler.advance).k[0]
+        held = turned.to(FP8[name]).float()
+        scale = turned.square().mean().sqrt()
+        unrounded, error = (
+            float((near.k[0] - near.k[0].to(FP8[name]).float()).abs().max()),
+            (held - far.k[0]).abs() / scale,
+        )
+        assert unrounded == 0, "what is read back is what an 8-bit cache can say"
+        print(f"{name}: {float(error.square().mean().sqrt()):.4f} of the keys' root mean square")
+        assert float(error.square().mean().sqrt()) < step / 2
+
+
+def test_other_names_in_the_store(tmp_path: Path) -> None:
+    """KV that a quantised cache rounded is never served by an engine that keeps it whole."""
+    from ctxwin.engines.vllm.core import read_model
+
+    folder = models.write_text_model(tmp_path / "model")
+    kinds = {cache: read_model(folder, "bfloat16", cache)[1].identity for cache in ("auto", "fp8_e4m3", "fp8_e5m2")}
+    assert len(set(kinds.values())) == 3 and read_model(folder, "bfloat16", "fp8")[1].identity == kinds["fp8_e4m3"]
+
+
+def test_drafters_with_kv_of_their_own_are_refused(tmp_path: Path) -> None:
+    from ctxwin.engines.vllm.engine import VLLMEngine
+
+    folder = models.write_text_model(tmp_path / "model")
+    config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
+    with pytest.raises(UnsupportedModel, match="keeps KV of its own"):
+        VLLMEngine(folder, store=open_store("memory:"), speculative_config=config, processes="multi")
