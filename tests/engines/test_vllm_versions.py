@@ -253,7 +253,7 @@ class TestLayouts:
             (
                 {"dtype": torch.bfloat16},
                 16,
-                r"must be the model's own dtype \(float32\), got 'auto' \(torch.bfloat16\)",
+                r"must be the model's own dtype \(float32\) or fp8.*got 'auto' \(torch.bfloat16\)",
             ),
             ({"kv_cache_dtype": "fp8"}, 16, "must be the model's own dtype .*'fp8'"),
             ({"sliding_window": 8}, 16, "sliding-window attention"),
