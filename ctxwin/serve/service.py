@@ -125,7 +125,7 @@ class Service:
         self.closing = threading.Event()
 
     async def start(self) -> None:
-        """Opens every tenant's space and begins to close idle windows."""
+        """Opens every tenant's space and begins to close and to compress idle windows."""
         sys.setswitchinterval(_SWITCH_S)
         for name, tenant in self._tenants.items():
             self._spaces[name] = await asyncio.to_thread(self._open, name, tenant)
@@ -215,11 +215,12 @@ class Service:
             for space in list(self._spaces.values()):
                 try:
                     closed = await self.run(space.tenant, space.windows.sweep)
+                    freed = await self.run(space.tenant, space.windows.economise)
                 except Exception:
-                    _log.exception("idle windows of tenant %r could not be closed", space.tenant)
+                    _log.exception("idle windows of tenant %r could not be kept up", space.tenant)
                     continue
-                if closed:
-                    _log.info("closed %d idle windows", closed)
+                if closed or freed:
+                    _log.info("closed %d idle windows, compression gave back %d bytes", closed, freed)
 
     def _close(self) -> None:
         # No new work is taken; what runs has been told to stop.

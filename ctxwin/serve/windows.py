@@ -39,6 +39,8 @@ class _Entry:
         used: when it was used last.
         gone: whether it left the registry, so that its last user closes it and nothing saves it any more.
         saved, key: the version that stands in the store, and where.
+        upkeep: held while the window is worked on in the background; who comes meanwhile waits for it.
+        kept_up: the version that this was last done for, and whether bytes were short then.
     """
 
     window: Window
@@ -48,6 +50,8 @@ class _Entry:
     saved: State | None = None
     key: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    upkeep: threading.Lock = field(default_factory=threading.Lock)
+    kept_up: tuple[State, bool] | None = None
 
 
 class OpenWindows:
@@ -150,17 +154,24 @@ class WindowRegistry:
         """
         held = self._take(window_id)
         try:
+            with held.upkeep:
+                pass
             yield held.window
         finally:
-            self._save(held)
+            held.used = time.monotonic()
+            self._leave(held)
             with self._lock:
-                held.users -= 1
-                held.used = time.monotonic()
                 if self._held.get(window_id) is held:
                     self._held.move_to_end(window_id)
-                last = held.gone and held.users == 0
-            if last:
-                held.window.close()
+
+    def _leave(self, held: _Entry) -> None:
+        """Ends a use: its version is in the store then, and what left the registry meanwhile is closed."""
+        self._save(held)
+        with self._lock:
+            held.users -= 1
+            last = held.gone and held.users == 0
+        if last:
+            held.window.close()
 
     def remove(self, window_id: str) -> None:
         """Closes a window for good: its snapshot goes, too. Raises UnknownWindow."""
@@ -180,6 +191,34 @@ class WindowRegistry:
             before = time.monotonic() - self._ttl_s
             old = [i for i, held in self._held.items() if held.users == 0 and held.used <= before]
             return sum(map(self._put_aside, old))
+
+    def economise(self) -> int:
+        """Compresses windows that nobody uses (`Window.compress`, ``if_short=True``); returns the bytes given back.
+
+        Each version is looked at once, and once more where bytes got short since. Ends as soon as somebody waits for the engine.
+        Who asks for the window meanwhile waits for it.
+        """
+        freed = 0
+        with self._lock:
+            entries = list(self._held.values())
+        for held in entries:
+            if self._engine.busy:
+                break
+            looked = held.window.core.state, held.window.core.assembly.demand().short
+            with self._lock:
+                if held.users or held.gone or held.kept_up == looked:
+                    continue
+                held.users += 1
+                held.upkeep.acquire()
+            try:
+                freed += held.window.compress(if_short=True)
+                held.kept_up = held.window.core.state, looked[1]
+            except CtxwinError as error:  # it is served as it is
+                _log.warning("window %s was not compressed: %s", held.window.id, error)
+            finally:
+                held.upkeep.release()
+                self._leave(held)
+        return freed
 
     def close(self) -> None:
         """Puts every window aside; those in use are closed as soon as they are not."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from ctxwin import Chunk, Fidelity, Window
+from ctxwin.serve.limits import Limits
+from ctxwin.serve.windows import OpenWindows, WindowRegistry
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.spans import SpanRepository
 from ctxwin.window.economy import Demand, likely_form
@@ -135,6 +141,58 @@ def test_while_bytes_are_short_shared_chunks_become_canonical_and_patch(idle: st
     assert engine.repo.counters.patches_served == 10
     for window in windows:
         window.close()
+
+
+def test_a_server_compresses_what_nobody_uses_and_whoever_comes_meanwhile_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = short_engine(8)
+    registry = WindowRegistry(engine, 9, Limits(), OpenWindows(9))
+    ids = [registry.add(opened(engine, order)).id for order in ORDERS]
+    for _ in range(3):
+        for window_id in ids:
+            with registry.using(window_id) as window:
+                window.ask("q")
+        with registry.using(ids[0]) as window:
+            before = window.snapshot()
+            registry.economise()
+            assert window.snapshot() is before, "in use: left alone"
+        registry.economise()
+    assert engine.repo.counters.patches and engine.repo.counters.patches_served
+    looked = Mock(side_effect=Window.compress)
+    monkeypatch.setattr(Window, "compress", looked)
+    assert registry.economise() == 0 and not looked.called, "a version is looked at once"
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(window: Window, *, if_short: bool) -> int:
+        begun.set()
+        assert go_on.wait(20)
+        with window.core.writing():
+            return 7
+
+    monkeypatch.setattr(Window, "compress", slow)
+    with registry.using(ids[1]) as window:
+        window.evict(window.ids[-1])
+    with ThreadPoolExecutor(2) as pool:
+        freed = pool.submit(registry.economise)
+        assert begun.wait(20)
+
+        def ask() -> str:
+            with registry.using(ids[1]) as window:
+                return window.ask("q").text
+
+        answer = pool.submit(ask)
+        time.sleep(0.05)
+        assert not answer.done()
+        go_on.set()
+        assert freed.result(20) == 7 and answer.result(20)
+    monkeypatch.setattr(FakeEngine, "busy", True)
+    with registry.using(ids[1]) as window:
+        window.evict(window.ids[-1])
+    begun.clear()
+    assert registry.economise() == 0 and not begun.is_set(), "somebody waits"
+    registry.close()
+    assert engine.store.stats().leased == 0
 
 
 def test_while_bytes_are_short_what_is_computed_is_stored_as_a_patch_where_the_canonical_is_held() -> None:
