@@ -5,7 +5,11 @@ kinds of agent, both written against the official clients and unchanged between 
 
 - ``sliding``: sixteen questions about the last five frames of a stream, as chats with pictures, as chats that name chunks, and on
   a `RemoteWindow`;
-- ``computer``: a loop that keeps four screenshots and drops the oldest on every turn, with OpenAI's client and with Anthropic's.
+- ``openai``, ``anthropic``, ``langchain``: a loop that keeps four screenshots and drops the oldest on every turn, with OpenAI's
+  client, Anthropic's, and LangChain's ordinary chat model (``pip install langchain-openai``).
+
+``--model random`` is the benchmark's random model of half a billion parameters, whose answers are noise and whose cost is real.
+No profile knows it, so its third way is a fidelity chosen by hand, the one of the bundled profile.
 
 vLLM alone is the reference of the answers. Each way has a prefix-cache space of its own, so that none finds another's KV.
 """
@@ -35,6 +39,7 @@ from PIL import Image
 
 from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
 from ctxwin.chunk import Chunk
+from ctxwin.evals.bench.model import Sizes, ensure_model
 from ctxwin.evals.console import Json, errors, new_table, show
 from ctxwin.evals.stats import wilson
 from ctxwin.tiny import world
@@ -44,6 +49,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "exact": {"windows": "auto", "fidelity": {"mode": "exact"}},
     "profile": {"windows": "auto"},
 }
+BY_HAND = {"mode": "patched", "rank": 11, "layers": "deep"}
+AGENTS = ("sliding", "openai", "anthropic", "langchain")
 SYSTEM, KEEP, FRAMES, ASKS = "You watch a camera.", 4, 5, 16
 Ask = Callable[[list[Any]], tuple[str, int, int, float]]
 """Messages to the answer, prompt tokens, tokens found, and seconds to the first token."""
@@ -166,6 +173,33 @@ def anthropic_asker(url: str, model: str, agent: str, way: str) -> Ask:
     return ask
 
 
+def langchain_asker(url: str, model: str, agent: str, way: str) -> Ask:
+    """LangChain's own chat model for OpenAI's API; nothing of it knows windows."""
+    from langchain_openai import ChatOpenAI
+
+    extra = {"ctxwin": WAYS[way], "cache_salt": f"{agent}-{way}"}
+    headers = {"x-session-id": f"{agent}-{way}"}
+    chat: Any = ChatOpenAI(
+        model=model, base_url=f"{url}/v1", api_key="none", temperature=0, max_tokens=8, stream_usage=True,
+        default_headers=headers, extra_body=extra, max_retries=0,
+    )  # fmt: skip
+
+    def ask(messages: list[Any]) -> tuple[str, int, int, float]:
+        begin, first, text, usage = time.perf_counter(), 0.0, "", None
+        for part in chat.stream(messages):
+            if part.content:
+                first = first or time.perf_counter() - begin
+                text += part.text
+            usage = part.usage_metadata or usage
+        assert usage is not None
+        return text, usage["input_tokens"], usage.get("input_token_details", {}).get("cache_read", 0), first
+
+    return ask
+
+
+ASKERS: dict[str, Callable[[str, str, str, str], Ask]] = {"anthropic": anthropic_asker, "langchain": langchain_asker}
+
+
 def computer(ask: Ask, row: Row, turns: int, pictures: list[str]) -> None:
     """A loop that keeps the last four screenshots, each with its question and its answer."""
     history: list[list[Any]] = []
@@ -210,34 +244,38 @@ def sliding(client: OpenAI, model: str, agent: str, way: str, frames: list[np.nd
     return row
 
 
-def run(model: str, turns: int, seed: int, arguments: list[str]) -> list[dict[str, Any]]:
-    """Every agent in every way."""
+def run(model: str, turns: int, seed: int, scale: int, agents: list[str], arguments: list[str]) -> list[dict[str, Any]]:
+    """Every agent in every way; pictures of the loops are ``scale`` times as large as the world's."""
+    if model == "random":
+        model = str(ensure_model(Sizes(), 0)[0])
+        WAYS["profile"]["fidelity"] = BY_HAND
     stream = world.make_stream(seed=seed, n_frames=ASKS)
     frames = [np.asarray(world.render(frame)) for frame in stream]
     questions = [f"{'shape' if i % 2 else 'color'} of {frame.marks[0]:02d}?" for i, frame in enumerate(stream)]
     screens = [
-        png(np.asarray(world.render(f))) for s in range(5) for f in world.make_stream(seed=seed + 1 + s, n_frames=20)
+        png(np.asarray(world.render(f)).repeat(scale, 0).repeat(scale, 1))
+        for s in range(5)
+        for f in world.make_stream(seed=seed + 1 + s, n_frames=20)
     ]
     made: list[dict[str, Any]] = []
     with server(model, arguments) as url:
         client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
         name = client.models.list().data[0].id
-        reference = sliding(client, name, "pictures", "off", frames, questions)
-        made.append(reference.described(reference))
-        for agent, way in [
-            ("pictures", "exact"),
-            ("pictures", "profile"),
-            ("chunks", "profile"),
-            ("window", "profile"),
-        ]:
-            made.append(sliding(client, name, agent, way, frames, questions).described(reference))
-        for agent in ("openai", "anthropic"):
-            rows = {way: Row(agent, way) for way in WAYS}
+        if "sliding" in agents:
+            reference = sliding(client, name, "pictures", "off", frames, questions)
+            made.append(reference.described(reference))
+            for kind, way in [
+                ("pictures", "exact"),
+                ("pictures", "profile"),
+                ("chunks", "profile"),
+                ("window", "profile"),
+            ]:
+                made.append(sliding(client, name, kind, way, frames, questions).described(reference))
+        for agent in agents:
+            rows = {way: Row(agent, way) for way in WAYS if agent != "sliding"}
             for way, row in rows.items():
                 ask = (
-                    openai_asker(client, name, agent, way)
-                    if agent == "openai"
-                    else anthropic_asker(url, name, agent, way)
+                    ASKERS[agent](url, name, agent, way) if agent in ASKERS else openai_asker(client, name, agent, way)
                 )
                 computer(ask, row, turns, screens)
                 made.append(row.described(rows["off"]))
@@ -245,16 +283,21 @@ def run(model: str, turns: int, seed: int, arguments: list[str]) -> list[dict[st
 
 
 def main(
-    model: Annotated[str, typer.Option(help="What is served: tiny, or a local folder.")] = "tiny",
+    model: Annotated[str, typer.Option(help="What is served: tiny, random, or a local folder.")] = "tiny",
     turns: Annotated[int, typer.Option(min=1, help="Turns of the computer-use loop.")] = 100,
     seed: Annotated[int, typer.Option(help="Of the frames.")] = 7,
+    scale: Annotated[int, typer.Option(min=1, help="How much larger the loop's screenshots are than a frame.")] = 1,
+    agents: Annotated[str, typer.Option(help=f"Which of {', '.join(AGENTS)}.")] = "sliding,openai,anthropic",
     dtype: Annotated[str, typer.Option(help="What the server computes in.")] = "float32",
     output: Annotated[Path | None, typer.Option(help="Where the rows go, as JSON.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measures agents that send their history again, with and without windows behind their chats."""
     with errors():
-        rows = run(model, turns, seed, ["--dtype", dtype])
+        chosen = agents.split(",")
+        if unknown := set(chosen) - set(AGENTS):
+            raise ValueError(f"agents must be of {', '.join(AGENTS)}, got {', '.join(sorted(unknown))}")
+        rows = run(model, turns, seed, scale, chosen, ["--dtype", dtype])
     if output is not None:
         output.write_text(json.dumps(rows, indent=1))
     table = new_table("", "agent|way|asks|prompt tokens|computed|same answers [95 %]|first token, ms", left=(0, 1))
