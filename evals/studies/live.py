@@ -1,0 +1,224 @@
+"""A camera that is asked now and then: a live stream, the last frames sent again, and vLLM's own streaming input.
+
+Frames come one after the other; every third is followed by a question. Measured are the seconds from the question to the first
+token of its answer, where the question comes with the frame and where it comes a moment later, and the tokens that went through a
+forward over the whole stream, those of arriving frames included.
+
+- ``again``: a plain chat with the last n frames, on vLLM with its prefix cache;
+- ``live``: a `LiveStream` into a window that holds n frames, exact, or with a fidelity chosen by hand;
+- ``streaming``: vLLM's streaming input (``AsyncLLM.generate`` of a generator). Its session only grows: frames, questions and
+  answers stay, and it ends where the context is full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from openai import OpenAI
+from PIL import Image
+
+from ctxwin.adapters.openai import LiveStream, RemoteWindow
+from ctxwin.evals.bench.model import Sizes, ensure_model
+from ctxwin.evals.console import Json, errors, new_table, show
+from ctxwin.fidelity import Fidelity
+from ctxwin.media import png
+from ctxwin.tiny import checkpoint_dir, world
+
+from .chats import BY_HAND, openai_asker, server
+from .chats import png as base64_png
+
+SYSTEM, EVERY = "You watch a camera.", 3
+
+
+class Row:
+    """One way of asking, with the question a moment behind the frame (``later``) or right with it."""
+
+    def __init__(self, way: str, when: str) -> None:
+        self.way, self.when = way, when
+        self.first_s: list[float] = []
+        self.computed = self.prompt = 0
+        self.answers: list[str] = []
+        self.note = ""
+
+    def described(self) -> dict[str, Any]:
+        """The row as JSON."""
+        first = sorted(1e3 * s for s in self.first_s) or [float("nan")]
+        return {
+            "way": self.way, "when": self.when, "asks": len(self.first_s), "first_token_ms": round(statistics.median(first), 1),
+            "first_token_p90_ms": round(first[int(0.9 * (len(first) - 1))], 1), "computed_tokens": self.computed,
+            "prompt_tokens": self.prompt, "answers": self.answers, "note": self.note,
+        }  # fmt: skip
+
+
+def question(i: int, stream: list[world.Frame]) -> str:
+    """What is asked about frame ``i``."""
+    return f"{'shape' if i % 2 else 'color'} of {stream[i].marks[0]:02d}?"
+
+
+def again(client: OpenAI, model: str, n: int, stream: list[world.Frame], frames: list[np.ndarray]) -> Row:
+    """Chats with the last ``n`` frames, without windows."""
+    row, ask = Row("again", "either"), openai_asker(client, model, "again", "off")
+    for i in range(EVERY - 1, len(frames), EVERY):
+        content: list[Any] = []
+        for j in range(max(0, i - n + 1), i + 1):
+            url = "data:image/png;base64," + base64_png(frames[j])
+            content += [{"type": "text", "text": f"t={j} s\n"}, {"type": "image_url", "image_url": {"url": url}}]
+        content.append({"type": "text", "text": question(i, stream)})
+        turns = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
+        answer, prompt, cached, first = ask(turns)
+        row.first_s.append(first)
+        row.answers.append(answer)
+        row.prompt += prompt
+        row.computed += prompt - cached
+    return row
+
+
+def live(
+    client: OpenAI, n: int, stream: list[world.Frame], frames: list[np.ndarray], fidelity: Fidelity, *, later: bool
+) -> Row:
+    """A live stream into a window with room for ``n`` frames."""
+    row = Row(f"live, {fidelity.mode}", "later" if later else "with the frame")
+    with RemoteWindow(client, SYSTEM, fidelity=fidelity) as probe:
+        system = probe.tokens
+    with RemoteWindow(client, SYSTEM, 4000, fidelity) as room, LiveStream(client, room.id) as first:
+        first.push(png(frames[0]), f"t={len(frames)} s")
+        first.settle()
+        frame_tokens = room.tokens - system
+    budget, reserve = system + n * (frame_tokens + 2) + 48, 48
+    with (
+        RemoteWindow(client, SYSTEM, budget, fidelity) as window,
+        LiveStream(client, window.id, reserve_tokens=reserve) as feed,
+    ):
+        for i, pixels in enumerate(frames):
+            feed.push(png(pixels), f"t={i} s", time=i)
+            asked = i % EVERY == EVERY - 1
+            if later or not asked:
+                feed.settle()
+            if asked:
+                begin = time.perf_counter()
+                answer = feed.ask(question(i, stream), 8)
+                # The first token's own time is the server's; what lies in front of it is the wire and the waiting.
+                row.first_s.append(time.perf_counter() - begin - answer.usage.total_s + answer.usage.ttft_s)
+                row.answers.append(answer.text)
+                row.prompt += answer.usage.prompt_tokens
+                row.computed += answer.usage.computed_tokens
+        feed.settle()
+        row.computed += sum(len(told["computed"]) * frame_tokens for told in feed.state.placed)
+        row.note = f"{len(window.ids)} frames held, {feed.state.dropped} dropped"
+    return row
+
+
+async def streaming(folder: str, dtype: str, stream: list[world.Frame], frames: list[np.ndarray]) -> Row:
+    """vLLM's streaming input: one session, to which frames and questions are added."""
+    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.engine.protocol import StreamingInput
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    row = Row("streaming input", "later")
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(model=folder, dtype=dtype, enforce_eager=True, limit_mm_per_prompt={"image": len(frames)})
+    )
+    inbox: asyncio.Queue[StreamingInput | None] = asyncio.Queue()
+
+    async def inputs() -> AsyncGenerator[StreamingInput, None]:
+        while (given := await inbox.get()) is not None:
+            yield given
+
+    def sampled(tokens: int) -> SamplingParams:
+        return SamplingParams(max_tokens=tokens, temperature=0, output_kind=RequestOutputKind.DELTA)
+
+    heard: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def listen() -> None:
+        try:
+            async for output in engine.generate(inputs(), sampled(1), "stream"):
+                heard.put_nowait(output)
+        except Exception as error:
+            heard.put_nowait(error)
+
+    async def say(prompt: Any, tokens: int) -> tuple[float, str]:
+        begin, first, text, n = time.perf_counter(), 0.0, "", 0
+        inbox.put_nowait(StreamingInput(prompt=prompt, sampling_params=sampled(tokens)))
+        while n < tokens:
+            output = await asyncio.wait_for(heard.get(), 60)
+            if isinstance(output, Exception):
+                raise output
+            first = first or time.perf_counter() - begin
+            n, text = n + len(output.outputs[0].token_ids), text + output.outputs[0].text
+            if output.outputs[0].finish_reason:
+                break
+        return first, text
+
+    listening = asyncio.create_task(listen())
+    media = "<|vision_start|><|image_pad|><|vision_end|>"
+    held = 0
+    try:
+        for i, pixels in enumerate(frames):
+            head = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n" if i == 0 else ""
+            await say({"prompt": f"{head}t={i} s\n{media}", "multi_modal_data": {"image": Image.fromarray(pixels)}}, 1)
+            held = i + 1
+            if i % EVERY == EVERY - 1:
+                asked = f"{question(i, stream)}<|im_end|>\n<|im_start|>assistant\n"
+                first, text = await say({"prompt": asked}, 8)
+                row.first_s.append(first)
+                row.answers.append(text)
+                await say({"prompt": "<|im_end|>\n<|im_start|>user\n"}, 1)
+    except Exception as error:
+        row.note = f"ended at frame {held} of {len(frames)}: {type(error).__name__}: {str(error)[:120]}"
+    finally:
+        inbox.put_nowait(None)
+        listening.cancel()
+        engine.shutdown()
+    row.note = row.note or f"{held} frames held, none ever leaves"
+    return row
+
+
+def main(
+    model: Annotated[str, typer.Option(help="tiny, or random: half a billion parameters.")] = "tiny",
+    frames: Annotated[int, typer.Option(min=6, help="Length of the stream.")] = 36,
+    n: Annotated[int, typer.Option(min=2, help="Frames that are held, or sent again.")] = 6,
+    scale: Annotated[int, typer.Option(min=1, help="How much larger a frame is than the world's.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the frames.")] = 7,
+    dtype: Annotated[str, typer.Option(help="What is computed in.")] = "float32",
+    parts: Annotated[str, typer.Option(help="Which of again, live and streaming.")] = "again,live,streaming",
+    output: Annotated[Path | None, typer.Option(help="Where the rows go, as JSON.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measures first tokens and computed tokens of a stream that is asked now and then."""
+    stream = world.make_stream(seed=seed, n_frames=frames)
+    shown = [np.asarray(world.render(f)).repeat(scale, 0).repeat(scale, 1) for f in stream]
+    folder = str(ensure_model(Sizes(), 0)[0] if model == "random" else checkpoint_dir())
+    rows: list[Row] = []
+    with errors():
+        if "again" in parts or "live" in parts:
+            with server(folder, ["--dtype", dtype]) as url:
+                client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
+                name = client.models.list().data[0].id
+                if "again" in parts:
+                    rows.append(again(client, name, n, stream, shown))
+                for fidelity in (Fidelity("exact"), Fidelity(**BY_HAND)) if "live" in parts else ():
+                    rows += [live(client, n, stream, shown, fidelity, later=later) for later in (True, False)]
+        if "streaming" in parts:
+            rows.append(asyncio.run(streaming(folder, dtype, stream, shown)))
+    told = [row.described() for row in rows]
+    if output is not None:
+        output.write_text(json.dumps(told, indent=1))
+    columns = "way|question|asks|first token, ms|p90|computed tokens|of prompts|"
+    table = new_table("", columns, left=(0, 1, 7))
+    for row in told:
+        cells = "asks", "first_token_ms", "first_token_p90_ms", "computed_tokens", "prompt_tokens", "note"
+        table.add_row(row["way"], row["when"], *(str(row[cell]) for cell in cells))
+    show({"rows": told}, as_json, table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
