@@ -15,7 +15,7 @@ from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ctxwin.errors import CtxwinError
+from ctxwin.errors import CtxwinError, EngineFailed
 from ctxwin.serve.errors import TooLarge, TooManyRequests, kind_of, to_body
 from ctxwin.serve.fair import BackgroundWork
 from ctxwin.serve.streams import Live, LiveAsk, LiveOptions, Push, Recall, read_message
@@ -33,7 +33,7 @@ class Session:
         self._socket, self._live, self._options = socket, live, options
         self._service, self._tenant = live.service, live.space.tenant
         self._tasks: set[asyncio.Task[None]] = set()
-        self._asked: dict[str, BackgroundWork[dict[str, Any]]] = {}
+        self._asked: dict[str, BackgroundWork[dict[str, Any]] | None] = {}  # None: waits for frames
         self._sending = asyncio.Lock()
         self._frames = 0
 
@@ -48,7 +48,7 @@ class Session:
                 while len(self._tasks) >= _MOST_UNSENT:
                     await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for work in self._asked.values():
+            for work in filter(None, self._asked.values()):
                 work.close()
             for task in self._tasks:
                 task.cancel()
@@ -56,8 +56,9 @@ class Session:
     async def _take(self, raw: bytes, is_picture: bool) -> None:
         """Takes one message; frames are numbered in the order in which they come, the wrong ones included."""
         live, limits, held = self._live, self._service.limits, self._service.body_bytes
-        self._frames += is_picture
-        told: dict[str, Any] = {"number": self._frames} if is_picture else {}
+        numbered = is_picture or b'"push"' in raw[:64]  # also where it turns out to be malformed
+        self._frames += numbered
+        told: dict[str, Any] = {"number": self._frames} if numbered else {}
         give_back = partial(held.give_back, self._tenant, len(raw))
         try:
             if len(raw) > limits.max_upload_bytes:
@@ -73,7 +74,7 @@ class Session:
             read = partial(read_message, limits.parse, raw, is_picture, live.space.max_text)
             message, files = await self._service.run_briefly(self._tenant, read)
             if isinstance(message, Push):
-                self._frames += not is_picture
+                self._frames += not numbered
                 done = live.push(message, files, self._options)
                 done.add_done_callback(lambda _: give_back())
                 told, work = {"number": self._frames}, lambda: done
@@ -86,9 +87,12 @@ class Session:
                         raise TooManyRequests(
                             f"a socket may wait for {_MOST_ASKED} answers, each under an id of its own"
                         )
+                    self._asked[message.id] = None
                     work = partial(self._answered, [] if message.now else before, message)
-                elif message.id in self._asked:
-                    self._asked[message.id].close()
+                elif running := self._asked.get(message.id):
+                    running.close()
+                else:
+                    self._asked.pop(message.id, None)
         except Exception as error:
             await self._fail(error, told)
         if not told.get("number") or work is None:
@@ -110,17 +114,20 @@ class Session:
         return await self._service.run(self._tenant, work)
 
     async def _answered(self, before: list[asyncio.Future[Any]], asked: LiveAsk) -> dict[str, Any]:
-        if before:
-            await asyncio.wait(before)
-        work = self._service.begin(self._tenant, partial(self._live.answer, asked))
-        self._asked[asked.id] = work
         try:
-            async for text in work:
-                await self._send({"type": "text", "id": asked.id, **json.loads(text)})
-            return work.result
+            if before:
+                await asyncio.wait(before)
+            if asked.id not in self._asked:
+                raise EngineFailed("the answer was stopped before it began")
+            work = self._asked[asked.id] = self._service.begin(self._tenant, partial(self._live.answer, asked))
+            try:
+                async for text in work:
+                    await self._send({"type": "text", "id": asked.id, **json.loads(text)})
+                return work.result
+            finally:
+                work.close()
         finally:
-            work.close()
-            del self._asked[asked.id]
+            self._asked.pop(asked.id, None)
 
     async def _fail(self, error: Exception, told: dict[str, Any]) -> None:
         shown = self._service.as_shown(error)

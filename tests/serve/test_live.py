@@ -122,6 +122,8 @@ def test_what_is_wrong_is_told_and_the_session_lives_on(server: Server, window: 
         ]:  # fmt: skip
             socket.send(sent)
             assert said in hear(socket)["error"]["message"], sent
+        socket.send('{"type": "push", "chunk": 3}')
+        assert hear(socket)["number"] == 6  # four of the others were frames
         socket.send('{"type": "stop"}')  # of nothing
         socket.send(json.dumps({"type": "ask", "query": "what?", "max_tokens": 2}))
         assert hear(socket)["type"] == "text"
