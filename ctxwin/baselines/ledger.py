@@ -64,6 +64,7 @@ class Ledger:
         self._tokens: dict[str, int] = {}  # by placement id
         self._references: dict[str, Reference] = {}
         self._counted = self._counters()
+        self._patches = self._patched()
         self._lock = threading.RLock()
 
     def watch(self, window: Window, reserve_tokens: int | None = None) -> None:
@@ -222,11 +223,17 @@ class Ledger:
         """Tokens prefilled and vision encodes run by the engine so far."""
         return self._engine.counters.prefill_tokens, self._engine.counters.vision_encodes
 
+    def _patched(self) -> dict[str, int]:
+        """Patches formed so far, served (each once) and dropped."""
+        counted = self._engine.repo.counters
+        return {"formed": counted.patches, "served": counted.patches_served, "dropped": counted.patches_dropped}
+
     def summary(self) -> dict[str, Any]:
-        """Sums over all asks (`summarise`); work since the last one is included."""
+        """Sums over all asks (`summarise`); work since the last one is included. ``patches`` counts those of the engine."""
         now = self._counters()
         rest = {"computed_tokens": now[0] - self._counted[0], "vision_encodes": now[1] - self._counted[1]}
-        return summarise(self.rows, rest, policies=self._policies)
+        patches = {what: count - self._patches[what] for what, count in self._patched().items()}
+        return {**summarise(self.rows, rest, policies=self._policies), "patches": patches}
 
     def table(self) -> str:
         """The sums as a table for people."""
@@ -244,6 +251,9 @@ class Ledger:
             table.add_row(name, f"{s[f'computed_tokens{key}']:,}", shown, str(s[f"vision_encodes{key}"]))
         lines = io.StringIO()
         Console(file=lines, width=100).print(table)
+        served = sorted(s["tokens_by_lane"].items(), key=lambda lane: -lane[1])
+        lines.write(f"chunks' tokens by lane: {', '.join(f'{lane} {tokens:,}' for lane, tokens in served)}\n")
+        lines.write(f"patches: {', '.join(f'{count:,} {what}' for what, count in s['patches'].items())}\n")
         if s["known"]:
             again = "" if s["right_reprefill"] is None else f"; a re-prefill of the same chunks: {s['right_reprefill']}"
             lines.write(f"right: {s['right']} of {s['known']}{again}\n")

@@ -14,6 +14,8 @@ function totalsOf(model, scene) {
   return [
     card(count(t.asks), t.asks === 1 ? "question asked" : "questions asked", known + tests),
     card(count(t.vision_encodes), t.vision_encodes === 1 ? "vision encode" : "vision encodes", "while it was recorded"),
+    t.patches.some(Boolean)
+      ? card(count(t.patches[1]), "patches served", `${count(t.patches[0])} formed, ${count(t.patches[2])} dropped`) : null,
     card(moves, "chunks arrived · left · came back", branches ? many(branches, "branch", "branches") : ""),
     costsOf(t),
   ];

@@ -157,6 +157,7 @@ class Model {
       idle_tokens: sum((ask) => ask.idle || 0),
       test_tokens: tested,
       vision_encodes: this.events.reduce((total, event) => total + (event.encodes || 0), 0),
+      patches: [0, 1, 2].map((i) => this.events.reduce((total, event) => total + (event.patches || [0, 0, 0])[i], 0)),
       known: known.length,
       right: known.filter(right).length,
       right_others: others,

@@ -14,6 +14,7 @@ def totals(recording: Recording) -> dict[str, Any]:
     Returns:
         ``events``, ``windows``, ``asks`` (those that only tested a chunk are ``tests``), ``prompt_tokens`` of the asks;
         ``computed_tokens`` in all, with the ``idle_tokens`` noted beside asks and the ``test_tokens``; ``vision_encodes``;
+        ``patches`` that were ``formed``, ``served`` and ``dropped``;
         ``known`` (asks whose right answer was noted), ``right``, and ``right_others`` by name; ``costs``: by name, the
         ``tokens`` that something else would have computed, and the number of ``asks`` it is known for.
     """
@@ -34,6 +35,7 @@ def totals(recording: Recording) -> dict[str, Any]:
             cost["asks"] += 1
     idle = sum(ask.get("idle_tokens", 0) for ask in asks)
     tested = sum(test["usage"]["computed_tokens"] for test in tests)
+    patches = [event["patches"] for event in events if "patches" in event]
     return {
         "events": len(events),
         "windows": len({event["window"] for event in events}),
@@ -44,6 +46,7 @@ def totals(recording: Recording) -> dict[str, Any]:
         "idle_tokens": idle,
         "test_tokens": tested,
         "vision_encodes": sum(event.get("encodes", 0) for event in events),
+        "patches": {what: sum(p[i] for p in patches) for i, what in enumerate(("formed", "served", "dropped"))},
         "known": len(known),
         "right": sum(ask["answer"].strip() == ask["truth"].strip() for ask in known),
         "right_others": dict(right_others),
@@ -57,6 +60,8 @@ def in_words(numbers: dict[str, Any]) -> str:
     share = f" ({computed / prompts:.1%})" if prompts else ""
     text = f"{numbers['asks']:,} asks; {computed:,} of {prompts:,} prompt tokens computed{share}, "
     text += f"{numbers['vision_encodes']:,} vision encodes."
+    if any(numbers["patches"].values()):
+        text += f" Patches: {', '.join(f'{count:,} {what}' for what, count in numbers['patches'].items())}."
     for name, cost in numbers["costs"].items():
         text += f" {name}: {cost['tokens']:,.0f}."
     return text

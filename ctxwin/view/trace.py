@@ -44,7 +44,7 @@ class Trace:
         path: the file; its folder must exist. An existing file is replaced unless ``append``.
         append: continue the trace of an earlier process; an unfinished last line is dropped.
         thumbnails: keep a small picture of each chunk (about 2 KB). A chunk with ``keep_source=False`` never gets one.
-        engine: count its vision encodes from now on rather than from the first window that is watched.
+        engine: count its vision encodes and patches from now on rather than from the first window that is watched.
 
     Safe to use from several threads. Use as a context manager, or call `close`. What was written stays: the thumbnail and the
     first words of a chunk forgotten with ``evict(forget=True)`` remain in the file.
@@ -69,10 +69,10 @@ class Trace:
         self._asks: Recent[int] = Recent(_REMEMBERED)  # window: its latest ask
         self._last_ask: int | None = None
         self._in_branches: Recent[deque[tuple[int, str]]] = Recent(_REMEMBERED)  # parent: its branches' latest asks
-        self._encodes: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()  # as counted at the last event
+        self._counts: WeakKeyDictionary[Engine, tuple[int, ...]] = WeakKeyDictionary()  # at the last event
         self._versions: Recent[int] = Recent(_REMEMBERED)  # window: as it was recorded last
         if engine is not None:
-            self._encodes[engine] = engine.counters.vision_encodes
+            self._counts[engine] = _counts(engine)
         going_on = append and self.path.exists()
         if going_on:
             self._go_on()
@@ -159,9 +159,10 @@ class Trace:
             line |= {"ids": list(event.ids), "other": event.other, "note": _short(event.note) or None}
             line["seconds"] = round(event.seconds, 6)
             # From the engine: a window counts them until its next answer, and one that is restored for every step has none.
-            encodes = engine.counters.vision_encodes
-            line["encodes"] = (encodes - self._encodes.get(engine, encodes)) or None
-            self._encodes[engine] = encodes
+            counts = _counts(engine)
+            encodes, *patches = (now - then for now, then in zip(counts, self._counts.get(engine, counts), strict=True))
+            line |= {"encodes": encodes or None, "patches": patches if any(patches) else None}
+            self._counts[engine] = counts
             if event.audit is not None:
                 line["audit_of"] = {name: value for name, value in event.audit.items() if math.isfinite(value)}
             if event.query is not None:
@@ -184,7 +185,7 @@ class Trace:
 
     def _begin(self, window: Window) -> None:
         with self._lock:
-            self._encodes.setdefault(window.engine, window.engine.counters.vision_encodes)
+            self._counts.setdefault(window.engine, _counts(window.engine))
             state = window.snapshot()
             if self._closed or self._versions.get(state.window) == state.version:
                 return
@@ -272,6 +273,12 @@ def _described(chunk: Chunk) -> dict[str, Any]:
         line["frames"], *line["size"] = chunk.media[0].shape
         line["media"] = len(chunk.media)
     return line
+
+
+def _counts(engine: Engine) -> tuple[int, ...]:
+    """Runs of the vision tower; patches formed, served and dropped."""
+    of = engine.repo.counters
+    return engine.counters.vision_encodes, of.patches, of.patches_served, of.patches_dropped
 
 
 def _short(text: str, most: int = LONGEST) -> str:

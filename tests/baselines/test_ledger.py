@@ -132,6 +132,12 @@ def test_answers_are_compared_with_a_reprefill_that_is_not_counted() -> None:
         2,
     )
     assert "right: 0 of 1" in ledger.table()
+    assert summary["patches"] == {"formed": 0, "served": 0, "dropped": 0}
+    by_lane = ", ".join(
+        f"{lane} {tokens:,}" for lane, tokens in sorted(summary["tokens_by_lane"].items(), key=lambda x: -x[1])
+    )
+    assert f"chunks' tokens by lane: {by_lane}\npatches: 0 formed, 0 served, 0 dropped\n" in ledger.table()
+    assert sum(summary["tokens_by_lane"].values()) < summary["prompt_tokens"], "the rest is system prompt and questions"
 
 
 def test_background_work_counts() -> None:

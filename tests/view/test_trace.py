@@ -18,6 +18,7 @@ from PIL import Image
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.media import decode_video
+from ctxwin.view.totals import in_words, totals
 from ctxwin.view.trace import Trace, read_trace
 from window.fake import FakeEngine
 
@@ -306,3 +307,18 @@ def test_encodes_are_counted_from_the_engine_where_it_is_named(engine: FakeEngin
             window.append(Chunk.image(picture(at)))
             window.append(Chunk.image(picture(at + 50)))
         assert sum(event.get("encodes", 0) for event in read_trace(path).events) == expected
+
+
+def test_patches_are_counted_at_the_event_that_formed_or_served_them(engine: FakeEngine, path: Path) -> None:
+    with Trace(path) as trace, Window(engine, fidelity=Fidelity("patched", rank=2, survivors="removal")) as window:
+        trace.watch(window)
+        window.extend([Chunk.text(letter * 30) for letter in "abc"])
+        window.ask("q")
+        window.slide(1)
+        for _ in range(3):  # the first forms a patch, the second is the first that it serves
+            window.ask("q")
+    recording = read_trace(path)
+    asks = [event.get("patches") for event in recording.events if event["op"] == "ask"]
+    assert asks == [None, [1, 0, 0], [0, 1, 0], None]
+    assert totals(recording)["patches"] == {"formed": 1, "served": 1, "dropped": 0}
+    assert "Patches: 1 formed, 1 served, 0 dropped." in in_words(totals(recording))
