@@ -27,10 +27,10 @@ class ByCost:
 
     Leaving costs what the lanes of the chunks behind it cost more without it (in an exact window they are all computed again),
     and, where the chunk is needed again, what it then costs more than had it stayed: nothing much where its KV is kept, a
-    forward where it is not. Which of the two is told by what left before: the share of it whose KV is still held. That a
-    chunk is needed again is taken to be the less likely the longer ago it was read, 1 / (1 + edits since): GreedyDual-Size
-    (Cao and Irani, 1997) with measured costs. What is next to nothing counts as nothing, and the oldest of those leaves
-    first. Chunks that no answer has read yet leave last.
+    forward where it is not. Which of the two is told by what left before: the share of it whose KV is still held. It is
+    expected to be needed as often as it was recalled or touched, and 1 / (1 + edits since it was read last) times more:
+    GreedyDual-Size with frequency (Cherkasova, 1998) with measured costs. What is next to nothing counts as nothing, and
+    the oldest of those leaves first. Chunks that no answer has read yet leave last.
 
     What comes back goes to its chronological place unless the front or the end of the window is clearly cheaper, by a quarter
     of a forward over it. At the front nothing is in front of it that its KV lacks, so it is served as it is; in
@@ -87,7 +87,7 @@ class _Lanes:
         more = max(0.0, again - before[gone.id])  # where it stays it is loaded for every ask, too
         if max(now, more) <= _CLEARLY * forward:
             return 0.0
-        return max(0.0, now) + more / (1 + max(0, state.version - gone.read))
+        return max(0.0, now) + more * (gone.reads + 1 / (1 + max(0, state.version - gone.read)))
 
     def returning(self, backs: Sequence[Placed], at: int | None) -> float:
         """What an ask costs with ``backs`` at an index."""

@@ -63,7 +63,8 @@ def recalled(state: State, back: Placed, at: int | None, *, repair: bool = False
         at = next((i for i, p in enumerate(state.placed) if p.arrival > back.arrival), len(state.placed))
     at = checked_index(at, len(state.placed))
     left = tuple(p for p in state.evicted if p.id != back.id)
-    return inserted(state, back.replace(read=state.version + 1, unseen=()), at, repair=repair).edited(evicted=left), at
+    back = back.replace(read=state.version + 1, reads=back.reads + 1, unseen=())
+    return inserted(state, back, at, repair=repair).edited(evicted=left), at
 
 
 def looked_back(state: State, backs: Sequence[Placed], at: int | None = None) -> State:

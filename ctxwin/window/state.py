@@ -66,6 +66,7 @@ class Placed(BaseModel):
         tokens: KV slots; advance: how far the next chunk's start moves on.
         arrival: counts appends over the window's lifetime; the chronological order.
         read: the window's version when it was last read: placed, recalled or touched (`Window.touch`).
+        reads: how often it was recalled or touched.
         kv: its conditioned KV; None: must be computed.
         seen: whether it has been computed before (a recomputation is ``formed``, not ``computed``).
         unseen: placement ids put in front of it later that it was allowed not to absorb.
@@ -81,6 +82,7 @@ class Placed(BaseModel):
     advance: int
     arrival: int
     read: int = 0
+    reads: int = 0
     pinned: bool = False
     conditioned: bool = True
     kv: Conditioning | None = None

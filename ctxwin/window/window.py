@@ -317,9 +317,10 @@ class Window:
             self.core.commit(edits.changed(state, placement, pinned=pinned), "pin", [placement], note=note)
 
     def touch(self, placement: str) -> None:
-        """Marks a chunk as just read, for `ctxwin.policies.LeastRecentlyRead`. Raises UnknownChunk. Cost: none."""
+        """Marks a chunk as just read, for `ctxwin.policies`. Raises UnknownChunk. Cost: none."""
         with self.core.writing() as state:
-            self.core.commit(edits.changed(state, placement, read=state.version + 1), "touch", [placement])
+            reads = state.placed[state.index(placement)].reads + 1
+            self.core.commit(edits.changed(state, placement, read=state.version + 1, reads=reads), "touch", [placement])
 
     def fork(self, system_prompt: str | None = None) -> Window:
         """A copy-on-write branch: it shares every chunk and costs no KV bytes until it is edited.

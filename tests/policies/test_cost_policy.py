@@ -45,6 +45,22 @@ def test_the_oldest_leaves_where_kv_is_kept_and_what_was_read_long_ago_where_it_
         assert list(window.eviction.order(window)) == [b, c, a]
 
 
+def test_what_was_needed_often_stays_longer_than_what_was_needed_last_where_kv_is_lost(priced: FakeEngine) -> None:
+    with Window(priced, "h", fidelity=PATCHED, eviction=ByCost()) as window:
+        a, b, c, d = window.extend([Chunk.text(t * 3) for t in "abcd"])
+        window.ask("q")
+        left = window.snapshot().placed[-1].kv
+        window.evict(d)
+        assert left
+        priced.repo.delete(left.span)
+        for read in (a, a, c):
+            window.touch(read)
+        assert list(window.eviction.order(window)) == [b, c, a]
+        window.evict(c)
+        window.recall(c)
+        assert [p.reads for p in window.snapshot().placed] == [2, 0, 2]
+
+
 def test_pinned_chunks_stay_and_unread_ones_leave_last(priced: FakeEngine) -> None:
     with Window(priced, "h", fidelity=PATCHED, eviction=ByCost()) as window:
         a, b = window.extend([Chunk.text("aaa"), Chunk.text("bbb")])
