@@ -17,14 +17,13 @@ import typer
 
 from ctxwin.baselines import Reference
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Sampling
-from ctxwin.engines.hf.engine import HFEngine
+from ctxwin.engines.base import Engine, Sampling
+from ctxwin.engines.open import open_engine
 from ctxwin.evals.console import Json, errors, new_table, progress, show, write_result
 from ctxwin.evals.stats import share_interval
 from ctxwin.fidelity import Fidelity
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.spans import SpanRepository
-from ctxwin.tiny import checkpoint_dir
 from ctxwin.tiny.world import Kind, make_stream, questions_for, render
 from ctxwin.window.window import Window
 
@@ -41,12 +40,13 @@ class EconomySettings:
     questions: int = 4
     chunks: int = 16
     seed: int = 0
+    engine: str = "hf"
     system_prompt: str = "You watch a camera."
 
 
 def measure(settings: EconomySettings, advance: Callable[[int], None] = lambda done: None) -> dict[str, Any]:
     """Runs every scene with and without the economy; a row each with counts, answers and intervals."""
-    engine = HFEngine(checkpoint_dir(), store=MemoryStore(), dtype="float32")
+    engine = open_engine(f"tiny:{settings.engine}", store=MemoryStore(), dtype="float32")
     rows = []
     for economy in (False, True):
         asked: list[tuple[int, bool, bool, bool]] = []
@@ -63,11 +63,12 @@ def measure(settings: EconomySettings, advance: Callable[[int], None] = lambda d
         row |= {"same": float(np.mean(same)), "same_ci95": share_interval(same, clusters)}
         row |= {"accuracy": accuracy, "reprefill_accuracy": expected, "points": 100 * (accuracy - expected)}
         rows.append(row)
+    engine.close()
     return {"settings": asdict(settings), "rows": rows, "ratio": rows[1]["held"] / max(1, rows[0]["held"])}
 
 
 def _scene(
-    engine: HFEngine,
+    engine: Engine,
     settings: EconomySettings,
     scene: int,
     economy: bool,
@@ -125,12 +126,13 @@ def main(
     questions: Annotated[int, typer.Option(help="Questions a window.", min=1)] = 4,
     chunks: Annotated[int, typer.Option(help="Size of the store, in chunks' conditioned KV.", min=2)] = 16,
     seed: Annotated[int, typer.Option(help="Seed of scenes, orders and questions.", min=0)] = 0,
+    engine: Annotated[str, typer.Option(help="hf or vllm.")] = "hf",
     output: Annotated[Path | None, typer.Option(help="Also write economy.json into this folder.")] = None,
     as_json: Json = False,
 ) -> None:
     """Count the chunks that a small store holds for many windows, with and without compression while bytes are short."""
     with errors():
-        settings = EconomySettings(scenes, windows, frames, questions, chunks, seed)
+        settings = EconomySettings(scenes, windows, frames, questions, chunks, seed, engine)
         with progress("scenes", 2 * scenes) as advance:
             result = measure(settings, advance)
         write_result(output, "economy.json", result)
