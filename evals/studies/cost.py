@@ -19,6 +19,7 @@ import typer
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.cost import CostModel
+from ctxwin.engines.open import open_engine
 from ctxwin.evals.bench.model import SMALL, Sizes, ensure_model
 from ctxwin.evals.console import Json, Threads, errors, new_table, open_model, progress, show, write_result
 from ctxwin.fidelity import Fidelity, Mode
@@ -28,7 +29,7 @@ from ctxwin.window.window import Window
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ctxwin.engines.hf.engine import HFEngine
+    from ctxwin.engines.base import Engine
 
 SHAPES: dict[str, Sizes | None] = {
     "tiny": None,
@@ -66,11 +67,12 @@ class Timed:
 
 
 def measure(
-    engine: HFEngine, settings: CostSettings, mode: Mode, clock: str, advance: Callable[[int], None]
+    engine: Engine, settings: CostSettings, mode: Mode, clock: str, advance: Callable[[int], None]
 ) -> list[Timed]:
     """Asks a window that is edited at random; the engine learns from nothing but these asks."""
     engine.__dict__["costs"] = costs = CostModel(CLOCKS[clock])
-    rng = np.random.default_rng((settings.seed, settings.asks))
+    # Other content in each run: an engine's own prefix cache would find that of the run before.
+    rng = np.random.default_rng((settings.seed, settings.asks, *f"{mode}/{clock}".encode()))
     timed = []
     with Window(engine, _SYSTEM_PROMPT, fidelity=Fidelity(mode)) as window:
         for _ in range(settings.asks):
@@ -137,6 +139,7 @@ def main(
     asks: Annotated[int, typer.Option(help="Asks a shape, fidelity and clock.", min=30)] = 120,
     seed: Annotated[int, typer.Option(help="Seed of the edits.", min=0)] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="The bundled model alone, 40 asks.")] = False,
+    engine: Annotated[str, typer.Option(help="hf, or vllm in this process.")] = "hf",
     threads: Threads = 1,
     output: Annotated[Path | None, typer.Option(help="Also write cost.json into this folder.")] = None,
     as_json: Json = False,
@@ -144,6 +147,8 @@ def main(
     """How well a plan's milliseconds fit what an ask takes."""
     with errors():
         wanted = ["tiny"] if quick else [s.strip() for s in shapes.split(",")]
+        if engine not in ("hf", "vllm"):
+            raise ValueError(f"engine must be hf or vllm, got {engine!r}")
         if unknown := set(wanted) - set(SHAPES):
             raise ValueError(f"shapes must be of {', '.join(SHAPES)}, got {', '.join(sorted(unknown))}")
         settings = CostSettings(asks=40 if quick else asks, seed=seed)
@@ -154,14 +159,18 @@ def main(
             for shape in wanted:
                 sizes = SHAPES[shape]
                 model = "tiny" if sizes is None else str(ensure_model(sizes, 0, Path(folder))[0])
-                engine = open_model(model, "float32", "cpu", threads)
+                opened: Engine
+                if engine == "vllm":
+                    opened = open_engine(model, engine="vllm", dtype="float32", max_model_len=2048)
+                else:
+                    opened = open_model(model, "float32", "cpu", threads)
                 for mode in modes:
                     for clock in CLOCKS:
-                        timed = measure(engine, settings, mode, clock, advance)
+                        timed = measure(opened, settings, mode, clock, advance)
                         apart = {"first": summary(timed[: settings.first]), **summary(timed[settings.first :])}
                         rows.append({"shape": shape, "mode": mode, "clock": clock, **apart})
-                engine.close()
-        result = {"config": {**asdict(settings), "threads": threads}, "rows": rows}
+                opened.close()
+        result = {"config": {**asdict(settings), "engine": engine, "threads": threads}, "rows": rows}
         write_result(output, "cost.json", result)
         note = (
             f"The first {settings.first} asks, while the model learns, stand in a column of their own and nowhere else."
