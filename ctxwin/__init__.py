@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         ReadOnlyWindow,
         StoreCorrupt,
         UnknownChunk,
+        UnknownVersion,
         UnsupportedModel,
         WindowBusy,
     )
@@ -38,7 +39,7 @@ _EXPORTS = {
     "engines.open": ("open_engine",),
     "errors": (
         "BadMedia", "BudgetExceeded", "ChunkUnavailable", "CtxwinError", "EngineFailed", "MissingExtra", "ReadOnlyWindow",
-        "StoreCorrupt", "UnknownChunk", "UnsupportedModel", "WindowBusy",
+        "StoreCorrupt", "UnknownChunk", "UnknownVersion", "UnsupportedModel", "WindowBusy",
     ),
     "fidelity": ("Fidelity",),
     "store": ("open_store",),
@@ -51,7 +52,7 @@ _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = [
     "Answer", "BadMedia", "BudgetExceeded", "Chunk", "ChunkUnavailable", "CtxwinError", "Disposability", "EngineFailed",
     "Fidelity", "MissingExtra", "Plan", "PlanEntry", "PlanRequest", "ReadOnlyWindow", "State", "StoreCorrupt", "UnknownChunk",
-    "UnsupportedModel", "Usage", "Window", "WindowBusy", "open_engine", "open_store",
+    "UnknownVersion", "UnsupportedModel", "Usage", "Window", "WindowBusy", "open_engine", "open_store",
 ]  # fmt: skip
 
 

@@ -29,6 +29,10 @@ class BudgetExceeded(CtxwinError, ValueError):
         self.budget = budget
 
 
+class UnknownVersion(CtxwinError, LookupError):
+    """A version that its window does not keep any more, or never had."""
+
+
 class ChunkUnavailable(CtxwinError, LookupError):
     """A chunk's content is gone and there is no source to rebuild it from."""
 

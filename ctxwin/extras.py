@@ -10,6 +10,7 @@ from ctxwin.errors import MissingExtra
 _MODULES = {
     "evals": ("matplotlib", "pyarrow", "rouge_score", "scipy", "srt"),
     "langgraph": ("langchain", "langchain_core", "langgraph"),
+    "mcp": ("mcp",),
     "openai": ("openai",),
     "pdf": ("pypdfium2",),
     "redis": ("redis",),

@@ -6,12 +6,13 @@ import json
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.language_models import LanguageModelInput, ModelProfile
@@ -20,31 +21,81 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, Inva
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable
+from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from ctxwin.adapters.langchain.messages import Conversation, converse
 from ctxwin.adapters.langchain.pool import Pool, profile_of, remembers
-from ctxwin.adapters.langchain.toolcalls import Part, Reader, learn
-from ctxwin.engines.base import Engine, Sampling
+from ctxwin.adapters.langchain.toolcalls import Part, Reader, Syntax, learn
+from ctxwin.engines.base import Engine
 from ctxwin.engines.open import open_engine
 from ctxwin.errors import BudgetExceeded
 from ctxwin.fidelity import Fidelity
+from ctxwin.serve.specs import checked
+from ctxwin.serve.wire import scores_to
 from ctxwin.window.answer import Answer
 from ctxwin.window.ask import OnToken, Question, never
+from ctxwin.window.decoding import ChatDecoding
 from ctxwin.window.events import Observer
 from ctxwin.window.stream import TokenStream, aask, in_thread
 
 _log = logging.getLogger("ctxwin")
 
-_OPTIONS = ("tools", "tool_choice", "max_tokens", "temperature", "seed", "model")
 _COMPUTED = ("computed", "formed")  # lanes whose tokens went through a forward
 _MEANT_FOR_OTHERS = ("stream", "ls_structured_output_format", "strict", "parallel_tool_calls")
 
 
-class ChatCtxwin(BaseChatModel):
+class Answering(BaseChatModel):
+    """Generates and streams what its `Reply` asks for."""
+
+    def _reply(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Reply:
+        """The call that these arguments ask for, checked and with defaults filled in."""
+        raise NotImplementedError
+
+    def _generate(
+        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
+    ) -> ChatResult:
+        reply = self._reply(messages, stop, kwargs)
+        reply(stopped=never)
+        return reply.result()
+
+    async def _agenerate(
+        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
+    ) -> ChatResult:
+        reply = self._reply(messages, stop, kwargs)
+        await aask(None, reply)
+        return reply.result()
+
+    def _stream(
+        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
+    ) -> Iterator[ChatGenerationChunk]:
+        reply = self._reply(messages, stop, kwargs)
+        with closing(TokenStream(reply.single())) as texts:
+            for text in chain(texts, [None]):
+                for chunk in reply.heard(text):
+                    if run_manager is not None:
+                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+
+    async def _astream(
+        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        reply = self._reply(messages, stop, kwargs)
+        texts, text = TokenStream(reply.single()), cast("str | None", "")
+        try:
+            while text is not None:
+                text = await in_thread(next, texts, None)
+                for chunk in reply.heard(text):
+                    if run_manager is not None:
+                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+        finally:
+            await in_thread(texts.close)
+
+
+class ChatCtxwin(Answering):
     """A chat model over windows of one engine.
 
     Each call forks the recent window that is most similar to its messages and syncs it with them (`ctxwin.window.sync`):
@@ -58,7 +109,9 @@ class ChatCtxwin(BaseChatModel):
         budget: most tokens of prompt and answer; default: what the engine takes.
         fidelity: which approximations are allowed; default: the model's profile decides.
         max_tokens: most tokens of an answer; None: as many as the budget leaves.
-        stop: texts that end an answer and are not part of it.
+        temperature, top_p, seed, stop: how answers are decoded. A call or ``bind`` takes all of `ChatDecoding`, whose names
+            are OpenAI's: ``n``, ``logprobs``, ``top_logprobs``, ``response_format``, ``top_k``, penalties. An engine refuses
+            what it lacks (transformers: JSON schemas and repetition_penalty).
         allowed_local_media_path: folder whose files messages may name, by path or ``file:`` url; None: files are refused,
             because messages may come from anybody. Nothing is ever downloaded.
         max_windows: how many windows are kept for later calls.
@@ -75,7 +128,8 @@ class ChatCtxwin(BaseChatModel):
     budget: int | None = None
     fidelity: Fidelity | None = None
     max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float = Field(default=0.0, ge=0)
+    temperature: float = Field(default=0.0, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
     seed: int | None = None
     stop: list[str] | None = None
     streaming: bool = False
@@ -131,7 +185,7 @@ class ChatCtxwin(BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        names = ("model", "budget", "max_tokens", "temperature", "seed", "stop")
+        names = ("model", "budget", "max_tokens", "temperature", "top_p", "seed", "stop")
         fidelity = self.fidelity and self.fidelity.model_dump_json()
         return {name: getattr(self, name) for name in names} | {"fidelity": fidelity}
 
@@ -169,6 +223,53 @@ class ChatCtxwin(BaseChatModel):
             converse(pool.engine, [], schemas, ask=False)  # refuses a template that takes no tools
         return self.bind(tools=schemas, **kwargs)
 
+    def with_structured_output(
+        self,
+        schema: Any = None,
+        *,
+        method: Literal["function_calling", "json_schema", "json_mode"] = "function_calling",
+        include_raw: bool = False,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """This model with answers of a schema.
+
+        Args:
+            schema: for the JSON methods a pydantic model or a JSON schema.
+            method: ``function_calling`` offers the schema as a tool. ``json_schema`` and ``json_mode`` (any object) hold the
+                answer to it while it is decoded, which the engine refuses where it cannot (transformers).
+
+        An answer that was cut off raises ValueError, or stands in ``parsing_error`` with ``include_raw``.
+        """
+        if method == "function_calling":
+            offered: Runnable[LanguageModelInput, Any] = super().with_structured_output(
+                schema, include_raw=include_raw, **kwargs
+            )
+            return offered
+        if method not in ("json_schema", "json_mode") or kwargs:
+            raise ValueError(f"method must be function_calling, json_schema or json_mode, got {method!r} and {kwargs}")
+        model = schema if isinstance(schema, type) and issubclass(schema, BaseModel) else None
+        wanted: dict[str, Any] = {"type": "json_object"}
+        if method == "json_schema":
+            described = model.model_json_schema() if model else dict(schema)
+            wanted = {
+                "type": "json_schema",
+                "json_schema": {"name": described.get("title", "answer"), "schema": described},
+            }
+
+        def parse(
+            message: AIMessage,
+        ) -> Any:  # strictly: LangChain's own parsers take an answer that was cut off for a whole one
+            return model.model_validate_json(message.text) if model else json.loads(message.text)
+
+        bound = self.bind(response_format=wanted)
+        if not include_raw:
+            return bound | parse
+        parsed = RunnablePassthrough.assign(
+            parsed=itemgetter("raw") | RunnableLambda(parse), parsing_error=lambda _: None
+        )
+        broken = RunnablePassthrough.assign(parsed=lambda _: None)
+        return RunnableMap(raw=bound) | parsed.with_fallbacks([broken], exception_key="parsing_error")
+
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Tokens of the prompt that these messages make, pictures and ``tools`` included.
 
@@ -181,138 +282,148 @@ class ChatCtxwin(BaseChatModel):
         files = self.allowed_local_media_path
         return partial(converse, messages=messages, tools=tools, allowed_local_media_path=files, **options)
 
-    def _generate(
-        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
-    ) -> ChatResult:
-        reply = self._reply(messages, stop, kwargs)
-        reply(stopped=never)
-        return reply.result()
-
-    async def _agenerate(
-        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
-    ) -> ChatResult:
-        reply = self._reply(messages, stop, kwargs)
-        await aask(None, reply)
-        return reply.result()
-
-    def _stream(
-        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
-    ) -> Iterator[ChatGenerationChunk]:
-        reply = self._reply(messages, stop, kwargs)
-        with closing(TokenStream(reply)) as texts:
-            for text in chain(texts, [None]):
-                for chunk in reply.heard(text):
-                    if run_manager is not None:
-                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
-
-    async def _astream(
-        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
-    ) -> AsyncIterator[ChatGenerationChunk]:
-        reply = self._reply(messages, stop, kwargs)
-        texts, text = TokenStream(reply), cast("str | None", "")
-        try:
-            while text is not None:
-                text = await in_thread(next, texts, None)
-                for chunk in reply.heard(text):
-                    if run_manager is not None:
-                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
-        finally:
-            await in_thread(texts.close)
-
-    def _reply(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> _Reply:
-        """The call that these arguments ask for, checked and with defaults filled in."""
-        if unknown := sorted(kwargs.keys() - {*_OPTIONS, *_MEANT_FOR_OTHERS}):
-            raise ValueError(f"options of a call must be among {list(_OPTIONS)}, got {unknown}")
+    def _reply(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Reply:
+        names = ("tools", "tool_choice", "model", *ChatDecoding.model_fields)
+        if unknown := sorted(kwargs.keys() - {*names, *_MEANT_FOR_OTHERS}):
+            raise ValueError(f"options of a call must be among {list(names)}, got {unknown}")
         if (other := kwargs.get("model")) not in (None, self.model):
             raise ValueError(
                 f"model must be {self.model!r}, the one that is open, got {other!r}; make a ChatCtxwin for it"
             )
-        max_tokens = kwargs.get("max_tokens", self.max_tokens)
-        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
-            raise ValueError(f"max_tokens must be an int >= 1 or None, got {max_tokens!r}")
-        tools = kwargs.get("tools") or ()
-        return _Reply(
-            pool=self._opened,
-            model=self.model,
-            talk=self._talk(messages, tools, bare=True),
-            tools=bool(tools),
-            max_tokens=max_tokens,
-            sampling=Sampling(
-                temperature=kwargs.get("temperature", self.temperature), seed=kwargs.get("seed", self.seed)
-            ),
-            stop=tuple(filter(None, self.stop or () if stop is None else stop)),
+        mine = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "seed", "stop")}
+        given = mine | ({} if stop is None else {"stop": stop})
+        given |= {name: value for name, value in kwargs.items() if name in ChatDecoding.model_fields}
+        decoding = checked(ChatDecoding.model_validate, given)
+        talk, tools = self._talk(messages, kwargs.get("tools") or (), bare=True), bool(kwargs.get("tools"))
+        return Reply(
+            partial(self._ask, talk, tools, decoding), self.model, scored=bool(decoding.logprobs), n=decoding.n or 1
         )
+
+    def _ask(
+        self,
+        talk: Callable[..., Conversation],
+        tools: bool,
+        decoding: ChatDecoding,
+        reply: Reply,
+        on_token: OnToken | None,
+        stopped: Callable[[], bool],
+    ) -> list[Answer]:
+        pool, sampling = self._opened(), decoding.sampling({})
+        reply.syntax, reply.decode = learn(pool.engine) if tools else None, pool.engine.decode
+
+        def ask(talk: Conversation) -> list[Answer]:
+            with ExitStack() as stack:
+                window = stack.enter_context(pool.window(talk.system_prompt, talk.chunks))
+                engine = window.engine
+                # The KV of the exchange is kept for the next call, which has it as messages: where the template renders it
+                # the same way then, and where it is certain to fit.
+                keep = remembers(engine)
+                asked = engine.encode_exchange(talk.query, ()) if keep else engine.encode_query(talk.query)
+                most = decoding.max_completion_tokens or decoding.max_tokens
+                reply.room = max(1, most or window.budget - window.tokens - asked.tokens)
+                alone = engine.encode_system_prompt(window.system_prompt).tokens + asked.tokens + reply.room
+                remember = keep and alone <= window.budget and partial(remembers, engine)
+                question = Question(
+                    talk.query, replace(sampling, max_tokens=reply.room), remember, decoding.stops, bare=True
+                )
+                branches = [stack.enter_context(window.fork()) for _ in range(1, reply.n)]
+                answers = [window.answer(question, on_token=on_token, stopped=stopped)]
+                for i, branch in enumerate(branches, start=1):
+                    seed = None if sampling.seed is None else sampling.seed + i
+                    again = replace(question.sampling, seed=seed)
+                    answers.append(branch.answer(replace(question, sampling=again, remember=False), stopped=stopped))
+                return answers
+
+        try:
+            return pool.over(talk, ask)
+        except BudgetExceeded as error:
+            raise ContextOverflowError(str(error)) from error
 
 
 @dataclass
-class _Reply:
-    """Asks a window when it is called, as `ctxwin.window.stream` does; then `heard` or `result` give the answer.
+class Reply:
+    """Asks when it is called, as `ctxwin.window.stream` does; then `heard` or `result` give the answer.
 
     Attributes:
-        pool: opens what is not open yet; called in the thread that asks.
-        talk: `converse`, which still lacks the engine.
-        max_tokens: most tokens of the answer; None: as many as the budget leaves.
+        ask: gives the answers, one a choice, and sets ``room`` and ``syntax`` before their tokens come; called in the thread
+            that asks. May raise ContextOverflowError, and what `converse` and `Window.answer` raise.
+        model: the name that messages carry.
+        n: choices; a stream has one.
+        scored: whether messages carry the log-probabilities of their tokens; they need ``decode``.
+        costs: whether messages carry the answer's `Usage`.
+        room: most tokens of an answer.
+        syntax: of the tool calls to be read out of it; None: of none.
     """
 
-    pool: Callable[[], Pool]
+    ask: Callable[[Reply, OnToken | None, Callable[[], bool]], list[Answer]]
     model: str
-    talk: Callable[..., Conversation]
-    tools: bool
-    max_tokens: int | None
-    sampling: Sampling
-    stop: tuple[str, ...]
-    _reader: Reader = field(default_factory=lambda: Reader(None))
-    _answer: Answer | None = None
-    _text: str = ""
-    _room: int = 0
-    _calls: int = 0
-    _invalid: list[InvalidToolCall] = field(default_factory=list)
+    n: int = 1
+    scored: bool = False
+    costs: bool = True
+    room: int = 0
+    syntax: Syntax | None = None
+    decode: Callable[[Sequence[int]], str] = str
+    _answers: list[Answer] = field(default_factory=list)
+    _growing: _Message | None = None
 
     def __call__(self, *, on_token: OnToken | None = None, stopped: Callable[[], bool]) -> Answer:
-        """Asks. Raises ContextOverflowError, and what `converse` and `Window.answer` raise."""
-        pool = self.pool()
-        self._reader = Reader(learn(pool.engine) if self.tools else None)
-        try:
-            self._answer = pool.over(self.talk, lambda talk: self._ask(pool, talk, on_token, stopped))
-        except BudgetExceeded as error:
-            raise ContextOverflowError(str(error)) from error
-        return self._answer
+        self._answers = self.ask(self, on_token, stopped)
+        return self._answers[0]
 
-    def _ask(self, pool: Pool, talk: Conversation, on_token: OnToken | None, stopped: Callable[[], bool]) -> Answer:
-        with pool.window(talk.system_prompt, talk.chunks) as window:
-            engine = window.engine
-            # The KV of the exchange is kept for the next call, which has it as messages: where the template renders it the
-            # same way then, and where it is certain to fit.
-            keep = remembers(engine)
-            asked = engine.encode_exchange(talk.query, ()) if keep else engine.encode_query(talk.query)
-            self._room = max(1, self.max_tokens or window.budget - window.tokens - asked.tokens)
-            alone = engine.encode_system_prompt(window.system_prompt).tokens + asked.tokens + self._room
-            sampling = replace(self.sampling, max_tokens=self._room)
-            remember = keep and alone <= window.budget and partial(remembers, engine)
-            question = Question(talk.query, sampling, remember, self.stop, bare=True)
-            return window.answer(question, on_token=on_token, stopped=stopped)
+    def single(self) -> Reply:
+        """This reply, for a stream."""
+        if self.n != 1:
+            raise ValueError(f"n must be 1 where an answer is streamed, got {self.n}; use generate")
+        return self
 
     def heard(self, text: str | None) -> Iterator[ChatGenerationChunk]:
         """The chunks that ``text``, by which the answer has grown, completes; None: the rest of them, and the cost."""
-        if text is not None:
-            self._text += text
-            parts = self._reader.read(self._text)
-        else:
-            assert self._answer is not None
-            parts = self._reader.read(self._answer.text, last=True)
-        for part in parts:
-            yield ChatGenerationChunk(message=self._chunk(part))
-        if text is None:
-            yield ChatGenerationChunk(message=self._last_chunk())
+        self._growing = self._growing or _Message(Reader(self.syntax))
+        yield from self._growing.grown(text) if text is not None else self._ended(self._growing, self._answers[0])
 
     def result(self) -> ChatResult:
-        """The whole answer."""
-        result = generate_from_stream(self.heard(None))
-        # Merged chunks do not say why a call is invalid.
-        cast("AIMessage", result.generations[0].message).invalid_tool_calls = self._invalid
-        return result
+        """The whole answers."""
+        generations = []
+        for answer in self._answers:
+            made = _Message(Reader(self.syntax))
+            generations += generate_from_stream(self._ended(made, answer)).generations
+            # Merged chunks do not say why a call is invalid.
+            cast("AIMessage", generations[-1].message).invalid_tool_calls = made.invalid
+        return ChatResult(generations=generations)
+
+    def _ended(self, made: _Message, answer: Answer) -> Iterator[ChatGenerationChunk]:
+        yield from made.read(answer.text, last=True)
+        ended = "tool_calls" if made.calls else "stop"
+        facts: dict[str, Any] = {
+            "model_name": self.model,
+            "model_provider": "ctxwin",
+            "finish_reason": ended if len(answer.token_ids) < self.room else "length",
+        }
+        if self.costs:
+            facts["ctxwin"] = asdict(answer.usage)
+        if self.scored:
+            facts["logprobs"] = scores_to(answer.token_ids, self.decode)
+        usage = usage_metadata(answer)
+        last = AIMessageChunk(content="", usage_metadata=usage, response_metadata=facts, chunk_position="last")
+        yield ChatGenerationChunk(message=last)
+
+
+@dataclass
+class _Message:
+    """The message that one answer makes, as it grows."""
+
+    reader: Reader
+    calls: int = 0
+    invalid: list[InvalidToolCall] = field(default_factory=list)
+    _text: str = ""
+
+    def grown(self, text: str) -> Iterator[ChatGenerationChunk]:
+        self._text += text
+        return self.read(self._text)
+
+    def read(self, text: str, *, last: bool = False) -> Iterator[ChatGenerationChunk]:
+        for part in self.reader.read(text, last=last):
+            yield ChatGenerationChunk(message=self._chunk(part))
 
     def _chunk(self, part: Part) -> AIMessageChunk:
         if isinstance(part, str):
@@ -321,22 +432,10 @@ class _Reply:
             args: str | None = json.dumps(part["args"], ensure_ascii=False)
         else:  # not JSON, so the call stays invalid
             args = part["args"]
-            self._invalid.append(part)
-        self._calls += 1
-        chunk = tool_call_chunk(name=part["name"], args=args, id=part["id"], index=self._calls - 1)
+            self.invalid.append(part)
+        self.calls += 1
+        chunk = tool_call_chunk(name=part["name"], args=args, id=part["id"], index=self.calls - 1)
         return AIMessageChunk(content="", tool_call_chunks=[chunk])
-
-    def _last_chunk(self) -> AIMessageChunk:
-        assert self._answer is not None
-        ended = "tool_calls" if self._calls else "stop"
-        facts = {
-            "model_name": self.model,
-            "model_provider": "ctxwin",
-            "finish_reason": ended if len(self._answer.token_ids) < self._room else "length",
-            "ctxwin": asdict(self._answer.usage),
-        }
-        usage = usage_metadata(self._answer)
-        return AIMessageChunk(content="", usage_metadata=usage, response_metadata=facts, chunk_position="last")
 
 
 def usage_metadata(answer: Answer) -> UsageMetadata:

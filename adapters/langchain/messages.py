@@ -291,7 +291,7 @@ def parts(content: Any, seen: Recent[Chunk] | None = None, folder: str | Path | 
         if isinstance(text, str):
             yield from [text] if text else []
         elif kind in ("image", "image_url", "video", "video_url"):
-            key = None if seen is None else _key(block)
+            key = None if seen is None else block_key(block)
             chunk = seen.get(key) if seen is not None and key is not None else None
             if chunk is None:
                 media = _media(block, kind.removesuffix("_url"), folder)
@@ -323,7 +323,7 @@ def identity(content: Any) -> Any:
     return str(content) if isinstance(content, Path) else pixels_digest(as_rgb(content)[None])
 
 
-def _key(block: dict[str, Any]) -> str | None:
+def block_key(block: dict[str, Any]) -> str | None:
     """What ``block`` is recognised by; None where it holds an object."""
     try:
         return digest("block", json.dumps(block, sort_keys=True))

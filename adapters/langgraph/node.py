@@ -17,22 +17,24 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
-from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, convert_to_messages
+from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, HumanMessage, convert_to_messages
 from langchain_core.runnables import Runnable, RunnableConfig
 from langgraph.graph.message import add_messages
 from langgraph.runtime import Runtime, get_runtime
+from pydantic import Field
 from typing_extensions import TypedDict
 
-from ctxwin.adapters.langchain.chat import usage_metadata
-from ctxwin.adapters.langchain.messages import Conversation, converse, message_key
+from ctxwin.adapters.langchain.chat import Answering, Reply
+from ctxwin.adapters.langchain.messages import Conversation, block_key, converse, message_key
 from ctxwin.adapters.langgraph.reference import merge_windows
 from ctxwin.adapters.langgraph.session import Session, engine_of, open_window
-from ctxwin.chunk import Chunk
+from ctxwin.chunk import Chunk, MediaPart
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
 from ctxwin.policies.base import Eviction, Retrieval, WindowView
+from ctxwin.store.recent import Recent
 from ctxwin.window.answer import Answer
-from ctxwin.window.ask import AskOptions
+from ctxwin.window.ask import AskOptions, OnToken, Question
 from ctxwin.window.window import Window
 
 
@@ -52,6 +54,7 @@ _NOTES: dict[str, Any] = {
     "others": "",  # placements of other nodes
 }
 """What a reference's notes say of a conversation."""
+_MEDIA = 64  # of one message, that are remembered while it is read
 _SAMPLING = [name for name in AskOptions.__annotations__ if name not in ("remember", "logprobs")]
 
 
@@ -74,7 +77,10 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         reserve_tokens: tokens left free beside the question and its answer.
         allowed_local_media_path: folder whose files messages may name, by path or ``file:`` url; None: files are refused. A
             picture on disk survives a store that lost its content, one in a message does not.
-        sampling: ``temperature``, ``top_p``, ``top_k``, ``seed``, ``stop``, ``json_schema`` as for `Window.ask`.
+        keep_media: False: pictures and videos that came as data leave the messages once they are placed, and blocks that name
+            them stay, so that a checkpoint takes a few KB. Only nodes of this window can read those; the pixels are in the
+            engine's store alone.
+        sampling: ``temperature``, ``top_p``, ``stop``, ``json_schema`` and the other options of decoding, as for `Window.ask`.
 
     The engine comes from the run's context (`WindowContext`). Cost of a turn: encoding the new messages, and an ask; where
     earlier messages changed, decoding all of them once.
@@ -97,6 +103,7 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         retrieval: Retrieval | None = None,
         reserve_tokens: int = 0,
         allowed_local_media_path: str | Path | None = None,
+        keep_media: bool = True,
         **sampling: Any,
     ) -> None:
         if unknown := sampling.keys() - set(_SAMPLING):
@@ -105,21 +112,27 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         self._asking: dict[str, Any] = {"max_tokens": max_tokens, "remember": True, **sampling}
         self._window: dict[str, Any] = {"budget": budget, "fidelity": fidelity, "eviction": eviction}
         self._retrieval, self._system_prompt = retrieval, system_prompt
-        self._reserve_tokens, self._files = reserve_tokens, allowed_local_media_path
+        self._reserve_tokens, self._files, self._keep_media = reserve_tokens, allowed_local_media_path, keep_media
 
     def invoke(self, input: Any, config: RunnableConfig | None = None, **_: Any) -> dict[str, Any]:
-        """The state's update: the answer's message, and the window's reference."""
+        """The state's update: the answer's message, and the window's reference.
+
+        The run's callbacks see a chat model answer, so ``stream_mode="messages"`` and `astream_events` stream its tokens.
+        """
         window, query, answered = self._prepared(input, get_runtime())
         with window:
-            return answered(window.ask(query, **self._asking))
+            return answered(_Answerer(window=window, asking=self._asking).invoke([HumanMessage(query)], config))
 
     async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **_: Any) -> dict[str, Any]:
         """`invoke`; encoding and answering block no event loop, and cancelling stops the engine."""
         window, query, answered = await asyncio.to_thread(self._prepared, input, get_runtime())
         with window:
-            return await asyncio.to_thread(answered, await window.aask(query, **self._asking))
+            made = await _Answerer(window=window, asking=self._asking).ainvoke([HumanMessage(query)], config)
+            return await asyncio.to_thread(answered, made)
 
-    def _prepared(self, state: Any, runtime: Runtime[Any]) -> tuple[Session, str, Callable[[Answer], dict[str, Any]]]:
+    def _prepared(
+        self, state: Any, runtime: Runtime[Any]
+    ) -> tuple[Session, str, Callable[[AIMessage], dict[str, Any]]]:
         """The window with everything in front of the question, the question, and what turns its answer into an update."""
         reference = _value(state, self.window_key)
         messages = convert_to_messages(_value(state, self.messages_key) or [])
@@ -129,19 +142,25 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         unchanged = bool(count) and self._digest(keys[:count]) == notes["digest"]
         going_on = unchanged and bool(new) and isinstance(new[0], HumanMessage)  # the answer before it closed the turn
         engine = engine_of(runtime.context)
-        talk = converse(engine, new if going_on else messages, allowed_local_media_path=self._files)
-        turn = sum(1 for _ in takewhile(lambda m: isinstance(m, HumanMessage), reversed(messages)))
-        last = keys[len(keys) - turn :]
-        asked = sum(1 for _ in takewhile(lambda piece: piece[0] in last, reversed(talk.pieces)))
-        system_prompt = "\n".join(filter(None, [self._system_prompt, talk.system_prompt]))
-        opening = None if reference else system_prompt
-        window = open_window(reference, runtime, system_prompt=opening, retrieval=self._retrieval, **self._window)
+        window = open_window(reference, runtime, retrieval=self._retrieval, **self._window) if reference else None
         try:
+            seen = _known_media(window, len(messages))
+            talk = converse(engine, new if going_on else messages, seen=seen, allowed_local_media_path=self._files)
+            turn = sum(1 for _ in takewhile(lambda m: isinstance(m, HumanMessage), reversed(messages)))
+            last = keys[len(keys) - turn :]
+            asked = sum(1 for _ in takewhile(lambda piece: piece[0] in last, reversed(talk.pieces)))
+            system_prompt = "\n".join(filter(None, [self._system_prompt, talk.system_prompt]))
+            if window is None:
+                options: Any = {"system_prompt": system_prompt, "retrieval": self._retrieval, **self._window}
+                window = open_window(None, runtime, **options)
             self._follow(window, talk, notes, asked, None if going_on else system_prompt)
         except BaseException:
-            window.close()
+            if window is not None:
+                window.close()
             raise
-        return window, talk.query, partial(self._answered, window, keys, notes)
+        swapped = {} if self._keep_media else _swapped(messages, seen)
+        keys = [message_key(swapped[i]) if i in swapped else key for i, key in enumerate(keys)]
+        return window, talk.query, partial(self._answered, window, keys, notes, list(swapped.values()))
 
     def _follow(
         self, window: Session, talk: Conversation, notes: dict[str, Any], asked: int, system_prompt: str | None
@@ -175,18 +194,66 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         window.slide(reserve_tokens=reserve)
         notes |= {"removed": _packed(known[i] for i in removed), "others": _packed(known[i] for i in others)}
 
-    def _answered(self, window: Session, keys: list[str], notes: dict[str, Any], answer: Answer) -> dict[str, Any]:
-        ended = len(answer.token_ids) < self._asking["max_tokens"]
-        told = {"model_name": window.engine.spec.model, "model_provider": "ctxwin"}
-        told["finish_reason"] = "stop" if ended else "length"
-        message = AIMessage(answer.text, usage_metadata=usage_metadata(answer), response_metadata=told)
-        keys = [*keys, message_key(message)]
+    def _answered(
+        self, window: Session, keys: list[str], notes: dict[str, Any], swapped: list[BaseMessage], answer: AIMessage
+    ) -> dict[str, Any]:
+        keys = [*keys, message_key(answer)]
         read = {"messages": len(keys), "digest": self._digest(keys), "arrivals": window.snapshot().arrivals}
         window.notes[self.messages_key] = notes | read
-        return {self.messages_key: [message], self.window_key: window.ref()}
+        return {self.messages_key: [*swapped, answer], self.window_key: window.ref()}
 
     def _digest(self, keys: list[str]) -> str:
         return digest("read", self._system_prompt, keys)
+
+
+class _Answerer(Answering):
+    """Answers over a window that is open."""
+
+    window: Any = Field(exclude=True, repr=False)
+    asking: dict[str, Any]
+    cache: bool = False  # what the window answers depends on more than the question
+
+    @property
+    def _llm_type(self) -> str:
+        return "ctxwin"
+
+    def _reply(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Reply:
+        question = Question.of(str(messages[-1].content), **self.asking)
+
+        def ask(_: Reply, on_token: OnToken | None, stopped: Callable[[], bool]) -> list[Answer]:
+            return [self.window.answer(question, on_token=on_token, stopped=stopped)]
+
+        model = self.window.engine.spec.model
+        return Reply(ask, model, costs=False, room=self.asking["max_tokens"])
+
+
+def _known_media(window: Session | None, more: int) -> Recent[Chunk]:
+    """The window's media by the blocks that name them (see `_swapped`), with room for those of ``more`` messages."""
+    state = window.snapshot() if window is not None else None
+    media = [part for p in (*state.evicted, *state.placed) for part in p.chunk.media] if state else []
+    known: Recent[Chunk] = Recent(len(media) + _MEDIA * (more + 1))
+    for part in media:
+        known.put(block_key(_named(part)) or "", Chunk(parts=(part,)), 1)
+    return known
+
+
+def _named(part: MediaPart) -> dict[str, Any]:
+    return {"type": part.media, "chunk": part.content}
+
+
+def _swapped(messages: Sequence[BaseMessage], seen: Recent[Chunk]) -> dict[int, BaseMessage]:
+    """The messages whose pictures and videos came as data, by index, with the names of these in their place."""
+    swapped: dict[int, BaseMessage] = {}
+    for i, message in enumerate(messages):
+        if isinstance(message.content, str) or message.id is None:
+            continue  # without an id a reducer would append it
+        blocks: list[Any] = list(message.content)
+        for k, block in enumerate(blocks):
+            found = seen.get(block_key(block) or "") if isinstance(block, dict) else None
+            blocks[k] = _named(found.media[0]) if found is not None else block
+        if blocks != message.content:
+            swapped[i] = message.model_copy(update={"content": blocks})
+    return swapped
 
 
 def _value(state: Any, key: str) -> Any:

@@ -43,7 +43,7 @@ _LONGEST = 4 * _PAGE
 _REFRESHED = 32  # evicted entries that a save checks, in turn
 _CACHED = 8192  # entries held decoded, per repository
 FORMAT = 1
-_RANKS = ("adopted", "version", "operations", "manifest")  # what `merge_windows` compares, in this order
+_RANKS = ("adopted", "version", "operations")  # what `merge_windows` compares, in this order
 _DROPPED = {"kv", "seen", "unseen", "read", "chunk_id"}  # of a placed chunk: bookkeeping, or follows from it
 
 _entries: WeakKeyDictionary[SpanRepository, Recent[Placed]] = WeakKeyDictionary()
@@ -78,6 +78,7 @@ def save(
     adopted: int = 0,
     parent: str | None = None,
     notes: Mapping[str, Any] | None = None,
+    written: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Stores the window's state and returns its reference.
 
@@ -86,6 +87,8 @@ def save(
         adopted: how often a branch was declared the one to go on with; `merge_windows` compares it before the version.
         parent: id of the window it was forked from.
         notes: plain JSON of the caller's, carried along.
+        written: ids of the checkpoint and the task it is written in, and the manifest that task began with, by which
+            `merge_windows` knows parallel writers.
 
     Cost: a few KB of writes, however much was evicted.
     """
@@ -94,6 +97,7 @@ def save(
     placed = [p.model_dump(mode="json", exclude_defaults=True, exclude=_DROPPED) for p in state.placed]
     beside: dict[str, Any] = {
         "parent": parent,
+        "written": list(written),
         "notes": copy.deepcopy(dict(notes or {})),
         "encodes": window.core.vision_encodes,  # they belong to the next answer, which may be another node's
     }
@@ -148,7 +152,7 @@ def check(reference: Any) -> None:
             f"a window reference must be a dict from Session.ref(), got {type(reference).__name__}; keep the engine and "
             "the window out of the state"
         )
-    if missing := {"format", "window", "placed", *_RANKS} - reference.keys():
+    if missing := {"format", "window", "placed", "manifest", *_RANKS} - reference.keys():
         raise ValueError(f"a window reference must have {sorted(missing)}, got {sorted(reference)}; use Session.ref()")
     if reference["format"] != FORMAT:
         raise ValueError(
@@ -174,18 +178,41 @@ def merge_windows(left: dict[str, Any] | None, right: dict[str, Any] | None) -> 
     """The reducer of a window key: which reference the state goes on with.
 
     Same window: the one that was adopted more often (`Session.ref` with ``adopt=True``), then the higher version, then
-    more operations, then the greater digest. So the order in which parallel branches finish does not matter, the other
-    branches' edits are not in the result, and a node goes back to an older version only with ``adopt=True``. Another
-    window: the one written last (LangGraph applies the writes of a step in a fixed order). None changes nothing, and
-    neither does the empty dict that LangGraph starts a key with.
+    more operations, then the greater digest of what is placed. So the order in which parallel branches finish does not
+    matter, the same run goes on with the same one, and a node goes back to an older version only with ``adopt=True``.
+    Another window: the one written last (LangGraph applies the writes of a step in a fixed order). None changes nothing,
+    and neither does the empty dict that LangGraph starts a key with.
+
+    Where nodes of one step both wrote, the other's edits are not in the result: that is logged, and its reference is kept in
+    the result until the next node has written (`Session.dropped`, `Session.gather`).
     """
     if not left or not right:
         return right or left
     check(left)
     check(right)
-    if left["window"] != right["window"]:
-        return right
-    return max(left, right, key=lambda made: (*(made[name] for name in _RANKS), digest(made.get("notes", {}))))
+    goes_on, other = right, left
+    if left["window"] == right["window"] and max(left, right, key=_rank) is left:
+        goes_on, other = left, right
+    theirs, ours = other.get("written"), goes_on.get("written")
+    if not (theirs and ours and theirs[0] == ours[0] and theirs[1] != ours[1] and ours[2] != other["manifest"]):
+        return goes_on
+    log.warning(
+        f"two parallel nodes wrote window {goes_on['window']}: version {goes_on['version']} of window {other['window']} is not "
+        "in the result; Session.gather() takes its chunks, or let branches write keys of their own and join them"
+    )
+    dropped = [{k: v for k, v in other.items() if k != "dropped"}, *other.get("dropped", ())]
+    return {**goes_on, "dropped": sorted([*goes_on.get("dropped", ()), *dropped], key=_rank)}
+
+
+def _rank(made: dict[str, Any]) -> tuple[Any, ...]:
+    contents = [{k: v for k, v in placed.items() if k != "id"} for placed in made["placed"]]
+    # Ids follow from the run's; contents do not.
+    return (
+        *(made[name] for name in _RANKS),
+        digest("placed", contents),
+        made["manifest"],
+        digest(made.get("notes", {})),
+    )
 
 
 def _name(placed: Placed) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -88,6 +88,8 @@ class Session(Window):
     Attributes:
         lost: evicted chunks that the store no longer knows; they cannot be recalled.
         rebuilt: placed chunks whose KV bookkeeping was lost; they are computed again from their sources.
+        dropped: references that nodes parallel to the last writer had written, whose edits are not in this window; see
+            `gather`.
         notes: small plain JSON that a node wants to keep with the window; it travels in the reference.
     """
 
@@ -103,6 +105,8 @@ class Session(Window):
     ) -> None:
         self._bind(core, eviction, retrieval)
         self.lost = self.rebuilt = self._events = 0
+        self.dropped: tuple[Mapping[str, Any], ...] = ()
+        self._began = ""  # the manifest that it opened
         self.notes: dict[str, Any] = copy.deepcopy(dict(notes))
         self._noted = copy.deepcopy(self.notes)  # `ref` counts a change of them
         self._runtime, self._execution = runtime, execution
@@ -121,7 +125,9 @@ class Session(Window):
         """
         operations, adopted = self._base
         operations += self.core.operations + (self.notes != self._noted)  # the reducer must see that something was done
-        return save(self, operations=operations, adopted=adopted + adopt, parent=self.core.parent, notes=self.notes)
+        ranks: Any = {"operations": operations, "adopted": adopted + adopt}
+        written = (*self._execution[:2], self._began) if self._execution else ()
+        return save(self, **ranks, parent=self.core.parent, notes=self.notes, written=written)
 
     def answer(
         self, question: Question, *, on_token: OnToken | None = None, stopped: Callable[[], bool] = never
@@ -197,6 +203,17 @@ class Session(Window):
             super().adopt(theirs, force=True)
         self.notes = copy.deepcopy(branch.get("notes", {}))
 
+    def gather(self, branches: Iterable[Window | Mapping[str, Any]]) -> list[str]:
+        """Places the chunks that branches of this window (or their references) have placed and it never had, behind everything,
+        branch by branch; returns their ids here. Raises like `Window.extend`. Cost: as for new chunks, but no encode."""
+        state = self.snapshot()
+        known, new = {p.id for p in (*state.placed, *state.evicted)}, []
+        for branch in branches:
+            theirs = branch.snapshot() if isinstance(branch, Window) else restore(self.engine.repo, branch).state
+            new += [p.chunk for p in theirs.placed if p.id not in known]
+            known |= {p.id for p in theirs.placed}
+        return self.extend(new)
+
     def tell(self, event: Event) -> None:
         """Writes an operation to the run's custom stream."""
         if event.op == "forget":
@@ -216,6 +233,14 @@ class Session(Window):
         if found.lost or found.rebuilt:
             about = {"type": "window", "op": "lost", "window": found.state.window, "version": found.state.version}
             self._write({**about, "lost": found.lost, "rebuilt": found.rebuilt})
+
+    def report_dropped(self, dropped: Sequence[Mapping[str, Any]]) -> None:
+        """Keeps what parallel writers had written, and writes that to the run's custom stream."""
+        self.dropped = tuple(dropped)
+        if dropped:
+            versions = [other["version"] for other in dropped]
+            about = {"type": "window", "op": "dropped", "window": self.id, "version": self.version}
+            self._write({**about, "versions": versions})
 
     def _write(self, payload: dict[str, Any]) -> None:
         # A context can be entered once at a time, and answers come from other threads.
@@ -285,6 +310,8 @@ def open_window(
         elif watcher is not None:
             session.observe(watcher)
     session.observe(session.tell)
+    session._began = beside.get("manifest", "")
+    session.report_dropped(beside.get("dropped", ()))
     session.report_losses(found)
     return session
 

@@ -152,7 +152,10 @@ class RemoteWindow:
         self._post("evict", id=placement, forget=forget)
 
     def slide(self, count: int | None = None, *, reserve_tokens: int = 0) -> list[str]:
-        """Evicts the oldest unpinned chunks: ``count``, or until ``reserve_tokens`` are free. Returns their ids."""
+        """Evicts unpinned chunks, the oldest first and what was recalled last: ``count``, or until ``reserve_tokens`` are free.
+
+        Returns their ids.
+        """
         return list(self._post("slide", count=count, reserve_tokens=reserve_tokens)["evicted"])
 
     def recall(self, placement: str, at: int | None = None, *, repair: bool = False) -> int:
@@ -178,8 +181,12 @@ class RemoteWindow:
         self._post("pin", id=placement, pinned=pinned)
 
     def touch(self, placement: str) -> None:
-        """Marks a chunk as just read, for policies that evict what was not read."""
+        """Marks a chunk as just read: others leave before it."""
         self._post("touch", id=placement)
+
+    def undo(self) -> None:
+        """Takes back the last edit that is not taken back yet; UnknownVersion where the version before is not kept."""
+        self._post("undo")
 
     def fork(self, system_prompt: str | None = None) -> Self:
         """A branch on the server that shares every chunk; with ``system_prompt`` behind another one."""

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from ctxwin.cli import audit, bench, demo, doctor, serve, store, view
+from ctxwin.cli import audit, bench, demo, doctor, mcp, serve, store, view
 from ctxwin.cli.commands import INTERRUPTED, Commands
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.demo)
 app.command("audit")(audit.audit)
 app.command("view")(view.view)
+app.command("mcp")(mcp.mcp)
 app.command("doctor")(doctor.doctor)
 app.command("serve", context_settings=serve.CONTEXT)(serve.serve)
 

@@ -6,7 +6,6 @@ servers' and clients' own types take anything.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -16,21 +15,15 @@ from typing import Annotated, Any, Literal, Self
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from ctxwin.engines.base import Sampling, ScoredToken
+from ctxwin.engines.base import ScoredToken
 from ctxwin.fidelity import Fidelity
-from ctxwin.serve.specs import SEED, Body, Reference, Text
+from ctxwin.serve.specs import Body, Reference, Text
+from ctxwin.serve.wire import scores_to
 from ctxwin.window.answer import Answer
+from ctxwin.window.decoding import ChatDecoding
 
 FinishReason = Literal["stop", "length"]
-MOST_CHOICES = 128
 _MOST_SCORES = 1 << 20
-_MOST_SCHEMA = 256 << 10
-_Stop = Annotated[str, Field(max_length=1000)]
-_LEAST_LOGPROB = -9999.0
-"""What is shown for a token that could not be drawn, as vLLM shows it: JSON has no infinities."""
-
-
-_DECODING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 class _Url(Body):
@@ -72,42 +65,11 @@ class Extension(Body):
     windows: Literal["auto", "off"] | None = None
 
 
-class _Schema(Body):
-    name: str
-    description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None  # an answer is held to the schema either way
-
-
-class _Format(Body):
-    type: Literal["text", "json_object"]
-
-
-class _SchemaFormat(Body):
-    type: Literal["json_schema"]
-    json_schema: _Schema
-
-
-class ChatRequest(Body):
+class ChatRequest(ChatDecoding, Body):
     """What a request that names chunks may hold; what is not understood is refused, not ignored."""
 
     messages: list[Message] = Field(min_length=1)
     model: str | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    seed: SEED | None = None
-    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    response_format: Annotated[_Format | _SchemaFormat, Field(discriminator="type")] | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     ctxwin: Extension | None = None
@@ -140,17 +102,9 @@ class ChatRequest(Body):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("logprobs must be true where top_logprobs are asked for")
         if self.stream_options and not self.stream:
             raise ValueError("stream must be true where stream_options are given")
         return self
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The texts at which an answer ends."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(filter(None, stops))
 
     def most(self, left: int, defaults: Mapping[str, float]) -> int:
         """Most tokens of an answer where there is room for ``left``; what is asked for may be more than that.
@@ -166,37 +120,6 @@ class ChatRequest(Body):
                 "lower one of them"
             )
         return most
-
-    def sampling(self, defaults: Mapping[str, float]) -> Sampling:
-        """How to decode, but for ``max_tokens``: what the request says, else the server's ``defaults``, else OpenAI's.
-
-        Raises ValueError for several choices that could only be the same.
-        """
-
-        given = {name: value for name in _DECODING if (value := getattr(self, name)) is not None}
-        chosen = {"temperature": 1.0} | {n: v for n, v in defaults.items() if n in _DECODING} | given
-        chosen["top_k"] = max(0, int(chosen.get("top_k", 0)))
-        scores = (self.top_logprobs or 0) if self.logprobs else None
-        made = Sampling(**chosen, seed=self.seed, token_logprobs=scores, json_schema=self._schema())
-        if (self.n or 1) > 1 and made.temperature == 0:
-            raise ValueError(f"n must be 1 where the temperature is 0 (all choices would be the same), got {self.n}")
-        return made
-
-    def _schema(self) -> str | None:
-        match self.response_format:
-            case _SchemaFormat(json_schema=schema):
-                return schema_text(schema.schema_)
-            case _Format(type="json_object"):
-                return '{"type": "object"}'
-        return None
-
-
-def schema_text(schema: Any) -> str:
-    """A JSON schema as text; ValueError for one that is larger than any answer needs."""
-    text = json.dumps(schema)
-    if len(text) > _MOST_SCHEMA:
-        raise ValueError(f"the JSON schema must have at most {_MOST_SCHEMA} characters, got {len(text)}")
-    return text
 
 
 @dataclass(frozen=True)
@@ -271,18 +194,7 @@ class Bodies:
         return kind.model_validate({**head, **more}).model_dump_json(exclude_unset=True).encode()
 
     def _scores(self, tokens: Sequence[int]) -> dict[str, Any] | None:
-        if not self.scores:
-            return None
-        scored = [token for token in tokens if isinstance(token, ScoredToken)]
-        content = [
-            {**self._entry(t, t.logprob), "top_logprobs": [self._entry(*other) for other in t.best.items()]}
-            for t in scored
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.decode([token])
-        return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(text.encode())}
+        return scores_to(tokens, self.decode) if self.scores else None
 
 
 def _usage(replies: Sequence[Reply]) -> dict[str, Any]:

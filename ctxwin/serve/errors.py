@@ -14,6 +14,7 @@ from ctxwin.errors import (
     EngineFailed,
     ReadOnlyWindow,
     UnknownChunk,
+    UnknownVersion,
     UnsupportedModel,
     WindowBusy,
 )
@@ -78,6 +79,7 @@ KINDS = (
     Kind(UnknownUpload, 404, "unknown_upload", "not_found_error"),
     Kind(UnknownWindow, 404, "unknown_window", "not_found_error"),
     Kind(UnknownChunk, 404, "unknown_chunk", "not_found_error"),
+    Kind(UnknownVersion, 404, "unknown_version", "not_found_error"),
     Kind(UnknownModel, 404, "unknown_model", "not_found_error"),
     Kind(ChunkUnavailable, 410, "chunk_unavailable", "not_found_error"),
     Kind(WindowBusy, 409, "window_busy", "conflict_error"),

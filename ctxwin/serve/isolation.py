@@ -14,11 +14,11 @@ from typing import Any
 
 from ctxwin.engines.base import Engine
 from ctxwin.hashing import digest
-from ctxwin.serve.completions import MOST_CHOICES, schema_text
 from ctxwin.serve.endpoints import PLAIN, ROUTERS, check_fields
 from ctxwin.serve.errors import NotAllowed
 from ctxwin.serve.limits import Allowance
 from ctxwin.serve.specs import decode_data, picture_size
+from ctxwin.window.decoding import MOST_CHOICES, schema_text
 
 _TRANSFER = ("kv_transfer_params", "ec_transfer_params")
 _SCORES = ("logprobs", "top_logprobs", "prompt_logprobs")

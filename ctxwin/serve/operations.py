@@ -12,12 +12,12 @@ from pydantic import Field, create_model
 from ctxwin.chunk import Chunk
 from ctxwin.fidelity import Fidelity
 from ctxwin.serve import wire
-from ctxwin.serve.completions import schema_text
 from ctxwin.serve.limits import Allowance
-from ctxwin.serve.specs import COUNT, SEED, TOKEN, Body, checked
+from ctxwin.serve.specs import COUNT, TOKEN, Body, checked
 from ctxwin.serve.uploads import Uploads
 from ctxwin.serve.windows import WindowRegistry
 from ctxwin.window.ask import Question
+from ctxwin.window.decoding import SEED, Decoding, schema_text
 from ctxwin.window.window import Window
 
 ChunkData = str | dict[str, Any]
@@ -55,16 +55,13 @@ class OpenWindow(Body):
     snapshot: dict[str, Any] | None = None
 
 
-class Ask(Body):
+class Ask(Decoding, Body):
     """``POST /v1/windows/{id}/ask``, which may stream. Decoding is as `Window.ask` has it."""
 
     query: str
     max_tokens: COUNT = 32
     remember: bool = False
     logprobs: COUNT | None = None
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: COUNT | None = None
     seed: SEED | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=1024)] | None = None
     json_schema: dict[str, Any] | None = None
@@ -162,6 +159,7 @@ _forward("reorder", ids=list[str])
 _forward("toggle", id=str, conditioned=bool)
 _forward("pin", id=str, pinned=(bool, True))
 _forward("touch", id=str)
+_forward("undo")
 
 
 @_operation()

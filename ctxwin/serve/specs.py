@@ -32,8 +32,6 @@ _LONGEST_VIDEO = 24 * 3600.0
 Find = Callable[[str], Chunk]
 Decode = Callable[[bytes, int, int], "np.ndarray"]
 """``(file, width, height)`` -> pixels ``[height, width, 3]`` uint8; BadMedia where the file is not what its header says."""
-SEED = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""What torch's generators take."""
 TOKEN = Annotated[int, Field(ge=0, lt=2**31)]
 COUNT = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 """A number that counts or indexes something; operations say which of them make sense."""

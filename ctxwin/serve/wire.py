@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from ctxwin.engines.base import ScoredToken
 from ctxwin.window.answer import Answer, Disposability, Plan
 
 if TYPE_CHECKING:
     from ctxwin.window.window import Window
 
+_LEAST_LOGPROB = -9999.0
+"""What is shown for a token that could not be drawn, as vLLM shows it: JSON has no infinities."""
 _ANSWER, _PLAN, _DISPOSABILITY = TypeAdapter(Answer), TypeAdapter(Plan), TypeAdapter(Disposability)
 
 
 def number(value: float | None) -> float | str | None:
     """JSON has no infinities; they travel as text."""
     return value if value is None or math.isfinite(value) else str(value)
+
+
+def scores_to(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """The log-probabilities of an answer's tokens as OpenAI shows them."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = decode([token])
+        return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(text.encode())}
+
+    content = [
+        {**entry(t, t.logprob), "top_logprobs": [entry(*other) for other in t.best.items()]}
+        for t in tokens
+        if isinstance(t, ScoredToken)
+    ]
+    return {"content": content, "refusal": None}
 
 
 def answer_to(answer: Answer) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 "use strict";
 // From the lines of a trace to steps: one step is a column of the picture.
 
-const EDITS = new Set(["append", "insert", "evict", "forget", "slide", "recall", "look_back", "reorder", "toggle"]);
+const EDITS = new Set(["append", "insert", "evict", "forget", "slide", "recall", "look_back", "reorder", "toggle", "undo"]);
 const BACK = new Set(["recall", "look_back"]);
 
 class Model {

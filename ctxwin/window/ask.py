@@ -39,6 +39,10 @@ class AskOptions(TypedDict, total=False):
     temperature: float | None
     top_p: float | None
     top_k: int | None
+    min_p: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
     seed: int | None
     stop: Stop | None
     json_schema: Mapping[str, Any] | str | None
@@ -80,6 +84,11 @@ class Question:
             raise ValueError(f"top_p must be in (0, 1], got {sampling.top_p!r}")
         if not isinstance(sampling.top_k, int) or sampling.top_k < 0:
             raise ValueError(f"top_k must be an int >= 0 (0: all tokens), got {sampling.top_k!r}")
+        if not 0 <= sampling.min_p <= 1 or not 0 < sampling.repetition_penalty < math.inf:
+            got = f"{sampling.min_p!r} and {sampling.repetition_penalty!r}"
+            raise ValueError(f"min_p must be in [0, 1] and repetition_penalty > 0 and finite, got {got}")
+        if not all(math.isfinite(p) for p in (sampling.presence_penalty, sampling.frequency_penalty)):
+            raise ValueError("presence_penalty and frequency_penalty must be finite numbers")
 
     @classmethod
     def of(cls, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Question:

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
-from ctxwin.errors import ReadOnlyWindow, WindowBusy
+from ctxwin.errors import ReadOnlyWindow, UnknownVersion, WindowBusy
 from ctxwin.hashing import digest
 from ctxwin.trust.auditor import forgot
 from ctxwin.trust.standing import WindowTrust
-from ctxwin.window import placement
+from ctxwin.window import edits, placement
 from ctxwin.window.answer import Plan
 from ctxwin.window.assembly import Assembly
 from ctxwin.window.economy import Demand
@@ -84,7 +84,8 @@ class WindowCore:
         self.vision_encodes = 0
         self.heartbeat: Callable[[], None] = lambda: None
         self._forked_from: tuple[weakref.ref[WindowCore], int] | None = None
-        self._history: OrderedDict[int, State] = OrderedDict()
+        self._history: OrderedDict[int, tuple[State, int | None]] = OrderedDict()
+        self._before: int | None = None  # the version that `undo` goes back to; of older ones it is beside them
         self._pending: list[Event] = []  # sent when the writer is done
         self._writer = threading.Lock()
         self._guard = threading.Lock()  # of leases and counts
@@ -136,10 +137,14 @@ class WindowCore:
     ) -> None:
         """Makes ``state`` the current version, inside `writing`, and announces ``op``.
 
-        ``remember=False`` leaves the version before it out of the history that `at` reads.
+        However many steps led to it, an edit is one version; `adopt` takes its branch's. ``remember=False`` leaves the
+        version before it out of the history that `at` reads.
         """
+        if op != "adopt":
+            state = edits.as_one_version(self.state, state)
         if remember and state.version != self.state.version:
-            self._history[self.state.version] = self.state
+            self._history[self.state.version] = self.state, self._before
+            self._before = self.state.version
             while len(self._history) > _HISTORY:
                 self._history.popitem(last=False)
         self.state = state
@@ -213,11 +218,15 @@ class WindowCore:
             self.vision_encodes += self.engine.counters.vision_encodes - before
 
     def at(self, version: int) -> WindowCore:
-        """A read-only core of an old version; LookupError where it is not kept."""
-        state = self.state if version == self.state.version else self._history.get(version)
-        if state is None:
-            kept = f"{next(iter(self._history), self.state.version)}..{self.state.version}"
-            raise LookupError(f"version must be a kept version of this window, {kept}, got {version!r}")
+        """A read-only core of an old version, or of the one before it where `adopt` skipped it. Raises UnknownVersion."""
+        first = next(iter(self._history), self.state.version)
+        if not isinstance(version, int) or not first <= version <= self.state.version:
+            raise UnknownVersion(
+                f"version must be a kept version of this window, {first}..{self.state.version}, got {version!r}"
+            )
+        state = self.state
+        if version < state.version:
+            state = next(self._history[v][0] for v in reversed(self._history) if v <= version)
         return WindowCore(self.engine, state, observers=self.observers, parent=self.parent, read_only=True)
 
     def fork(self, system_prompt: str | None = None, budget: int | None = None) -> WindowCore:
@@ -254,6 +263,16 @@ class WindowCore:
             self.trust = branch.trust.branch(partial(_audited, weakref.ref(self)))
             self.assembly.before = branch.assembly.before.copy()
 
+    def undo(self) -> None:
+        """Goes back to the version before the last edit that is not taken back yet; see `Window.undo`."""
+        with self.writing() as state:
+            if self._before is None or self._before not in self._history:
+                raise UnknownVersion(f"an edit before version {state.version} must be kept to be undone, got none")
+            old, before = self._history[self._before]
+            arrivals = state.arrivals  # ids of edits that were taken back are not given again
+            self.commit(old.replace(version=state.version + 1, arrivals=arrivals), "undo")
+            self._before = before
+
     def forget(self, state: State, gone: Placed) -> None:
         """Commits ``state``, which carries nothing of ``gone``, and deletes what the store holds of it; see `placement.forget`.
 
@@ -271,9 +290,11 @@ class WindowCore:
     def take_back(self, placed: str) -> None:
         """Returns to the version before the current one where appending ``placed`` is all that happened since."""
         with self.writing() as state:
-            old = self._history.get(state.version - 1)
+            old, before = self._history.get(state.version - 1, (None, None))
             if old and (*(p.id for p in old.placed), placed) == tuple(p.id for p in state.placed):
-                self.commit(self._history.pop(old.version), "forget", [placed], remember=False)
+                del self._history[old.version]
+                self.commit(old, "forget", [placed], remember=False)
+                self._before = before
 
     def lease(self) -> None:
         """Leases the KV that the current state needs, and releases what it needs no more."""

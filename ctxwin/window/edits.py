@@ -24,6 +24,15 @@ def checked_index(index: int, length: int) -> int:
     return index + length if index < 0 else index
 
 
+def as_one_version(before: State, after: State) -> State:
+    """``after``, several edits of ``before`` that are to be one, with the version behind it."""
+    version = before.version + 1
+    if after.version <= version:
+        return after
+    placed = tuple(p.replace(read=version) if p.read > version else p for p in after.placed)
+    return after.replace(version=version, placed=placed)
+
+
 def appended(state: State, placed: Placed) -> State:
     """``placed`` behind everything."""
     return state.edited(arrivals=state.arrivals + 1, placed=(*state.placed, placed))
@@ -143,8 +152,8 @@ def leaving_for_budget(
     if excess > 0:
         needed = state.budget + excess
         raise BudgetExceeded(
-            f"pinned and recalled chunks and the reserved tokens must fit the budget of {state.budget} tokens, got {needed}; "
-            "unpin some, reserve less or raise the budget",
+            f"what must stay (pinned and recalled chunks, a question's own pictures) and the reserved tokens must fit the budget "
+            f"of {state.budget} tokens, got {needed}; unpin some, show less at once, reserve less or raise the budget",
             needed=needed,
             budget=state.budget,
         )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _Edit = Literal[
     "append", "insert", "evict", "forget", "slide", "recall", "look_back", "reorder", "toggle", "pin", "touch"
 ]
-_Whole = Literal["fork", "adopt", "ask", "audit", "disposable", "prepare_orbit", "refresh", "compress", "close"]
+_Whole = Literal["fork", "adopt", "undo", "ask", "audit", "disposable", "prepare_orbit", "refresh", "compress", "close"]
 Op = Literal[_Edit, _Whole]
 
 

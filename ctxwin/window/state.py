@@ -18,6 +18,8 @@ from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.hashing import digest
 from ctxwin.window.antecedents import Antecedents, Order, pack, unpack
 
+_SHOWN = 8
+
 
 class Conditioning(BaseModel):
     """What a placed chunk's KV has absorbed, and where that KV is.
@@ -148,7 +150,7 @@ class State(BaseModel):
             if p.id == placement:
                 return i
         gone = any(p.id == placement for p in self.evicted)
-        hint = "it is evicted: recall it first" if gone else f"this version places {[p.id for p in self.placed]}"
+        hint = "it is evicted: recall it first" if gone else f"this version places {_named(self.placed)}"
         raise UnknownChunk(f"id must be a placed chunk, got {placement!r}; {hint}")
 
     def find_evicted(self, placement: str) -> Placed:
@@ -157,7 +159,7 @@ class State(BaseModel):
             if p.id == placement:
                 return p
         placed = any(p.id == placement for p in self.placed)
-        hint = "it is placed already" if placed else f"evicted are {[p.id for p in self.evicted]}"
+        hint = "it is placed already" if placed else f"evicted are {_named(self.evicted)}"
         raise UnknownChunk(f"id must be an evicted chunk, got {placement!r}; {hint}")
 
     def find(self, placement: str) -> Placed:
@@ -189,6 +191,12 @@ class State(BaseModel):
         # The pixels of in-memory media are nowhere else.
         memory = (m for p in self.placed if p.chunk.keep_source for m in p.chunk.media if m.source is None)
         return kv | {f"source/{m.content}" for m in memory}
+
+
+def _named(chunks: Sequence[Placed]) -> str:
+    """Their ids for a message, the newest of them where there are many."""
+    more = f" and {len(chunks) - _SHOWN} more" if len(chunks) > _SHOWN else ""
+    return f"{[p.id for p in chunks[-_SHOWN:]]}{more}"
 
 
 ANYTHING = "*"

@@ -17,7 +17,7 @@ from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.fidelity import Fidelity
 from ctxwin.policies.base import Eviction, Placement, Retrieval
-from ctxwin.policies.eviction import OldestFirst
+from ctxwin.policies.eviction import LeastRecentlyRead
 from ctxwin.policies.retrieval import ById
 from ctxwin.store import parse_bytes
 from ctxwin.window import edits, upkeep
@@ -39,7 +39,8 @@ class Window:
         budget: most tokens of system prompt, chunks, query and answer together; default: what the engine takes.
         fidelity: which approximations are allowed; ``auto`` follows the model's profile and is ``exact`` without one.
         budget_bytes: the same as KV bytes (an int, or ``"512MB"``); the smaller budget counts.
-        eviction: what leaves first when `slide` or `look_back` makes room (`ctxwin.policies`).
+        eviction: what leaves first when `slide` or `look_back` makes room (`ctxwin.policies`); default: the oldest, where
+            a chunk that came back counts as new.
         retrieval: what `look_back` brings back.
 
     Raises:
@@ -80,7 +81,7 @@ class Window:
 
     def _bind(self, core: WindowCore, eviction: Eviction | None, retrieval: Retrieval | None) -> None:
         self.core = core
-        self.eviction: Eviction = eviction or OldestFirst()
+        self.eviction: Eviction = eviction or LeastRecentlyRead()
         self.retrieval: Retrieval = retrieval or ById()
 
     @property
@@ -156,8 +157,19 @@ class Window:
         return self.core.plan()
 
     def at(self, version: int) -> Window:
-        """A read-only window on an old version (the newest 1,024 are kept); it can ask, plan, fork and snapshot."""
+        """A read-only window on an old version (the newest 1,024 are kept); it can ask, plan, fork and snapshot.
+
+        Every edit makes one version; `adopt` may skip some, which are read as the one before. Raises UnknownVersion.
+        """
         return Window.over(self.core.at(version), self.eviction, self.retrieval)
+
+    def undo(self) -> None:
+        """Takes back the last edit that is not taken back yet, as a new version; an answer is no edit.
+
+        Raises UnknownVersion where the version before is not kept (of the newest 1,024; `evict(forget=True)` drops them all).
+        Cost: none; what was computed since is found in the store.
+        """
+        self.core.undo()
 
     def check(self) -> None:
         """Asserts every invariant of the window; AssertionError prints the state. Cost: a plan."""
@@ -200,7 +212,7 @@ class Window:
                 state = edits.appended(state, self.core.place(state, chunk))
             ids = [p.id for p in state.placed[before:]]
             if ids:
-                self.core.commit(state, "append", ids)
+                self.core.commit(state, "append", ids)  # one version, however many
         return ids
 
     def insert(self, index: int, chunk: Chunk) -> str:
@@ -231,11 +243,11 @@ class Window:
                 self.core.commit(edits.evicted(state, [state.placed[state.index(placement)]]), "evict", [placement])
 
     def slide(self, count: int | None = None, *, reserve_tokens: int = 0) -> list[str]:
-        """Evicts unpinned chunks in the order of `eviction` (oldest first): ``count``, or until within the budget.
+        """Evicts unpinned chunks in the order of `eviction`: ``count``, or until within the budget.
 
-        ``reserve_tokens`` tokens are left free for a query and its answer. Returns the evicted ids. Raises BudgetExceeded
-        where pinned chunks alone exceed the budget, ValueError where fewer than ``count`` can leave; the window is then as
-        it was.
+        By default the oldest leave first, and what was recalled last. ``reserve_tokens`` tokens are left free for a query
+        and its answer. Returns the evicted ids. Raises BudgetExceeded where pinned chunks alone exceed the budget,
+        ValueError where fewer than ``count`` can leave; the window is then as it was.
         """
         if count is not None and (not isinstance(count, int) or count < 0):
             raise ValueError(f"count must be an int >= 0, got {count!r}")
@@ -250,7 +262,8 @@ class Window:
         return [p.id for p in leaving]
 
     def recall(self, placement: str, at: int | None = None, *, repair: bool = False) -> int:
-        """Brings an evicted chunk back; returns its index.
+        """Brings an evicted chunk back; returns its index. It may take the window over its budget: `slide` then spares what
+        was just recalled, and `look_back` recalls and makes room in one step.
 
         Args:
             at: index to place it at; default: its chronological place, before the first chunk that arrived later, unless
@@ -317,7 +330,7 @@ class Window:
             self.core.commit(edits.changed(state, placement, pinned=pinned), "pin", [placement], note=note)
 
     def touch(self, placement: str) -> None:
-        """Marks a chunk as just read, for `ctxwin.policies`. Raises UnknownChunk. Cost: none."""
+        """Marks a chunk as just read: others leave before it (`ctxwin.policies.LeastRecentlyRead`). Raises UnknownChunk."""
         with self.core.writing() as state:
             reads = state.placed[state.index(placement)].reads + 1
             self.core.commit(edits.changed(state, placement, read=state.version + 1, reads=reads), "touch", [placement])
@@ -348,6 +361,10 @@ class Window:
         temperature: float | None = None,
         top_p: float | None = None,
         top_k: int | None = None,
+        min_p: float | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        repetition_penalty: float | None = None,
         seed: int | None = None,
         stop: Stop | None = None,
         json_schema: Mapping[str, Any] | str | None = None,
@@ -361,6 +378,7 @@ class Window:
             logprobs: how many log-probabilities of the first token to return; -1 for the whole vocabulary.
             temperature: 0, the default, always takes the likeliest token.
             top_p, top_k: sample only from the likeliest tokens: those that together have this probability, or this many.
+            min_p, presence_penalty, frequency_penalty, repetition_penalty: as vLLM has them (`ctxwin.engines.base.Sampling`).
             seed: makes sampling repeatable.
             stop: texts or token ids that end the answer and are no part of it.
             json_schema: the answer is JSON of this schema.
@@ -380,6 +398,10 @@ class Window:
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
+            min_p=min_p,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            repetition_penalty=repetition_penalty,
             seed=seed,
             stop=stop,
             json_schema=json_schema,

@@ -33,6 +33,7 @@ def command(*args: str) -> str:
     [
         (["demo"], "video"),
         (["eval", "run"], "evals"),
+        (["mcp", "--demo"], "mcp"),
         (["serve", "tiny"], "vllm"),
         (["bench", "reuse"], "vllm"),
         (["store", "stats", "redis://127.0.0.1:1/0"], "redis"),

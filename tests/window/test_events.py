@@ -251,7 +251,7 @@ def test_closing_is_told_once(window: Window, told: Told) -> None:
 def test_every_kind_of_event_is_covered_here() -> None:
     covered = {
         "append", "insert", "evict", "forget", "slide", "recall", "look_back", "reorder", "toggle", "pin", "touch", "fork",
-        "adopt", "ask", "audit", "disposable", "prepare_orbit", "refresh", "compress", "close",
+        "adopt", "undo", "ask", "audit", "disposable", "prepare_orbit", "refresh", "compress", "close",
     }  # fmt: skip
     assert set(get_args(Op)) == covered, "a new kind of event needs a test above"
 

@@ -218,6 +218,9 @@ def test_streams_and_async_asks_take_the_options_of_ask(window: Window) -> None:
     with pytest.raises(TypeError, match=r"options must be of remember, .*, got \['beams'\]"):
         window.stream("q", beams=3)  # type: ignore[call-arg]
     assert "".join(window.stream("q", stop=None, seed=1)) == window.ask("q").text
+    for options in ({"min_p": 2}, {"repetition_penalty": 0}, {"presence_penalty": float("inf")}, {"top_k": -1}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            window.ask("q", **options)
 
 
 def test_an_orbit_patch_serves_every_order_of_its_set(engine: FakeEngine) -> None:

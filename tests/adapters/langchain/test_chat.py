@@ -465,8 +465,11 @@ def test_binding_tools_opens_no_engine() -> None:
     ("options", "reason"),
     [
         ({"model": "other"}, "make a ChatCtxwin"),
-        ({"top_k": 3}, "must be among"),
-        ({"max_tokens": 0}, "max_tokens must"),
+        ({"best_of": 3}, "must be among"),
+        ({"max_tokens": 0}, "max_tokens: "),
+        ({"top_p": 0}, "top_p: "),
+        ({"n": 2}, "n must be 1 where the temperature is 0"),
+        ({"top_logprobs": 2}, "logprobs must be true"),
     ],
 )
 def test_options_that_cannot_be_had_are_refused(caller: Engine, options: dict[str, Any], reason: str) -> None:

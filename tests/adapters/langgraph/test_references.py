@@ -205,7 +205,7 @@ def test_a_lost_store_is_rebuilt_from_the_sources(picture: Picture, tmp_path: Pa
         with open_window(reference, runtime_of(engine, told), system_prompt="hd") as window:
             assert (window.lost, window.rebuilt) == (1, 3)
             assert told == [
-                {"type": "window", "op": "lost", "window": window.id, "version": 5, "lost": 1, "rebuilt": 3}
+                {"type": "window", "op": "lost", "window": window.id, "version": 2, "lost": 1, "rebuilt": 3}
             ]
             assert window.ids == tuple(ids[1:]) and window.evicted == ()
             assert window.plan().entries[-1].pinned

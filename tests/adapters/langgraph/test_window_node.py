@@ -6,106 +6,30 @@ import asyncio
 import base64
 import io
 import runpy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-import numpy as np
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, RemoveMessage, SystemMessage
-from langgraph.checkpoint.memory import InMemorySaver
-from langgraph.graph import END, START, StateGraph
+from langgraph.graph import START, StateGraph
 from langgraph.graph.message import REMOVE_ALL_MESSAGES, add_messages
 from langgraph.runtime import Runtime
 from PIL import Image
 
-from ctxwin import BudgetExceeded, Chunk, Fidelity, Window, open_engine
+from ctxwin import BudgetExceeded, Chunk, Window, open_engine
 from ctxwin.adapters.langgraph import WindowContext, WindowNode, WindowState, load, merge_windows, open_window
-from ctxwin.engines.base import Engine
 from ctxwin.policies import ById, LeastRecentlyRead
 from ctxwin.tiny import world
-from window.fake import FakeEngine
+from node_graphs import CONFIG, EXACT, Chatty, Turn, content, frame, fresh_answer, graph_of, placed, shown
 
 ROOT = Path(__file__).parents[3]
-EXACT = Fidelity("exact")
-CONFIG: Any = {"configurable": {"thread_id": "t"}}
-
-
-class Chatty(FakeEngine):
-    """Reads its own answers back as the tokens they were."""
-
-    asked = 0
-
-    def text_ids(self, text: str) -> tuple[int, ...]:
-        words = text.split()
-        return tuple(map(int, words)) if words and all(w.isdigit() for w in words) else super().text_ids(text)
-
-    def generate(self, *args: Any, **options: Any) -> Any:
-        self.asked += 1
-        return super().generate(*args, **options)
 
 
 @pytest.fixture
 def engine() -> Iterator[Chatty]:
     with Chatty() as made:
         yield made
-
-
-def graph_of(node: WindowNode, saver: Any = None, before: Any = None) -> Any:
-    graph = StateGraph(WindowState, context_schema=WindowContext)
-    graph.add_node(node)
-    if before is not None:
-        graph.add_node("before", before)
-        graph.add_edge(START, "before")
-        graph.add_edge("before", node.name)
-    else:
-        graph.add_edge(START, node.name)
-    graph.add_edge(node.name, END)
-    return graph.compile(checkpointer=saver or InMemorySaver())
-
-
-def frame(i: int) -> np.ndarray:
-    return np.full((4, 4, 3), i, np.uint8)
-
-
-def shown(i: int, question: str, **fields: Any) -> HumanMessage:
-    png = io.BytesIO()
-    Image.fromarray(frame(i)).save(png, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
-    return HumanMessage(
-        [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}], **fields
-    )
-
-
-Turn = tuple[int | None, str, str]
-
-
-def content(turns: Sequence[Turn], system_prompt: str = "hd", engine: Engine | None = None) -> list[str]:
-    """By hand: ids of the chunks that (frame, question, answer) turns are; the last answer may still be missing."""
-    with Chatty() as other, Window(other, system_prompt) as window:
-        for picture, question, answer in turns:
-            if picture is not None:
-                window.append(Chunk.image(frame(picture)))
-            if answer:
-                window.remember(question, [int(t) for t in answer.split()])
-        return [window.chunk(i).id for i in window.ids]
-
-
-def placed(engine: Engine, state: Any) -> list[str]:
-    with load(engine, state["window"]) as window:
-        window.check()
-        return [window.chunk(i).id for i in window.ids]
-
-
-def fresh_answer(turns: Sequence[Turn], question: str, system_prompt: str = "hd") -> str:
-    """What a window made from nothing answers after the turns."""
-    with Chatty() as other, Window(other, system_prompt, fidelity=EXACT) as window:
-        for picture, asked, answer in turns:
-            if picture is not None:
-                window.append(Chunk.image(frame(picture)))
-            if answer:
-                window.remember(asked, [int(t) for t in answer.split()])
-        return window.ask(question, max_tokens=3).text
 
 
 def test_turns_append_and_are_remembered(engine: Chatty, saver: Any) -> None:
@@ -310,8 +234,8 @@ def test_files_are_read_only_where_they_are_allowed(tmp_path: Path) -> None:
 
 
 def test_bad_input(engine: Chatty) -> None:
-    with pytest.raises(TypeError, match=r"sampling must be of temperature, top_p, .*, got \['min_p'\]"):
-        WindowNode(min_p=1)
+    with pytest.raises(TypeError, match=r"sampling must be of temperature, top_p, .*, got \['beams'\]"):
+        WindowNode(beams=1)
     app = graph_of(WindowNode(system_prompt="hd", budget=40, max_tokens=3))
     context = WindowContext(engine)
     with pytest.raises(ValueError, match="must end with a text to answer"):

@@ -1,0 +1,114 @@
+"""How an answer is decoded, by the names that OpenAI and vLLM give it: one surface of `Window.ask`, chat models and HTTP.
+
+What an engine cannot do of it, it refuses by name (`ctxwin.engines.base.Sampling`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ctxwin.engines.base import Sampling
+
+MOST_CHOICES = 128
+_MOST_SCHEMA = 256 << 10
+SEED = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""What torch's generators take."""
+_Stop = Annotated[str, Field(max_length=1000)]
+
+
+class Decoding(BaseModel):
+    """What every way of asking takes; None leaves the default."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+
+_DECODING = tuple(Decoding.model_fields)
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None  # an answer is held to the schema either way
+
+
+class _Format(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object"]
+
+
+class _SchemaFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["json_schema"]
+    json_schema: _Schema
+
+
+class ChatDecoding(Decoding):
+    """What a chat takes beside its messages and its tools."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    seed: SEED | None = None
+    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    response_format: Annotated[_Format | _SchemaFormat, Field(discriminator="type")] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
+
+    @model_validator(mode="after")
+    def _has_scores(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("logprobs must be true where top_logprobs are asked for")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts at which an answer ends."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(filter(None, stops))
+
+    def sampling(self, defaults: Mapping[str, float]) -> Sampling:
+        """How to decode, but for ``max_tokens``: what is asked for, else ``defaults``, else OpenAI's.
+
+        Raises ValueError for several choices that could only be the same.
+        """
+        given = {name: value for name in _DECODING if (value := getattr(self, name)) is not None}
+        chosen = {"temperature": 1.0} | {n: v for n, v in defaults.items() if n in _DECODING} | given
+        chosen["top_k"] = max(0, int(chosen.get("top_k", 0)))
+        scores = (self.top_logprobs or 0) if self.logprobs else None
+        made = Sampling(**chosen, seed=self.seed, token_logprobs=scores, json_schema=self._schema())
+        if (self.n or 1) > 1 and made.temperature == 0:
+            raise ValueError(f"n must be 1 where the temperature is 0 (all choices would be the same), got {self.n}")
+        return made
+
+    def _schema(self) -> str | None:
+        match self.response_format:
+            case _SchemaFormat(json_schema=schema):
+                return schema_text(schema.schema_)
+            case _Format(type="json_object"):
+                return '{"type": "object"}'
+        return None
+
+
+def schema_text(schema: Any) -> str:
+    """A JSON schema as text; ValueError for one that is larger than any answer needs."""
+    text = json.dumps(schema)
+    if len(text) > _MOST_SCHEMA:
+        raise ValueError(f"the JSON schema must have at most {_MOST_SCHEMA} characters, got {len(text)}")
+    return text

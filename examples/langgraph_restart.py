@@ -1,0 +1,52 @@
+"""A LangGraph thread that outlives its process: SqliteSaver for the state, a disk store for the KV. Run it again to go on.
+
+python examples/langgraph_restart.py watch    # three seconds of the bundled model's world, and a question about each
+python examples/langgraph_restart.py watch    # another process goes on where the first one ended
+"""
+
+import base64
+import io
+import sys
+from pathlib import Path
+
+from langchain_core.messages import HumanMessage
+from langgraph.checkpoint.sqlite import SqliteSaver
+from langgraph.graph import START, StateGraph
+from PIL import Image
+
+from ctxwin import open_engine
+from ctxwin.adapters.langgraph import WindowContext, WindowNode, WindowState
+from ctxwin.tiny import world
+
+folder = Path(sys.argv[1] if len(sys.argv) > 1 else "watch")
+folder.mkdir(parents=True, exist_ok=True)
+stream = world.make_stream(seed=3, n_frames=30)  # stands in for your camera
+
+
+def picture(frame: world.Frame) -> dict[str, str]:
+    """A frame as an image block of a message."""
+    png = io.BytesIO()
+    Image.fromarray(world.render(frame)).save(png, "PNG")
+    return {"type": "image", "base64": base64.b64encode(png.getvalue()).decode(), "mime_type": "image/png"}
+
+
+with (
+    open_engine("tiny:hf", store=f"disk:{folder / 'kv'}") as engine,
+    SqliteSaver.from_conn_string(str(folder / "threads.sqlite")) as saver,
+):
+    graph = StateGraph(WindowState, context_schema=WindowContext)
+    # keep_media=False: a picture leaves the messages once the window holds it, and its name stays.
+    graph.add_node(WindowNode(system_prompt="You watch a camera.", budget=600, max_tokens=4, keep_media=False))
+    graph.add_edge(START, "window")
+    app = graph.compile(checkpointer=saver)
+    thread = {"configurable": {"thread_id": "porch"}}
+    done = sum(isinstance(m, HumanMessage) for m in app.get_state(thread).values.get("messages", []))
+    for second in range(done, done + 3):
+        question = f"color of {stream[second].marks[0]:02d}?"
+        asked = HumanMessage([{"type": "text", "text": f"t={second} s\n"}, picture(stream[second]), question])
+        state = app.invoke({"messages": [asked]}, thread, context=WindowContext(engine))
+        usage = state["messages"][-1].usage_metadata
+        reused, size = usage["input_token_details"]["cache_read"], len(saver.serde.dumps_typed(state)[1])
+        print(
+            f"t={second}: {question} {state['messages'][-1].text}, {reused} of {usage['input_tokens']} reused, {size} bytes"
+        )

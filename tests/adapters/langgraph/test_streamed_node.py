@@ -1,0 +1,163 @@
+"""`WindowNode` in a run: it streams its tokens as a chat model does, pictures leave the messages, parallel writers are told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from langchain_core.messages import AIMessageChunk, HumanMessage
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import END, START, StateGraph
+from langgraph.runtime import Runtime
+
+from ctxwin import Chunk
+from ctxwin.adapters.langgraph import WindowContext, WindowNode, WindowState, open_window
+from node_graphs import CONFIG, EXACT, Chatty, content, fresh_answer, graph_of, placed, shown
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def engine() -> Iterator[Chatty]:
+    with Chatty() as made:
+        yield made
+
+
+def node(**options: Any) -> WindowNode:
+    return WindowNode(system_prompt="hd", fidelity=EXACT, max_tokens=6, **options)
+
+
+def test_tokens_come_in_messages_mode_and_the_answer_once(engine: Chatty) -> None:
+    app = graph_of(node())
+    told = list(
+        app.stream({"messages": [shown(1, "q1?")]}, CONFIG, context=WindowContext(engine), stream_mode="messages")
+    )
+    chunks = [message for message, about in told if about["langgraph_node"] == "window"]
+    answer = app.get_state(CONFIG).values["messages"][-1]
+    assert all(isinstance(chunk, AIMessageChunk) for chunk in chunks), "the whole message does not come again"
+    texts = [chunk.text for chunk in chunks if chunk.text]
+    assert len(texts) > 1 and "".join(texts) == answer.text == fresh_answer([(1, "", "")], "q1?")[: len(answer.text)]
+    assert {chunk.id for chunk in chunks} == {answer.id} and chunks[-1].usage_metadata == answer.usage_metadata
+
+
+def test_events_of_an_async_run_have_the_tokens_too(engine: Chatty) -> None:
+    async def run() -> tuple[list[Any], Any]:
+        app = graph_of(node())
+        events = app.astream_events(
+            {"messages": [shown(1, "q1?")]}, CONFIG, context=WindowContext(engine), version="v2"
+        )
+        return [e async for e in events], app.get_state(CONFIG).values["messages"][-1]
+
+    events, answer = asyncio.run(run())
+    texts = [e["data"]["chunk"].text for e in events if e["event"] == "on_chat_model_stream"]
+    assert len(texts) > 1 and "".join(texts) == answer.text
+    (ended,) = [e for e in events if e["event"] == "on_chat_model_end"]
+    assert ended["data"]["output"].text == answer.text and engine.asked == 1
+
+
+def test_pictures_leave_the_messages_once_they_are_placed(engine: Chatty) -> None:
+    kept, swapped = graph_of(node(), InMemorySaver()), graph_of(node(keep_media=False), InMemorySaver())
+    turns: list[Any] = []
+    other = Chatty()
+    for i in range(1, 5):
+        asked = shown(i, f"q{i}?", id=str(i))
+        state = swapped.invoke({"messages": [asked]}, CONFIG, context=WindowContext(engine))
+        same = kept.invoke({"messages": [asked]}, CONFIG, context=WindowContext(other))
+        assert state["messages"][-1].text == same["messages"][-1].text
+        turns.append((i, f"q{i}?", state["messages"][-1].text))
+        assert [m.type for m in state["messages"]] == ["human", "ai"] * i
+        assert "base64" not in str(state["messages"]) and placed(engine, state) == content(turns)
+    assert engine.counters.vision_encodes == 4
+    other.close()
+    # An edited history is read again from the names alone.
+    edited = HumanMessage([*state["messages"][2].content[:-1], "another?"], id="2")
+    state = swapped.invoke({"messages": [edited, HumanMessage("q5?")]}, CONFIG, context=WindowContext(engine))
+    turns[1] = (2, "another?", turns[1][2])
+    assert state["messages"][-1].text == fresh_answer(turns, "q5?")[: len(state["messages"][-1].text)]
+    assert engine.counters.vision_encodes == 4
+
+
+def test_a_name_of_nobody_is_refused(engine: Chatty) -> None:
+    named = HumanMessage([{"type": "image", "chunk": "0" * 64}, "q?"])
+    with pytest.raises(ValueError, match="must have base64"):
+        graph_of(node()).invoke({"messages": [named]}, CONFIG, context=WindowContext(engine))
+
+
+def parallel(engine: Chatty, thread: str) -> tuple[Any, list[Any]]:
+    """Two nodes of one step write the window; a third one sees what was dropped."""
+
+    def writer(text: str) -> Any:
+        def write(state: WindowState, runtime: Runtime[WindowContext]) -> WindowState:
+            with open_window(state["window"], runtime) as window:
+                window.append(Chunk.text(text))
+                return {"window": window.ref()}
+
+        return write
+
+    def first(state: WindowState, runtime: Runtime[WindowContext]) -> WindowState:
+        with open_window(None, runtime, system_prompt="hd", fidelity=EXACT) as window:
+            window.append(Chunk.image(np.full((4, 4, 3), 1, np.uint8)))
+            return {"window": window.ref()}
+
+    def join(state: WindowState, runtime: Runtime[WindowContext]) -> WindowState:
+        with open_window(state["window"], runtime) as window:
+            assert len(window.dropped) == 2
+            before = [window.chunk(i).id for i in window.ids]
+            window.gather(window.dropped)
+            after = [window.chunk(i).id for i in window.ids]
+            window.check()
+            window.notes["seen"] = [before, after]
+            return {"window": window.ref()}
+
+    graph = StateGraph(WindowState, context_schema=WindowContext)
+    for name, run in {"first": first, "a": writer("aa"), "b": writer("bb"), "c": writer("cc"), "join": join}.items():
+        graph.add_node(name, run)
+    graph.add_edge(START, "first")
+    for name in "abc":
+        graph.add_edge("first", name)
+        graph.add_edge(name, "join")
+    graph.add_edge("join", END)
+    app = graph.compile(checkpointer=InMemorySaver())
+    config: Any = {"configurable": {"thread_id": thread}}
+    custom = list(app.stream({"messages": []}, config, context=WindowContext(engine), stream_mode="custom"))
+    return app.get_state(config).values["window"], custom
+
+
+def test_parallel_writers_are_told_and_the_same_one_goes_on(engine: Chatty, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "ctxwin"):
+        runs = [parallel(engine, str(i)) for i in range(4)]
+    assert sum("parallel nodes" in record.message for record in caplog.records) == 2 * len(runs)
+    seen = [window["notes"]["seen"] for window, _ in runs]
+    assert all(run == seen[0] for run in seen), "which writer goes on does not depend on the run's random ids"
+    before, after = seen[0]
+    texts = {Chunk.text(text).id for text in ("aa", "bb", "cc")}
+    assert len(before) == 2 and len(after) == 4 and texts < set(after)
+    for window, custom in runs:
+        assert "dropped" not in window, "once a node has written, they are no longer carried along"
+        (told,) = [event for event in custom if event["op"] == "dropped"]
+        assert len(told["versions"]) == 2
+
+
+@pytest.mark.slow
+def test_a_thread_goes_on_in_another_process(tmp_path: Path) -> None:
+    """The example with SqliteSaver and a disk store, twice."""
+    command = [sys.executable, str(ROOT / "examples" / "langgraph_restart.py"), str(tmp_path)]
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    lines = []
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=paths)
+        lines += done.stdout.splitlines()
+    found = [re.fullmatch(r"t=(\d): color of \d\d\? (\w+), (\d+) of (\d+) reused, (\d+) bytes", line) for line in lines]
+    assert [int(one[1]) for one in found if one] == list(range(6)), lines
+    assert all(one and int(one[5]) < 12_000 for one in found)
+    again = found[3]
+    assert again and int(again[3]) > int(again[4]) / 2, "the second process finds the first one's KV"
