@@ -19,6 +19,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import http.client
+import importlib
 import io
 import json
 import socket
@@ -49,7 +50,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "exact": {"windows": "auto", "fidelity": {"mode": "exact"}},
     "profile": {"windows": "auto"},
 }
-BY_HAND = {"mode": "patched", "rank": 11, "layers": "deep"}
+BY_HAND: dict[str, Any] = {"mode": "patched", "rank": 11, "layers": "deep"}
 AGENTS = ("sliding", "openai", "anthropic", "langchain")
 SYSTEM, KEEP, FRAMES, ASKS = "You watch a camera.", 4, 5, 16
 Ask = Callable[[list[Any]], tuple[str, int, int, float]]
@@ -122,22 +123,24 @@ def png(pixels: np.ndarray) -> str:
 
 def openai_asker(client: OpenAI, model: str, agent: str, way: str) -> Ask:
     """Streams a chat, as an agent would."""
-    extra = {"ctxwin": WAYS[way], "cache_salt": f"{agent}-{way}"}
+    extra = {"ctxwin": WAYS[way], "cache_salt": f"{agent}-{way}", "return_token_ids": True}
 
     def ask(messages: list[Any]) -> tuple[str, int, int, float]:
         begin, first, text, usage = time.perf_counter(), 0.0, "", None
+        ids: list[int] = []  # the random model's tokens have no text
         stream = client.chat.completions.create(
             model=model, messages=messages, max_tokens=8,
             temperature=0, stream=True, stream_options={"include_usage": True}, user=f"{agent}-{way}", extra_body=extra,
         )  # fmt: skip
         for event in stream:
-            if event.choices and event.choices[0].delta.content:
+            if event.choices:  # vLLM's first event comes with the first token
                 first = first or time.perf_counter() - begin
-                text += event.choices[0].delta.content
+                text += event.choices[0].delta.content or ""
+                ids += (event.choices[0].model_extra or {}).get("token_ids") or []
             usage = event.usage or usage
         assert usage is not None
         details = usage.prompt_tokens_details
-        return text, usage.prompt_tokens, (details and details.cached_tokens) or 0, first
+        return text or str(ids), usage.prompt_tokens, (details and details.cached_tokens) or 0, first
 
     return ask
 
@@ -175,11 +178,9 @@ def anthropic_asker(url: str, model: str, agent: str, way: str) -> Ask:
 
 def langchain_asker(url: str, model: str, agent: str, way: str) -> Ask:
     """LangChain's own chat model for OpenAI's API; nothing of it knows windows."""
-    from langchain_openai import ChatOpenAI
-
     extra = {"ctxwin": WAYS[way], "cache_salt": f"{agent}-{way}"}
     headers = {"x-session-id": f"{agent}-{way}"}
-    chat: Any = ChatOpenAI(
+    chat: Any = importlib.import_module("langchain_openai").ChatOpenAI(
         model=model, base_url=f"{url}/v1", api_key="none", temperature=0, max_tokens=8, stream_usage=True,
         default_headers=headers, extra_body=extra, max_retries=0,
     )  # fmt: skip
@@ -187,9 +188,8 @@ def langchain_asker(url: str, model: str, agent: str, way: str) -> Ask:
     def ask(messages: list[Any]) -> tuple[str, int, int, float]:
         begin, first, text, usage = time.perf_counter(), 0.0, "", None
         for part in chat.stream(messages):
-            if part.content:
-                first = first or time.perf_counter() - begin
-                text += part.text
+            first = first or time.perf_counter() - begin
+            text += part.text
             usage = part.usage_metadata or usage
         assert usage is not None
         return text, usage["input_tokens"], usage.get("input_token_details", {}).get("cache_read", 0), first

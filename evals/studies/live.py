@@ -125,8 +125,11 @@ async def streaming(folder: str, dtype: str, stream: list[world.Frame], frames: 
 
     row = Row("streaming input", "later")
     engine = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(model=folder, dtype=dtype, enforce_eager=True, limit_mm_per_prompt={"image": len(frames)})
-    )
+        AsyncEngineArgs(
+            model=folder, dtype=dtype, enforce_eager=True, limit_mm_per_prompt={"image": len(frames)},
+            kv_cache_memory_bytes=1 << 29, gpu_memory_utilization=0.2,
+        )
+    )  # fmt: skip
     inbox: asyncio.Queue[StreamingInput | None] = asyncio.Queue()
 
     async def inputs() -> AsyncGenerator[StreamingInput, None]:
@@ -198,20 +201,25 @@ def main(
     shown = [np.asarray(world.render(f)).repeat(scale, 0).repeat(scale, 1) for f in stream]
     folder = str(ensure_model(Sizes(), 0)[0] if model == "random" else checkpoint_dir())
     rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        if output is not None:  # the next part may fail
+            output.write_text(json.dumps([row.described() for row in rows], indent=1))
+
     with errors():
         if "again" in parts or "live" in parts:
             with server(folder, ["--dtype", dtype]) as url:
                 client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
                 name = client.models.list().data[0].id
                 if "again" in parts:
-                    rows.append(again(client, name, n, stream, shown))
+                    add(again(client, name, n, stream, shown))
                 for fidelity in (Fidelity("exact"), Fidelity(**BY_HAND)) if "live" in parts else ():
-                    rows += [live(client, n, stream, shown, fidelity, later=later) for later in (True, False)]
+                    for later in (True, False):
+                        add(live(client, n, stream, shown, fidelity, later=later))
         if "streaming" in parts:
-            rows.append(asyncio.run(streaming(folder, dtype, stream, shown)))
+            add(asyncio.run(streaming(folder, dtype, stream, shown)))
     told = [row.described() for row in rows]
-    if output is not None:
-        output.write_text(json.dumps(told, indent=1))
     columns = "way|question|asks|first token, ms|p90|computed tokens|of prompts|"
     table = new_table("", columns, left=(0, 1, 7))
     for row in told:
