@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Mode = Literal["auto", "exact", "patched", "blind"]
 Lane = Literal["computed", "resident", "survivor", "orbit", "patched", "formed", "canonical"]
+Reference = Literal["stricter", "window", "stream", "nearer"]
 LANES: tuple[Lane, ...] = ("computed", "resident", "survivor", "orbit", "patched", "formed", "canonical")
 
 
@@ -25,16 +26,18 @@ class Fidelity(BaseModel):
             all patches of the model share (`ctxwin.profiles`), ``rank`` numbers a token; a window of a model without a basis
             is refused.
         basis: id of the shared basis; always that of the model where a window opens, whatever is given.
-        survivors: what happens to a chunk whose antecedents left: ``keep`` rotates it as it is, ``removal`` corrects it
-            with a removal patch (formed by one forward, served from the next ask on), ``refresh`` re-forms it.
+        survivors: what happens to a chunk whose antecedents left: ``keep`` rotates it as it is, ``slid`` only where those were
+            the first in front of it, as when a window slides (it re-forms others), ``removal`` corrects it with a removal
+            patch (formed by one forward, served from the next ask on), ``refresh`` re-forms it.
         orbit: whether one patch may serve every order of its antecedents: one that `Window.prepare_orbit` formed, or the
             mean over the orders met. Wrong by definition where the answer depends on the order, so off by default.
         audit: share of asks that are audited: replayed in the background as they were served, and as a re-prefill of what is
             placed, along the answer that was given; where something survives also as a re-prefill of what was seen.
         kl_budget: mean KL(re-prefill || served) a token, in nats, above which the chunks that were served approximately fall
             back to exact in that window. None: audits report, and nothing falls back.
-        reference: what audits go by: the ``stricter`` of both re-prefills, that of what is placed (``window``), or that of what
-            was seen (``stream``).
+        reference: what audits go by: the ``stricter`` of both re-prefills, that of what is placed (``window``), that of what was
+            seen (``stream``), or the ``nearer`` one, where an answer may remember what has left. An answer that a re-prefill
+            of what is placed gives as well counts as changed by ``stream`` only: exact serving would give no other.
         forbid: lanes that must not be used.
     """
 
@@ -46,11 +49,11 @@ class Fidelity(BaseModel):
     layers: Literal["all", "deep"] = "all"
     layout: Literal["joint", "shared"] = "joint"
     basis: str | None = None
-    survivors: Literal["keep", "removal", "refresh"] = "keep"
+    survivors: Literal["keep", "slid", "removal", "refresh"] = "keep"
     orbit: bool = False
     audit: float = Field(default=0.0, ge=0, le=1)
     kl_budget: float | None = Field(default=None, gt=0)
-    reference: Literal["stricter", "window", "stream"] = "stricter"
+    reference: Reference = "stricter"
     forbid: tuple[Lane, ...] = ()
 
     def __init__(self, mode: Mode = "auto", **data: Any) -> None:
@@ -77,6 +80,11 @@ class Fidelity(BaseModel):
     def patch_rank(self) -> int | None:
         """``rank``, or None where ``bytes_share`` decides."""
         return self.rank if self.bytes_share is None else None
+
+    @property
+    def keeps_survivors(self) -> bool:
+        """Whether a chunk whose antecedents left may be served as it is."""
+        return self.survivors in ("keep", "slid")
 
     def allows(self, lane: Lane) -> bool:
         """Whether this (resolved) fidelity may serve ``lane``."""

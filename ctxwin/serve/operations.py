@@ -66,11 +66,12 @@ class Ask(Decoding, Body):
     stop: Stop | Annotated[list[Stop], Field(max_length=1024)] | None = None
     json_schema: dict[str, Any] | None = None
     stream: bool = False
+    audit_within: float = Field(default=0, ge=0, le=30)
 
     def question(self) -> Question:
         """Raises ValueError for values out of range."""
         schema = None if self.json_schema is None else schema_text(self.json_schema)
-        given = self.model_dump(include=Ask.model_fields.keys() - {"stream"})
+        given = self.model_dump(include=Ask.model_fields.keys() - {"stream", "audit_within"})
         return Question.of(**{**given, "json_schema": schema})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -35,6 +36,7 @@ from ctxwin.serve.streams import MESSAGE, LiveOptions, Push, Recall, read_messag
 from ctxwin.window.window import Window
 
 _MOST_FIELDS = 64
+_POLL_S = 0.02
 router = APIRouter(route_class=Route, tags=["ctxwin"])
 
 
@@ -189,6 +191,10 @@ async def ask(window_id: str, call: Called) -> Response:
                         answer = spoken(window, body.question(), put, stopped)
                     else:
                         answer = window.answer(body.question(), stopped=stopped)
+                due = window.core.trust.due is answer
+            until = time.monotonic() + body.audit_within
+            while due and answer.audit is None and time.monotonic() < until and not stopped():
+                time.sleep(_POLL_S)
             return encoded(wire.answer_to(answer))
 
         return call.space.results.once(path, key, raw, answered)

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import AnswerStopped, UnsupportedModel
 from ctxwin.trust.evidence import WAYS, Decision, Ledger, Trial
-from ctxwin.trust.replay import EXACT, GONE, Exchange, Finding, Replay, diverge, shadow, stricter
+from ctxwin.trust.replay import EXACT, GONE, Exchange, Finding, Replay, both_needed, deciding, diverge, shadow
 from ctxwin.window.lanes import Before, choose
 from ctxwin.window.state import Conditioning, State
 
 if TYPE_CHECKING:
     from ctxwin.engines.base import Engine
-    from ctxwin.fidelity import Fidelity
+    from ctxwin.fidelity import Fidelity, Reference
 
 log = logging.getLogger("ctxwin")
 VARIABLE = "CTXWIN_AUDITS"
@@ -50,7 +50,7 @@ class Options:
     Attributes:
         budget: largest share of harmed answers for a way to be promoted.
         level: of the anytime-valid bound on it.
-        rate: share of the answers of promoted ways that go on being audited.
+        rate: share of the answers of promoted ways that go on being audited; all of them for a while after one that was harmed.
         questions: most questions put to each replayed layout while ways are tried: 1 is the one that was asked, more are recent
             ones of the same window, too, whose exact answer is still what it was. Each is a trial of its own. More is sooner
             and kinder than real asks are: what has an answer that left cannot be harmed (`evals/studies/trust.py` measures it).
@@ -62,8 +62,8 @@ class Options:
 
     budget: float = 0.01
     level: float = 0.95
-    rate: float = 0.05
-    questions: int = 1
+    rate: float = 0.02
+    questions: int = 2
     share: float = 0.25
     quiet_s: float = 0.05
     queue: int = 8
@@ -145,7 +145,7 @@ class Auditor:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.by_tenant: dict[str, Counts] = {}
-        self._ledgers: dict[str, Ledger] = {}
+        self._ledgers: dict[tuple[str, Reference], Ledger] = {}
         self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # by tenant, who was served longest ago first
         self._wake = threading.Condition()
         self._running = self._working = False
@@ -173,13 +173,15 @@ class Auditor:
             self._shares[tenant, rate] = share - due
             return due
 
-    def ledger(self, engine: Engine) -> Ledger:
-        """The evidence of an engine's tenant."""
+    def ledger(self, engine: Engine, reference: Reference = "stricter") -> Ledger:
+        """The evidence of an engine's tenant, as windows of ``reference`` count it: ``stricter`` and ``window`` are one."""
+        by = "stricter" if reference == "window" else reference
         with self._wake:
-            if engine.tenant not in self._ledgers:
+            if (engine.tenant, by) not in self._ledgers:
                 options = self.options
-                self._ledgers[engine.tenant] = Ledger.of(engine, budget=options.budget, level=options.level)
-            return self._ledgers[engine.tenant]
+                found = Ledger.of(engine, by, budget=options.budget, level=options.level)
+                self._ledgers[engine.tenant, by] = found
+            return self._ledgers[engine.tenant, by]
 
     def offer(self, job: Job) -> None:
         """Takes an answer to replay when there is time."""
@@ -284,7 +286,7 @@ class Auditor:
 
     def _audit(self, replay: Replay, job: Job) -> None:
         replay.earlier(job.earlier)
-        found = replay.audit(job.after, job.fidelity, job.keys, job.exchange, job.fidelity.reference)
+        found = replay.audit(job.after, job.fidelity, job.keys, job.exchange)
         self.counted(job.engine.tenant).audits += 1
         self.counted(job.engine.tenant).harmed += found.strict.changed
         if job.ledger is not None and job.way is not None and found.concerned:
@@ -323,15 +325,16 @@ class Auditor:
                     exchanges = self._exchanges(replay, job, exact)
                     references = replay.scored(exact, exchanges)
                     seen = None
+                scored, reference = replay.scored(segments, exchanges), job.fidelity.reference
+                windows = [diverge(references[i], scored[i], e.ended) for i, e in enumerate(exchanges)]
                 streams = None
-                if way.lane == "survivor" and job.fidelity.reference != "window":
+                if way.lane == "survivor" and any(both_needed(window, reference) for window in windows):
                     seen = seen or replay.streamed(job.after)
                     streams = replay.scored(seen, exchanges) if seen else None
-                scored = replay.scored(segments, exchanges)
                 for i, exchange in enumerate(exchanges):
-                    window = diverge(references[i], scored[i], exchange.ended)
+                    window = windows[i]
                     stream = None if streams is None else diverge(streams[i], scored[i], exchange.ended)
-                    strict = stricter(window, stream, job.fidelity.reference)
+                    strict = deciding(window, stream, reference)
                     trials.append(
                         Trial(
                             name,

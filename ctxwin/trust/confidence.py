@@ -87,7 +87,12 @@ class Change:
     @property
     def alarmed(self) -> bool:
         """Whether the share counts as risen."""
-        return math.fsum(self.wealth) / len(self.wealth) >= ALARM
+        return self.mean >= ALARM
+
+    @property
+    def mean(self) -> float:
+        """Of the wealth of its bets: how much speaks for a rise."""
+        return math.fsum(self.wealth) / len(self.wealth)
 
 
 def _wealth(harms: int, trials: int, p: float) -> float:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ctxwin.fidelity import LANES, Fidelity, Lane
+from ctxwin.fidelity import LANES, Fidelity, Lane, Reference
 from ctxwin.files import atomic_write
 from ctxwin.hashing import digest
 from ctxwin.profiles import model_digest, profiles_folder
@@ -37,6 +37,8 @@ DECISIONS = 100
 """Most decisions that a record keeps, the newest."""
 PAUSE = 200
 """Audits after which a way that did harm is tried again."""
+SUSPICION = 2.0
+"""`confidence.Change.mean` from which on a way is suspected: about ten audits without harm behind one with."""
 _SPENT = 0.8
 """Of the chance of error that is left, the part that each attempt of a way takes: all attempts together stay under the whole."""
 
@@ -50,9 +52,10 @@ class Way:
 
 
 def _with(*lanes: Lane) -> Fidelity:
-    """Exact lanes and these."""
-    allowed = {"computed", "formed", "resident", *lanes}
-    return Fidelity("patched", orbit="orbit" in lanes, forbid=tuple(lane for lane in LANES if lane not in allowed))
+    """Exact lanes and these. Survivors of slides only: those that lost something from their midst do more harm
+    (`evals/studies/trust.py`), and are few."""
+    forbidden = tuple(lane for lane in LANES if lane not in {"computed", "formed", "resident", *lanes})
+    return Fidelity("patched", orbit="orbit" in lanes, survivors="slid", forbid=forbidden)
 
 
 WAYS: dict[str, Way] = {
@@ -143,7 +146,7 @@ class Record(BaseModel):
     """All evidence of one model as one engine serves it to one tenant; see the module.
 
     Attributes:
-        binding: what it is bound to: weights and config, engine, precision, tenant.
+        binding: what it is bound to: weights and config, engine, precision, tenant, reference.
         weights: `ctxwin.profiles.model_digest`; model, engine, dtype: for people.
         budget, level: what the last decisions were made by.
     """
@@ -157,6 +160,7 @@ class Record(BaseModel):
     engine: str
     dtype: str
     tenant: str = ""
+    reference: Reference = "stricter"
     budget: float = 0.01
     level: float = 0.95
     ways: dict[str, Evidence] = Field(default_factory=dict)
@@ -205,7 +209,9 @@ class Ledger:
         self._failed = False
 
     @classmethod
-    def of(cls, engine: Engine, *, budget: float = 0.01, level: float = 0.95) -> Ledger:
+    def of(
+        cls, engine: Engine, reference: Reference = "stricter", *, budget: float = 0.01, level: float = 0.95
+    ) -> Ledger:
         """The ledger of an engine and its tenant. Cost: a digest of the weights, once a process."""
         spec = engine.spec
         folder: Path | None = None
@@ -215,7 +221,8 @@ class Ledger:
         except (OSError, RuntimeError, ValueError) as error:
             log.info("what audits of %s find is kept in memory only: %s", spec.model, error)
         tenant = digest("tenant", engine.tenant)[:16] if engine.tenant else ""
-        binding = digest("trust", spec.identity, spec.name, spec.kv.dtype, engine.tenant)
+        by = () if reference == "stricter" else (reference,)
+        binding = digest("trust", spec.identity, spec.name, spec.kv.dtype, engine.tenant, *by)
         record = Record(
             binding=binding,
             weights=weights or spec.identity,
@@ -223,6 +230,7 @@ class Ledger:
             engine=spec.name,
             dtype=spec.kv.dtype,
             tenant=tenant,
+            reference=reference,
         )
         return cls(record, folder, budget=budget, level=level)
 
@@ -243,6 +251,11 @@ class Ledger:
         """The ways that are worth a trial now."""
         ways = self.record.ways
         return [n for n in WAYS if not (e := ways.get(n, Evidence())).promoted and not e.pause]
+
+    def suspected(self, way: str) -> bool:
+        """Whether a promoted way was found harmful lately, so that every answer is worth an audit until that is settled."""
+        found = self._record.ways.get(way, Evidence())
+        return found.promoted and Change(self._budget, found.wealth).mean >= SUSPICION
 
     def answered(self, way: str) -> None:
         """Counts an answer that was served so; it enters the record with the next trial."""

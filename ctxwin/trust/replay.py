@@ -10,11 +10,11 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ctxwin.engines.base import Encoded, Engine, Sampling, Segment
 from ctxwin.errors import AnswerStopped, ChunkUnavailable, EngineFailed
-from ctxwin.fidelity import Fidelity
+from ctxwin.fidelity import Fidelity, Reference
 from ctxwin.hashing import digest
 from ctxwin.window.assembly import Assembly, Laid, Work
 from ctxwin.window.lanes import Before, canonical_key
@@ -88,13 +88,23 @@ def diverge(reference: Rows, served: Rows, ended: bool) -> Divergence:
     return Divergence(math.fsum(kls) / len(kls) if kls else 0.0, changed)
 
 
-def stricter(
-    window: Divergence, stream: Divergence | None, reference: Literal["stricter", "window", "stream"]
-) -> Divergence:
-    """The one that decides: what ``reference`` names where it was measured, else the one that is further off."""
+def deciding(window: Divergence, stream: Divergence | None, reference: Reference) -> Divergence:
+    """What an answer is judged by (`Fidelity`): of both re-prefills where the one of what was seen was measured.
+
+    The stricter one is further off. But where the two would answer differently, whoever gives the answer of what is placed
+    counts as unchanged: exact serving gives that one, and no way to serve could be as near to both.
+    """
     if stream is None or reference == "window":
         return window
-    return stream if reference == "stream" or (stream.changed, stream.kl) > (window.changed, window.kl) else window
+    if reference == "stream":
+        return stream
+    near, far = sorted((window, stream), key=lambda found: (found.changed, found.kl))
+    return near if reference == "nearer" else replace(far, changed=window.changed)
+
+
+def both_needed(window: Divergence, reference: Reference) -> bool:
+    """Whether the answer over everything seen bears on the decision; it is the longest of all forwards."""
+    return reference == "stream" or (window.changed and reference != "window")
 
 
 def likeliest(row: dict[int, float]) -> int:
@@ -245,26 +255,22 @@ class Replay:
             raise AnswerStopped("the engine is wanted for other work")
         return Exchange(query, tuple(int(i) for i in made.token_ids), len(made.token_ids) < max_tokens, max_tokens)
 
-    def audit(
-        self,
-        state: State,
-        fidelity: Fidelity,
-        served: Sequence[str],
-        exchange: Exchange,
-        reference: Literal["stricter", "window", "stream"],
-    ) -> Finding:
-        """A served answer against re-prefills; see `Finding`. Cost: a forward over everything placed, or seen, once each."""
+    def audit(self, state: State, fidelity: Fidelity, served: Sequence[str], exchange: Exchange) -> Finding:
+        """A served answer against re-prefills; see `Finding`. Cost: a forward over everything placed, and one over everything
+        seen where that decides, or ``fidelity.audit`` asks for both."""
         laid = self.laid(state, fidelity, served)
         concerned = tuple(c.placed.id for c in laid.choices if not c.served.exact)
         (mine,) = self.scored(laid.segments, [exchange])
         (placed,) = self.scored(self.reprefilled(state), [exchange])
         window, stream = diverge(placed, mine, exchange.ended), None
         remembers = any(c.lane == "survivor" or c.missing or c.served.depth for c in laid.choices)
-        seen = self.streamed(state) if remembers and reference != "window" else None
+        reference = fidelity.reference
+        wanted = both_needed(window, reference) or (fidelity.audit > 0 and reference != "window")
+        seen = self.streamed(state) if remembers and wanted else None
         if seen is not None:
             (all_of_it,) = self.scored(seen, [exchange])
             stream = diverge(all_of_it, mine, exchange.ended)
-        return Finding(window, stream, stricter(window, stream, reference), concerned)
+        return Finding(window, stream, deciding(window, stream, reference), concerned)
 
     def _check(self) -> None:
         if self.stopped():

@@ -59,6 +59,7 @@ class WindowTrust:
 
     Attributes:
         earns: whether the window's fidelity follows the evidence.
+        due: the last answer, where it is going to be audited.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class WindowTrust:
         self._engine, self._asked, self._told = engine, asked, told
         self._fixed = resolve(asked, engine.spec.model)
         self.earns = asked.mode == "auto" and enabled() and find_profile(engine.spec.model) is None
+        self.due: Answer | None = None
         self._exact: frozenset[str] = frozenset()
         self._lock = threading.Lock()
         self._recent: deque[Exchange] = deque(maxlen=_RECENT)
@@ -79,7 +81,7 @@ class WindowTrust:
     @property
     def _ledger(self) -> Ledger:
         if self._found is None:
-            self._found = self._auditor.ledger(self._engine)
+            self._found = self._auditor.ledger(self._engine, self._asked.reference)
         return self._found
 
     @property
@@ -127,17 +129,20 @@ class WindowTrust:
         """Content was forgotten: what was asked lately may be about it."""
         self._recent.clear()
 
-    def answered(self, served: Served, answer: Answer, *, ended: bool) -> None:
+    def answered(self, served: Served, answer: Answer, *, ended: bool, audited: bool = True) -> None:
         """Hands an answer over to the auditor where it is due; ``ended``: its end was the model's own."""
         way, fidelity, laid = served.way, served.fidelity, served.laid
         options = self._auditor.options if self.earns or fidelity.audit else None
         query, greedy = served.query, served.temperature == 0
-        if options is None or not query or not laid.choices:
+        self.due = None
+        if not audited or options is None or not query or not laid.choices:
             return
         exact = all(choice.served.exact for choice in laid.choices)
         if way is not None:
             self._ledger.answered(way)
-        rate = max(fidelity.audit, options.rate if way is not None and not exact else 0.0)
+        rate = fidelity.audit
+        if way is not None and not exact:
+            rate = max(rate, 1.0 if options.rate and self._ledger.suspected(way) else options.rate)
         auditing = self._auditor.due(self._engine.tenant, rate)
         trying = self.earns and way is None and exact and greedy
         exchange = Exchange(query, tuple(int(i) for i in answer.token_ids), ended, served.max_tokens)
@@ -146,6 +151,7 @@ class WindowTrust:
             self._recent.append(exchange)
         if not auditing and not trying:
             return
+        self.due = answer if auditing else None
         from ctxwin.window.answer import fill_audit
 
         def done(found: Finding) -> None:

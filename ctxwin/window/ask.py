@@ -107,11 +107,17 @@ class Question:
 
 
 def ask(
-    core: WindowCore, question: Question, *, on_token: OnToken | None = None, stopped: Callable[[], bool] = never
+    core: WindowCore,
+    question: Question,
+    *,
+    on_token: OnToken | None = None,
+    stopped: Callable[[], bool] = never,
+    audited: bool = True,
 ) -> Answer:
     """Answers ``question`` over the current state. Raises like `Window.ask`.
 
     ``stopped`` is polled: once it is true the engine stops, AnswerStopped is raised and the window stays as it was.
+    ``audited``: whether it is an answer to somebody, which audits may take up.
     """
     query, sampling, remember = question.query, question.sampling, question.remember
     with core.writing(edit=bool(remember)) as state:
@@ -170,6 +176,7 @@ def ask(
                 core.assembly.before,
             ),
             answer,
+            audited=audited,
             ended=not ended and len(ids) < sampling.max_tokens and generation.finished,
         )
         core.announce(core.event("ask", (remembered,) if remembered else (), query=query, answer=answer, lanes=lanes))
@@ -300,7 +307,7 @@ def disposable(core: WindowCore, placement: str, query: str, max_tokens: int, *,
                     if clean:
                         branch.assembly.before.clear()
                     branch.commit(new, None if clean else "evict", [placement])
-            answers.append(ask(branch, question))
+            answers.append(ask(branch, question, audited=False))
     kept, without = answers
     same = kept.token_ids == without.token_ids
     core.emit(core.event("disposable", (placement,), query=query, note="disposable" if same else "needed"))

@@ -242,7 +242,7 @@ def _admissible(
         yield from _patches(state, placed, front, here, base, fidelity, has)
         again = before.get(front.contents_behind(placed))
         keys = [again.served.span, again.served.patch] if again else []
-        allowed = again and fidelity.allows(again.lane) and (again.lane != "survivor" or fidelity.survivors == "keep")
+        allowed = again and fidelity.allows(again.lane) and (again.lane != "survivor" or fidelity.keeps_survivors)
         if again and allowed and all(has(key) for key in keys if key):
             repeated = Choice(placed, again.lane, front, again.served, repeated=True)
             yield replace(repeated, unseen=again.unseen, missing=again.missing)
@@ -270,7 +270,9 @@ def _held(
         if fidelity.allows(kind):
             served = own.model_copy(update={"antecedents": here.antecedents, "lane": kind})
             yield Choice(placed, kind, front, served)
-    if own and left and fidelity.survivors == "keep" and fidelity.allows("survivor"):
+    if own and left and fidelity.survivors == "slid" and tuple(own.antecedents[: len(left[1])]) != left[1]:
+        left = None  # something was taken out behind what stays, or this one came back behind other chunks
+    if own and left and fidelity.keeps_survivors and fidelity.allows("survivor"):
         served = own.model_copy(update={"exact": False, "depth": own.depth + 1, "lane": "survivor"})
         yield Choice(placed, "survivor", front, served, unseen=left[0], missing=left[1])
 

@@ -60,10 +60,22 @@ def without_profile(model: str, folder: Path) -> Path:
     return made
 
 
-def turn(engine: Engine, options: Options, first: str, then: str, most: int) -> dict[str, Any]:
-    """Asks of one kind until a way is promoted, then of another kind until it is given up: one window an item."""
-    from ctxwin.evals.tasks.tiny import TASKS
-    from ctxwin.tiny.world import render
+def turn(
+    engine: Engine,
+    options: Options,
+    first: str,
+    then: str,
+    most: int,
+    *,
+    reordered: bool = False,
+    conflict: float = 0.8,
+) -> dict[str, Any]:
+    """Asks of one kind until a way is promoted, then of another kind until it is given up: one window an item.
+
+    ``reordered``: the frames in front of the one that is asked about are put into another order, for which that one has an
+    orbit patch. What `multi_hop` asks does not depend on their order, and what ``order`` asks does.
+    """
+    from ctxwin.tiny.world import make_item, render
 
     auditor = auditor_of(engine, options)
     found: dict[str, Any] = {"first": first, "then": then, "options": vars(options)}
@@ -72,19 +84,26 @@ def turn(engine: Engine, options: Options, first: str, then: str, most: int) -> 
         begun, audits, changed = len(auditor.decisions(engine)), auditor.counts.audits, auditor.counts.harmed
         served: Counter[str] = Counter()
         for index in range(most):
-            case = TASKS[kind].case(0, index, (3, 4, 5, 6))
+            drawn = 1000 * (kind == then) + index
+            item = make_item(drawn, kind, 3 + index % 4, conflict=1.0 if kind == "order" else conflict)  # type: ignore[arg-type]
+            question = item.questions[0]
+            if reordered and question.frame < 2:
+                continue
             with Window(engine, "You watch a camera.") as window:
-                window.extend([Chunk.image(render(case.frames[i]), keep_source=False) for i in case.placed])
+                frames = item.frames[: question.frame + 1] if reordered else item.frames
+                *front, last = window.extend([Chunk.image(render(frame), keep_source=False) for frame in frames])
+                if reordered:
+                    window.prepare_orbit(front)
+                    window.reorder([*reversed(front), last])
                 way = window.core.trust.way
-                answer = window.ask(case.question, 4)
+                answer = window.ask(question.text, 4)
                 auditor.drain()
-                served[
-                    f"{way or 'exact'} right" if answer.text.strip() == case.truth else f"{way or 'exact'} wrong"
-                ] += 1
+                said = "right" if answer.text.strip() == question.answer else "wrong"
+                served[f"{way or 'exact'} {said}"] += 1
             if any(d.what == wanted for d in auditor.decisions(engine)[begun:]):
                 break
         found[kind] = {
-            "asks": index + 1,
+            "asks": sum(served.values()),
             "audited": auditor.counts.audits - audits,
             "changed": auditor.counts.harmed - changed,
             "served": dict(served),
@@ -205,10 +224,12 @@ def main() -> None:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--engine", default="vllm", choices=("vllm", "hf"))
     parser.add_argument("--asks", type=int, default=500)
-    parser.add_argument("--reference", default="stricter", choices=("stricter", "window", "stream"))
+    parser.add_argument("--reference", default="stricter", choices=("stricter", "window", "stream", "nearer"))
     parser.add_argument("--questions", type=int, default=Options().questions)
     parser.add_argument("--budget", type=float, default=Options().budget)
     parser.add_argument("--turn", nargs=2, metavar=("FIRST", "THEN"), help="kinds of questions, one after the other")
+    parser.add_argument("--reordered", action="store_true", help="of --turn: behind orbit patches, in another order")
+    parser.add_argument("--conflict", type=float, default=0.8, help="of --turn: share of items whose legends disagree")
     parser.add_argument("--beside", action="store_true", help="what plain requests notice of audits")
     parser.add_argument("--rate", type=float, default=Options().rate)
     parser.add_argument("--output", type=Path, default=None)
@@ -229,7 +250,9 @@ def main() -> None:
                 result = beside(engine)
             elif given.turn:
                 first, then = given.turn
-                result = turn(engine, options, first, then, given.asks)
+                result = turn(
+                    engine, options, first, then, given.asks, reordered=given.reordered, conflict=given.conflict
+                )
             else:
                 result = run(engine, given.asks, fidelity, options, folder / "clips")
     result["seconds"] = time.monotonic() - began

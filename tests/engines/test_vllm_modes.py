@@ -18,6 +18,7 @@ import torch
 
 from ctxwin import Answer, Chunk, Fidelity, Window, open_engine
 from ctxwin.tiny import world
+from ctxwin.trust import Options, auditor_of
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
@@ -203,6 +204,20 @@ def test_the_same_answers_as_in_one_process(opened: Opened, reference: list[Answ
     assert sum(answer.usage.vision_encodes for answer in opened.answers) == 7, (
         "the worker's tower saw each picture once"
     )
+
+
+def test_an_audit_says_what_it_says_on_transformers(opened: Opened) -> None:
+    (question,) = world.questions_for(FRAMES[:6], 1, 0, ("multi_hop",))
+    found = []
+    with open_engine("tiny", engine="hf", dtype="float32") as other:
+        for engine in (opened.engine, other):
+            fidelity = Fidelity("blind", audit=1.0, reference="window")
+            with Window(engine, HEADER, fidelity=fidelity) as window:
+                window.extend([frame(i) for i in range(6)])
+                found.append(window.ask(question.text, max_tokens=4))
+                assert auditor_of(engine, Options(share=1.0)).drain(60)
+    assert found[0].token_ids == found[1].token_ids and found[1].audit and found[1].audit > 1e-3
+    assert found[0].audit == pytest.approx(found[1].audit, rel=1e-2, abs=1e-4)
 
 
 def test_nothing_but_names_and_numbers_travels(opened: Opened) -> None:

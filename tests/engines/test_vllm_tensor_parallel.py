@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-from ctxwin import Chunk
+from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.base import Encoded, Engine, Sampling, Segment
 from ctxwin.kv.deficit import deficit
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import form_patch
 from ctxwin.kv.pooling import fit_basis, project
+from ctxwin.trust import Options, auditor_of
 from engines import models
 
 pytestmark = [
@@ -151,6 +152,17 @@ def test_a_patch_formed_from_two_ranks(engines: tuple[Any, Any], shared: bool) -
         assert far(bare.logprobs, whole.logprobs) > 10 * CLOSE  # the patch is what makes them equal
         answers[engine] = served.logprobs
     assert far(answers[one], answers[two]) < CLOSE
+
+
+def test_an_audit_says_what_it_says_in_one_process(engines: tuple[Any, Any]) -> None:
+    found = []
+    for engine in engines:
+        with Window(engine, HEADER, fidelity=Fidelity("blind", audit=1.0, reference="window")) as window:
+            window.extend([chunk(engine, seed) for seed in (11, 12, 13)])
+            found.append(window.ask(QUERY, max_tokens=3))
+            assert auditor_of(engine, Options(share=1.0)).drain(60)
+    assert found[0].token_ids == found[1].token_ids and found[0].audit and found[0].audit > 0
+    assert found[0].audit == pytest.approx(found[1].audit, rel=1e-2, abs=CLOSE)
 
 
 def test_a_prefix_hit_and_a_hole(engines: tuple[Any, Any]) -> None:

@@ -19,7 +19,7 @@ import pytest
 from openai import OpenAI
 from PIL import Image
 
-from ctxwin import Chunk, ChunkUnavailable, Window, open_engine
+from ctxwin import Chunk, ChunkUnavailable, Fidelity, Window, open_engine
 from ctxwin.adapters.openai import RemoteWindow, chunk_part, upload
 from ctxwin.serve.errors import TooManyWindows, UnknownWindow
 from ctxwin.serve.limits import Limits
@@ -144,6 +144,25 @@ def test_a_request_that_is_sent_again_is_done_once(server: Server) -> None:
     twice = [call(server, f"/v1/windows/{made[0]}/ask", asked, idempotency_key="k3")[1]["remembered"] for _ in range(2)]
     assert twice[0] == twice[1] is not None
     call(server, f"/v1/windows/{made[0]}", method="DELETE")
+
+
+def test_an_answer_carries_its_audit_to_who_waits_for_it(client: OpenAI, server: Server) -> None:
+    asked = {"query": QUESTION, "max_tokens": 2}
+    with RemoteWindow(client, "h", 4000, Fidelity("blind", audit=1.0)) as window:
+        window.extend(CHUNKS[:3])
+        path = f"/v1/windows/{window.id}/ask"
+        assert call(server, path, asked)[1]["audit"] is None
+        found = call(server, path, {**asked, "audit_within": 30})[1]
+        assert found["audit"] > 0 and not found["usage"]["exact"]
+        streamed = window.stream(QUESTION, 2, audit_within=30)  # type: ignore[call-arg]
+        assert "".join(streamed) == found["text"] and streamed.answer.audit == pytest.approx(found["audit"])
+    with RemoteWindow(client, "h", 4000, Fidelity("exact")) as window:  # nothing is due, so nobody waits
+        window.extend(CHUNKS[:1])
+        began = time.monotonic()
+        assert call(server, f"/v1/windows/{window.id}/ask", {**asked, "audit_within": 30})[1]["audit"] is None
+        assert time.monotonic() - began < 25
+    status, told = call(server, f"/v1/windows/{window.id}/ask", {**asked, "audit_within": 31})
+    assert status == 400 and "audit_within" in told["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

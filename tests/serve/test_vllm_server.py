@@ -33,6 +33,7 @@ from ctxwin.serve.endpoints import PLAIN, is_ours
 from ctxwin.serve.errors import Quarantined, UnknownWindow
 from ctxwin.serve.supervisor import DIED
 from ctxwin.tiny import world
+from ctxwin.trust import auditor_of
 from serve.test_routes import call
 
 pytestmark = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
@@ -217,6 +218,24 @@ def test_a_remote_window_answers_as_one_in_process(server: Process, mode: Any) -
         assert stream.answer is not None and stream.answer.token_ids == answer.token_ids
         with pytest.raises(BudgetExceeded):
             remote.ask(question(0), 4000)
+
+
+def test_an_answer_of_an_attached_engine_is_audited(server: Process) -> None:
+    """As the transformers engine says of the same window."""
+    audits = []
+    fidelity = Fidelity("blind", audit=1.0, reference="window")
+    with RemoteWindow(server.client(), HEADER, fidelity=fidelity) as remote:
+        remote.extend(CHUNKS[:4])
+        audits.append(remote.ask(question(3), 4, audit_within=30).audit)  # type: ignore[call-arg]
+    with (
+        open_engine("tiny", engine="hf", dtype="float32") as engine,
+        Window(engine, HEADER, fidelity=fidelity) as local,
+    ):
+        local.extend(CHUNKS[:4])
+        answer = local.ask(question(3), 4)
+        assert auditor_of(engine).drain(60)
+        audits.append(answer.audit)
+    assert audits[0] == pytest.approx(audits[1], rel=1e-2, abs=1e-4)
 
 
 def test_a_chat_that_names_chunks_is_the_same_prompt_and_reuses_their_kv(server: Process) -> None:

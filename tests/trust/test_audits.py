@@ -15,11 +15,13 @@ import torch
 from ctxwin import Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Segment
 from ctxwin.engines.hf.engine import HFEngine
+from ctxwin.fidelity import Reference
 from ctxwin.profiles import BASIS_NAME, PROFILE_NAME
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.tiny.world import Frame, make_stream, questions_for, render
 from ctxwin.trust import Options, auditor_of, records
 from ctxwin.trust import auditor as auditing
+from ctxwin.trust.replay import Divergence, both_needed, deciding
 from ctxwin.window.assembly import Work
 from ctxwin.window.events import Event
 from engines.oracle import teacher_forced
@@ -158,6 +160,36 @@ def test_a_survivor_is_held_against_both_references(engine: HFEngine) -> None:
     found = [event.audit for event in told if event.op == "audit"][-1]
     assert found is not None
     assert answer.audit == max(found["window"], found["stream"]) or found["changed"]
+
+
+@pytest.mark.parametrize(
+    ("reference", "placed", "seen", "changed", "kl"),
+    [
+        ("stricter", 0.0, 2.0, False, 2.0),  # what is placed says the same, so exact serving would not mend it
+        ("stricter", 2.0, 0.0, True, 2.0),  # it remembers
+        ("stricter", 2.0, 3.0, True, 3.0),
+        ("window", 0.0, 2.0, False, 0.0),
+        ("stream", 0.0, 2.0, True, 2.0),
+        ("nearer", 2.0, 0.0, False, 0.0),
+        ("nearer", 3.0, 2.0, True, 2.0),
+    ],
+)
+def test_what_an_answer_is_judged_by(
+    reference: Reference, placed: float, seen: float, changed: bool, kl: float
+) -> None:
+    window, stream = (Divergence(far, far > 0) for far in (placed, seen))
+    assert deciding(window, stream, reference) == Divergence(kl, changed)
+    assert deciding(window, None, reference) == window
+    assert both_needed(window, reference) or deciding(window, stream, reference).changed == window.changed
+
+
+def test_what_asks_whether_a_chunk_matters_is_no_answer_to_anybody(engine: HFEngine) -> None:
+    auditor = auditor_of(engine, Options(share=1.0))
+    frames = stream(3)
+    window = filled(engine, Fidelity("blind", audit=1.0), frames)
+    window.disposable(window.ids[0], question(frames), 2)
+    assert auditor.drain(LONG)
+    assert auditor.counts.audits == 0
 
 
 def test_a_way_is_promoted_on_its_evidence_and_the_next_window_is_served_so(model: Path, engine: HFEngine) -> None:

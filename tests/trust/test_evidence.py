@@ -76,6 +76,19 @@ def test_a_promoted_way_that_turns_is_demoted_and_says_what_was_served_meanwhile
     assert ledger.record.ways["survivor"].trials == 0  # what was true before the change promotes nothing after it
 
 
+def test_a_harmed_answer_raises_suspicion_until_audits_have_settled_it() -> None:
+    ledger = Ledger(record(), None)
+    ledger.take(good(400))
+    assert not ledger.suspected("survivor")
+    ledger.take(bad(1, served=True))
+    audits = 0
+    while ledger.suspected("survivor"):
+        ledger.take(good(1, served=True))
+        audits += 1
+    assert ledger.promoted() == "survivor"
+    assert 5 <= audits <= 20
+
+
 def test_evidence_lasts_and_is_shared(tmp_path: Path) -> None:
     first, second = Ledger(record(), tmp_path), Ledger(record(), tmp_path)
     first.take(good(200))

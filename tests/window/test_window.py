@@ -108,6 +108,22 @@ def test_recall_keeps_dependents_unless_told_to_repair(window: Window) -> None:
     assert window.dependents(a) == (b, c, d)
 
 
+def test_survivors_of_slides_only(engine: FakeEngine) -> None:
+    """What lost the first chunks in front of it survives; what lost one from the middle, or came back behind others, does not."""
+    window = Window(engine, "hd", fidelity=Fidelity("patched", survivors="slid"))
+    ids = window.extend([Chunk.text(text) for text in ("aa", "bb", "cc", "dd")])
+    window.ask("q")
+    with window.fork() as slid:
+        slid.slide(2)
+        assert lanes(slid) == ["survivor", "survivor"]
+    with window.fork() as cut:
+        cut.evict(ids[1])
+        assert lanes(cut) == ["resident", "formed", "formed"]
+    window.slide(3)
+    window.recall(ids[0])
+    assert lanes(window) == ["resident", "formed"], "d has a in front, and lost b and c behind it"
+
+
 @pytest.mark.parametrize("survivors", ["keep", "refresh"])
 def test_survivors_policy(engine: FakeEngine, survivors: Any) -> None:
     window = Window(engine, "hd", fidelity=Fidelity("patched", rank=2, survivors=survivors))
