@@ -155,7 +155,8 @@ def test_an_answer_carries_its_audit_to_who_waits_for_it(client: OpenAI, server:
         found = call(server, path, {**asked, "audit_within": 30})[1]
         assert found["audit"] > 0 and not found["usage"]["exact"]
         streamed = window.stream(QUESTION, 2, audit_within=30)  # type: ignore[call-arg]
-        assert "".join(streamed) == found["text"] and streamed.answer.audit == pytest.approx(found["audit"])
+        assert "".join(streamed) == found["text"] and streamed.answer is not None
+        assert streamed.answer.audit == pytest.approx(found["audit"])
     with RemoteWindow(client, "h", 4000, Fidelity("exact")) as window:  # nothing is due, so nobody waits
         window.extend(CHUNKS[:1])
         began = time.monotonic()
