@@ -98,9 +98,9 @@ def architectures() -> str:
 
 
 def operations() -> str:
-    from ctxwin.serve.operations import OPERATIONS, Ask
+    from ctxwin.serve.operations import OPERATIONS, AuditedAsk
 
-    rows = [("`ask`", _body(Ask), "Answers a query; see `Window.ask`.")]
+    rows = [("`ask`", _body(AuditedAsk), "Answers a query; see `Window.ask`.")]
     rows += [(f"`{name}`", _body(o.body), _sentences(o.text)) for name, o in OPERATIONS.items()]
     return "\n".join(_table(("operation", "body", ""), rows))
 

@@ -33,8 +33,9 @@ def audit(
         return
     for record in told:
         tenant = f", tenant {record['tenant']}" if record["tenant"] else ""
+        by = "" if record["reference"] == "stricter" else f", by the {record['reference']} reference"
         table = Table(
-            title=f"{record['model']} on {record['engine']} in {record['dtype']}{tenant}: at most {record['budget']:.1%} "
+            title=f"{record['model']} on {record['engine']} in {record['dtype']}{tenant}{by}: at most {record['budget']:.1%} "
             f"of the answers may change, at {record['level']:.0%}",
             title_justify="left",
             box=None,

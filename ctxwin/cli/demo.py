@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,9 @@ import typer
 from typer import Argument, Option
 
 from ctxwin.cli.commands import checked_mode, counted_alone, quiet
+
+EARNING = "0,1,2,3,4,5,6,7"
+"""Seeds of ``--no-profile``: long enough for a lane to be promoted, and to serve."""
 
 
 def demo(
@@ -26,6 +30,9 @@ def demo(
     ask: Annotated[list[str] | None, Option(metavar="QUESTION", help="A question on your video; repeatable.")] = None,
     mode: Annotated[str, Option(metavar="auto|exact|patched|blind", help="Fidelity; auto: by the profile.")] = "auto",
     rank: Annotated[int | None, Option(help="Rank of stored patches, with --mode patched.")] = None,
+    no_profile: Annotated[
+        bool, Option("--no-profile", help="Take the profile away: lanes earn trust while it runs (about 450 asks).")
+    ] = False,
     as_json: Annotated[bool, Option("--json", help="Print the summary as JSON and nothing else.")] = False,
 ) -> None:
     """Watch a video through a window: slides, look-backs, branches, another order, and what each costs.
@@ -37,19 +44,22 @@ def demo(
     counted_alone()
     from rich.console import Console
 
+    from ctxwin.demo.earning import without_profile
     from ctxwin.demo.figures import Rows, can_draw, final_tables
     from ctxwin.demo.run import Options, prepare, run
     from ctxwin.fidelity import Fidelity
 
     if rank is not None and rank < 1:
         raise ValueError(f"--rank must be at least 1, got {rank}")
+    if no_profile and mode != "auto":
+        raise ValueError(f"--no-profile needs --mode auto, got --mode {mode}")
     if rank is not None and mode != "patched":
         raise ValueError(f"--rank needs --mode patched, got --mode {mode}")
     fidelity = Fidelity(checked_mode("--mode", mode), **({} if rank is None else {"rank": rank}))
     options = Options(
         video=video,
         out=out,
-        seeds=_seeds(seed, seeds),
+        seeds=_seeds(seed, seeds or (EARNING if no_profile else "")),
         steps=steps,
         window=window,
         frames=frames,
@@ -67,14 +77,14 @@ def demo(
         typer.echo(note, err=True)
     if not console.is_terminal:
         typer.echo("opening the engine", err=True)
-    with console.status("opening the engine"):
-        opened = open_engine(name)
-    try:
+    with contextlib.ExitStack() as stack:
+        if no_profile:
+            name = _engine_name(str(stack.enter_context(without_profile(model))), engine)
+        with console.status("opening the engine"):
+            opened = stack.enter_context(open_engine(name))
         watched = video.name if video else "a rendered clip"
         with Rows(console, f"watching {watched} on {opened.spec.name}") as rows:
             result = run(opened, options, footage, rows.add)
-    finally:
-        opened.close()
     if as_json:
         typer.echo(json.dumps(result["summary"], indent=1))
         return

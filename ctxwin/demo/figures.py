@@ -120,9 +120,16 @@ def final_tables(summary: Mapping[str, Any]) -> Group:
     answers.add_row("same as re-prefill", str(summary["asks"]), _percent(summary["agreement"]))
     kl = ["" if summary[name] is None else f"{summary[name]:.4f}" for name in ("kl_mean", "kl_blind_mean")]
     answers.add_row("mean KL to re-prefill", "", kl[0], "", kl[1])
+    trust = summary.get("trust", {"served": {}, "decisions": []})
+    earned = _titled("computed an ask, audits included", "", "asks", *NAMES.values(), "of it audits")
+    for way, sums in trust["served"].items():
+        shares = (f"{sums[name] / sums['asks']:.0f}" for name in (*NAMES, "audit_tokens"))
+        earned.add_row(f"served {way}", str(sums["asks"]), *shares)
     first = [summary["ttft_median_s"], summary["ttft_reprefill_median_s"]]
     answers.add_row("first token, median", "", *("" if t is None else f"{1000 * t:.0f} ms" for t in first))
-    return Group(costs, answers)
+    if not trust["served"]:
+        return Group(costs, answers)
+    return Group(costs, answers, earned, Text("\n".join(trust["decisions"])))
 
 
 def _titled(title: str, *names: str) -> Table:

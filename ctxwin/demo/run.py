@@ -18,6 +18,7 @@ from ctxwin.baselines.policies import POLICIES
 from ctxwin.baselines.prefix_cache import BLOCK, ENCODER_CACHE, PrefixCache
 from ctxwin.demo import figures
 from ctxwin.demo.agent import Agent, Step
+from ctxwin.demo.earning import Earning
 from ctxwin.demo.figures import ENCODES, NAMES
 from ctxwin.demo.footage import Footage, VideoFootage, WorldFootage
 from ctxwin.errors import UnsupportedModel
@@ -115,12 +116,13 @@ def run(
     frames, freed, resolved = sum(len(watched.pixels) for watched in footage.values()), 0, options.fidelity
     before, recorded = 0, options.out / "run.jsonl"
     patches = engine.repo.counters.patches, engine.repo.counters.patches_served
+    earning = Earning(engine)
     with Trace(recorded) as trace:
         for seed in options.seeds:
             agent = Agent(engine, footage[seed], options.window, options.fidelity, ledger, caches, seed, longest)
             trace.watch(agent.window)
             resolved, idle = agent.window.fidelity, 0
-            for step in agent.run(options.steps):
+            for step in earning.steps(agent.run(options.steps)):
                 costs = {name: step[field] for field, name in NAMES.items() if field != "computed_tokens"}
                 others = {"re-prefill": step["answer_reprefill"], "blind reuse": step["answer_blind"]}
                 text = f"{step['note']}{'; ' if step['note'] else ''}KL to the re-prefill {step['kl']:.4f}"
@@ -141,6 +143,7 @@ def run(
         "patches_formed": engine.repo.counters.patches - patches[0],
         "patches_served": engine.repo.counters.patches_served - patches[1],
         "fidelity": resolved.model_dump(),
+        **({"trust": earning.summary(ledger.rows)} if earning.on else {}),
         "window_frames": options.window,
         "opponents": {"block": BLOCK, "encoder_cache": ENCODER_CACHE},
         "versions": _versions(),

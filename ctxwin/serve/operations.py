@@ -56,7 +56,7 @@ class OpenWindow(Body):
 
 
 class Ask(Decoding, Body):
-    """``POST /v1/windows/{id}/ask``, which may stream. Decoding is as `Window.ask` has it."""
+    """A question to a window. Decoding is as `Window.ask` has it."""
 
     query: str
     max_tokens: COUNT = 32
@@ -66,13 +66,21 @@ class Ask(Decoding, Body):
     stop: Stop | Annotated[list[Stop], Field(max_length=1024)] | None = None
     json_schema: dict[str, Any] | None = None
     stream: bool = False
-    audit_within: float = Field(default=0, ge=0, le=30)
 
     def question(self) -> Question:
         """Raises ValueError for values out of range."""
         schema = None if self.json_schema is None else schema_text(self.json_schema)
-        given = self.model_dump(include=Ask.model_fields.keys() - {"stream", "audit_within"})
+        given = self.model_dump(include=Ask.model_fields.keys() - {"stream"})
         return Question.of(**{**given, "json_schema": schema})
+
+
+class AuditedAsk(Ask):
+    """``POST /v1/windows/{id}/ask``, which may stream.
+
+    An answer that is going to be audited waits up to ``audit_within`` seconds for what is found; its ``audit`` is null without.
+    """
+
+    audit_within: float = Field(default=0, ge=0, le=30)
 
 
 @dataclass(frozen=True)

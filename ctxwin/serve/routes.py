@@ -27,7 +27,7 @@ from ctxwin.serve.errors import TooLarge, UnknownModel, to_body
 from ctxwin.serve.fair import Put, Stopped
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.live import Session
-from ctxwin.serve.operations import OPERATIONS, Ask, OpenWindow, Operation
+from ctxwin.serve.operations import OPERATIONS, AuditedAsk, OpenWindow, Operation
 from ctxwin.serve.responses import Route, encoded, json_response, streamed, whole
 from ctxwin.serve.service import STATE, TENANT, Service, Space
 from ctxwin.serve.snapshots import read_snapshot
@@ -173,10 +173,10 @@ async def close(window_id: str, call: Called) -> Response:
     return await call.deleted("ctxwin.window", window_id, call.space.windows.remove)
 
 
-@router.post(WINDOWS + "/{window_id}/ask", openapi_extra=_body(Ask.model_json_schema()))
+@router.post(WINDOWS + "/{window_id}/ask", openapi_extra=_body(AuditedAsk.model_json_schema()))
 async def ask(window_id: str, call: Called) -> Response:
     """Asks a question; ``stream`` answers as server-sent events."""
-    body: Ask = await call.checked(Ask.model_validate)
+    body: AuditedAsk = await call.checked(AuditedAsk.model_validate)
     path, raw = call.request.url.path, await call.request.body()
     # What is streamed has been heard in part, so it is not given again.
     key = None if body.stream else call.idempotency_key

@@ -184,7 +184,7 @@ class Service:
         for space in self._spaces.values():
             self.metrics.read(space.tenant, space.engine, len(space.windows), self._pool.waiting(space.tenant))
             auditor = auditor_of(space.engine)
-            ways = auditor.ledger(space.engine).record.ways
+            ways = auditor.ledger(space.engine, self.limits.fidelity.reference).record.ways
             standing = {name: name in ways and ways[name].promoted for name in WAYS}
             self.metrics.read_audits(space.tenant, auditor.counted(space.tenant), standing)
 

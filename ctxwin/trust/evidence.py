@@ -45,10 +45,16 @@ _SPENT = 0.8
 
 @dataclass(frozen=True)
 class Way:
-    """A way to serve that may be promoted: a fidelity, tried as a whole. ``lane`` is the lane that makes it a trial of it."""
+    """A way to serve that may be promoted: a fidelity, tried as a whole.
+
+    Attributes:
+        lane: the lane that makes it a trial of it.
+        remembers: whether it is for those alone who want what has left to be remembered (``reference="nearer"``).
+    """
 
     lane: Lane
     fidelity: Fidelity
+    remembers: bool = False
 
 
 def _with(*lanes: Lane) -> Fidelity:
@@ -62,6 +68,7 @@ WAYS: dict[str, Way] = {
     "survivor": Way("survivor", _with("survivor")),
     "patched": Way("patched", _with("survivor", "patched")),
     "orbit": Way("orbit", _with("survivor", "patched", "orbit")),
+    "kept": Way("survivor", _with("survivor").model_copy(update={"survivors": "keep"}), remembers=True),
     "blind": Way("canonical", Fidelity("blind")),
 }
 """What is tried, by name."""
@@ -249,8 +256,9 @@ class Ledger:
 
     def tried(self) -> list[str]:
         """The ways that are worth a trial now."""
-        ways = self.record.ways
-        return [n for n in WAYS if not (e := ways.get(n, Evidence())).promoted and not e.pause]
+        ways, remember = self.record.ways, self._record.reference == "nearer"
+        known = [name for name, way in WAYS.items() if remember or not way.remembers]
+        return [n for n in known if not (e := ways.get(n, Evidence())).promoted and not e.pause]
 
     def suspected(self, way: str) -> bool:
         """Whether a promoted way was found harmful lately, so that every answer is worth an audit until that is settled."""

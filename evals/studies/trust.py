@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import json
 import logging
-import shutil
 import sys
 import tempfile
 import time
@@ -28,36 +27,29 @@ from ctxwin.baselines.ledger import Ledger
 from ctxwin.baselines.policies import POLICIES
 from ctxwin.baselines.prefix_cache import PrefixCache
 from ctxwin.demo.agent import Agent, Step
+from ctxwin.demo.earning import without_profile
 from ctxwin.demo.run import Options as DemoOptions
 from ctxwin.demo.run import prepare
 from ctxwin.engines.base import Engine
 from ctxwin.engines.open import open_engine
 from ctxwin.fidelity import Fidelity
-from ctxwin.profiles import BASIS_NAME, PROFILE_NAME, PROFILES_VARIABLE
-from ctxwin.tiny import checkpoint_dir
 from ctxwin.trust import Options, auditor_of
 
 SEED_ASKS = 50
 """Asks that a stream of the demo's length has, at least."""
 
 
-def without_profile(model: str, folder: Path) -> Path:
-    """A copy of a model that nothing was measured of; ``random``: the bundled one with a decoder drawn anew."""
-    source = checkpoint_dir() if model in ("tiny", "random") else Path(model)
-    made = folder / "model"
-    shutil.copytree(source, made, ignore=shutil.ignore_patterns(PROFILE_NAME, BASIS_NAME))
-    if model == "random":
-        import torch
-        from safetensors.torch import load_file, save_file
+def randomised(folder: Path) -> None:
+    """Draws the decoder of a model anew."""
+    import torch
+    from safetensors.torch import load_file, save_file
 
-        (path,) = made.glob("*.safetensors")
-        weights, drawn = load_file(path), torch.Generator().manual_seed(0)
-        for name, weight in weights.items():
-            if "visual" not in name and weight.ndim > 1:
-                fresh = torch.randn(weight.shape, generator=drawn) * weight.float().std()
-                weights[name] = fresh.to(weight.dtype)
-        save_file(weights, path, metadata={"format": "pt"})
-    return made
+    (path,) = folder.glob("*.safetensors")
+    weights, drawn = load_file(path), torch.Generator().manual_seed(0)
+    for name, weight in weights.items():
+        if "visual" not in name and weight.ndim > 1:
+            weights[name] = (torch.randn(weight.shape, generator=drawn) * weight.float().std()).to(weight.dtype)
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 def turn(
@@ -93,7 +85,7 @@ def turn(
                 frames = item.frames[: question.frame + 1] if reordered else item.frames
                 *front, last = window.extend([Chunk.image(render(frame), keep_source=False) for frame in frames])
                 if reordered:
-                    window.prepare_orbit(front)
+                    window.prepare_orbit(front, 3)
                     window.reorder([*reversed(front), last])
                 way = window.core.trust.way
                 answer = window.ask(question.text, 4)
@@ -113,32 +105,48 @@ def turn(
     return found
 
 
-def beside(engine: Engine, blocks: int = 40, requests: int = 25) -> dict[str, Any]:
-    """What plain requests notice: milliseconds of each, one every few milliseconds, while audits wait or rest, in turn."""
+def beside(engine: Engine, pairs: int = 12, requests: int = 50, gap_s: float = 0.1) -> dict[str, Any]:
+    """What plain requests notice: processor time of the process from each one's begin to its end, where audits wait or rest.
+
+    Requests come at random, ``gap_s`` apart in the mean. Pairs of slices, in alternating order, each behind the same window's
+    asks, all of which are due to be audited: in one slice of a pair that is done in the pauses, in the other behind it.
+    """
     from ctxwin.engines.base import Sampling, Segment
     from ctxwin.tiny.world import make_stream, questions_for, render
 
-    auditor, took = auditor_of(engine, Options(share=1.0, queue=64)), dict[bool, list[float]]()
-    system = engine.encode_system_prompt("You answer briefly.")
-    for block in range(blocks):
-        frames = make_stream(np.random.default_rng(block), 6, window=6)
-        audits = block % 2 == 1
+    auditor = auditor_of(engine, Options(queue=64))
+    took: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    system, rng = engine.encode_system_prompt("You answer briefly."), np.random.default_rng(0)
+    audited = 0
+    for index in range(2 * pairs):
+        pair, audits = index // 2, (index % 2 == 1) != (index // 2 % 2 == 1)
+        frames = make_stream(np.random.default_rng(index), 6, window=6)
         with auditor.hold(), Window(engine, "You watch a camera.", fidelity=Fidelity("blind", audit=1.0)) as window:
             window.extend([Chunk.image(render(frame)) for frame in frames])
-            for question in questions_for(frames, 6, np.random.default_rng(block), ("multi_hop", "single_hop")):
+            for question in questions_for(frames, 20, np.random.default_rng(index), ("multi_hop", "single_hop")):
                 window.ask(question.text, 4)
+        before = auditor.counts.audits
         with contextlib.nullcontext() if audits else auditor.hold():
-            for index in range(requests):
-                query = engine.encode_query(f"what is {block} and {index}?")
-                began = time.perf_counter()
+            for number in range(requests):
+                time.sleep(rng.exponential(gap_s))
+                query = engine.encode_query(f"what is {pair} and {number}?")
+                began = time.perf_counter(), time.process_time()
                 engine.generate([Segment(system, 0)], query, Sampling(4))
-                took.setdefault(audits, []).append(1e3 * (time.perf_counter() - began))
-                time.sleep(0.01)
+                ended = time.perf_counter(), time.process_time()
+                took[audits].append((1e3 * (ended[0] - began[0]), 1e3 * (ended[1] - began[1])))
+        audited += (auditor.counts.audits - before) if audits else 0
         auditor.drain()
-    found: dict[str, Any] = {"counts": vars(auditor.counts)}
-    for audits, name in ((False, "resting"), (True, "audits")):
-        ms = np.array(took[audits])
-        found[name] = {"n": len(ms), **{f"p{p}_ms": float(np.quantile(ms, p / 100)) for p in (50, 90, 99)}}
+    found: dict[str, Any] = {"counts": vars(auditor.counts), "audited_beside": audited, "gap_s": gap_s}
+    for clock, name in enumerate(("wall", "processor")):
+        off, on = (np.array([t[clock] for t in took[audits]]) for audits in (False, True))
+        found[name] = {
+            f"p{p}_ms": {"resting": float(np.quantile(off, p / 100)), "audits": float(np.quantile(on, p / 100))}
+            for p in (50, 90, 99)
+        }
+        drawn = rng.integers(len(off), size=(2000, len(off)))
+        ratios = np.quantile(on[drawn], 0.99, axis=1) / np.quantile(off[rng.permuted(drawn)], 0.99, axis=1)
+        found[name]["p99_ratio_ci95"] = [float(q) for q in np.quantile(ratios, [0.025, 0.5, 0.975])]
+    found["n"] = len(took[True])
     return found
 
 
@@ -171,7 +179,7 @@ def run(engine: Engine, asks: int, fidelity: Fidelity, options: Options, folder:
         "second_half": _sums(rows[len(rows) // 2 :]),
         "all": _sums(rows),
         "counts": vars(auditor.counts),
-        "record": auditor.ledger(engine).record.model_dump(),
+        "record": auditor.ledger(engine, fidelity.reference).record.model_dump(),
         "promoted_at": next((i for i, row in enumerate(rows) if row["way"]), None),
         "rows": rows,
     }
@@ -218,8 +226,6 @@ def _sums(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """The command."""
-    import os
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--engine", default="vllm", choices=("vllm", "hf"))
@@ -231,30 +237,33 @@ def main() -> None:
     parser.add_argument("--reordered", action="store_true", help="of --turn: behind orbit patches, in another order")
     parser.add_argument("--conflict", type=float, default=0.8, help="of --turn: share of items whose legends disagree")
     parser.add_argument("--beside", action="store_true", help="what plain requests notice of audits")
+    parser.add_argument("--gap", type=float, default=0.1, help="of --beside: seconds between requests, in the mean")
     parser.add_argument("--rate", type=float, default=Options().rate)
     parser.add_argument("--output", type=Path, default=None)
     given = parser.parse_args()
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("ctxwin").setLevel(logging.INFO)  # says what is decided, and when
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        os.environ[PROFILES_VARIABLE] = str(folder / "profiles")
-        model = without_profile(given.model, folder)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        without_profile("tiny" if given.model == "random" else given.model) as model,
+    ):
+        if given.model == "random":
+            randomised(model)
         options = Options(
             share=1.0, quiet_s=0.0, questions=given.questions, queue=64, budget=given.budget, rate=given.rate
         )
         with open_engine(str(model), engine=given.engine) as engine:
             fidelity = Fidelity("auto", reference=given.reference)
             if given.beside:
-                result = beside(engine)
+                result = beside(engine, gap_s=given.gap)
             elif given.turn:
                 first, then = given.turn
                 result = turn(
                     engine, options, first, then, given.asks, reordered=given.reordered, conflict=given.conflict
                 )
             else:
-                result = run(engine, given.asks, fidelity, options, folder / "clips")
+                result = run(engine, given.asks, fidelity, options, Path(folder))
     result["seconds"] = time.monotonic() - began
     text = json.dumps(result, indent=1)
     if given.output is not None:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ctxwin.demo.earning import without_profile
 from ctxwin.demo.footage import VideoFootage, WorldFootage
 from ctxwin.demo.run import Options, prepare, run, summarise
 from ctxwin.fidelity import Fidelity
-from ctxwin.profiles import PROFILE_NAME
+from ctxwin.profiles import PROFILE_NAME, PROFILES_VARIABLE
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.tiny.world import answer
+from ctxwin.trust import auditor_of
+from ctxwin.trust.auditor import VARIABLE
+from ctxwin.trust.evidence import Trial
 from ctxwin.view import totals
 from ctxwin.view.trace import read_trace
 
@@ -140,6 +145,29 @@ def test_exact_windows_answer_like_a_reprefill(engine: Any, tmp_path: Path) -> N
     assert summary["agreement"] == 1.0
     assert summary["kl_mean"] < 1e-6
     assert summary["kl_blind_mean"] > 1e-3
+
+
+@pytest.mark.slow
+def test_without_a_profile_lanes_earn_trust_between_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ctxwin.engines.open import open_engine
+
+    for variable in (PROFILES_VARIABLE, VARIABLE):
+        monkeypatch.setenv(variable, "")  # given back behind the test
+    options = Options(out=tmp_path, frames=9, steps=10)
+    with without_profile("tiny") as model, open_engine(f"hf:{model}") as engine:
+        first = run(engine, options, prepare(options))["summary"]
+        (served,) = first["trust"]["served"].items()
+        assert served[0] == "exact" and served[1]["asks"] == 10
+        assert served[1]["computed_tokens"] == first["computed_tokens"] > served[1]["audit_tokens"] > 0
+        assert "in lane survivor" not in served[1]
+        ledger = auditor_of(engine).ledger(engine)
+        ledger.take([Trial("survivor", False, 0.0, computed=1, exact_computed=10)] * 400)
+        options = replace(options, seeds=(1,))  # of frames seen before the exact KV is held, and served
+        later = run(engine, options, prepare(options))["summary"]["trust"]
+    assert list(later["served"]) == ["survivor"] and later["served"]["survivor"]["in lane survivor"] > 0
+    assert any(said.startswith("survivor promoted") for said in later["decisions"])
+    with pytest.raises(ValueError, match="--no-profile needs --model tiny or the folder of a model, got 'a/hub-name'"):
+        without_profile("a/hub-name").__enter__()
 
 
 def test_a_video_of_ones_own(engine: Any, tmp_path: Path) -> None:

@@ -89,6 +89,12 @@ def test_a_harmed_answer_raises_suspicion_until_audits_have_settled_it() -> None
     assert 5 <= audits <= 20
 
 
+def test_who_wants_what_has_left_to_be_remembered_has_a_way_and_evidence_of_his_own() -> None:
+    nearer = record().model_copy(update={"reference": "nearer"})
+    assert "kept" in Ledger(nearer, None).tried()
+    assert "kept" not in Ledger(record(), None).tried()
+
+
 def test_evidence_lasts_and_is_shared(tmp_path: Path) -> None:
     first, second = Ledger(record(), tmp_path), Ledger(record(), tmp_path)
     first.take(good(200))
