@@ -33,8 +33,9 @@ GUARDS = (
     "engines/test_vllm_tensor_parallel.py::",
     "engines/test_vllm_watchdog.py::",
     "evals/test_kill.py::",
+    "trust/test_turns.py::",
 )
-"""Whose slow tests nothing else stands for: model families, ranks, compiled modes and kills."""
+"""Whose slow tests nothing else stands for: model families, ranks, compiled modes, kills and questions that turn."""
 
 _SAYS = {
     "vllm": ("vLLM is not installed", 'importorskip("vllm"'),

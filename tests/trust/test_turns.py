@@ -15,7 +15,7 @@ from ctxwin.trust.auditor import VARIABLE
 from evals.studies.trust import turn
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_order_behind_multi_hop_demotes_orbit_patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a wide budget, so that it takes fewer asks; `evals/studies/trust.py` does it with one percent."""
     monkeypatch.setenv("CTXWIN_PROFILES", str(tmp_path / "profiles"))
