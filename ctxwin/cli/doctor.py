@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from typing import Annotated
 
@@ -14,25 +15,32 @@ MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "broken": "[red]broken
 
 def doctor(
     model: Annotated[
-        str, typer.Argument(help="A model folder or Hub name: say what would be served how, from its config alone.")
+        str,
+        typer.Argument(
+            help="A model folder or Hub name: say what would be served how; or the URL of a server: check it."
+        ),
     ] = "",
     fix: Annotated[bool, Option("--fix", help="Install the import hook that repairs torchvision for vLLM.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Check this environment, libraries to shared memory, or say how MODEL would be served; exit code 1 if something fails."""
+    """Check this environment, or a running server (key in CTXWIN_API_KEY), or say how MODEL would be served; 1 if one fails."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     from ctxwin.doctor import diagnose
     from ctxwin.doctor import fix as repair
+    from ctxwin.doctor.server import examine
 
-    if model:
+    if model and not model.startswith(("http://", "https://")):
         return _assess(model, as_json)
     errors = Console(stderr=True)
     with errors.status("checking") as status:
-        found = diagnose(lambda finding: status.update(f"checked {finding.name}"))
-    done = list(repair(found)) if fix else []
+        if model:
+            found = examine(model, os.environ.get("CTXWIN_API_KEY", ""))
+        else:
+            found = diagnose(lambda finding: status.update(f"checked {finding.name}"))
+    done = list(repair(found)) if fix and not model else []
     if done:
         found = diagnose()
     broken = [finding for finding in found if finding.status == "broken"]

@@ -52,19 +52,19 @@ def serve(
 
         print_help(vllm_help)
         return
-    options = Settings(**settings).options()
+    chosen = Settings(**settings)
+    chosen.service()  # says what is wrong before vLLM, which takes seconds to import
     from ctxwin.engines import repair_install
 
     repair_install.require()
     from ctxwin.serve.supervisor import DIED, JOURNAL, EngineDied, supervise
-    from ctxwin.serve.vllm.arguments import check_port
-    from ctxwin.serve.vllm.server import run
 
-    check_port(ctx.args)  # importing vLLM takes seconds, loading a model minutes
     if restarts and JOURNAL not in os.environ:
         raise typer.Exit(supervise([sys.executable, "-m", "ctxwin", *sys.argv[1:]], restarts))
+    from ctxwin.serve.vllm.server import run
+
     try:
-        run(model, ctx.args, options)
+        run(model, ctx.args, chosen)
     except EngineDied as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(DIED) from error

@@ -5,11 +5,11 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from ctxwin.serve.endpoints import is_ours
+from ctxwin.serve.endpoints import READY, is_ours
 from ctxwin.serve.errors import Unauthorized
 from ctxwin.serve.service import Service
 
-_OPEN = ("/health", "/ping", "/version")
+OPEN = (READY, "/health", "/ping", "/version")
 _METRICS = "/metrics"
 
 
@@ -21,7 +21,12 @@ def authenticate(service: Service, scope: Scope, path: str) -> str | None:
     Raises:
         Unauthorized: once there is any key, a key is needed for everything else.
     """
-    tenant = service.keys.tenant(Headers(scope=scope).get("authorization"))
+    given = Headers(scope=scope).get("authorization")
+    tenant = service.keys.tenant(given)
+    if _is_metrics(path) and service.metrics_keys.by_hash:  # tenants' keys do not open it: it shows all tenants
+        if service.metrics_keys.tenant(given) is None and not (service.keys.by_hash and tenant == ""):
+            raise Unauthorized("/metrics needs its own key (--metrics-key-file), as Authorization: Bearer KEY")
+        return ""
     if tenant is None and (is_ours(path) or not _is_open(service, scope, path)):
         raise Unauthorized("the API key must be one this server knows; send it as Authorization: Bearer KEY")
     return tenant
@@ -30,5 +35,8 @@ def authenticate(service: Service, scope: Scope, path: str) -> str | None:
 def _is_open(service: Service, scope: Scope, path: str) -> bool:
     if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
         return False
-    metrics = path == _METRICS or path.startswith(_METRICS + "/")
-    return path in _OPEN or (metrics and not service.private_metrics)
+    return path in OPEN or (_is_metrics(path) and not service.private_metrics)
+
+
+def _is_metrics(path: str) -> bool:
+    return path == _METRICS or path.startswith(_METRICS + "/")

@@ -12,9 +12,9 @@ from typing import Any
 from ctxwin.serve.errors import NotAllowed
 from ctxwin.serve.specs import REFERENCE
 
-CHUNKS, WINDOWS = "/v1/chunks", "/v1/windows"
+CHUNKS, WINDOWS, ABOUT, READY = "/v1/chunks", "/v1/windows", "/v1/ctxwin/about", "/ready"
 CHAT, OUR_CHAT = "/v1/chat/completions", "/v1/ctxwin/chat/completions"
-_READABLE = ("/health", "/ping", "/version", "/metrics", "/v1/models")
+_READABLE = (READY, "/health", "/ping", "/version", "/metrics", "/v1/models")
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ def _fields(*names: str) -> frozenset[str]:
 
 _HEADERS = _fields(
     "accept accept-encoding accept-language anthropic-beta anthropic-version authorization cache-control connection",
-    "content-length content-type expect host idempotency-key origin referer te transfer-encoding user-agent",
-    "x-forwarded-for x-forwarded-proto",
+    "content-length content-type expect host idempotency-key origin referer te traceparent tracestate",
+    "transfer-encoding user-agent x-forwarded-for x-forwarded-proto",
 )
 _SAMPLING = """model temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed n max_tokens
     stop stop_token_ids include_stop_str_in_output ignore_eos min_tokens logit_bias logprobs prompt_logprobs
@@ -82,7 +82,7 @@ PLAIN = {
 
 def is_ours(path: str) -> bool:
     """Whether a path is one of our routes."""
-    return any(path == root or path.startswith(root + "/") for root in (CHUNKS, WINDOWS, OUR_CHAT))
+    return any(path == root or path.startswith(root + "/") for root in (CHUNKS, WINDOWS, OUR_CHAT, ABOUT))
 
 
 def check_endpoint(method: str, path: str) -> None:

@@ -37,7 +37,11 @@ class TooManyWindows(CtxwinError, RuntimeError):
 
 
 class TooManyRequests(CtxwinError, RuntimeError):
-    """More requests than the server holds at once for this tenant."""
+    """More requests than the server holds at once for this tenant; ``after``: seconds until one is taken, where known."""
+
+    def __init__(self, message: str, *, after: int | None = None) -> None:
+        super().__init__(message)
+        self.after = after
 
 
 class Quarantined(CtxwinError, RuntimeError):

@@ -66,6 +66,8 @@ class Session:
                     f"a message must have at most {limits.max_upload_bytes} bytes (--max-upload-bytes), got {len(raw)}"
                 )
             held.take(self._tenant, len(raw))
+            if (quota := self._service.quotas.get(self._tenant, (None, None))[1]) is not None:
+                quota.charge(len(raw))
         except CtxwinError as error:
             await self._fail(error, told)
             return

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,10 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ctxwin import tracing
 from ctxwin.hashing import digest
 from ctxwin.serve.asked import ASKED, ROUTES, Reported, asked_of, mode_of
-from ctxwin.serve.authentication import authenticate
+from ctxwin.serve.authentication import OPEN, authenticate
 from ctxwin.serve.context_management import manage
 from ctxwin.serve.endpoints import CHAT, OUR_CHAT, PLAIN, allowed_headers, check_endpoint, is_ours, names_chunks
 from ctxwin.serve.errors import NotAllowed, TooLarge, to_body
@@ -46,22 +48,40 @@ class Gateway:
         ASKED.set(None)
         async with AsyncExitStack() as held:
             try:
-                scope[TENANT] = authenticate(service, scope, path)
+                scope[TENANT] = tenant = authenticate(service, scope, path)
+                if path not in (*OPEN, "/metrics"):
+                    held.enter_context(service.draining.request(awaited=scope["type"] == "http"))
+                    for quota, amount in zip(service.quotas.get(tenant or "", ()), (1, 0), strict=False):
+                        if quota is not None:
+                            quota.take(amount)
+                    held.enter_context(_traced(scope, path))
                 if path == "/metrics":
                     await service.run_briefly("", service.refresh_metrics)
                 receive = await _routed(service, scope, receive, path, held)
             except Exception as error:
                 status, body = to_body(service.as_shown(error))
-                if status >= 500:
+                if status >= 500 and not service.draining.begun:
                     _log.error("%s failed before it was routed", path, exc_info=error)
                 denied = "websocket.http.response" in scope.get("extensions", {})
                 if scope["type"] == "websocket" and not denied:
                     await send({"type": "websocket.close", "code": 1008, "reason": body["error"]["message"][:100]})
                 else:
-                    await JSONResponse(body, status_code=status)(scope, receive, send)
+                    after = getattr(error, "after", None)
+                    headers = {"retry-after": str(after)} if after else None
+                    await JSONResponse(body, status_code=status, headers=headers)(scope, receive, send)
                 return
             asked = ASKED.get()
             await self._app(scope, receive, send if asked is None else Reported(send, asked))
+
+
+@contextmanager
+def _traced(scope: Scope, path: str) -> Iterator[None]:
+    """A span of the whole request below the client's; the server's own spans of it will be below ours."""
+    with tracing.span("request", Headers(scope=scope), path=path[:200], tenant=scope[TENANT] or ""):
+        if (carried := tracing.headers()) is not None:
+            named = {name.encode(): value.encode() for name, value in carried.items()}
+            scope["headers"] = [(k, v) for k, v in scope["headers"] if k.lower() not in named] + list(named.items())
+        yield
 
 
 async def _routed(service: Service, scope: Scope, receive: Receive, path: str, held: AsyncExitStack) -> Receive:
@@ -160,6 +180,7 @@ class _Body:
     def __init__(self, service: Service, tenant: str, receive: Receive) -> None:
         self._limit = service.limits.max_upload_bytes
         self._held = service.body_bytes
+        self._quota = service.quotas.get(tenant, (None, None))[1]
         self._tenant = tenant
         self._receive = receive
         self._size = 0
@@ -178,6 +199,8 @@ class _Body:
             self._too_large("more")
         self._held.take(self._tenant, size)
         self._size += size
+        if self._quota is not None:
+            self._quota.charge(size)
         return message
 
     async def read(self) -> bytes:

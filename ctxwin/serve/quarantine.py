@@ -42,7 +42,7 @@ class Quarantine:
 
     Args:
         journal: file that outlives the process; None remembers nothing over a restart. It holds digests, no content.
-        died: whether the engine has ended by itself.
+        died: whether the engine has ended by itself; an attribute, too.
         clock: seconds since the epoch; tests replace it.
     """
 
@@ -53,7 +53,7 @@ class Quarantine:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._journal = journal
-        self._died = died
+        self.died = died
         self._clock = clock
         self._running: Counter[str] = Counter()
         self._alone: tuple[str, float] | None = None  # a suspect that runs, and since when
@@ -100,7 +100,7 @@ class Quarantine:
                     f"this request ran alone when the engine died, after {suspect.deaths - 1} earlier death(s) in which it "
                     f"ran as well; it is refused until {until}"
                 )
-            if self._died():
+            if self.died():
                 raise EngineFailed("the engine has ended and is started again; try again in a minute")
             if self._alone is not None and now - self._alone[1] > _ALONE_S:
                 self._clear(self._alone[0])
@@ -128,7 +128,7 @@ class Quarantine:
             done = True
         finally:
             with self._lock:
-                if self._died():
+                if self.died():
                     self._record()  # and it stays among what runs
                 else:
                     self._running[name] -= 1

@@ -21,8 +21,10 @@ with optional_imports():
 from ctxwin.errors import CtxwinError
 from ctxwin.hashing import digest
 from ctxwin.serve import completions, wire
+from ctxwin.serve.about import about
+from ctxwin.serve.audit_log import RECORDED
 from ctxwin.serve.completions import ChatRequest
-from ctxwin.serve.endpoints import CHUNKS, OUR_CHAT, WINDOWS
+from ctxwin.serve.endpoints import ABOUT, CHUNKS, OUR_CHAT, READY, WINDOWS
 from ctxwin.serve.errors import TooLarge, UnknownModel, to_body
 from ctxwin.serve.fair import Put, Stopped
 from ctxwin.serve.limits import Limits
@@ -71,9 +73,15 @@ class Call:
 
         return await self.run(work)
 
+    def record(self, action: str, **said: Any) -> None:
+        """A line in the audit log."""
+        client = self.request.client.host if self.request.client else ""
+        self.service.audit.record(self.space.tenant, client, action, **said)
+
     async def deleted(self, kind: str, name: str, delete: Callable[[str], None]) -> Response:
         """Deletes what ``name`` names, and says so."""
         await self.service.run(self.space.tenant, delete, name)
+        self.record("delete", object=kind, id=name)
         return JSONResponse({"object": kind, "id": name, "deleted": True})
 
     async def once(self, work: Callable[[], Any]) -> Response:
@@ -131,6 +139,7 @@ async def upload(call: Called) -> Response:
             return call.space.uploads.put(chunk, files)
 
     described, new = await call.service.run(call.space.tenant, work)
+    call.record("store", object="ctxwin.chunk", id=described["id"], bytes=len(raw), new=new)
     return JSONResponse(described, status_code=201 if new else 200)
 
 
@@ -146,11 +155,31 @@ async def forget(chunk_id: str, call: Called) -> Response:
     return await call.deleted("ctxwin.chunk", chunk_id, call.space.uploads.delete)
 
 
+@router.get(READY)
+async def ready(request: Request) -> Response:
+    """Whether new requests are taken; `/health` is whether the process lives. 503 while it ends or its engine has."""
+    service: Service = getattr(request.app.state, STATE)
+    status = service.readiness()
+    return JSONResponse({"status": status}, status_code=200 if status == "ready" else 503)
+
+
+@router.get(ABOUT)
+async def tell(call: Called) -> Response:
+    """What is served here, how, and in what state it is."""
+    return await call.run(lambda: about(call.service, call.space))
+
+
 @router.post(WINDOWS, openapi_extra=_body(OpenWindow.model_json_schema()))
 async def open_window(call: Called) -> Response:
     """Opens a window, or restores one from a snapshot."""
     body = await call.checked(OpenWindow.model_validate)
-    return await call.once(lambda: wire.window_to(_opened(call, body)))
+
+    def work() -> dict[str, Any]:
+        opened = wire.window_to(_opened(call, body))
+        call.record("store", object="ctxwin.window", id=opened["id"], restored=body.snapshot is not None)
+        return opened
+
+    return await call.once(work)
 
 
 @router.get(WINDOWS + "/{window_id}")
@@ -164,7 +193,10 @@ async def read(window_id: str, what: str, call: Called) -> Response:
     """The window's plan, its snapshot or its summary."""
     if what not in ("plan", "snapshot", "summary"):
         raise HTTPException(404, f"what can be read of a window is its plan, snapshot or summary, got {what!r}")
-    return await call.with_window(window_id, lambda window: OPERATIONS[what](call.space.context(), window, {})[what])
+    made = await call.with_window(window_id, lambda window: OPERATIONS[what](call.space.context(), window, {})[what])
+    if what in RECORDED:
+        call.record(RECORDED[what], object="ctxwin.window", id=window_id, operation=what)
+    return made
 
 
 @router.delete(WINDOWS + "/{window_id}")
@@ -250,7 +282,11 @@ def _operate(name: str, operation: Operation) -> Callable[[str, Call], Any]:
         def work() -> Any:
             turn, using = call.space.streams.turn(window_id), call.space.windows.using(window_id)
             with turn, using as window, call.running(name, raw, window):
-                return operation(call.space.context(), window, body)
+                made = operation(call.space.context(), window, body)
+            action = "delete" if name == "evict" and body.get("forget") else RECORDED.get(name)
+            if action is not None:
+                call.record(action, object="ctxwin.window", id=window_id, operation=name, bytes=len(raw))
+            return made
 
         return await call.once(work)
 

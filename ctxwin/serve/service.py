@@ -8,26 +8,31 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from ctxwin.engines.base import Engine
 from ctxwin.errors import CtxwinError, EngineFailed
+from ctxwin.serve.audit_log import AuditLog
 from ctxwin.serve.chat import Chat
 from ctxwin.serve.context_management import Count, Policy, counter
 from ctxwin.serve.conversations import Conversations
 from ctxwin.serve.decoding import Decoders
+from ctxwin.serve.draining import Draining
 from ctxwin.serve.fair import BackgroundWork, FairPool, Put, Stopped
 from ctxwin.serve.limits import BodyBytes, Limits
 from ctxwin.serve.metrics import Metrics
 from ctxwin.serve.operations import OperationContext
 from ctxwin.serve.quarantine import Quarantine
+from ctxwin.serve.quotas import Rate
 from ctxwin.serve.results import Results
 from ctxwin.serve.streams import Streams
 from ctxwin.serve.tenants import Keys, Tenant
 from ctxwin.serve.uploads import Uploads
 from ctxwin.serve.windows import OpenWindows, WindowRegistry
+from ctxwin.store import parse_bytes
 from ctxwin.trust.auditor import auditor_of
 from ctxwin.trust.evidence import WAYS
 from ctxwin.window.window import Window
@@ -80,6 +85,8 @@ class Service:
         windows: whether windows stand behind plain chats that say nothing: ``auto``, ``off``, or "" where none ever can.
         policy: what is cleared from plain chats that have windows and send no ``context_management``.
         quarantine: what runs in the engine, and what may not because it ends it.
+        metrics_key: the key that ``/metrics`` wants, beside the server's own; "" is none.
+        audit_log: see `ctxwin.serve.audit_log`.
     """
 
     def __init__(
@@ -97,6 +104,8 @@ class Service:
         windows: str = "",
         policy: Policy | None = None,
         quarantine: Quarantine | None = None,
+        metrics_key: str = "",
+        audit_log: str = "",
     ) -> None:
         self.limits = limits or Limits()
         self.models = tuple(models)
@@ -106,6 +115,12 @@ class Service:
         self.policy = policy
         self.keys = keys or Keys()
         self.quarantine = quarantine or Quarantine()
+        self.metrics_keys = Keys.of([metrics_key] if metrics_key else [], ())
+        self.audit = AuditLog(audit_log)
+        self.draining = Draining()
+        self.quotas = {
+            t.name: (_rate(t.requests_per_minute, "requests"), _rate(t.bytes_per_minute, "bytes")) for t in tenants
+        }
         self._open_windows = OpenWindows(self.limits.max_windows_total)
         self.metrics = metrics or Metrics(by_tenant=bool(tenants))
         self._defaults = dict(defaults or {})
@@ -145,7 +160,7 @@ class Service:
 
     async def run(self, tenant: str, work: Callable[..., T], *args: Any) -> T:
         """``work(*args)`` in a worker thread, when it is the tenant's turn; the event loop never waits for an engine."""
-        return await asyncio.wrap_future(self._pool.submit(tenant, work, *args))
+        return await asyncio.wrap_future(self._pool.submit(tenant, copy_context().run, work, *args))
 
     async def run_briefly(self, tenant: str, work: Callable[..., T], *args: Any) -> T:
         """`run` for what needs no engine: it is not behind the requests that do."""
@@ -153,11 +168,11 @@ class Service:
 
     async def run_chat(self, tenant: str, work: Callable[[], T]) -> T:
         """`run` for the windows behind plain chats."""
-        return await asyncio.wrap_future(self._chats.submit(tenant, work))
+        return await asyncio.wrap_future(self._chats.submit(tenant, copy_context().run, work))
 
     def begin(self, tenant: str, work: Callable[[Put, Stopped], T]) -> BackgroundWork[T]:
         """`run` for work that has something to say before its end."""
-        return BackgroundWork(partial(self._pool.submit, tenant), work, self.closing)
+        return BackgroundWork(partial(self._pool.submit, tenant, copy_context().run), work, self.closing)
 
     @asynccontextmanager
     async def place(self, tenant: str) -> AsyncIterator[None]:
@@ -178,6 +193,17 @@ class Service:
         if self.closing.is_set() and not isinstance(error, CtxwinError):
             return EngineFailed("the server is shutting down; try another one")
         return error
+
+    def drain(self, seconds: float) -> None:
+        """Takes no more requests, gives those that run ``seconds`` to finish, and tells the rest to stop. Blocks."""
+        left = self.draining.drain(seconds)
+        if left:
+            _log.warning("%d requests had not finished after %g s and are stopped (--shutdown-timeout)", left, seconds)
+        self.closing.set()
+
+    def readiness(self) -> str:
+        """What a load balancer should know: ``ready``, ``draining`` or ``engine has ended``."""
+        return "draining" if self.draining.begun else "engine has ended" if self.quarantine.died() else "ready"
 
     def refresh_metrics(self) -> None:
         """Brings figures that are counted elsewhere up to date."""
@@ -236,3 +262,8 @@ class Service:
             space.engine.close()
             space.engine.repo.store.close()
         self.metrics.close()
+        self.audit.close()
+
+
+def _rate(most: int | str | None, what: str) -> Rate | None:
+    return None if most is None else Rate(parse_bytes(most), what)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -10,30 +10,8 @@ from typing import Any, get_args, get_type_hints
 from ctxwin.fidelity import Fidelity, Mode
 from ctxwin.serve.context_management import Policy
 from ctxwin.serve.limits import Limits
-from ctxwin.serve.tenants import Tenant, load_tenants
+from ctxwin.serve.tenants import load_tenants
 from ctxwin.store import parse_bytes
-
-
-@dataclass(frozen=True)
-class Options:
-    """`Settings`, checked, with the files that they name read.
-
-    Attributes:
-        store: where KV, patches, embeddings and uploads are kept (`open_store`); each tenant has its own in it.
-        store_bytes: limit of a tenant's store unless the tenants file names another.
-        tenants: see `ctxwin.serve.tenants`.
-        private_metrics: whether ``/metrics`` needs a key where there are keys.
-        policy: what is cleared from plain chats that have windows and say nothing of it.
-        windows: ``auto`` puts windows behind plain chats that say nothing, ``off`` behind those that ask for it.
-    """
-
-    store: str = "memory:"
-    store_bytes: int | str | None = None
-    tenants: Sequence[Tenant] = ()
-    private_metrics: bool = False
-    windows: str = "off"
-    policy: Policy | None = None
-    limits: Limits = field(default_factory=Limits)
 
 
 def _setting(default: Any, text: str, shown: str = "") -> Any:
@@ -62,6 +40,8 @@ class Settings:
     max_concurrency: int = _setting(64, "Most requests of windows, and tenants' chats, at once.")
     max_waiting: int = _setting(1024, "Most requests per tenant that wait for their turn.")
     private_metrics: bool = _setting(False, "/metrics needs a key as well.")
+    metrics_key_file: str = _setting("", "The key that /metrics needs, and that opens nothing else.", "FILE")
+    audit_log: str = _setting("", "Records who stored, shared and deleted what, as lines of JSON.", "FILE")
 
     @classmethod
     def described(cls) -> Iterator[tuple[str, type, Any, str, str | None]]:
@@ -70,8 +50,11 @@ class Settings:
         for f in fields(cls):
             yield f.name, types[f.name], f.default, f.metadata["help"], f.metadata["metavar"]
 
-    def options(self) -> Options:
-        """Raises ValueError for a value that cannot be, OSError for a file that cannot be read."""
+    def service(self) -> dict[str, Any]:
+        """What a `Service` takes of them, with the files that they name read.
+
+        Raises ValueError for a value that cannot be, OSError for a file that cannot be read.
+        """
         if self.fidelity not in get_args(Mode):
             raise ValueError(f"--fidelity must be auto, exact, patched or blind, got {self.fidelity!r}")
         if self.windows not in ("auto", "off"):
@@ -86,12 +69,17 @@ class Settings:
             fidelity=Fidelity(self.fidelity),  # type: ignore[arg-type]
             **{name: getattr(self, name) for name in same},
         )
-        return Options(
-            store=self.store,
-            store_bytes=self.store_bytes or None,
-            tenants=load_tenants(self.tenants) if self.tenants else (),
-            private_metrics=self.private_metrics,
-            windows=self.windows,
-            policy=Policy.read(Path(self.context_policy)) if self.context_policy else None,
-            limits=limits,
-        )
+        return {
+            "limits": limits,
+            "tenants": load_tenants(self.tenants) if self.tenants else (),
+            "policy": Policy.read(Path(self.context_policy)) if self.context_policy else None,
+            "metrics_key": _key_in(self.metrics_key_file) if self.metrics_key_file else "",
+            **{name: getattr(self, name) for name in ("private_metrics", "audit_log", "windows")},
+        }
+
+
+def _key_in(path: str) -> str:
+    key = Path(path).read_text(encoding="utf-8").strip()
+    if not key or any(sign.isspace() for sign in key):
+        raise ValueError(f"--metrics-key-file must be a file with one key in it, got {path!r}")
+    return key

@@ -7,6 +7,8 @@ keys = ["sk-acme-1", "sk-acme-2"]
 max_bytes = "20GB"     # of the tenant's own store; default: the server's --store-bytes
 max_windows = 64       # default: the server's --max-windows
 max_concurrency = 16   # requests that run at once; default: the server's --max-concurrency
+requests_per_minute = 600
+bytes_per_minute = "1GB"  # of the bodies of its requests
 ```
 
 JSON takes the same: ``{"tenant": [{"name": ..., "keys": [...]}]}``.
@@ -36,6 +38,7 @@ class Tenant(Body):
         name: part of its keys in the store and of its prefix-cache salts; stays the same for as long as its data should.
         keys: API keys that are this tenant's.
         max_bytes: quota of its store; max_windows: of its open windows; max_concurrency: of its requests that run at once.
+        requests_per_minute, bytes_per_minute: of its requests and their bodies; None is no limit.
     """
 
     name: str = Field(min_length=1, max_length=200)
@@ -43,6 +46,8 @@ class Tenant(Body):
     max_bytes: int | str | None = None
     max_windows: Annotated[int, Field(gt=0)] | None = None
     max_concurrency: Annotated[int, Field(gt=0)] | None = None
+    requests_per_minute: Annotated[int, Field(gt=0)] | None = None
+    bytes_per_minute: int | str | None = None
 
 
 class _File(Body):
@@ -64,8 +69,9 @@ def load_tenants(path: str | Path) -> list[Tenant]:
         if len(set(values)) < len(values):
             raise ValueError(f"every {what} in {str(path)!r} must be one tenant's, got one twice")
     for tenant in tenants:
-        if tenant.max_bytes is not None:
-            parse_bytes(tenant.max_bytes)
+        for size in (tenant.max_bytes, tenant.bytes_per_minute):
+            if size is not None:
+                parse_bytes(size)
     return tenants
 
 

@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+from ctxwin import tracing
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
 from ctxwin.errors import AnswerStopped, BudgetExceeded
@@ -120,7 +121,7 @@ def ask(
     ``audited``: whether it is an answer to somebody, which audits may take up.
     """
     query, sampling, remember = question.query, question.sampling, question.remember
-    with core.writing(edit=bool(remember)) as state:
+    with tracing.span("ask"), core.writing(edit=bool(remember)) as state:
         begin = time.perf_counter()
         state, (way, fidelity) = core.trust.marked(state), core.trust.in_force()
         encoded = core.engine.encode_query(query)
@@ -147,7 +148,8 @@ def ask(
                 ids = ids[:-1]
             if generation.fallbacks:
                 laid = laid.computed(state)
-            settled = core.assembly.settle(state, laid, generation.captured, fidelity)
+            with tracing.span("settle", captured=len(generation.captured)):
+                settled = core.assembly.settle(state, laid, generation.captured, fidelity)
             known = settled
             remembered = None
             if remember is True or (remember and remember(text)):
@@ -159,6 +161,15 @@ def ask(
         usage = _usage(core, state, laid, encoded, generation, work, laid_s, total)
         usage = replace(usage, planned_s=planned_ms / 1e3)
         core.vision_encodes = 0
+        tracing.note(
+            window=core.id,
+            engine=usage.engine,
+            prompt_tokens=usage.prompt_tokens,
+            computed_tokens=usage.computed_tokens,
+            forwards=usage.forwards,
+            bytes_loaded=usage.bytes_loaded,
+            **{f"lane.{lane}": tokens for lane, tokens in usage.reused_tokens.items()},
+        )
         answer = Answer(text, ids, usage, generation.logprobs, remembered=remembered)
         lanes = {c.placed.id: c.lane for c in laid.choices}
         core.trust.answered(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ctxwin import tracing
 from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment, Tally
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.fidelity import Fidelity
@@ -150,6 +151,10 @@ class Assembly:
 
     def lay_out(self, state: State, fidelity: Fidelity, work: Work) -> Laid:
         """Chooses lanes, fetches their KV, forms missing canonicals. Repeats with what turned out to be missing."""
+        with tracing.span("lay_out", chunks=len(state.placed), mode=fidelity.mode):
+            return self._lay_out(state, fidelity, work)
+
+    def _lay_out(self, state: State, fidelity: Fidelity, work: Work) -> Laid:
         costs, priced = self.engine.costs, work.priced_ms
         began = costs.clock()
         self.missing.clear()
@@ -244,7 +249,8 @@ class Assembly:
         """What ``read`` finds under ``key``; how long that takes is learnt."""
         costs, tier = self.engine.costs, self.repo.tier(key)
         began = costs.clock()
-        found = read()
+        with tracing.span("read", tier=tier, tokens=tokens):
+            found = read()
         ms = 1e3 * (costs.clock() - began)
         work.priced_ms += ms
         if found is not None:
@@ -297,7 +303,8 @@ class Assembly:
 
             options |= {"salt": laid.salt, "on_token": on_token}
             call = partial(self.engine.generate, laid.segments, query, sampling, **options)
-            made = self._seen([choice.placed for choice in laid.choices], call)
+            with tracing.span("run", tokens=sum(s.encoded.tokens for s in laid.segments) + query.tokens):
+                made = self._seen([choice.placed for choice in laid.choices], call)
         if watch.alone and not made.fallbacks:
             asked = workload([*laid.segments, Segment(query, 0)], made.forwards)
             costs.learn(costs.engine, asked.amounts, watch.first or watch.ms)

@@ -13,7 +13,7 @@ import ctxwin
 
 ROOT = Path(ctxwin.__file__).parent
 LAYERS: list[set[str]] = [
-    {"errors", "extras", "files", "hashing", "fidelity"},
+    {"errors", "extras", "files", "hashing", "fidelity", "tracing"},
     {"media", "kv"},
     {"chunk"},
     {"store"},

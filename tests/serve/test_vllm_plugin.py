@@ -6,14 +6,20 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+import urllib.request
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ctxwin import Chunk
+from ctxwin.adapters.openai import RemoteWindow
 from ctxwin.engines.open import vllm_installed
 from ctxwin.tiny import checkpoint_dir
-from serve.test_vllm_server import installed_plugin
+from serve.test_vllm_server import free_port, installed_plugin, running_server
 
 pytestmark = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
 
@@ -90,3 +96,60 @@ def test_named_it_brings_arguments_connector_gateway_and_routes(tmp_path: Path) 
     assert "kv_transfer_config must not be set" in found[3]
     gateway = "ctxwin.serve.middleware.Gateway"
     assert found[4] == [True, "CtxwinConnector", False, [gateway], ["key-own", "key-acme"], ["ctxwin"]]
+
+
+@pytest.mark.slow
+def test_traces_logs_and_the_end_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ask is one trace from the client to vLLM; logs are lines of JSON; SIGTERM lets a running answer finish."""
+    messages = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    spans: dict[str, Any] = {}
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            sent = messages.ExportTraceServiceRequest()
+            sent.ParseFromString(self.rfile.read(int(self.headers["content-length"])))
+            for scope in (scope for resource in sent.resource_spans for scope in resource.scope_spans):
+                spans.update({f"{span.name}/{span.span_id.hex()}": span for span in scope.spans})
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    port = free_port()
+    collector = HTTPServer(("127.0.0.1", port), Collector)
+    threading.Thread(target=collector.serve_forever, daemon=True).start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+    trace = bytes(15) + b"\x07"
+    arguments = ["--otlp-traces-endpoint", f"http://127.0.0.1:{port}/v1/traces", "--logging-config.formatter", "json"]
+    with running_server(tmp_path, *arguments, "--shutdown-timeout", "20", stock=True) as server:
+        window = RemoteWindow(server.client(), "h")
+        window.append(Chunk.text("one two three"))
+        body = json.dumps({"query": "who?", "max_tokens": 2}).encode()
+        headers = {"content-type": "application/json", "traceparent": f"00-{trace.hex()}-{7:016x}-01"}
+        for path in (f"/v1/windows/{window.id}/ask", "/v1/chat/completions"):
+            if path.endswith("completions"):
+                said = [{"role": "user", "content": "who?"}]
+                body = json.dumps({"model": "tiny", "messages": said, "max_tokens": 2}).encode()
+            urllib.request.urlopen(urllib.request.Request(server.url + path, body, headers), timeout=60).read()
+        until = time.monotonic() + 30
+        while sum(name.startswith("llm_request/") for name in spans) < 2 and time.monotonic() < until:
+            time.sleep(0.1)
+        time.sleep(1)
+        mine = [span for span in spans.values() if span.trace_id == trace]
+        named = {span.span_id: span.name for span in mine}
+        joined = {(span.name, named.get(span.parent_span_id, "")) for span in mine}
+        assert {("ctxwin.request", ""), ("ctxwin.ask", "ctxwin.request"), ("ctxwin.run", "ctxwin.ask")} <= joined
+        assert {("llm_request", "ctxwin.run"), ("llm_request", "ctxwin.request")} <= joined
+        answers: list[str] = []
+        asking = threading.Thread(
+            target=lambda: answers.append(window.ask("what is there, and where?", max_tokens=1500).text)
+        )
+        asking.start()
+        time.sleep(0.5)
+        server.process.terminate()
+        asking.join(60)
+        assert answers and server.process.wait(60) == 0
+    lines = [line for line in server.log.read_text().splitlines() if "ctxwin serves windows" in line]
+    assert json.loads(lines[0])["message"].startswith("ctxwin serves windows")
+    collector.shutdown()

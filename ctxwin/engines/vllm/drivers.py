@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ctxwin import tracing
 from ctxwin.engines.vllm import internals
 from ctxwin.errors import EngineFailed
 
@@ -333,13 +334,14 @@ class LoopDriver(Driver):
         _running.add(self)
 
     def submit(self, prompt: dict[str, Any], parameters: Any, priority: int) -> Ticket:
-        ticket = Ticket()
+        ticket, trace = Ticket(), tracing.headers()
         if self.dead is not None:
             raise _ended(self.dead)
 
         async def pump() -> None:
             try:
-                async for output in self.llm.generate(prompt, parameters, ticket.name, priority=priority):
+                asked = self.llm.generate(prompt, parameters, ticket.name, priority=priority, trace_headers=trace)
+                async for output in asked:
                     ticket.outputs.put(output)
             except asyncio.CancelledError:
                 ticket.outputs.put(EngineFailed(_CLOSED))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-import socket
-from argparse import ArgumentError, ArgumentParser, Namespace
-from collections.abc import Sequence, Set
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence, Set
 from dataclasses import fields
 from typing import Any
 
@@ -20,37 +20,8 @@ from ctxwin.tiny import checkpoint_dir
 _SHUTDOWN_S = 5
 """What vLLM's processes get to end by themselves; killed at once, they leave shared memory behind."""
 _log = logging.getLogger("ctxwin.serve")
-
-
-def check_port(given: Sequence[str]) -> None:
-    """Looks at the port that vLLM's arguments name before anything is loaded.
-
-    Raises:
-        OSError: it is taken, or is none of this machine's. ValueError: it is no port.
-
-    vLLM itself looks again: an argument may also stand in its ``--config`` file.
-    """
-    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--host", default="")
-    parser.add_argument("--port", default="8000")
-    parser.add_argument("--uds")
-    parser.add_argument("--config")
-    try:
-        named, _ = parser.parse_known_args(list(given))
-    except ArgumentError:
-        return  # vLLM's parser says what is wrong
-    if named.uds or (named.config and "--port" not in given):
-        return
-    if not named.port.isdecimal() or int(named.port) > 65535:
-        raise ValueError(f"--port must be in 0..65535, got {named.port!r}")
-    family = socket.AF_INET6 if ":" in named.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((named.host, int(named.port)))
-        except OSError as error:
-            where = f"port {named.port} of {named.host or 'this machine'}"
-            raise OSError(f"{where} must be free to listen on, got {error}; choose another with --port") from error
+ENLISTED: list[Any] = []
+"""What was put into this process's server, once its engine has been asked for: one at most."""
 
 
 def parse(model: str, given: Sequence[str]) -> Namespace:
@@ -93,6 +64,28 @@ def prepare(args: Namespace, given: Sequence[str]) -> None:
     if startup.eager_on_cpu(vars(args)):
         # vLLM's few compiled sampling functions take 5-17 s to compile, and win nothing back here.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+def enlist(made: Callable[[Namespace], Any], given: Sequence[str] | None = None) -> None:
+    """Has the server that this process starts next prepared, by what ``made(args)`` returns, when its engine is asked for.
+
+    vLLM's servers, and nothing else, make engine arguments of a namespace with an HTTP server's arguments in it.
+
+    Args:
+        given: the command line, to tell switches that were set to their default from those that were not set.
+    """
+    from vllm import AsyncEngineArgs
+
+    inner = AsyncEngineArgs.from_cli_args.__func__
+
+    def from_cli_args(cls: Any, args: Namespace) -> Any:
+        if hasattr(args, "middleware") and not ENLISTED:
+            windows = made(args)
+            windows.prepare(args, sys.argv[1:] if given is None else given)
+            ENLISTED.append(windows)
+        return inner(cls, args)
+
+    AsyncEngineArgs.from_cli_args = classmethod(from_cli_args)
 
 
 def add_settings(parser: Any) -> Any:

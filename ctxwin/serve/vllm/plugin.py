@@ -7,7 +7,7 @@ and import nothing that vLLM has not.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -36,22 +36,16 @@ def register() -> None:
     versions.check()
     from vllm.engine.arg_utils import EngineArgs
 
-    from ctxwin.serve.vllm.seam import enlist
+    from ctxwin.serve.vllm.arguments import add_settings, enlist
 
     add = EngineArgs.add_cli_args
-
-    def add_cli_args(parser: Any) -> Any:
-        from ctxwin.serve.vllm.arguments import add_settings
-
-        return add_settings(add(parser))
-
-    EngineArgs.add_cli_args = staticmethod(add_cli_args)
+    EngineArgs.add_cli_args = staticmethod(lambda parser: add_settings(add(parser)))
     enlist(_from_arguments)
 
 
 def endpoints() -> Windows:
     """``vllm.endpoint_plugins``: the routes, and what stands behind them."""
-    from ctxwin.serve.vllm.seam import ENLISTED
+    from ctxwin.serve.vllm.arguments import ENLISTED
 
     if not ENLISTED:
         raise RuntimeError("vLLM must have been started by `vllm serve`, or by its server's own module")
@@ -63,4 +57,4 @@ def _from_arguments(args: Namespace) -> Windows:
     from ctxwin.serve.vllm.arguments import settings_of
     from ctxwin.serve.vllm.server import Windows
 
-    return Windows(settings_of(args).options())
+    return Windows(settings_of(args))

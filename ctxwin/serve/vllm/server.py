@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ctxwin import tracing
 from ctxwin.engines.base import Engine
 from ctxwin.engines.repair_install import require
 from ctxwin.engines.vllm.engine import VLLMEngine
@@ -18,18 +19,17 @@ from ctxwin.serve.middleware import GATEWAY
 from ctxwin.serve.quarantine import Quarantine
 from ctxwin.serve.routes import install
 from ctxwin.serve.service import STATE, OpenEngine, Service
-from ctxwin.serve.settings import Options
+from ctxwin.serve.settings import Settings
 from ctxwin.serve.supervisor import EngineDied, journal
 from ctxwin.serve.tenants import Keys, Tenant
-from ctxwin.serve.vllm.arguments import defaults_of, own_keys, parse, prepare
+from ctxwin.serve.vllm.arguments import defaults_of, enlist, own_keys, parse, prepare
 from ctxwin.serve.vllm.chats import put_windows_behind
-from ctxwin.serve.vllm.seam import enlist
 from ctxwin.store import open_store
 
 _log = logging.getLogger("ctxwin.serve")
 
 
-def run(model: str, given: Sequence[str], options: Options) -> None:
+def run(model: str, given: Sequence[str], settings: Settings) -> None:
     """Serves until SIGINT or SIGTERM. Blocks.
 
     Raises:
@@ -41,7 +41,7 @@ def run(model: str, given: Sequence[str], options: Options) -> None:
     from vllm import envs, plugins
     from vllm.entrypoints.launchers.api_server.entry import run_server
 
-    windows = Windows(options)
+    windows = Windows(settings)
     args = parse(model, given)
     enlist(lambda _: windows, given)
     load = plugins.load_endpoint_plugins
@@ -51,7 +51,13 @@ def run(model: str, given: Sequence[str], options: Options) -> None:
         return [windows, *(other for other in others if other is not windows)]
 
     plugins.load_endpoint_plugins = load_endpoint_plugins  # which loads those that VLLM_PLUGINS names, and no others
-    uvloop.run(run_server(args))
+    try:
+        uvloop.run(run_server(args))
+    except (OSError, OverflowError) as error:
+        if windows.prepared:
+            raise
+        where = args.uds or f"port {args.port} of {args.host or 'this machine'}"
+        raise OSError(f"{where} must be free to listen on, got {error}; choose another with --port") from error
     if windows.died:
         raise EngineDied("vLLM ended by itself; its log says why, and the server has to be started again")
 
@@ -60,17 +66,19 @@ class Windows:
     """An endpoint plugin of vLLM (its ``EndpointPlugin``), for one server.
 
     Attributes:
+        prepared: vLLM's arguments, once its engine is asked for.
         died: whether vLLM had ended by itself when it was shut down.
     """
 
     name = "ctxwin"
     required_tasks = None
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._given = settings.service()
         self._suspects = journal()
         self._keys = Keys()
-        self._args: Namespace | None = None
+        self.prepared: Namespace | None = None
         self._service: Service | None = None
         self._stopping = threading.Event()
         self.died = False
@@ -80,15 +88,16 @@ class Windows:
 
         Raises: as `run`.
         """
+        self.prepared = args
+        log_like_vllm()
         require()
-        own = own_keys(args)
-        self._keys = Keys.of(own, self._options.tenants)  # before minutes of loading: a key may be given twice
-        _warn_of_clients(bool(own), self._options.tenants)
+        own, tenants = own_keys(args), self._given["tenants"]
+        self._keys = Keys.of(own, tenants)  # before minutes of loading: a key may be given twice
+        _warn_of_clients(bool(own), tenants)
         prepare(args, given)
         # vLLM guards its routes with every key; which tenant one belongs to is decided by our gateway.
-        args.api_key = [*own, *(key for tenant in self._options.tenants for key in tenant.keys)] or None
+        args.api_key = [*own, *(key for tenant in tenants for key in tenant.keys)] or None
         args.middleware = [*args.middleware, GATEWAY]
-        self._args = args
 
     def attach_router(self, app: Any) -> None:
         """Adds our routes, and ends what `init_state` starts when the app ends."""
@@ -107,24 +116,23 @@ class Windows:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Opens every tenant's engine on vLLM's, before the first request."""
-        if engine_client is None or args is not self._args:
+        if engine_client is None or args is not self.prepared:
             raise ValueError("windows need vLLM's own server with an engine; leave ctxwin out of VLLM_PLUGINS here")
         quarantine = Quarantine(self._suspects, lambda: engine_client.errored and not self._stopping.is_set())
-        self._follow_shutdown(engine_client)
+        if args.otlp_traces_endpoint:
+            tracing.start()
+        limits = replace(self._given["limits"], max_logprobs=args.plain_max_logprobs)
         self._service = service = Service(
-            _opener(engine_client, asyncio.get_running_loop(), args.model, self._options),
+            _opener(engine_client, asyncio.get_running_loop(), args.model, self._settings),
+            **{**self._given, "limits": limits},
             models=args.served_model_name or [args.model],
-            limits=replace(self._options.limits, max_logprobs=args.plain_max_logprobs),
-            tenants=self._options.tenants,
             keys=self._keys,
             quarantine=quarantine,
             defaults=defaults_of(engine_client.model_config),
-            private_metrics=self._options.private_metrics,
             fetches_media=bool(args.allowed_media_domains),
-            windows=self._options.windows,
-            policy=self._options.policy,
         )
         setattr(state, STATE, service)
+        self._follow_shutdown(engine_client, args.shutdown_timeout)
         try:
             await service.start()
         except BaseException:
@@ -133,14 +141,19 @@ class Windows:
         put_windows_behind(engine_client, service)
         _log.info("ctxwin serves windows beside vLLM's own endpoints")
 
-    def _follow_shutdown(self, client: Any) -> None:
-        """Tells vLLM's end on purpose from its death: afterwards both look the same."""
-        shutdown = client.shutdown
+    def _follow_shutdown(self, client: Any, seconds: float) -> None:
+        """Drains before vLLM's end, and tells that from its death: afterwards both look the same.
+
+        On a signal vLLM's server shuts the engine down from another thread than its event loop's, on which requests go on.
+        """
+        shutdown, loop_thread = client.shutdown, threading.get_ident()
 
         def told(*args: Any, **options: Any) -> Any:
             if not self._stopping.is_set():
                 self.died = client.errored
                 self._stopping.set()
+                if self._service is not None:
+                    self._service.drain(0.0 if self.died or threading.get_ident() == loop_thread else seconds)
             return shutdown(*args, **options)
 
         client.shutdown = told
@@ -148,6 +161,14 @@ class Windows:
     async def _stop(self) -> None:
         if self._service is not None:
             await self._service.stop()
+
+
+def log_like_vllm() -> None:
+    """Has our log lines stand among vLLM's, in its format (``--logging-config.formatter json`` for lines of JSON)."""
+    ours, vllms = logging.getLogger("ctxwin"), logging.getLogger("vllm")
+    if vllms.handlers and not ours.handlers:
+        ours.handlers, ours.propagate = list(vllms.handlers), False
+        ours.setLevel(vllms.level)
 
 
 def _warn_of_clients(key: bool, tenants: Sequence[Tenant]) -> None:
@@ -161,12 +182,12 @@ def _warn_of_clients(key: bool, tenants: Sequence[Tenant]) -> None:
         )
 
 
-def _opener(client: Any, loop: asyncio.AbstractEventLoop, model: str, options: Options) -> OpenEngine:
+def _opener(client: Any, loop: asyncio.AbstractEventLoop, model: str, settings: Settings) -> OpenEngine:
     base: list[VLLMEngine] = []
 
     def open_engine(name: str, tenant: Tenant | None) -> Engine:
-        quota = (tenant.max_bytes if tenant else None) or options.store_bytes
-        store = open_store(options.store, max_bytes=quota, tenant=name)
+        quota = (tenant.max_bytes if tenant else None) or settings.store_bytes or None
+        store = open_store(settings.store, max_bytes=quota, tenant=name)
         try:
             if base:
                 return base[0].view(name, store)
