@@ -18,12 +18,12 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 comma := ,
-EXTRAS := video,evals,langgraph,mcp,openai,serve,redis,web,pdf,docs,dev$(if $(filter-out none,$(ENGINE)),$(comma)$(ENGINE))
+EXTRAS := video,evals,langgraph,mcp,openai,serve,redis,ray,mooncake,web,pdf,docs,dev$(if $(filter-out none,$(ENGINE)),$(comma)$(ENGINE))
 SOURCES := $(shell find ctxwin adapters evals -type f -not -path '*/__pycache__/*' 2>/dev/null) pyproject.toml README.md
 
-# Chromium, a font for its pages, and a Redis server; only what is missing.
+# Chromium, a font for its pages, a Redis server, and a library of Mooncake's; only what is missing.
 MISSING = $(strip $(shell command -v chromium >/dev/null || echo chromium; fc-list 2>/dev/null | grep -q . || echo fonts-dejavu-core; \
-	command -v redis-server >/dev/null || echo redis-server))
+	command -v redis-server >/dev/null || echo redis-server; ldconfig -p | grep -q libibverbs.so.1 || echo libibverbs1))
 APT_INSTALL = apt-get install -y --no-install-recommends
 
 # The environment with the earlier vLLM, and what is tested there: whatever touches vLLM, in a few minutes.
@@ -35,10 +35,14 @@ EARLIER_TESTS ?= tests/engines/test_vllm_versions.py tests/engines/test_vllm.py 
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 GPU_PACKAGES := .gpu-packages
 
-.PHONY: demo check test test-slow test-earlier guard gpu-check gpu-packages docs lint install system-deps system-deps-if-root clean
+.PHONY: demo demo-fleet check test test-slow test-earlier guard gpu-check gpu-packages docs lint install system-deps system-deps-if-root clean
 
 demo: install
 	$(BIN)/ctxwin demo
+
+# Two servers of the bundled model on this machine, one of which is killed: its windows go on (a minute; needs redis-server).
+demo-fleet: install
+	$(BIN)/python examples/fleet.py
 
 # Small models are computed with half the processor time by one thread: a second one mostly waits for the first.
 check test test-slow test-earlier guard: export OMP_NUM_THREADS ?= 1

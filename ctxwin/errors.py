@@ -45,6 +45,14 @@ class StoreCorrupt(CtxwinError, ValueError):
     """A stored blob failed its checks. Never reaches a user: it is a miss, counted and logged."""
 
 
+class StaleOwner(CtxwinError, RuntimeError):
+    """A version was about to be written by a server that no longer owns the window: another one has taken it over."""
+
+
+class StoreUnavailable(CtxwinError, OSError):
+    """A shared store did not answer, so what had to be in it before a request is answered is not."""
+
+
 class WindowBusy(CtxwinError, RuntimeError):
     """A second writer entered a window while the first one was still in it."""
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from ctxwin.cli import audit, bench, demo, doctor, mcp, serve, store, view
+from ctxwin.cli import audit, bench, demo, doctor, fleet, mcp, serve, store, view
 from ctxwin.cli.commands import INTERRUPTED, Commands
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.command("view")(view.view)
 app.command("mcp")(mcp.mcp)
 app.command("doctor")(doctor.doctor)
 app.command("serve", context_settings=serve.CONTEXT)(serve.serve)
+app.command("fleet", context_settings=serve.CONTEXT)(fleet.fleet)
 
 
 def _version(wanted: bool) -> None:

@@ -17,7 +17,7 @@ CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Arguments that are not ours are vLLM's."""
 
 
-def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """``command`` with an option for each of `Settings`."""
     of_command = inspect.signature(command, eval_str=True).parameters.values()
     parameters = [p for p in of_command if p.kind is not p.VAR_KEYWORD]
@@ -30,7 +30,7 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@_with_settings
+@with_settings
 def serve(
     ctx: typer.Context,
     model: Annotated[str, Argument(metavar="MODEL", help="A local folder, a Hub name, or tiny (the bundled model).")],

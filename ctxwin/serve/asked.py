@@ -75,13 +75,13 @@ def asked_of(path: str, headers: Headers, data: Any, tenant: str, default: str) 
     made = Asked(tenant, fidelity=None if fidelity is None else checked(Fidelity.model_validate, fidelity))
     if mode == "off":
         return None
-    made.name = _name(headers, data)
+    made.name = conversation_name(headers, data)
     if _names_media(data):
         made.off = "media are named by the client"
     return made
 
 
-def _name(headers: Headers, data: Mapping[str, Any]) -> str:
+def conversation_name(headers: Headers, data: Mapping[str, Any]) -> str:
     """The conversation's name: the kind of name is part of it, so that a user is no session."""
     conversation = data.get("conversation")
     said = {**data, "conversation": conversation.get("id") if isinstance(conversation, dict) else conversation}

@@ -35,6 +35,7 @@ from ctxwin.serve.service import STATE, TENANT, Service, Space
 from ctxwin.serve.snapshots import read_snapshot
 from ctxwin.serve.specs import CHUNK, checked
 from ctxwin.serve.streams import MESSAGE, LiveOptions, Push, Recall, read_message, spoken
+from ctxwin.window.answer import Answer
 from ctxwin.window.window import Window
 
 _MOST_FIELDS = 64
@@ -91,6 +92,17 @@ class Call:
             self.space.tenant, self.space.results.once, path, key, raw, lambda: encoded(work())
         )
         return json_response(made)
+
+    def in_window_once(
+        self, window_id: str, path: str, key: str | None, raw: bytes, work: Callable[[Window], bytes]
+    ) -> bytes:
+        """`once` for what is done to a window, whose record knows it, too: another server may have done it."""
+
+        def once() -> bytes:
+            with self.space.streams.turn(window_id):
+                return self.space.windows.once(window_id, path, key, raw, work)
+
+        return self.space.results.once(path, key, raw, once)
 
     def running(self, what: str, raw: bytes, window: Window | None = None) -> AbstractContextManager[None]:
         """While this request may be in the hands of the engine; see `Quarantine`."""
@@ -214,22 +226,26 @@ async def ask(window_id: str, call: Called) -> Response:
     key = None if body.stream else call.idempotency_key
 
     def work(put: Put, stopped: Stopped) -> bytes:
-        def answered() -> bytes:
-            with call.space.streams.turn(window_id), call.space.windows.using(window_id) as window:
-                if body.remember:
-                    call.space.context().check_room(window, 1)
-                with call.running("ask", raw, window):
-                    if body.stream:
-                        answer = spoken(window, body.question(), put, stopped)
-                    else:
-                        answer = window.answer(body.question(), stopped=stopped)
-                due = window.core.trust.due is answer
-            until = time.monotonic() + body.audit_within
-            while due and answer.audit is None and time.monotonic() < until and not stopped():
-                time.sleep(_POLL_S)
+        asked: list[tuple[Answer, bool]] = []
+
+        def answered(window: Window) -> bytes:
+            if body.remember:
+                call.space.context().check_room(window, 1)
+            with call.running("ask", raw, window):
+                if body.stream:
+                    answer = spoken(window, body.question(), put, stopped)
+                else:
+                    answer = window.answer(body.question(), stopped=stopped)
+            asked.append((answer, window.core.trust.due is answer))
             return encoded(wire.answer_to(answer))
 
-        return call.space.results.once(path, key, raw, answered)
+        made = call.in_window_once(window_id, path, key, raw, answered)
+        until = time.monotonic() + body.audit_within
+        for answer, due in asked:
+            while due and answer.audit is None and time.monotonic() < until and not stopped():
+                time.sleep(_POLL_S)
+            made = encoded(wire.answer_to(answer))
+        return made
 
     running = call.service.begin(call.space.tenant, work)
     if not body.stream:
@@ -279,16 +295,16 @@ def _operate(name: str, operation: Operation) -> Callable[[str, Call], Any]:
     async def operate(window_id: str, call: Called) -> Response:
         raw, body = await call.request.body(), await call.json()
 
-        def work() -> Any:
-            turn, using = call.space.streams.turn(window_id), call.space.windows.using(window_id)
-            with turn, using as window, call.running(name, raw, window):
-                made = operation(call.space.context(), window, body)
+        def work(window: Window) -> bytes:
+            with call.running(name, raw, window):
+                made = encoded(operation(call.space.context(), window, body))
             action = "delete" if name == "evict" and body.get("forget") else RECORDED.get(name)
             if action is not None:
                 call.record(action, object="ctxwin.window", id=window_id, operation=name, bytes=len(raw))
             return made
 
-        return await call.once(work)
+        once = partial(call.in_window_once, window_id, call.request.url.path, call.idempotency_key, raw, work)
+        return json_response(await call.service.run(call.space.tenant, once))
 
     operate.__name__ = name
     return operate

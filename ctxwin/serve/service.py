@@ -33,6 +33,7 @@ from ctxwin.serve.tenants import Keys, Tenant
 from ctxwin.serve.uploads import Uploads
 from ctxwin.serve.windows import OpenWindows, WindowRegistry
 from ctxwin.store import parse_bytes
+from ctxwin.store.base import Store
 from ctxwin.trust.auditor import auditor_of
 from ctxwin.trust.evidence import WAYS
 from ctxwin.window.window import Window
@@ -87,6 +88,7 @@ class Service:
         quarantine: what runs in the engine, and what may not because it ends it.
         metrics_key: the key that ``/metrics`` wants, beside the server's own; "" is none.
         audit_log: see `ctxwin.serve.audit_log`.
+        open_records: opens the store of a tenant's windows, by its name, where that is not the engine's.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Service:
         quarantine: Quarantine | None = None,
         metrics_key: str = "",
         audit_log: str = "",
+        open_records: Callable[[str], Store] | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self.models = tuple(models)
@@ -126,6 +129,7 @@ class Service:
         self._defaults = dict(defaults or {})
         self._tenants: dict[str, Tenant | None] = {"": None, **{t.name: t for t in tenants}}
         self._open_engine = open_engine
+        self._open_records = open_records
         self._spaces: dict[str, Space] = {}
         total = self.limits.max_body_bytes
         self.body_bytes = BodyBytes(total, max(total // 2, self.limits.max_upload_bytes) if tenants else total)
@@ -157,6 +161,10 @@ class Service:
     def space(self, tenant: str) -> Space:
         """What ``tenant`` has."""
         return self._spaces[tenant]
+
+    def spaces(self) -> list[Space]:
+        """What every tenant has."""
+        return list(self._spaces.values())
 
     async def run(self, tenant: str, work: Callable[..., T], *args: Any) -> T:
         """``work(*args)`` in a worker thread, when it is the tenant's turn; the event loop never waits for an engine."""
@@ -221,11 +229,12 @@ class Service:
         def watch(window: Window) -> None:
             window.observe(lambda event: self.metrics.heard(name, event))
 
+        records = self._open_records(name) if self._open_records else None
         uploads = Uploads(engine, self.limits, self._decoders.decode)
         return Space(
             tenant=name,
             engine=engine,
-            windows=WindowRegistry(engine, most, self.limits, self._open_windows, watch=watch),
+            windows=WindowRegistry(engine, most, self.limits, self._open_windows, watch=watch, records=records),
             uploads=uploads,
             chat=Chat(engine, uploads, self.limits.fidelity, self._defaults, watch, partial(self._pool.submit, name)),
             results=Results(),
@@ -257,6 +266,8 @@ class Service:
         spaces, self._spaces = self._spaces, {}
         for space in spaces.values():
             space.windows.close()
+            if space.windows.records is not space.engine.repo.store:
+                space.windows.records.close()
         # The unnamed tenant's engine is the one the others are views of.
         for space in reversed(list(spaces.values())):
             space.engine.close()

@@ -24,6 +24,7 @@ class Settings:
 
     store: str = _setting("memory:", "KV and uploads: memory:, disk:PATH, redis://..., tiered:...")
     store_bytes: str = _setting("", "Limit of each tenant's store, e.g. 50GB.")
+    registry: str = _setting("", "Where windows' versions are kept, redis://... say; default: the store.")
     tenants: str = _setting("", "TOML or JSON: API keys, tenants, quotas.", "FILE")
     fidelity: str = _setting("auto", "Default fidelity: auto, exact, patched or blind.")
     windows: str = _setting("off", "Windows behind plain chats that say nothing.", "auto|off")
@@ -59,6 +60,10 @@ class Settings:
             raise ValueError(f"--fidelity must be auto, exact, patched or blind, got {self.fidelity!r}")
         if self.windows not in ("auto", "off"):
             raise ValueError(f"--windows must be auto or off, got {self.windows!r}")
+        if "mooncake://" in self.store and not self.registry:
+            raise ValueError(
+                "--store mooncake://... must have a --registry redis://HOST:PORT/DB beside it, got none: Mooncake evicts"
+            )
         same = {name for name in vars(self) if name in Limits.__dataclass_fields__}
         same -= {"max_upload_bytes", "max_text", "fidelity"}
         limits = Limits(

@@ -1,4 +1,4 @@
-"""Where KV, patches, vision embeddings and sources are kept: bytes by key, in memory, on disk, in Redis, or in tiers."""
+"""Where KV, patches, embeddings and sources are kept: bytes by key, in memory, on disk, in Redis, in Mooncake, or in tiers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STORE_KEY = "CTXWIN_STORE_KEY"
 """Environment variable that holds the key of shared stores where none is passed."""
 _DECIMAL = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS = _DECIMAL | {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-_SUPPORTED = "'memory:', 'disk:PATH', 'redis://HOST:PORT/DB' or 'tiered:memory:,disk:PATH'"
+_SUPPORTED = "'memory:', 'disk:PATH', 'redis://HOST:PORT/DB', 'mooncake://MASTER:PORT' or 'tiered:memory:,disk:PATH'"
 
 
 def parse_bytes(size: int | str) -> int:
@@ -46,8 +46,8 @@ def open_store(
 
     Args:
         url: ``memory:`` (this process), ``disk:PATH`` (a folder that processes share), ``redis://HOST:PORT/DB`` (a server
-            that machines share; ``rediss://`` for TLS), or ``tiered:`` followed by these from fast to durable, separated
-            by commas.
+            that machines share; ``rediss://`` for TLS), ``mooncake://MASTER:PORT`` (the memory of many machines), or
+            ``tiered:`` followed by these from fast to durable, separated by commas.
         max_bytes: limit such as ``"50GB"``; by default 2 GiB in memory and in Redis, 50 GB on disk. With ``tiered:`` it
             limits the last tier, and the ones above it take their defaults where those are smaller.
         ttl: seconds after its last put at which a value becomes a miss; None keeps it.
@@ -111,4 +111,8 @@ def _open(url: str, limit: int | None, ttl: float | None, tenant: str, secret: b
         from ctxwin.store.redis import RedisStore
 
         return RedisStore(url, size, ttl, tenant, secret=secret)
+    if kind == "mooncake" and rest.startswith("//"):
+        from ctxwin.store.mooncake import MooncakeStore
+
+        return MooncakeStore(url, size, ttl, tenant, secret=secret)
     raise ValueError(f"a store must be {_SUPPORTED}, got {url!r}")

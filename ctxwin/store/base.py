@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+import struct
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+from ctxwin.errors import StaleOwner
 
 _KEY = re.compile(r"[!-~]{1,512}")
+_TOKEN: Final = struct.Struct(">Q")
+_ONE_PROCESS: Final = threading.RLock()
 
 
 def is_key(key: Any) -> bool:
@@ -95,6 +101,11 @@ class Tally:
         with self._lock:
             self._leases.pop(key, None)
 
+    def holds(self, key: str) -> bool:
+        """Whether ``key`` is leased."""
+        with self._lock:
+            return key in self._leases
+
     def leased(self) -> set[str]:
         """The leased keys now."""
         with self._lock:
@@ -111,10 +122,18 @@ class Store(ABC):
 
     Thread-safe. A blob that fails its checks is a miss: deleted, counted in ``stats().corrupt``, logged. One that was
     sealed with another key is a miss as well, but stays, and is counted in ``stats().foreign``. Leased keys are never
-    evicted by the store's own size limit; leases are per process and counted, so each ``lease`` needs a ``release``.
+    evicted by the store's own size limit; leases are counted, so each ``lease`` needs a ``release``.
     ``get``, ``contains`` and ``lease`` count as a use for the order of eviction.
+
+    Beside blobs it holds fenced records, which do change: `claim`, `commit`, `retire`. A record belongs to whoever claimed it
+    last, by a fencing token that only grows (Kleppmann, Designing Data-Intensive Applications, chapter 8), so that an owner
+    that was cut off, or thought dead, cannot write over its successor's versions.
+
+    Attributes:
+        shared: whether servers on several machines use it at once, so that a record may change hands at any time.
     """
 
+    shared: bool = False
     _closed = False
 
     def _check_open(self) -> None:
@@ -152,6 +171,55 @@ class Store(ABC):
     @abstractmethod
     def release(self, key: str) -> None:
         """Gives back one lease of a key."""
+
+    def claim(self, key: str) -> tuple[int, bytes] | None:
+        """Takes a fenced record over: its new token and its value; None where there is none. Older tokens are void then.
+
+        Raises StoreUnavailable where a shared store does not answer. Cost: a read and a small write.
+        """
+        with self._fencing():
+            held = self.get(key)
+            if held is None:
+                return None
+            token = _TOKEN.unpack_from(held)[0] + 1 if len(held) >= _TOKEN.size else 1
+            # A full disk refuses this, and still gives its windows back: what it holds then belongs to two.
+            self.put(key, _TOKEN.pack(token) + held[_TOKEN.size :])
+            return token, held[_TOKEN.size :]
+
+    def commit(self, key: str, value: bytes, token: int) -> bool:
+        """Writes a fenced record as its owner; a new one has the token 1. False where the store refuses it, as `put` does.
+
+        Raises:
+            StaleOwner: somebody has claimed or retired it since ``token`` was given.
+            StoreUnavailable: a shared store does not answer.
+        """
+        with self._fencing():
+            if self.token(key) > token:
+                raise StaleOwner(f"{key} must be written by its owner, got token {token}; claim it again")
+            return self.put(key, _TOKEN.pack(token) + value)
+
+    def token(self, key: str) -> int:
+        """The token of a fenced record's owner; 0 where there is none. Raises StoreUnavailable."""
+        held = self.get(key) or b""
+        return int(_TOKEN.unpack_from(held)[0]) if len(held) >= _TOKEN.size else 0
+
+    def retire(self, key: str) -> bool:
+        """Removes a fenced record for good; returns whether it was there. Raises StoreUnavailable."""
+        return self.delete(key)
+
+    def prefetch(self, keys: Iterable[str]) -> None:  # noqa: B027  # most stores have nothing to bring up
+        """Says what will be read soon. A store in tiers brings it up meanwhile; returns at once."""
+
+    def hold(self, key: str, value: str, seconds: float) -> str:
+        """Claims a name for ``value`` among all who share the store, for that long unless it is held again.
+
+        Returns whose it is: ``value``, or what another one holds it for. Raises StoreUnavailable.
+        """
+        return value
+
+    def _fencing(self) -> AbstractContextManager[Any]:
+        """Held while a fenced record is read and written; a store of several processes excludes those, too."""
+        return _ONE_PROCESS
 
     @abstractmethod
     def stats(self) -> StoreStats:

@@ -265,6 +265,16 @@ class DiskStore(Store):
         if row is not None and row.file == blob.file and key not in leased and self._remove(key, row):
             self._tally.count("evictions")
 
+    @contextlib.contextmanager
+    def _fencing(self) -> Iterator[None]:
+        with self._lock:
+            folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX)  # of every process
+                yield
+            finally:
+                os.close(folder)
+
     def lease(self, key: str) -> bool:
         """Protects ``key`` from this process's evictions; another process only sees it as recently used."""
         if not self.contains(key):

@@ -4,9 +4,10 @@ A value is one string: a sealed record (`ctxwin.store.codec.Seal`), so that what
 changes in the same transaction as the value, by Lua scripts that run as a whole or not at all. redis-py is imported when
 a store is opened.
 
-The index has three keys: ``used`` (sorted set: key by last use), ``sizes`` (hash: bytes by key) and ``expires`` (sorted
-set: key by time, ms). Two fields of ``sizes`` count for the whole: their names hold a blank, which no key may. All names
-share a hash tag, so that they stay in one slot.
+The index: ``used`` (sorted set: key by last use), ``sizes`` (hash: bytes by key), ``expires`` (sorted set: key by time,
+ms), ``tokens`` (hash: fencing token by key) and ``holders`` (sorted set: who holds leases, by the time in ms at which they
+end; each has a set of keys of its own). Two fields of ``sizes`` count for the whole: their names hold a blank, which no key
+may. All names share a hash tag, so that they stay in one slot. Every time is the server's, so machines' clocks may differ.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import logging
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from ctxwin.errors import StoreCorrupt
+from ctxwin.errors import StaleOwner, StoreCorrupt, StoreUnavailable
 from ctxwin.extras import optional_imports
 from ctxwin.hashing import digest
+from ctxwin.store import redis_scripts as scripts
 from ctxwin.store.base import Store, StoreStats, Tally, check_key, check_limits, check_value
 from ctxwin.store.codec import ForeignRecordError, Seal
 
@@ -31,121 +34,10 @@ _LARGEST: Final = 512 << 20  # of a Redis string
 _UNINDEXED_MS: Final = 60_000
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
-
-_COMMON: Final = """
-local used, sizes, expires = KEYS[1], KEYS[2], KEYS[3]
-local values = ARGV[1]
-local TOTAL, CLOCK = ' total', ' clock'
-
-local function account(key, size)
-  local old = tonumber(redis.call('HGET', sizes, key) or 0)
-  redis.call('HSET', sizes, key, size)
-  redis.call('HINCRBY', sizes, TOTAL, size - old)
-end
-
-local function drop(key)
-  local size = tonumber(redis.call('HGET', sizes, key) or 0)
-  redis.call('UNLINK', values .. key)
-  redis.call('HDEL', sizes, key)
-  redis.call('HINCRBY', sizes, TOTAL, -size)
-  redis.call('ZREM', used, key)
-  redis.call('ZREM', expires, key)
-  return size
-end
-
-local function use(key)
-  redis.call('ZADD', used, redis.call('HINCRBY', sizes, CLOCK, 1), key)
-end
-
-local function expire()
-  local time = redis.call('TIME')
-  local now = time[1] * 1000 + math.floor(time[2] / 1000)
-  for _, key in ipairs(redis.call('ZRANGEBYSCORE', expires, '-inf', now)) do drop(key) end
-  return now
-end
-"""
-
-# ARGV: values, key. Returns 1 where it is held, which then counts as a use. The index mends itself: a value that Redis
-# dropped leaves it, one whose entry was lost comes back into it.
-_TOUCH: Final = """
-expire()
-local key = ARGV[2]
-local size = redis.call('STRLEN', values .. key)
-if size == 0 then drop(key) return 0 end
-account(key, size)
-use(key)
-return 1
-"""
-
-# KEYS[4]: the value under a passing name and with a short time to live, taken off last. ARGV: values, key, bytes, limit, ttl in
-# ms (0: none), leased keys. Returns {1 stored | 0 refused, evictions}.
-_PUT: Final = """
-local passing, key = KEYS[4], ARGV[2]
-local size, limit, ttl = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
-local now = expire()
-local evicted = 0
-local total = tonumber(redis.call('HGET', sizes, TOTAL) or 0)
-local excess = total - tonumber(redis.call('HGET', sizes, key) or 0) + size - limit
-if excess > 0 then
-  local leased, kept = {}, size
-  for i = 6, #ARGV do
-    leased[ARGV[i]] = true
-    if ARGV[i] ~= key then kept = kept + tonumber(redis.call('HGET', sizes, ARGV[i]) or 0) end
-  end
-  if kept > limit then
-    redis.call('UNLINK', passing)
-    return {0, 0}
-  end
-  local at = 0
-  while excess > 0 do
-    local victim = redis.call('ZRANGE', used, at, at)[1]
-    if not victim then break end
-    if leased[victim] or victim == key then
-      at = at + 1
-    else
-      excess = excess - drop(victim)
-      evicted = evicted + 1
-    end
-  end
-end
-redis.call('RENAME', passing, values .. key)
-account(key, size)
-use(key)
-if ttl > 0 then
-  redis.call('PEXPIRE', values .. key, ttl)
-  redis.call('ZADD', expires, now + ttl, key)
-else
-  redis.call('ZREM', expires, key)
-  redis.call('PERSIST', values .. key)
-end
-return {1, evicted}
-"""
-
-# ARGV: values, key. Returns 1 where there was one.
-_DELETE: Final = """
-expire()
-local held = redis.call('EXISTS', values .. ARGV[2])
-drop(ARGV[2])
-return held
-"""
-
-# ARGV: values, key, its last bytes. Deletes exactly what was read: another process may have replaced it meanwhile.
-_REJECT: Final = """
-local name = values .. ARGV[2]
-if redis.call('TYPE', name).ok == 'string' and redis.call('GETRANGE', name, -32, -1) ~= ARGV[3] then return 0 end
-drop(ARGV[2])
-return 1
-"""
-
-_LIST: Final = """
-expire()
-return redis.call('ZRANGE', used, 0, -1)
-"""
-
-_STATS: Final = """
-expire()
-return {redis.call('ZCARD', used), tonumber(redis.call('HGET', sizes, TOTAL) or 0)}
-"""
+LEASE_S: Final = 60.0
+"""How long leases outlive a process that ended without giving them back; it renews them three times as often."""
+_RETIRED_MS: Final = 3_600_000
+_NOBODYS: Final = 1 << 62
 
 
 class RedisStore(Store):
@@ -158,6 +50,7 @@ class RedisStore(Store):
         ttl: seconds after its last `put` at which a value becomes a miss; None keeps it.
         tenant: has its own key space; "" is a tenant like any other.
         secret: seals the records with a keyed code (`codec.Seal`); None with a checksum.
+        lease_s: seconds that leases outlive a process which was killed; every process on the store sees them until then.
         timeout: seconds to wait for a connection, and for each answer.
         clock: seconds that never go back; tests replace it.
 
@@ -171,9 +64,11 @@ class RedisStore(Store):
         OSError: the server cannot be reached or refuses the login. Later failures never raise: a put returns False, a get is
             a miss. After one the server is left alone for half a second, then a second, at most 30, and tried again.
 
-    Every call is a round trip. Put a ``memory:`` tier in front for what is read often. A blob of
+    Every call but `release` is a round trip. Put a ``memory:`` tier in front for what is read often. A blob of
     over 512 MiB is refused: Redis takes no more.
     """
+
+    shared = True
 
     def __init__(
         self,
@@ -184,6 +79,7 @@ class RedisStore(Store):
         timeout: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
         secret: bytes | None = None,
+        lease_s: float = LEASE_S,
     ) -> None:
         check_limits(max_bytes, ttl)
         self.name = _checked(url)
@@ -195,10 +91,11 @@ class RedisStore(Store):
         self._seal = Seal(secret)
         self._tally = Tally()
         self._pause = self._wake = 0.0
-        space = f"ctxwin:{{{digest('tenant', tenant)}}}:"
-        self._values = space + "value:"
-        self._index = [space + name for name in ("used", "sizes", "expires")]
-        self._passing = space + "passing:"
+        self._lease_ms = round(lease_s * 1000)
+        self._leasing = threading.Lock()  # of the keys leased here, and of what the server knows of them
+        self._released: set[str] = set()
+        self._renewal: threading.Event | None = None
+        self._enter(f"ctxwin:{{{digest('tenant', tenant)}}}:")
         with optional_imports():
             import redis  # type: ignore[import-not-found, unused-ignore]
             from redis.backoff import NoBackoff  # type: ignore[import-not-found, unused-ignore]
@@ -218,6 +115,12 @@ class RedisStore(Store):
                 f"the store {self.name} cannot be reached ({error}); start the server, or check its address and login"
             ) from None
 
+    def _enter(self, space: str) -> None:
+        names = ("value:", "passing:", "retired:", "held:")
+        self._values, self._passing, self._retired, self._held = (space + name for name in names)
+        self._index = [space + name for name in scripts.INDEX]
+        self._holder = f"{space}holder:{secrets.token_hex(16)}"
+
     def get(self, key: str) -> bytes | None:
         """The value, or None. Cost: one round trip, one SHA-256 (about 1 GB/s), one copy."""
         value = self._read(check_key(key))
@@ -228,7 +131,7 @@ class RedisStore(Store):
         def both(client: Any) -> Any:
             with client.pipeline(transaction=True) as pipe:
                 pipe.get(self._values + key)
-                self._eval(pipe, _TOUCH, key)
+                self._eval(pipe, scripts.TOUCH, key)
                 return pipe.execute(raise_on_error=False)
 
         got = self._try("read", key, both)
@@ -240,82 +143,190 @@ class RedisStore(Store):
                 raise StoreCorrupt("it is not a string")
             if isinstance(blob, Exception) or isinstance(touched, Exception):
                 self._failed("read", key, blob if isinstance(blob, Exception) else touched)
-            return None if blob is None or isinstance(blob, Exception) else self._seal.open(key, blob)
+        except StoreCorrupt as error:
+            self._reject(key, blob, error)
+            return None
+        return None if blob is None or isinstance(blob, Exception) else self._open(key, blob)
+
+    def _open(self, key: str, blob: bytes) -> bytes | None:
+        try:
+            return self._seal.open(key, blob)
         except ForeignRecordError as error:
             self._tally.count("foreign")
             log.warning("stored blob %s in %s is not read, and stays: %s", key, self.name, error)
         except StoreCorrupt as error:
-            self._tally.count("corrupt")
-            log.warning("stored blob %s in %s is corrupt and was deleted: %s", key, self.name, error)
-            tail = blob[-32:] if isinstance(blob, bytes) else b""
-            self._try("delete", key, lambda client: self._eval(client, _REJECT, key, tail))
+            self._reject(key, blob, error)
         return None
+
+    def _reject(self, key: str, blob: Any, error: StoreCorrupt) -> None:
+        self._tally.count("corrupt")
+        log.warning("stored blob %s in %s is corrupt and was deleted: %s", key, self.name, error)
+        tail = blob[-32:] if isinstance(blob, bytes) else b""
+        self._try("delete", key, lambda client: self._eval(client, scripts.REJECT, key, tail))
 
     def contains(self, key: str) -> bool:
         """Whether `get` would find a value; counts as a use. The blob is not read."""
         check_key(key)
-        return bool(self._try("look for", key, lambda client: self._eval(client, _TOUCH, key)))
+        return bool(self._try("look for", key, lambda client: self._eval(client, scripts.TOUCH, key)))
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """A sorted snapshot of the keys; empty where the server cannot be reached."""
-        found = self._try("list", "its keys", lambda client: self._eval(client, _LIST)) or []
+        found = self._try("list", "its keys", lambda client: self._eval(client, scripts.LIST)) or []
         return iter(sorted(key for key in (raw.decode("ascii", "replace") for raw in found) if key.startswith(prefix)))
 
     def put(self, key: str, value: bytes) -> bool:
-        """Stores ``value``; False where it cannot fit beside what is leased here, or the server does not take it.
+        """Stores ``value``; False where it cannot fit beside what anybody leases, or the server does not take it.
 
-        Cost: one SHA-256, one copy, a round trip with the value and the leased keys.
+        Cost: one SHA-256, one copy, a round trip with the value; two where leases were given back since the last.
         """
+        return self._put(key, value) == 1
+
+    def _put(self, key: str, value: bytes, token: int = 0) -> int | None:
+        """1: stored, 0: refused, -1: it is another owner's; None where the server fails."""
         check_key(key)
         check_value(value)
         self._check_open()
         head, code = self._seal.close(key, value)
         blob = b"".join((head, value, code))
         if len(blob) > min(self.max_bytes, _LARGEST):
-            return False
+            return 0
+        if self._released:
+            with self._leasing:
+                self._give_back()
         passing = self._passing + secrets.token_hex(16)
         ttl = 0 if self.ttl is None else max(1, round(self.ttl * 1000))
-        arguments = (key, len(blob), self.max_bytes, ttl, *sorted(self._tally.leased()))
+        arguments = (key, len(blob), self.max_bytes, ttl, token, self._retired + key)
 
         def both(client: Any) -> Any:
             """Value and index in one transaction; the value arrives under a passing name, so that a refusal changes nothing."""
             with client.pipeline(transaction=True) as pipe:
                 # A script that fails half-way is not undone: what no index knows must go by itself.
                 pipe.set(passing, blob, px=_UNINDEXED_MS)
-                pipe.eval(_COMMON + _PUT, 4, *self._index, passing, self._values, *arguments)
+                pipe.eval(
+                    scripts.COMMON + scripts.PUT,
+                    len(scripts.INDEX) + 1,
+                    *self._index,
+                    passing,
+                    self._values,
+                    *arguments,
+                )
                 return pipe.execute()[1]
 
-        stored, evicted = self._try("write", key, both) or (0, 0)
+        stored, evicted = self._try("write", key, both) or (None, 0)
         self._tally.count("evictions", evicted)
-        self._tally.count("puts", stored)
-        return bool(stored)
+        self._tally.count("puts", stored == 1)
+        return stored
 
     def delete(self, key: str) -> bool:
         """Removes ``key``, leased or not; False where there was none."""
         check_key(key)
-        held = bool(self._try("delete", key, lambda client: self._eval(client, _DELETE, key)))
+        held = bool(self._try("delete", key, lambda client: self._eval(client, scripts.DELETE, key)))
         if held:
-            self._tally.drop(key)
+            self._unlease(key)
         return held
 
+    def _unlease(self, key: str) -> None:
+        with self._leasing:
+            if self._tally.holds(key):
+                self._tally.drop(key)
+                self._released.add(key)
+
     def lease(self, key: str) -> bool:
-        """Protects ``key`` from this process's evictions; another process only sees it as recently used."""
-        check_key(key)
-        self._tally.lease(key)  # first, so that no thread evicts it while the server is asked
-        held = False
-        try:
-            held = self.contains(key)
-        finally:
-            if not held:
-                self.release(key)
+        """Protects ``key`` from evictions of all who share the store, until its release or `lease_s` after this process ended."""
+        arguments = (check_key(key), self._holder, self._lease_ms)
+        with self._leasing:
+            held = bool(self._try("lease", key, lambda client: self._eval(client, scripts.LEASE, *arguments)))
+            if held:
+                self._tally.lease(key)
+                self._released.discard(key)
+                if self._renewal is None:
+                    self._renewal = threading.Event()
+                    which = (weakref.ref(self), self._renewal, self._lease_ms / 3000)
+                    threading.Thread(target=_renew, args=which, name="ctxwin-leases", daemon=True).start()
         return held
 
     def release(self, key: str) -> None:
-        self._tally.release(key)
+        """Gives back one lease; the server hears of it with the next put or renewal."""
+        with self._leasing:
+            before = self._tally.holds(key)
+            self._tally.release(key)
+            if before and not self._tally.holds(key):
+                self._released.add(key)
+
+    def _give_back(self) -> None:
+        given = tuple(self._released)
+        if given and self._try("release", "leases", lambda client: client.srem(self._holder, *given)) is not None:
+            self._released.difference_update(given)
+
+    def renew(self) -> None:
+        """Tells the server all leases of this process again, so that they stand for another `lease_s` seconds."""
+
+        def everything(client: Any) -> Any:
+            with client.pipeline(transaction=True) as pipe:
+                pipe.delete(self._holder)
+                if leased := self._tally.leased():
+                    pipe.sadd(self._holder, *leased)
+                self._eval(pipe, scripts.RENEW, self._holder, self._lease_ms)
+                return pipe.execute()
+
+        with self._leasing:
+            if not self._closed and self._try("renew", "leases", everything) is not None:
+                self._released.clear()
+
+    def claim(self, key: str) -> tuple[int, bytes] | None:
+        """Takes a fenced record over. Cost: a round trip with the value, as one script."""
+        found = self._answer(
+            key, self._try("claim", check_key(key), lambda client: self._eval(client, scripts.CLAIM, key))
+        )
+        value = None if found == 0 else self._open(key, found[1])
+        return None if value is None else (int(found[0]), value)
+
+    def commit(self, key: str, value: bytes, token: int) -> bool:
+        """Writes a fenced record as its owner. Cost: a `put`."""
+        stored = self._answer(key, self._put(key, value, token))
+        if stored < 0:
+            raise StaleOwner(f"{key} must be written by its owner, got token {token}; claim it again")
+        return bool(stored)
+
+    def token(self, key: str) -> int:
+        """The token of a fenced record's owner; 0 where there is none, more than any where it was retired. Cost: a round trip."""
+
+        def read(client: Any) -> Any:
+            with client.pipeline(transaction=False) as pipe:
+                pipe.hget(self._index[scripts.INDEX.index("tokens")], check_key(key))
+                pipe.exists(self._values + key)
+                pipe.exists(self._retired + key)
+                return pipe.execute()
+
+        token, there, retired = self._answer(key, self._try("read", key, read))
+        return _NOBODYS if retired else max(1, int(token or 0)) if there else 0
+
+    def retire(self, key: str) -> bool:
+        """Removes a fenced record; no former owner can bring it back within the hour. Cost: a round trip."""
+        arguments = (check_key(key), self._retired + key, _RETIRED_MS)
+        there = self._answer(
+            key, self._try("retire", key, lambda client: self._eval(client, scripts.RETIRE, *arguments))
+        )
+        self._unlease(key)
+        return bool(there)
+
+    def hold(self, key: str, value: str, seconds: float) -> str:
+        """Whose the name is; by the server's clock. Cost: a round trip."""
+        arguments = (self._held + check_key(key), value, round(seconds * 1000))
+        found = self._answer(key, self._try("hold", key, lambda client: self._eval(client, scripts.HOLD, *arguments)))
+        return str(found.decode())
+
+    def _answer(self, key: str, found: Any) -> Any:
+        if found is None:
+            raise StoreUnavailable(
+                f"the store {self.name} must answer before a window's version counts, and did not for {key}; try again, "
+                "and look at its server"
+            )
+        return found
 
     def stats(self) -> StoreStats:
         """Counters of this process; items and bytes of the tenant, 0 where the server cannot be reached."""
-        items, size = self._try("read", "its index", lambda client: self._eval(client, _STATS)) or (0, 0)
+        items, size = self._try("read", "its index", lambda client: self._eval(client, scripts.STATS)) or (0, 0)
         return self._tally.stats(items, size)
 
     def verify(self) -> tuple[int, int]:
@@ -335,11 +346,14 @@ class RedisStore(Store):
     def close(self) -> None:
         """Closes the connections; idempotent. Later calls raise ValueError."""
         if not self._closed:
+            if self._renewal is not None:
+                self._renewal.set()
+                self._try("release", "leases", lambda client: client.unlink(self._holder))
             self._closed = True
             self._client.close()
 
     def _eval(self, client: Any, script: str, *arguments: Any) -> Any:
-        return client.eval(_COMMON + script, 3, *self._index, self._values, *arguments)
+        return client.eval(scripts.COMMON + script, len(scripts.INDEX), *self._index, self._values, *arguments)
 
     def _try(self, what: str, key: str, call: Callable[[Any], Any]) -> Any:
         """What ``call`` returns; None where the server does not answer, refuses, or is being left alone."""
@@ -364,6 +378,18 @@ class RedisStore(Store):
                 self._pause = min(max(2 * self._pause, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
                 self._wake = self._clock() + self._pause
         log.warning("store %s could not %s %s: %s: %s", self.name, what, key, type(error).__name__, error)
+
+
+def _renew(store: weakref.ref[RedisStore], stop: threading.Event, pause: float) -> None:
+    while not stop.wait(pause):
+        held = store()
+        if held is None:
+            return
+        try:
+            held.renew()
+        except ValueError:  # closed meanwhile
+            return
+        del held
 
 
 def _checked(url: str) -> str:

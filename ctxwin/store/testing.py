@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from ctxwin.errors import StaleOwner
 from ctxwin.store.base import Store
 
 _BLOB = 10_000
@@ -180,6 +181,38 @@ class StoreConformance:
         for i in range(6, 12):
             small.put(f"span/{i}", _blob(str(i)))
         assert not small.contains("span/a")
+
+    def test_a_fenced_record_belongs_to_who_claimed_it_last(self, store: Store) -> None:
+        """An owner that was succeeded cannot write any more, and its successor goes on from its last version."""
+        assert store.claim("window/a") is None and store.token("window/a") == 0
+        assert store.commit("window/a", b"one", 1)
+        assert store.commit("window/a", b"two", 1)
+        token, value = store.claim("window/a") or (0, b"")
+        assert value == b"two" and token == store.token("window/a") > 1
+        with pytest.raises(StaleOwner):
+            store.commit("window/a", b"three", 1)
+        assert store.commit("window/a", b"four", token)
+        assert store.claim("window/a") == (token + 1, b"four")
+        assert store.list("window/") and store.retire("window/a")
+        assert store.claim("window/a") is None and not list(store.list("window/"))
+
+    def test_owners_at_once_get_tokens_of_their_own(self, store: Store) -> None:
+        """Of many who claim a record at once only one may write."""
+        assert store.commit("window/a", b"start", 1)
+        claimed: list[int] = []
+        threads = [
+            threading.Thread(target=lambda: claimed.append((store.claim("window/a") or (0,))[0])) for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(set(claimed)) == 8
+        for token in claimed:
+            if token < max(claimed):
+                with pytest.raises(StaleOwner):
+                    store.commit("window/a", b"stale", token)
+        assert store.commit("window/a", b"mine", max(claimed))
 
     def test_refuses_where_everything_is_leased(self, small: Store) -> None:
         """A put never pushes out what is leased."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import islice
 
 from ctxwin.store.base import Store, StoreStats, Tally, check_key
+
+_MOST_WANTED = 1024
 
 
 class TieredStore(Store):
@@ -20,9 +24,12 @@ class TieredStore(Store):
         if not tiers:
             raise ValueError("tiers must have at least one store, got none")
         self.tiers = tuple(tiers)
+        self.shared = self.tiers[-1].shared
         self._lock = threading.Lock()
         self._leases: dict[str, list[tuple[Store, ...]]] = {}
         self._tally = Tally()
+        self._fetcher: ThreadPoolExecutor | None = None
+        self._wanted = 0
 
     def get(self, key: str) -> bytes | None:
         """The value from the first tier that holds it, copied to the tiers above. Cost: of the tiers asked."""
@@ -84,6 +91,46 @@ class TieredStore(Store):
         for tier in holders:
             tier.release(key)
 
+    def prefetch(self, keys: Iterable[str]) -> None:
+        """Copies values into the first tier, one after another in a thread; what is too much at once is left where it is."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._fetcher is None:
+                self._fetcher = ThreadPoolExecutor(1, "ctxwin-prefetch")
+            for key in islice(keys, max(0, _MOST_WANTED - self._wanted)):
+                self._wanted += 1
+                self._fetcher.submit(self._fetch, key)
+
+    def _fetch(self, key: str) -> None:
+        first, *below = self.tiers
+        try:
+            if not first.contains(key):
+                value = next((value for tier in below if (value := tier.get(key)) is not None), None)
+                if value is not None:
+                    first.put(key, value)
+        except ValueError:
+            pass  # a tier was closed meanwhile
+        finally:
+            with self._lock:
+                self._wanted -= 1
+
+    def claim(self, key: str) -> tuple[int, bytes] | None:
+        """From the last tier, as every fenced record: a copy above it could be old."""
+        return self.tiers[-1].claim(key)
+
+    def commit(self, key: str, value: bytes, token: int) -> bool:
+        return self.tiers[-1].commit(key, value, token)
+
+    def token(self, key: str) -> int:
+        return self.tiers[-1].token(key)
+
+    def hold(self, key: str, value: str, seconds: float) -> str:
+        return self.tiers[-1].hold(key, value, seconds)
+
+    def retire(self, key: str) -> bool:
+        return self.tiers[-1].retire(key)
+
     def stats(self) -> StoreStats:
         """Items are distinct keys, bytes are summed over the tiers. Cost: a listing of every tier."""
         parts = [tier.stats() for tier in self.tiers]
@@ -104,5 +151,9 @@ class TieredStore(Store):
         return sum(good for good, _ in checked), sum(corrupt for _, corrupt in checked)
 
     def close(self) -> None:
+        with self._lock:
+            self._closed, fetcher = True, self._fetcher
+        if fetcher is not None:
+            fetcher.shutdown(cancel_futures=True)
         for tier in self.tiers:
             tier.close()

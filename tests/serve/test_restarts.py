@@ -16,7 +16,7 @@ import pytest
 
 from ctxwin import Chunk
 from ctxwin.adapters.openai import RemoteWindow
-from ctxwin.errors import EngineFailed
+from ctxwin.errors import EngineFailed, StaleOwner
 from ctxwin.serve.errors import Quarantined, TooManyWindows, UnknownWindow
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.quarantine import QUARANTINE_S, Quarantine
@@ -229,13 +229,19 @@ def test_windows_that_were_open_when_the_server_was_killed_come_back(tmp_path: P
         branch.evict(ids[0])
         gone.append(CHUNKS[0])
         gone.close()
+        expected = window.ask("Which door is open?", 4).text
         with serving(tenants=tenants, store=store) as server:
             client = server.client("key-acme", max_retries=0)
             back, other = RemoteWindow.attach(client, window.id), RemoteWindow.attach(client, branch.id)
             assert back.ids == window.ids and back.evicted == (ids[1],) and back.version == window.version
             assert other.ids == branch.ids
-            assert back.ask("Which door is open?", 4).text == window.ask("Which door is open?", 4).text
+            assert back.ask("Which door is open?", 4).text == expected
             back.check()
+            with pytest.raises(StaleOwner):
+                window.evict(ids[0])
+            assert back.ids == window.ids, "it has taken the newest version back"
+            with pytest.raises(StaleOwner):
+                back.evict(ids[0])
             assert answer.text
             with pytest.raises(UnknownWindow):
                 RemoteWindow.attach(client, gone.id)
@@ -251,12 +257,11 @@ def test_reading_a_window_writes_nothing() -> None:
         window = RemoteWindow(server.client(), "h", 900)
         window.extend(CHUNKS[:2])
         store = server.engines[""].store
-        (before,) = store.list("window/")
+        before = store.get(f"window/{window.id}")
         assert window.plan() and window.snapshot()
-        assert list(store.list("window/")) == [before] and store.stats().leased
+        assert store.get(f"window/{window.id}") is before and store.stats().leased
         window.append(CHUNKS[2])
-        (after,) = store.list("window/")
-        assert after != before
+        assert store.get(f"window/{window.id}") != before
         window.close()
         assert not list(store.list("window/")) and store.stats().leased == 0
 

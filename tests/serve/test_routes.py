@@ -246,7 +246,7 @@ def test_windows_stay_where_the_store_takes_no_snapshot(
     """A full disk lost the windows that it should have kept."""
     windows = server.service.space("").windows
     broken = Mock(side_effect=failure)
-    monkeypatch.setattr(server.engines[""].repo, "put_json", broken)
+    monkeypatch.setattr(windows.records, "commit", broken)
     made = [RemoteWindow(client, f"system prompt {i}") for i in range(3)]
     assert broken.call_count >= 3
     monkeypatch.setattr(windows, "_ttl_s", 0.0)

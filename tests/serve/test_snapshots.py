@@ -108,8 +108,8 @@ def test_planted_windows_are_checked_like_clients_snapshots(server: Server, snap
     for name, state in {"a1": liar, "a2": reader, "a3": true, "a4": [], "a5": true}.items():
         if isinstance(state, dict):
             state = {**state, "window": name if name != "a5" else "other"}
-        record = {"state": state, "mac": "0"}
-        assert repo.put_json(f"window/{name}/00000000000000000001", record, bound=False)
+        record = {"state": state, "mac": "0", "answers": {"0": ["0", "a lie"]}}
+        assert repo.store.commit(f"window/{name}", json.dumps(record).encode(), 1)
     assert [call(server, f"/v1/windows/a{i}")[0] for i in range(1, 6)] == [404, 404, 200, 404, 404]
 
 

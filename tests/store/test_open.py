@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -258,3 +259,19 @@ def test_another_tenants_records_are_foreign(tmp_path: Path) -> None:
     shutil.copytree(folders["bob"], folders["alice"])
     assert open_store(f"disk:{tmp_path}", tenant="alice", key=KEY).get("span/a") is None
     assert open_store(f"disk:{tmp_path}", tenant="bob", key=KEY).get("span/a") == b"forged"
+
+
+def test_what_will_be_read_is_brought_up_meanwhile(tmp_path: Path) -> None:
+    fast, slow = MemoryStore(), DiskStore(tmp_path)
+    tiered = TieredStore([fast, slow])
+    for i in range(5):
+        slow.put(f"span/{i}", bytes([i]))
+    tiered.prefetch([f"span/{i}" for i in range(5)] + ["span/gone"])
+    until = time.monotonic() + 10
+    while not all(fast.contains(f"span/{i}") for i in range(5)):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert tiered.get("span/3") == b"\3"
+    tiered.prefetch(["span/1"] * 3000)
+    tiered.close()
+    tiered.prefetch(["span/1"])

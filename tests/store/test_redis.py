@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from ctxwin import Chunk, Fidelity, Window
-from ctxwin.errors import MissingExtra
+from ctxwin.errors import MissingExtra, StaleOwner, StoreUnavailable
 from ctxwin.store import Store, open_store
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.redis import RedisStore
@@ -63,7 +63,7 @@ def client(server: Server) -> Iterator[Any]:
 def twin(store: RedisStore, server: Server, **options: Any) -> RedisStore:
     """A second store on the same keys, as another process would open it."""
     other = RedisStore(server.url, options.pop("max_bytes", store.max_bytes), **options)
-    other._values, other._index, other._passing = store._values, store._index, store._passing
+    other._enter(store._values.removesuffix("value:"))
     return other
 
 
@@ -220,17 +220,61 @@ def test_stores_that_share_a_tenant_keep_one_limit(store: RedisStore, server: Se
         each.close()
 
 
-def test_a_lease_holds_in_its_own_process_only(store: RedisStore, server: Server) -> None:
-    with closing(twin(store, server, max_bytes=5000)) as mine, closing(twin(store, server, max_bytes=5000)) as other:
+def fill(store: RedisStore, name: str) -> None:
+    """More than a small store has room for."""
+    for i in range(9):
+        store.put(f"span/{name}{i}", bytes(1000))
+
+
+def test_a_lease_holds_for_all_who_share_the_store(store: RedisStore, server: Server) -> None:
+    with closing(twin(store, server, max_bytes=5000)) as other:
+        mine = twin(store, server, max_bytes=5000)
+        mine.put("span/a", bytes(1000))
+        assert mine.lease("span/a") and other.lease("span/a")
+        fill(mine, "x")
+        other.release("span/a")
+        fill(other, "y")
+        assert mine.contains("span/a"), "one of two leases is left"
+        mine.release("span/a")
+        fill(mine, "z")
+        assert not other.contains("span/a")
         mine.put("span/a", bytes(1000))
         assert mine.lease("span/a")
-        for i in range(9):
-            mine.put(f"span/{i}", bytes(1000))
-        assert mine.contains("span/a")
-        for i in range(9, 18):
-            other.put(f"span/{i}", bytes(1000))
-        assert not mine.contains("span/a")
-        assert mine.get("span/a") is None
+        mine.close()
+        fill(other, "w")
+        assert not other.contains("span/a"), "closing gives leases back"
+
+
+def test_leases_of_a_killed_process_end_and_those_of_an_idle_one_do_not(store: RedisStore, server: Server) -> None:
+    with closing(twin(store, server, max_bytes=5000)) as other, closing(twin(store, server, lease_s=0.6)) as idle:
+        killed = twin(store, server, lease_s=0.6)
+        killed.renew = lambda: None  # type: ignore[method-assign]
+        for name, holder in (("killed", killed), ("idle", idle)):
+            holder.put(f"span/{name}", bytes(1000))
+            assert holder.lease(f"span/{name}")
+        fill(other, "x")
+        assert other.contains("span/killed") and other.contains("span/idle")
+        time.sleep(1.2)
+        fill(other, "y")
+        assert not other.contains("span/killed") and other.contains("span/idle")
+        killed.close()
+
+
+def test_a_record_that_was_retired_is_not_brought_back(store: RedisStore) -> None:
+    assert store.commit("window/a", b"one", 1)
+    assert store.retire("window/a") and not store.retire("window/a")
+    with pytest.raises(StaleOwner, match="must be written by its owner"):
+        store.commit("window/a", b"two", 1)
+    assert store.claim("window/a") is None and store.token("window/a") > 1
+
+
+def test_fenced_records_say_where_the_server_does_not_answer(mortal: Server) -> None:
+    with closing(RedisStore(mortal.url, LARGE)) as store:
+        assert store.commit("window/a", b"one", 1)
+        mortal.kill()
+        for call in (store.claim, store.token, store.retire, lambda key: store.commit(key, b"two", 1)):
+            with pytest.raises(StoreUnavailable, match="must answer"):
+                call("window/a")
 
 
 def test_values_end_on_the_server_itself(server: Server, client: Any) -> None:

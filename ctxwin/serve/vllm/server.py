@@ -24,7 +24,7 @@ from ctxwin.serve.supervisor import EngineDied, journal
 from ctxwin.serve.tenants import Keys, Tenant
 from ctxwin.serve.vllm.arguments import defaults_of, enlist, own_keys, parse, prepare
 from ctxwin.serve.vllm.chats import put_windows_behind
-from ctxwin.store import open_store
+from ctxwin.store import Store, open_store
 
 _log = logging.getLogger("ctxwin.serve")
 
@@ -38,19 +38,9 @@ def run(model: str, given: Sequence[str], settings: Settings) -> None:
         OSError: a port that is taken, a store that cannot be read.
     """
     import uvloop
-    from vllm import envs, plugins
     from vllm.entrypoints.launchers.api_server.entry import run_server
 
-    windows = Windows(settings)
-    args = parse(model, given)
-    enlist(lambda _: windows, given)
-    load = plugins.load_endpoint_plugins
-
-    def load_endpoint_plugins(tasks: Any = None) -> list[Any]:
-        others = [] if envs.VLLM_PLUGINS is None else load(tasks)
-        return [windows, *(other for other in others if other is not windows)]
-
-    plugins.load_endpoint_plugins = load_endpoint_plugins  # which loads those that VLLM_PLUGINS names, and no others
+    windows, args = _enlisted(model, given, settings)
     try:
         uvloop.run(run_server(args))
     except (OSError, OverflowError) as error:
@@ -62,11 +52,49 @@ def run(model: str, given: Sequence[str], settings: Settings) -> None:
         raise EngineDied("vLLM ended by itself; its log says why, and the server has to be started again")
 
 
+def _enlisted(model: str, given: Sequence[str], settings: Settings) -> tuple[Windows, Namespace]:
+    """vLLM's namespace for a server of this process, and what it will load beside its own routes."""
+    from vllm import envs, plugins
+
+    windows = Windows(settings)
+    args = parse(model, given)
+    enlist(lambda _: windows, given)
+    load = plugins.load_endpoint_plugins
+
+    def load_endpoint_plugins(tasks: Any = None) -> list[Any]:
+        others = [] if envs.VLLM_PLUGINS is None else load(tasks)
+        return [windows, *(other for other in others if other is not windows)]
+
+    plugins.load_endpoint_plugins = load_endpoint_plugins  # which loads those that VLLM_PLUGINS names, and no others
+    return windows, args
+
+
+@contextlib.asynccontextmanager
+async def serving_app(model: str, given: Sequence[str], settings: Settings) -> AsyncIterator[tuple[Any, Service]]:
+    """`run` without a socket: the ASGI app, and what stands behind it, for whoever brings requests. One a process.
+
+    Raises: as `run`.
+    """
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+    from vllm.entrypoints.launchers.app import build_app
+
+    windows, args = _enlisted(model, given, settings)
+    async with build_async_engine_client(args) as client:
+        tasks = await client.get_supported_tasks()
+        app = build_app(args, tasks, client.model_config)
+        await init_app_state(client, app.state, args, tasks)
+        async with app.router.lifespan_context(app):
+            assert windows.service is not None
+            yield app, windows.service
+
+
 class Windows:
     """An endpoint plugin of vLLM (its ``EndpointPlugin``), for one server.
 
     Attributes:
         prepared: vLLM's arguments, once its engine is asked for.
+        service: what stands behind the routes, once the engine is up.
         died: whether vLLM had ended by itself when it was shut down.
     """
 
@@ -79,7 +107,7 @@ class Windows:
         self._suspects = journal()
         self._keys = Keys()
         self.prepared: Namespace | None = None
-        self._service: Service | None = None
+        self.service: Service | None = None
         self._stopping = threading.Event()
         self.died = False
 
@@ -122,7 +150,7 @@ class Windows:
         if args.otlp_traces_endpoint:
             tracing.start()
         limits = replace(self._given["limits"], max_logprobs=args.plain_max_logprobs)
-        self._service = service = Service(
+        self.service = service = Service(
             _opener(engine_client, asyncio.get_running_loop(), args.model, self._settings),
             **{**self._given, "limits": limits},
             models=args.served_model_name or [args.model],
@@ -130,6 +158,7 @@ class Windows:
             quarantine=quarantine,
             defaults=defaults_of(engine_client.model_config),
             fetches_media=bool(args.allowed_media_domains),
+            open_records=self._open_records if self._settings.registry else None,
         )
         setattr(state, STATE, service)
         self._follow_shutdown(engine_client, args.shutdown_timeout)
@@ -140,6 +169,9 @@ class Windows:
             raise
         put_windows_behind(engine_client, service)
         _log.info("ctxwin serves windows beside vLLM's own endpoints")
+
+    def _open_records(self, tenant: str) -> Store:
+        return open_store(self._settings.registry, tenant=tenant)
 
     def _follow_shutdown(self, client: Any, seconds: float) -> None:
         """Drains before vLLM's end, and tells that from its death: afterwards both look the same.
@@ -152,15 +184,15 @@ class Windows:
             if not self._stopping.is_set():
                 self.died = client.errored
                 self._stopping.set()
-                if self._service is not None:
-                    self._service.drain(0.0 if self.died or threading.get_ident() == loop_thread else seconds)
+                if self.service is not None:
+                    self.service.drain(0.0 if self.died or threading.get_ident() == loop_thread else seconds)
             return shutdown(*args, **options)
 
         client.shutdown = told
 
     async def _stop(self) -> None:
-        if self._service is not None:
-            await self._service.stop()
+        if self.service is not None:
+            await self.service.stop()
 
 
 def log_like_vllm() -> None:

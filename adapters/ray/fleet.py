@@ -1,0 +1,93 @@
+"""The application: a front, and replicas behind a router that knows what they hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from pydantic import BaseModel, ConfigDict, Field
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from ctxwin.adapters.ray.front import Front
+from ctxwin.adapters.ray.replica import Replica
+from ctxwin.serve.settings import Settings
+from ctxwin.store import open_store, parse_bytes
+
+_STATS_S = 1.0
+_HEALTH_S = 5.0
+
+
+class FleetArguments(BaseModel):
+    """What a fleet is made of: ``args`` of a YAML for ``serve run``.
+
+    Attributes:
+        model, vllm: as ``ctxwin serve MODEL VLLM...`` takes them.
+        settings: options of ``ctxwin serve``, with underscores: ``{"store": "tiered:memory:,redis://host:6379/0"}``.
+        replicas: how many, or ``[least, most]`` to scale with the requests in hand.
+        name: of the fleet; no other may have it on the same registry. Default: the application and its Ray cluster.
+        gpus, cpus: of each replica; several GPUs go with ``--tensor-parallel-size``.
+        ongoing: requests that a replica has in hand, of which it answers ``max_concurrency`` at once.
+        target: requests in hand of each replica that scaling aims at.
+        router: import path of a request router.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    vllm: list[str] = []
+    settings: dict[str, Any] = {}
+    replicas: int | tuple[int, int] = Field(default=2)
+    name: str = ""
+    gpus: float = 0
+    cpus: float = 1
+    ongoing: int = Field(default=1024, gt=0)
+    target: float = Field(default=16, gt=0)
+    router: str = "ctxwin.adapters.ray.router.WindowRouter"
+
+
+def fleet(arguments: FleetArguments) -> Any:
+    """The Ray Serve application of a fleet.
+
+    Raises:
+        ValueError: arguments that no fleet can have; each says what to do. OSError: the store cannot be reached.
+    """
+    least, most = arguments.replicas if isinstance(arguments.replicas, tuple) else (arguments.replicas,) * 2
+    if not 1 <= least <= most:
+        raise ValueError(f"replicas must be a number from 1 on, or [least, most], got {arguments.replicas}")
+    unknown = set(arguments.settings) - {name for name, *_ in Settings.described()}
+    if unknown:
+        raise ValueError(f"settings must be options of ctxwin serve with underscores, got {', '.join(sorted(unknown))}")
+    settings = Settings(**arguments.settings)
+    settings.service()  # says what cannot be
+    records = settings.registry or settings.store
+    if most > 1 and not records.rpartition(",")[2].removeprefix("tiered:").startswith(("redis://", "rediss://")):
+        raise ValueError(
+            f"replicas must share the windows' versions in a Redis, got {records!r}; give the setting registry (or a store that "
+            "ends) with redis://HOST:PORT/DB, or one replica"
+        )
+    open_store(records).close()  # one clear error now, rather than one of every replica
+    for name in ("--port", "--host", "--uds"):
+        if any(word.partition("=")[0] == name for word in arguments.vllm):
+            raise ValueError(f"replicas must have no address of their own, got {name}; Ray Serve's proxy listens")
+    scaling: dict[str, Any] = {"num_replicas": least}
+    if most > least:
+        aim = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": arguments.target}
+        scaling = {"autoscaling_config": aim}
+    routing = RequestRouterConfig(request_router_class=arguments.router, request_routing_stats_period_s=_STATS_S)
+    replicas = serve.deployment(Replica, name="replica").options(
+        ray_actor_options={"num_cpus": arguments.cpus, "num_gpus": arguments.gpus},
+        max_ongoing_requests=arguments.ongoing,
+        request_router_config=routing,
+        health_check_period_s=_HEALTH_S,
+        health_check_timeout_s=60.0,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=60.0,
+        **scaling,
+    )
+    name = arguments.name or f"ctxwin@{ray.get_runtime_context().gcs_address}"
+    front = serve.deployment(Front, name="front").options(
+        ray_actor_options={"num_cpus": 0}, max_ongoing_requests=16 * arguments.ongoing
+    )
+    bound = replicas.bind(arguments.model, arguments.vllm, arguments.settings, name)
+    return front.bind(bound, parse_bytes(settings.max_upload_bytes))

@@ -1,0 +1,88 @@
+"""What a request is about, and which replica it goes to: the pure part of the fleet's router."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed; run pip install 'ctxwin[ray]'")
+
+from starlette.datastructures import Headers
+
+from ctxwin.adapters.ray import FleetArguments, fleet
+from ctxwin.adapters.ray.hints import Candidate, Hint, hint_of, rank
+
+A, B = "a" * 64, "b" * 64
+
+
+def hint(path: str, body: Any = None, **headers: str) -> Hint:
+    return hint_of(path, Headers(headers), json.dumps(body).encode() if body is not None else b"")
+
+
+def names(asked: Hint, *candidates: Candidate, **owners: str) -> list[str]:
+    return [candidate.name for candidate in rank(asked, candidates, owners)]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        ("/v1/windows/w1", None, Hint(window="w1")),
+        ("/v1/windows/w1/append", {"chunk": A}, Hint(window="w1")),
+        ("/v1/windows", {"snapshot": {"placed": [{"chunk_id": A}, {"chunk_id": B}]}}, Hint(chunks=frozenset({A, B}))),
+        ("/v1/chat/completions", {"messages": [{"content": [{"chunk": A}]}], "user": "u"}, Hint("", "user:u", frozenset({A}))),
+        ("/v1/chat/completions", [], Hint()),
+        ("/v1/windowsill/w1", None, Hint()),
+        ("/v1/windows/../etc", None, Hint()),
+    ],
+)  # fmt: skip
+def test_what_a_request_is_about(path: str, body: Any, expected: Hint) -> None:
+    assert hint(path, body) == expected
+
+
+def test_a_session_by_its_header_and_a_body_that_is_no_json() -> None:
+    assert hint("/v1/chat/completions", {}, **{"x-session-id": "s"}).session == "session:s"
+    assert hint_of("/v1/chat/completions", Headers(), b"{" * 100_000) == Hint()
+
+
+def test_the_owner_comes_first_then_chunks_then_load() -> None:
+    idle, busy = Candidate("idle"), Candidate("busy", frozenset({"w"}), {A: 10}, running=9)
+    rich = Candidate("rich", frozenset(), {A: 10, B: 5}, running=5)
+    assert names(Hint(window="w"), idle, rich, busy)[0] == "busy"
+    assert names(Hint(window="w"), idle, rich, busy, w="idle")[:2] == ["idle", "busy"], (
+        "an answer is newer than a report"
+    )
+    assert names(Hint(chunks=frozenset({A, B})), idle, busy, rich) == ["rich", "busy", "idle"]
+    assert names(Hint(), busy, rich, idle) == ["idle", "rich", "busy"]
+    assert names(Hint(), Candidate("x", frozenset({"1", "2"})), Candidate("y", frozenset({"3"}))) == ["y", "x"]
+
+
+def test_what_nobody_holds_falls_on_one_replica_and_few_move() -> None:
+    four = [Candidate(f"r{i}", running=i) for i in range(4)]
+    places = {i: names(Hint(window=f"w{i}"), *four)[0] for i in range(400)}
+    assert places == {i: names(Hint(window=f"w{i}"), *reversed(four))[0] for i in range(400)}
+    assert min(list(places.values()).count(c.name) for c in four) > 60
+    fewer = {i: names(Hint(window=f"w{i}"), *four[:3])[0] for i in range(400)}
+    assert all(fewer[i] == places[i] for i in places if places[i] != "r3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"replicas": 0}, "replicas must be a number from 1 on"),
+        ({"replicas": (4, 2)}, "replicas must be"),
+        ({"settings": {"stor": "x"}}, "with underscores, got stor"),
+        ({"settings": {"store": "memory:"}}, "must share the windows' versions in a Redis, got 'memory:'"),
+        ({"settings": {"store": "tiered:memory:,redis://127.0.0.1:1/0"}}, "cannot be reached"),
+        ({"vllm": ["--port", "8000"], "replicas": 1}, "no address of their own, got --port"),
+    ],
+)
+def test_fleets_that_cannot_be_are_refused_before_anything_starts(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, OSError), match=said):
+        fleet(FleetArguments(model="tiny", **arguments))
+
+
+def test_arguments_that_nobody_knows_are_refused() -> None:
+    with pytest.raises(ValueError, match="Extra inputs"):
+        FleetArguments(model="tiny", replica=2)  # type: ignore[call-arg]
