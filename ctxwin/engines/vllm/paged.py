@@ -159,7 +159,7 @@ class PagedKV:
         if self._fp8 is None:
             return k, v
         scales = (layer._k_scale_float, layer._v_scale_float)
-        return tuple((x.view(self._fp8).float() * s).to(self.dtype) for x, s in zip((k, v), scales, strict=True))  # type: ignore
+        return tuple((x.view(self._fp8).float() * s).to(self.dtype) for x, s in zip((k, v), scales, strict=True))
 
     def _probe(self) -> torch.Tensor:
         """Where each number of (k, v) of one block lies in it: int64 ``[block_size * heads * (k_dim + v_dim)]``.

@@ -178,7 +178,8 @@ class _Batch:
         """A generated answer, up to its end."""
         ends = self.decoder.engine.ends
         stop = next((i for i, token in enumerate(row) if token in ends), len(row))
-        return self.decoder.engine.decode(row[:stop]).strip()
+        text: str = self.decoder.engine.decode(row[:stop])
+        return text.strip()
 
 
 def measure_quality(
