@@ -131,4 +131,4 @@ def test_addresses_that_name_no_cluster(master: str, url: str, said: str) -> Non
 
 def test_a_server_on_mooncake_needs_a_registry() -> None:
     with pytest.raises(ValueError, match="must have a --registry redis"):
-        Settings(store="tiered:memory:,mooncake://127.0.0.1:50051").options()
+        Settings(store="tiered:memory:,mooncake://127.0.0.1:50051").service()
