@@ -12,10 +12,17 @@ from ctxwin.doctor.checks import Finding, Status
 from ctxwin.serve.endpoints import ABOUT, READY
 
 _TIMEOUT_S = 30.0
+_MOST = 1 << 20
+"""Bytes of one answer that are read, whatever answers there."""
 
 
 def examine(url: str, key: str = "") -> list[Finding]:
-    """What a server answers, and what is wrong with that. Sends four requests, none of which costs a forward."""
+    """What a server answers, and what is wrong with that. Sends four requests, none of which costs a forward.
+
+    Raises ValueError for an address that is not HTTP's.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"a server's address must begin with http:// or https://, got {url!r}")
     url = url.rstrip("/").removesuffix("/v1")
     status, said = _get(url + "/health")
     found = [
@@ -76,9 +83,9 @@ def _get(url: str, key: str = "") -> tuple[int, str]:
     """The status and the text of an answer; 0 and the reason where there is none."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            return int(answer.status), answer.read().decode()
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # nosec B310: `examine` takes http(s) only
+            return int(answer.status), answer.read(_MOST).decode(errors="replace")
     except urllib.error.HTTPError as error:
-        return error.code, error.read().decode(errors="replace")
+        return error.code, error.read(_MOST).decode(errors="replace")
     except OSError as error:
         return 0, str(error)
