@@ -47,6 +47,11 @@ def check_scores(data: Any, most: int) -> None:
     check_scores(data.get("sampling_params"), most)
 
 
+def most_scores(given: int, vocabulary: int) -> int:
+    """``--max-logprobs`` as `check_scores` takes it: what holds the whole vocabulary is no limit, so -1 may be asked for."""
+    return -1 if given >= vocabulary else given
+
+
 def plain_salt(engine: Engine) -> str:
     """The prefix-cache salt of an engine's exact windows, which plain requests of its tenant share; "" is none."""
     salt = getattr(engine, "plain_salt", "")

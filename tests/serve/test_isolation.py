@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ctxwin.serve.errors import NotAllowed
-from ctxwin.serve.isolation import bind
+from ctxwin.serve.isolation import bind, check_scores, most_scores
 from ctxwin.serve.limits import Allowance, Limits
 
 FREE = Allowance(Limits())
@@ -33,3 +33,12 @@ def test_a_tenant_without_a_salt_gets_no_shared_blocks() -> None:
     with pytest.raises(NotAllowed):
         bind("/v1/chat/completions", {"messages": []}, "acme", "", FREE)
     assert json.loads(bind("/v1/chat/completions", {"messages": []}, "", "", FREE)) == {"messages": []}
+
+
+def test_all_scores_may_be_asked_for_where_the_limit_holds_them() -> None:
+    """As vLLM reads -1: the size of the vocabulary."""
+    asked = {"prompt_logprobs": -1}
+    check_scores(asked, most_scores(500, vocabulary=500))
+    check_scores(asked, most_scores(-1, vocabulary=500))
+    with pytest.raises(ValueError, match=r"prompt_logprobs must be in 0\.\.499, got -1"):
+        check_scores(asked, most_scores(499, vocabulary=500))

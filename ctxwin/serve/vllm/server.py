@@ -15,6 +15,7 @@ from ctxwin import tracing
 from ctxwin.engines.base import Engine
 from ctxwin.engines.repair_install import require
 from ctxwin.engines.vllm.engine import VLLMEngine
+from ctxwin.serve.isolation import most_scores
 from ctxwin.serve.middleware import GATEWAY
 from ctxwin.serve.quarantine import Quarantine
 from ctxwin.serve.routes import install
@@ -149,7 +150,8 @@ class Windows:
         quarantine = Quarantine(self._suspects, lambda: engine_client.errored and not self._stopping.is_set())
         if args.otlp_traces_endpoint:
             tracing.start()
-        limits = replace(self._given["limits"], max_logprobs=args.plain_max_logprobs)
+        most = most_scores(args.plain_max_logprobs, engine_client.model_config.get_vocab_size())
+        limits = replace(self._given["limits"], max_logprobs=most)
         self.service = service = Service(
             _opener(engine_client, asyncio.get_running_loop(), args.model, self._settings),
             **{**self._given, "limits": limits},
