@@ -23,7 +23,7 @@ SOURCES := $(shell find ctxwin adapters evals -type f -not -path '*/__pycache__/
 
 # Chromium, a font for its pages, a Redis server, and a library of Mooncake's; only what is missing.
 MISSING = $(strip $(shell command -v chromium >/dev/null || echo chromium; fc-list 2>/dev/null | grep -q . || echo fonts-dejavu-core; \
-	command -v redis-server >/dev/null || echo redis-server; ldconfig -p | grep -q libibverbs.so.1 || echo libibverbs1))
+	command -v redis-server >/dev/null || echo redis-server))
 APT_INSTALL = apt-get install -y --no-install-recommends
 
 # The environment with the earlier vLLM, and what is tested there: whatever touches vLLM, in a few minutes.

@@ -245,6 +245,7 @@ class ChatCtxwin(Answering):
                 schema, include_raw=include_raw, **kwargs
             )
             return offered
+        kwargs.pop("strict", None)  # answers are held to the schema while they are decoded, in any case
         if method not in ("json_schema", "json_mode") or kwargs:
             raise ValueError(f"method must be function_calling, json_schema or json_mode, got {method!r} and {kwargs}")
         model = schema if isinstance(schema, type) and issubclass(schema, BaseModel) else None

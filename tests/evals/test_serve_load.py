@@ -22,6 +22,7 @@ from ctxwin.evals.studies.serve.policies import POLICIES, Film, Prompts, Windows
 from ctxwin.evals.studies.serve.show import lines, picture, serve_table
 from ctxwin.evals.studies.serve.trace import Mix, Turn, frames_of, trace
 from ctxwin.fidelity import Fidelity
+from ctxwin.policies import OldestFirst
 from ctxwin.window.window import Window
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def test_users_of_the_prefix_cache_hold_what_the_ledger_says(engine: VLLMEngine,
     ledger = Ledger(
         engine, reserve_tokens=budget - engine.encode_system_prompt(SYSTEM_PROMPT).tokens - (mix.frames + 1) * TOKENS
     )
-    window = Window(engine, SYSTEM_PROMPT, budget=budget)
+    window = Window(engine, SYSTEM_PROMPT, budget=budget, eviction=OldestFirst())
     ledger.watch(window)
     ids: list[str] = []
 

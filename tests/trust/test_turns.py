@@ -12,7 +12,7 @@ from ctxwin.profiles import BASIS_NAME, PROFILE_NAME
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.trust import Options
 from ctxwin.trust.auditor import VARIABLE
-from evals.studies.trust import turn
+from ctxwin.evals.studies.trust import turn
 
 
 @pytest.mark.slow

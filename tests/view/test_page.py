@@ -172,7 +172,7 @@ def test_a_recall_that_left_at_once_is_told(engine: FakeEngine, tmp_path: Path, 
         window.slide(2)
         window.ask("first?", max_tokens=1)
         window.recall(ids[0])
-        window.slide(1)
+        window.evict(ids[0])
         window.ask("second?", max_tokens=1)
     page = open_page(render(path, tmp_path / "view.html"))
     second = step(page, "second?")

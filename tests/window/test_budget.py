@@ -77,7 +77,7 @@ def test_a_byte_budget_holds_for_every_operation(engine: FakeEngine) -> None:
     assert window.look_back(a) == [a]
     assert window.ids == (a, c, d)
     assert window.look_back(b) == [b]
-    assert window.ids == (b, c, d), "of a, c and d the oldest makes room"
+    assert window.ids == (a, b, d), "of a, c and d the least recently read makes room"
     with pytest.raises(BudgetExceeded, match="a chunk must fit the budget of 12"):
         window.append(Chunk.text("x" * 11))
     window.check()

@@ -388,7 +388,9 @@ def test_a_prefilled_frame_leaves_only_the_question_to_the_answer(engine: Engine
             made.slide(1)
         assert window.prefill()[-1] == window.ids[-1]
         answer, usual = ask(window, QUESTIONS[1]), ask(other, QUESTIONS[1])
-        assert answer.usage.computed_tokens == answer.usage.prompt_tokens - window.tokens
+        # vLLM's prefix cache ends with a whole block: less than one is computed again.
+        again = answer.usage.computed_tokens - (answer.usage.prompt_tokens - window.tokens)
+        assert again == 0 or (answer.usage.engine == "vllm" and 0 < again < 32)
         assert answer.usage.exact == usual.usage.exact == (mode == "exact")
         assert close(answer.first_token_logprobs, usual.first_token_logprobs, 1e-4)
         if mode == "exact":
