@@ -15,7 +15,8 @@ TOLD = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "llms.txt", ROOT / "ctxwin" / "tin
 _NAME = re.compile(r"(?<![\w./-])((?:ctxwin|evals|tools)(?:\.[A-Za-z_]\w*)+)(?!\w*\()")
 _FILE = re.compile(r"(?<![\w/.:-])((?:adapters|ctxwin|docs|evals|examples|tests|tools)/[\w./-]*[\w/])")
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
-_NO_NAMES = {"ctxwin.git", "ctxwin.readthedocs.io", "ctxwin.ask"}  # the last is the name of a span
+_SPANS = {f"ctxwin.{name}" for name in ("request", "ask", "lay_out", "read", "run", "settle")}
+_NO_NAMES = {"ctxwin.git", "ctxwin.readthedocs.io", *_SPANS}
 
 
 def resolved(name: str) -> Any:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ctxwin import open_engine
+from ctxwin.evals.studies.trust import turn
 from ctxwin.profiles import BASIS_NAME, PROFILE_NAME
 from ctxwin.tiny import checkpoint_dir
 from ctxwin.trust import Options
 from ctxwin.trust.auditor import VARIABLE
-from ctxwin.evals.studies.trust import turn
 
 
 @pytest.mark.slow
