@@ -24,18 +24,22 @@ LONG = frozenset((ROOT / "long.txt").read_text().split())
 _TIMED = frozenset({"test_cost", "test_cost_lanes", "test_cost_policy"})
 
 GUARDS = (
+    "adapters/test_vllm_adapters.py::",
     "engines/test_vllm_compiled.py::",
     "engines/test_vllm_failures.py::",
+    "engines/test_vllm_families.py::TestGLM4V::",
     "engines/test_vllm_families.py::TestInternVL::",
     "engines/test_vllm_families.py::test_deepseek_v3_against_transformers",
     "engines/test_vllm_families.py::test_qwen3_vl_moe_against_transformers",
     "engines/test_vllm_families.py::test_glm4v_moe_against_transformers",
+    "engines/test_vllm_settings.py::",
     "engines/test_vllm_tensor_parallel.py::",
     "engines/test_vllm_watchdog.py::",
     "evals/test_kill.py::",
+    "serve/test_vllm_plugin.py::",
     "trust/test_turns.py::",
 )
-"""Whose slow tests nothing else stands for: model families, ranks, compiled modes, kills and questions that turn."""
+"""Whose slow tests nothing else stands for: families, adapters and settings on vLLM, ranks, kills, turns."""
 
 _SAYS = {
     "vllm": ("vLLM is not installed", 'importorskip("vllm"'),

@@ -22,6 +22,8 @@ from ctxwin.adapters.langgraph import WindowContext, WindowNode, WindowState
 from ctxwin.engines.base import Engine
 from ctxwin.tiny import world
 
+pytest.importorskip("vllm", reason="vLLM is not installed")
+pytestmark = pytest.mark.slow
 FRAMES = world.make_stream(seed=3, n_frames=7)
 EXACT = Fidelity("exact")
 

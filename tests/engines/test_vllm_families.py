@@ -106,6 +106,7 @@ class TestInternVL(OnVLLM):
         self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
 
 
+@pytest.mark.slow
 class TestGLM4V(OnVLLM):
     @pytest.fixture(scope="class")
     @classmethod

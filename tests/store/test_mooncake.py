@@ -32,7 +32,9 @@ def master() -> Iterator[str]:
     try:
         import mooncake.store
     except ImportError as error:
-        pytest.skip(f"Mooncake cannot be loaded ({error}); run pip install 'ctxwin[mooncake]', and make system-deps")
+        pytest.skip(
+            f"Mooncake cannot be loaded ({error}); run pip install 'ctxwin[mooncake]', and Debian's libibverbs1"
+        )
     program = shutil.which(str(Path(mooncake.store.__file__).parent / "mooncake_master"))
     if program is None:
         pytest.skip("this build of Mooncake brings no mooncake_master")
