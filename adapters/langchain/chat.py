@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
@@ -50,9 +51,9 @@ _MEANT_FOR_OTHERS = ("stream", "ls_structured_output_format", "strict", "paralle
 class Answering(BaseChatModel):
     """Generates and streams what its `Reply` asks for."""
 
+    @abstractmethod
     def _reply(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Reply:
         """The call that these arguments ask for, checked and with defaults filled in."""
-        raise NotImplementedError
 
     def _generate(
         self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any

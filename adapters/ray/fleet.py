@@ -12,7 +12,7 @@ from ray.serve.config import RequestRouterConfig
 from ctxwin.adapters.ray.front import Front
 from ctxwin.adapters.ray.replica import Replica
 from ctxwin.serve.settings import Settings
-from ctxwin.store import open_store, parse_bytes
+from ctxwin.store import open_store
 
 _STATS_S = 1.0
 _HEALTH_S = 5.0
@@ -59,7 +59,7 @@ def fleet(arguments: FleetArguments) -> Any:
     if unknown:
         raise ValueError(f"settings must be options of ctxwin serve with underscores, got {', '.join(sorted(unknown))}")
     settings = Settings(**arguments.settings)
-    settings.service()  # says what cannot be
+    limits = settings.service()["limits"]
     records = settings.registry or settings.store
     if most > 1 and not records.rpartition(",")[2].removeprefix("tiered:").startswith(("redis://", "rediss://")):
         raise ValueError(
@@ -90,4 +90,4 @@ def fleet(arguments: FleetArguments) -> Any:
         ray_actor_options={"num_cpus": 0}, max_ongoing_requests=16 * arguments.ongoing
     )
     bound = replicas.bind(arguments.model, arguments.vllm, arguments.settings, name)
-    return front.bind(bound, parse_bytes(settings.max_upload_bytes))
+    return front.bind(bound, limits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from ctxwin.adapters.ray.hints import Request, hint_of
 from ctxwin.adapters.ray.owners import learn
 from ctxwin.errors import EngineFailed
 from ctxwin.serve.errors import TooLarge, TooManyRequests, to_body
+from ctxwin.serve.limits import BodyBytes, Limits
 
 _OF_CONNECTION = {b"connection", b"content-length", b"host", b"keep-alive", b"transfer-encoding", b"upgrade"}
 
@@ -21,25 +23,30 @@ _OF_CONNECTION = {b"connection", b"content-length", b"host", b"keep-alive", b"tr
 class Front:
     """The ingress of a fleet: one a machine is enough; it holds no state that a request depends on."""
 
-    def __init__(self, replicas: Any, max_body_bytes: int) -> None:
+    def __init__(self, replicas: Any, limits: Limits) -> None:
         self._replicas = replicas.options(stream=True, method_name="answer")
-        self._max_body_bytes = max_body_bytes
+        self._limits = limits
+        self._held = BodyBytes(limits.max_body_bytes, max(limits.max_body_bytes // 2, limits.max_upload_bytes))
 
     async def __call__(self, request: HttpRequest) -> Response:
         """Answers an HTTP request."""
         try:
             body = await self._body(request)
+        except Exception as error:
+            return _failed(error)
+        try:
             headers = tuple((k, v) for k, v in request.headers.raw if k.lower() not in _OF_CONNECTION)
             headers = (*headers, (b"host", b"fleet"), (b"content-length", str(len(body)).encode()))
             path = request.scope["path"]
-            hint = hint_of(path, request.headers, body)
+            hint = await asyncio.to_thread(hint_of, path, request.headers, body, self._limits.parse)
             client = (request.client.host, request.client.port) if request.client else None
             asked = Request(hint, request.method, path, request.scope["query_string"], headers, body, client)
             answers = self._replicas.remote(asked)
             head = await anext(answers)
         except Exception as error:
-            status, shown = to_body(_as_shown(error))
-            return JSONResponse(shown, status, {"retry-after": "1"} if status == 503 else None)
+            return _failed(error)
+        finally:
+            self._held.give_back(_sender(request), len(body))
         learn(head)
         kept = [(k, v) for k, v in head.headers if k.lower() not in _OF_CONNECTION]
         response = StreamingResponse(_rest(answers), head.status)
@@ -47,12 +54,18 @@ class Front:
         return response
 
     async def _body(self, request: HttpRequest) -> bytes:
-        parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > self._max_body_bytes:
-                raise TooLarge(f"a body must have at most {self._max_body_bytes} bytes (--max-upload-bytes), got more")
-            parts.append(part)
+        """The body, whose bytes are held until the replica has answered; nobody has looked at its key yet."""
+        parts, size, most = [], 0, self._limits.max_upload_bytes
+        try:
+            async for part in request.stream():
+                if size + len(part) > most:
+                    raise TooLarge(f"a body must have at most {most} bytes (--max-upload-bytes), got more")
+                self._held.take(_sender(request), len(part))
+                size += len(part)
+                parts.append(part)
+        except BaseException:
+            self._held.give_back(_sender(request), size)
+            raise
         return b"".join(parts)
 
 
@@ -62,6 +75,15 @@ async def _rest(answers: Any) -> AsyncIterator[bytes]:
             yield piece
     finally:
         answers.cancel()
+
+
+def _sender(request: HttpRequest) -> str:
+    return request.client.host if request.client else ""
+
+
+def _failed(error: Exception) -> Response:
+    status, shown = to_body(_as_shown(error))
+    return JSONResponse(shown, status, {"retry-after": "1"} if status == 503 else None)
 
 
 def _as_shown(error: Exception) -> Exception:

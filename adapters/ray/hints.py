@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import Headers
 
+from ctxwin.errors import CtxwinError
 from ctxwin.hashing import digest
 from ctxwin.serve.asked import ROUTES, conversation_name
 
@@ -78,8 +78,12 @@ class Candidate:
     running: int = 0
 
 
-def hint_of(path: str, headers: Headers, body: bytes) -> Hint:
-    """What a request is about, from its path, its headers and its body. Cost: a pass over the body, and JSON's of chats."""
+def hint_of(path: str, headers: Headers, body: bytes, parse: Callable[[bytes], Any]) -> Hint:
+    """What a request is about, from its path, its headers and its body.
+
+    ``parse`` reads the JSON of chats, and raises for what takes long to read (`Limits.parse`). Cost: a pass over the body, and
+    JSON's.
+    """
     found = _WINDOW.match(path)
     if found:
         return Hint(window=found[1])
@@ -91,8 +95,8 @@ def hint_of(path: str, headers: Headers, body: bytes) -> Hint:
     session = ""
     if path in ROUTES:
         try:
-            data = json.loads(body)
-        except (ValueError, RecursionError):
+            data = parse(body)
+        except (ValueError, CtxwinError):
             data = None  # the replica says what is wrong with it
         session = conversation_name(headers, data if isinstance(data, dict) else {})
     return Hint(session=session, chunks=frozenset(chunks))

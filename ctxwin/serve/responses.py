@@ -94,13 +94,13 @@ async def streamed(
     request: Request,
     *,
     opening: list[bytes] | None = None,
-    last: Callable[[Any], list[bytes]] = list,
+    last: Callable[[Any], Awaitable[list[bytes]]] | None = None,
 ) -> Response:
     """The items of ``work``, which are JSON, as server-sent events; what fails before the first one has its own status.
 
     Args:
         opening: events in front of the first item.
-        last: events that the result becomes.
+        last: events that the result becomes; None: it is a list of them.
     """
     source = aiter(work)
     try:
@@ -117,7 +117,7 @@ async def streamed(
                 yield first.decode()
                 async for event in source:
                     yield event.decode()
-            for event in last(work.result):
+            for event in work.result if last is None else await last(work.result):
                 yield event.decode()
             yield "[DONE]"
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -225,9 +226,9 @@ async def ask(window_id: str, call: Called) -> Response:
     # What is streamed has been heard in part, so it is not given again.
     key = None if body.stream else call.idempotency_key
 
-    def work(put: Put, stopped: Stopped) -> bytes:
-        asked: list[tuple[Answer, bool]] = []
+    asked: list[Answer] = []
 
+    def work(put: Put, stopped: Stopped) -> bytes:
         def answered(window: Window) -> bytes:
             if body.remember:
                 call.space.context().check_room(window, 1)
@@ -236,21 +237,29 @@ async def ask(window_id: str, call: Called) -> Response:
                     answer = spoken(window, body.question(), put, stopped)
                 else:
                     answer = window.answer(body.question(), stopped=stopped)
-            asked.append((answer, window.core.trust.due is answer))
+            if window.core.trust.due is answer:
+                asked.append(answer)
             return encoded(wire.answer_to(answer))
 
-        made = call.in_window_once(window_id, path, key, raw, answered)
+        return call.in_window_once(window_id, path, key, raw, answered)
+
+    async def audited(made: bytes) -> bytes:
+        """The answer with what its audit found, where that is waited for; no thread waits."""
         until = time.monotonic() + body.audit_within
-        for answer, due in asked:
-            while due and answer.audit is None and time.monotonic() < until and not stopped():
-                time.sleep(_POLL_S)
-            made = encoded(wire.answer_to(answer))
+        for answer in asked:
+            while answer.audit is None and time.monotonic() < until and not call.service.closing.is_set():
+                await asyncio.sleep(_POLL_S)
+            if answer.audit is not None:
+                made = await call.service.run_briefly(call.space.tenant, encoded, wire.answer_to(answer))
         return made
+
+    async def last(made: bytes) -> list[bytes]:
+        return [b'{"answer": %s}' % await audited(made)]
 
     running = call.service.begin(call.space.tenant, work)
     if not body.stream:
-        return json_response(await whole(running, call.request))
-    return await streamed(running, call.request, last=lambda answer: [b'{"answer": %s}' % answer])
+        return json_response(await audited(await whole(running, call.request)))
+    return await streamed(running, call.request, last=last)
 
 
 LIVE = WINDOWS + "/{window_id}/live"

@@ -28,6 +28,7 @@ from ctxwin.serve.limits import Limits
 from ctxwin.serve.snapshots import check_snapshot, read_snapshot
 from ctxwin.store import STORE_KEY
 from ctxwin.store.base import Store
+from ctxwin.window.core import demand_of
 from ctxwin.window.state import State
 from ctxwin.window.window import Window
 
@@ -255,13 +256,16 @@ class WindowRegistry:
         Each version is looked at once, and once more where bytes got short since. Ends as soon as somebody waits for the engine.
         Who asks for the window meanwhile waits for it.
         """
-        freed = 0
+        freed, short = 0, demand_of(self._engine).short  # which adds up all open windows
         with self._lock:
             entries = list(self._held.values())
         for held in entries:
             if self._engine.busy:
                 break
-            looked = held.window.core.state, held.window.core.assembly.demand().short
+            core = held.window.core
+            if not short and not core.fidelity.allows("orbit"):
+                continue
+            looked = core.state, short
             with self._lock:
                 if held.users or held.gone or held.kept_up == looked:
                     continue
@@ -269,7 +273,7 @@ class WindowRegistry:
                 held.upkeep.acquire()
             try:
                 freed += held.window.compress(if_short=True)
-                held.kept_up = held.window.core.state, looked[1]
+                held.kept_up = core.state, short
             except CtxwinError as error:  # it is served as it is
                 _log.warning("window %s was not compressed: %s", held.window.id, error)
             finally:

@@ -35,6 +35,14 @@ local function use(key)
   redis.call('ZADD', used, redis.call('HINCRBY', sizes, CLOCK, 1), key)
 end
 
+local function touch(key)
+  local size = redis.call('STRLEN', values .. key)
+  if size == 0 then drop(key) return false end
+  account(key, size)
+  use(key)
+  return true
+end
+
 local function expire()
   local time = redis.call('TIME')
   local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -52,23 +60,15 @@ end
 # dropped leaves it, one whose entry was lost comes back into it.
 TOUCH: Final = """
 expire()
-local key = ARGV[2]
-local size = redis.call('STRLEN', values .. key)
-if size == 0 then drop(key) return 0 end
-account(key, size)
-use(key)
-return 1
+if touch(ARGV[2]) then return 1 end
+return 0
 """
 
 # ARGV: values, key, holder, ms. Returns 1 where it is held, and leased now.
 LEASE: Final = """
 local now = expire()
-local key = ARGV[2]
-local size = redis.call('STRLEN', values .. key)
-if size == 0 then drop(key) return 0 end
-account(key, size)
-use(key)
-redis.call('SADD', ARGV[3], key)
+if not touch(ARGV[2]) then return 0 end
+redis.call('SADD', ARGV[3], ARGV[2])
 hold(ARGV[3], now, ARGV[4])
 return 1
 """
@@ -82,12 +82,8 @@ return 1
 # ARGV: values, key. Returns {new token, value}, or 0.
 CLAIM: Final = """
 expire()
-local key = ARGV[2]
-local size = redis.call('STRLEN', values .. key)
-if size == 0 then drop(key) return 0 end
-account(key, size)
-use(key)
-return {redis.call('HINCRBY', tokens, key, 1), redis.call('GET', values .. key)}
+if not touch(ARGV[2]) then return 0 end
+return {redis.call('HINCRBY', tokens, ARGV[2], 1), redis.call('GET', values .. ARGV[2])}
 """
 
 # ARGV: values, key, mark, ms. Returns 1 where there was one. The mark keeps a former owner from bringing it back.

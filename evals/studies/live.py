@@ -16,7 +16,8 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,7 +45,8 @@ class Row:
     def __init__(self, way: str, when: str) -> None:
         self.way, self.when = way, when
         self.first_s: list[float] = []
-        self.computed = self.prompt = 0
+        self.prompt = 0
+        self.computed: int | None = 0  # None: not counted
         self.answers: list[str] = []
         self.note = ""
 
@@ -58,6 +60,13 @@ class Row:
         }  # fmt: skip
 
 
+@contextmanager
+def opened(folder: str, dtype: str) -> Iterator[OpenAI]:
+    """A client of a server of its own: a store that has seen the frames would give them back computed."""
+    with server(folder, ["--dtype", dtype]) as url:
+        yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
+
+
 def question(i: int, stream: list[world.Frame]) -> str:
     """What is asked about frame ``i``."""
     return f"{'shape' if i % 2 else 'color'} of {stream[i].marks[0]:02d}?"
@@ -65,7 +74,7 @@ def question(i: int, stream: list[world.Frame]) -> str:
 
 def again(client: OpenAI, model: str, n: int, stream: list[world.Frame], frames: list[np.ndarray]) -> Row:
     """Chats with the last ``n`` frames, without windows."""
-    row, ask = Row("again", "either"), openai_asker(client, model, "again", "off")
+    row, ask, computed = Row("again", "either"), openai_asker(client, model, "again", "off"), 0
     for i in range(EVERY - 1, len(frames), EVERY):
         content: list[Any] = []
         for j in range(max(0, i - n + 1), i + 1):
@@ -77,7 +86,8 @@ def again(client: OpenAI, model: str, n: int, stream: list[world.Frame], frames:
         row.first_s.append(first)
         row.answers.append(answer)
         row.prompt += prompt
-        row.computed += prompt - cached
+        computed += prompt - cached
+    row.computed = computed
     return row
 
 
@@ -85,7 +95,7 @@ def live(
     client: OpenAI, n: int, stream: list[world.Frame], frames: list[np.ndarray], fidelity: Fidelity, *, later: bool
 ) -> Row:
     """A live stream into a window with room for ``n`` frames."""
-    row = Row(f"live, {fidelity.mode}", "later" if later else "with the frame")
+    row, computed = Row(f"live, {fidelity.mode}", "later" if later else "with the frame"), 0
     with RemoteWindow(client, SYSTEM, fidelity=fidelity) as probe:
         system = probe.tokens
     with RemoteWindow(client, SYSTEM, 4000, fidelity) as room, LiveStream(client, room.id) as first:
@@ -105,13 +115,13 @@ def live(
             if asked:
                 begin = time.perf_counter()
                 answer = feed.ask(question(i, stream), 8)
-                # The first token's own time is the server's; what lies in front of it is the wire and the waiting.
+                # What the answer took behind its first token is not waited for.
                 row.first_s.append(time.perf_counter() - begin - answer.usage.total_s + answer.usage.ttft_s)
                 row.answers.append(answer.text)
                 row.prompt += answer.usage.prompt_tokens
-                row.computed += answer.usage.computed_tokens
+                computed += answer.usage.computed_tokens
         feed.settle()
-        row.computed += sum(len(told["computed"]) * frame_tokens for told in feed.state.placed)
+        row.computed = computed + sum(len(told["computed"]) * frame_tokens for told in feed.state.placed)
         row.note = f"{len(window.ids)} frames held, {feed.state.dropped} dropped"
     return row
 
@@ -124,6 +134,7 @@ async def streaming(folder: str, dtype: str, stream: list[world.Frame], frames: 
     from vllm.v1.engine.async_llm import AsyncLLM
 
     row = Row("streaming input", "later")
+    row.computed = None
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=folder, dtype=dtype, enforce_eager=True, limit_mm_per_prompt={"image": len(frames)},
@@ -208,15 +219,13 @@ def main(
             output.write_text(json.dumps([row.described() for row in rows], indent=1))
 
     with errors():
-        if "again" in parts or "live" in parts:
-            with server(folder, ["--dtype", dtype]) as url:
-                client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
-                name = client.models.list().data[0].id
-                if "again" in parts:
-                    add(again(client, name, n, stream, shown))
-                for fidelity in (Fidelity("exact"), Fidelity(**BY_HAND)) if "live" in parts else ():
-                    for later in (True, False):
-                        add(live(client, n, stream, shown, fidelity, later=later))
+        if "again" in parts:
+            with opened(folder, dtype) as client:
+                add(again(client, client.models.list().data[0].id, n, stream, shown))
+        for fidelity in (Fidelity("exact"), Fidelity(**BY_HAND)) if "live" in parts else ():
+            for later in (True, False):
+                with opened(folder, dtype) as client:
+                    add(live(client, n, stream, shown, fidelity, later=later))
         if "streaming" in parts:
             add(asyncio.run(streaming(folder, dtype, stream, shown)))
     told = [row.described() for row in rows]

@@ -1,8 +1,10 @@
-"""What a request is about, and which replica it goes to: the pure part of the fleet's router."""
+"""What a request is about, which replica it goes to, and what the front holds meanwhile: the fleet without Ray."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -10,15 +12,19 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed; run pip install 'ctxwin[ray]'")
 
 from starlette.datastructures import Headers
+from starlette.requests import Request as HttpRequest
 
 from ctxwin.adapters.ray import FleetArguments, fleet
-from ctxwin.adapters.ray.hints import Candidate, Hint, hint_of, rank
+from ctxwin.adapters.ray.front import Front
+from ctxwin.adapters.ray.hints import Candidate, Head, Hint, hint_of, rank
+from ctxwin.serve.limits import Limits
 
+PARSE = Limits().parse
 A, B = "a" * 64, "b" * 64
 
 
 def hint(path: str, body: Any = None, **headers: str) -> Hint:
-    return hint_of(path, Headers(headers), json.dumps(body).encode() if body is not None else b"")
+    return hint_of(path, Headers(headers), json.dumps(body).encode() if body is not None else b"", PARSE)
 
 
 def names(asked: Hint, *candidates: Candidate, **owners: str) -> list[str]:
@@ -43,7 +49,8 @@ def test_what_a_request_is_about(path: str, body: Any, expected: Hint) -> None:
 
 def test_a_session_by_its_header_and_a_body_that_is_no_json() -> None:
     assert hint("/v1/chat/completions", {}, **{"x-session-id": "s"}).session == "session:s"
-    assert hint_of("/v1/chat/completions", Headers(), b"{" * 100_000) == Hint()
+    assert hint_of("/v1/chat/completions", Headers(), b"{" * 100_000, PARSE) == Hint()
+    assert hint_of("/v1/chat/completions", Headers(), b"[" + b"[]," * 1_000_000 + b"[]]", PARSE) == Hint()
 
 
 def test_the_owner_comes_first_then_chunks_then_load() -> None:
@@ -86,3 +93,41 @@ def test_fleets_that_cannot_be_are_refused_before_anything_starts(arguments: dic
 def test_arguments_that_nobody_knows_are_refused() -> None:
     with pytest.raises(ValueError, match="Extra inputs"):
         FleetArguments(model="tiny", replica=2)  # type: ignore[call-arg]
+
+
+class Replicas:
+    """Stands for Ray's handle: a replica that answers when ``ready`` says so."""
+
+    def __init__(self, ready: asyncio.Event) -> None:
+        self.ready = ready
+
+    def options(self, **_: Any) -> Replicas:
+        return self
+
+    async def remote(self, asked: Any) -> AsyncIterator[Any]:
+        await self.ready.wait()
+        yield Head(200, (), "one")
+
+
+def test_bodies_in_hand_are_bounded_before_anybody_has_shown_a_key() -> None:
+    async def statuses() -> list[int]:
+        ready = asyncio.Event()
+        front = Front(Replicas(ready), Limits(max_upload_bytes=100, max_body_bytes=250))
+
+        async def send(size: int, host: str) -> int:
+            async def receive() -> dict[str, Any]:
+                return {"type": "http.request", "body": b" " * size, "more_body": False}
+
+            scope = {"type": "http", "method": "POST", "path": "/v1/chunks", "query_string": b"", "headers": []}
+            return (await front(HttpRequest({**scope, "client": (host, 1)}, receive))).status_code
+
+        waiting = [asyncio.create_task(send(100, "a"))]
+        await asyncio.sleep(0.05)
+        refused = [await send(101, "b"), await send(100, "a")]
+        waiting.append(asyncio.create_task(send(100, "b")))
+        await asyncio.sleep(0.05)
+        refused.append(await send(60, "c"))
+        ready.set()
+        return [*refused, *(await asyncio.gather(*waiting)), await send(100, "a")]
+
+    assert asyncio.run(statuses()) == [413, 429, 429, 200, 200, 200]
