@@ -19,14 +19,18 @@ if TYPE_CHECKING:
         CtxwinError,
         EngineFailed,
         MissingExtra,
+        NameTaken,
         ReadOnlyWindow,
         StoreCorrupt,
+        StoreFull,
         UnknownChunk,
+        UnknownFile,
         UnknownVersion,
         UnsupportedModel,
         WindowBusy,
     )
     from ctxwin.fidelity import Fidelity
+    from ctxwin.library.library import Library
     from ctxwin.store import open_store
     from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry, PlanRequest, Usage
     from ctxwin.window.state import State
@@ -38,10 +42,12 @@ _EXPORTS = {
     "chunk": ("Chunk",),
     "engines.open": ("open_engine",),
     "errors": (
-        "BadMedia", "BudgetExceeded", "ChunkUnavailable", "CtxwinError", "EngineFailed", "MissingExtra", "ReadOnlyWindow",
-        "StoreCorrupt", "UnknownChunk", "UnknownVersion", "UnsupportedModel", "WindowBusy",
+        "BadMedia", "BudgetExceeded", "ChunkUnavailable", "CtxwinError", "EngineFailed", "MissingExtra", "NameTaken",
+        "ReadOnlyWindow", "StoreCorrupt", "StoreFull", "UnknownChunk", "UnknownFile", "UnknownVersion", "UnsupportedModel",
+        "WindowBusy",
     ),
     "fidelity": ("Fidelity",),
+    "library.library": ("Library",),
     "store": ("open_store",),
     "window.answer": ("Answer", "Disposability", "Plan", "PlanEntry", "PlanRequest", "Usage"),
     "window.state": ("State",),
@@ -51,8 +57,9 @@ _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
     "Answer", "BadMedia", "BudgetExceeded", "Chunk", "ChunkUnavailable", "CtxwinError", "Disposability", "EngineFailed",
-    "Fidelity", "MissingExtra", "Plan", "PlanEntry", "PlanRequest", "ReadOnlyWindow", "State", "StoreCorrupt", "UnknownChunk",
-    "UnknownVersion", "UnsupportedModel", "Usage", "Window", "WindowBusy", "open_engine", "open_store",
+    "Fidelity", "Library", "MissingExtra", "NameTaken", "Plan", "PlanEntry", "PlanRequest", "ReadOnlyWindow", "State",
+    "StoreCorrupt", "StoreFull", "UnknownChunk", "UnknownFile", "UnknownVersion", "UnsupportedModel", "Usage", "Window",
+    "WindowBusy", "open_engine", "open_store",
 ]  # fmt: skip
 
 

@@ -53,6 +53,18 @@ class StoreUnavailable(CtxwinError, OSError):
     """A shared store did not answer, so what had to be in it before a request is answered is not."""
 
 
+class StoreFull(CtxwinError, OSError):
+    """The store, or the disk or shared memory below it, takes nothing more."""
+
+
+class UnknownFile(CtxwinError, KeyError):
+    """A file that its library does not have, or has no more."""
+
+
+class NameTaken(CtxwinError, ValueError):
+    """A name that something else has already."""
+
+
 class WindowBusy(CtxwinError, RuntimeError):
     """A second writer entered a window while the first one was still in it."""
 

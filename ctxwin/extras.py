@@ -9,6 +9,7 @@ from ctxwin.errors import MissingExtra
 
 _MODULES = {
     "evals": ("matplotlib", "pyarrow", "rouge_score", "scipy", "srt"),
+    "library": ("bm25s", "faiss"),
     "langgraph": ("langchain", "langchain_core", "langgraph"),
     "mcp": ("mcp",),
     "mooncake": ("mooncake",),

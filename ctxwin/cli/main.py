@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from ctxwin.cli import audit, bench, demo, doctor, fleet, mcp, serve, store, view
+from ctxwin.cli import audit, bench, demo, doctor, fleet, library, mcp, serve, store, view
 from ctxwin.cli.commands import INTERRUPTED, Commands
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app = typer.Typer(
     help="A context window whose edits are cache edits.",
 )
 app.add_typer(store.app, name="store")
+app.add_typer(library.app, name="library")
 app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.demo)
 app.command("audit")(audit.audit)

@@ -32,10 +32,10 @@ def ls(
     as_json: AsJson = False,
 ) -> None:
     """List keys."""
-    with closing(_open(url, tenant)) as store:
+    with closing(open_existing(url, tenant)) as store:
         found = list(islice(store.list(f"{kind}/" if kind else ""), limit + 1))
     keys, more = found[:limit], len(found) > limit
-    _show(as_json, {"keys": keys, "more": more}, *keys)
+    show(as_json, {"keys": keys, "more": more}, *keys)
     if more and not as_json:
         typer.echo(f"more than {limit} keys; raise --limit to see them", err=True)
 
@@ -43,11 +43,11 @@ def ls(
 @app.command("stats")
 def stats(url: Url, tenant: Tenant = "", as_json: AsJson = False) -> None:
     """Count items and bytes, by kind."""
-    with closing(_open(url, tenant)) as store:
+    with closing(open_existing(url, tenant)) as store:
         kinds = sorted(Counter(key.partition("/")[0] for key in store.list()).items())
         held = store.stats()
     rows = [("items", held.items), ("bytes", held.bytes), *((f"  {kind}", count) for kind, count in kinds)]
-    _show(as_json, {**asdict(held), "kinds": dict(kinds)}, *(f"{name:<10}{count:>16,}" for name, count in rows))
+    show(as_json, {**asdict(held), "kinds": dict(kinds)}, *(f"{name:<10}{count:>16,}" for name, count in rows))
 
 
 @app.command("gc")
@@ -58,12 +58,12 @@ def gc(
     as_json: AsJson = False,
 ) -> None:
     """Remove expired items, and files that nothing refers to."""
-    with closing(_open(url, tenant)) as store:
+    with closing(open_existing(url, tenant)) as store:
         collect = getattr(store, "gc", None)
         if collect is None:
             raise ValueError(f"gc needs a store on disk, got {url!r}; name its folder as disk:PATH")
         files, size = collect(min_age)
-    _show(as_json, {"files": files, "bytes": size}, f"removed {files:,} files, {size:,} bytes")
+    show(as_json, {"files": files, "bytes": size}, f"removed {files:,} files, {size:,} bytes")
 
 
 @app.command("verify")
@@ -72,7 +72,7 @@ def verify(url: Url, tenant: Tenant = "", as_json: AsJson = False) -> None:
 
     Items that were sealed with another store key than the environment's CTXWIN_STORE_KEY cannot be checked, and stay.
     """
-    with closing(_open(url, tenant)) as store:
+    with closing(open_existing(url, tenant)) as store:
         good, corrupt = store.verify()
         foreign = store.stats().foreign
     lines = [
@@ -81,18 +81,59 @@ def verify(url: Url, tenant: Tenant = "", as_json: AsJson = False) -> None:
     if foreign:
         hint = "they stay; set CTXWIN_STORE_KEY to the key that they were sealed with"
         lines.append(f"{foreign:,} of another store key could not be checked ({hint})")
-    _show(as_json, {"good": good, "corrupt": corrupt, "foreign": foreign}, *lines)
+    show(as_json, {"good": good, "corrupt": corrupt, "foreign": foreign}, *lines)
     if corrupt or foreign:
         raise typer.Exit(1)
 
 
-def _show(as_json: bool, value: dict[str, Any], *lines: str) -> None:
+@app.command("export")
+def export(
+    url: Url,
+    path: Annotated[Path, Argument(help="File to write.")],
+    kind: Annotated[str, Option(help="Only keys of one kind: span, patch, orbit, embed, source.")] = "",
+    tenant: Tenant = "",
+    as_json: AsJson = False,
+) -> None:
+    """Write items to one file, for `import` into another store."""
+    from ctxwin.store.archive import write_archive
+
+    with closing(open_existing(url, tenant)) as store:
+        count, size = write_archive(path, store, store.list(f"{kind}/" if kind else ""))
+    show(as_json, {"items": count, "bytes": size}, f"wrote {count:,} items, {size:,} bytes, to {path}")
+
+
+@app.command("import")
+def import_(
+    url: Url,
+    path: Annotated[Path, Argument(help="File that export wrote.", exists=True, dir_okay=False)],
+    tenant: Tenant = "",
+    as_json: AsJson = False,
+) -> None:
+    """Store the items of a file; what the store has already stays. Exit code 1 where it refuses some."""
+    from ctxwin.store.archive import read_archive
+
+    taken = there = refused = 0
+    with closing(open_existing(url, tenant, create=True)) as store:
+        for key, blob in read_archive(path):
+            if store.contains(key):
+                there += 1
+            elif store.put(key, blob):
+                taken += 1
+            else:
+                refused += 1
+    line = f"stored {taken:,} items, {there:,} were there, {refused:,} were refused: the store is full"
+    show(as_json, {"stored": taken, "there": there, "refused": refused}, line if refused else line.rpartition(",")[0])
+    if refused:
+        raise typer.Exit(1)
+
+
+def show(as_json: bool, value: dict[str, Any], *lines: str) -> None:
     for line in [json.dumps(value, indent=1)] if as_json else lines:
         typer.echo(line)
 
 
-def _open(url: str, tenant: str) -> Store:
-    """An existing store; looking into one must not create it."""
+def open_existing(url: str, tenant: str, *, create: bool = False) -> Store:
+    """An existing store; looking into one must not create it, writing to one may."""
     from ctxwin.hashing import digest
     from ctxwin.store import open_store
 
@@ -102,7 +143,7 @@ def _open(url: str, tenant: str) -> Store:
     if url.startswith("memory:"):
         raise ValueError(f"a store in memory ends with its process, so there is nothing to look into; got {url!r}")
     for part in url.removeprefix("tiered:").split(",") if url.startswith("tiered:") else [url]:
-        if not part.startswith("disk:"):
+        if create or not part.startswith("disk:"):
             continue
         folder = Path(part.removeprefix("disk:")).expanduser()
         if not folder.is_dir():

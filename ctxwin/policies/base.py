@@ -79,3 +79,25 @@ class Retrieval(Protocol):
 
     def choose(self, window: WindowView, query: str | Chunk) -> Iterable[str]:
         """Ids of evicted chunks to recall for ``query`` (a question, an answer with a tool call, or a picture), best first."""
+
+
+class LibraryView(Protocol):
+    """A library as of one version; see `ctxwin.library`."""
+
+    @property
+    def version(self) -> int:
+        """Which one."""
+
+    def find(self, query: str | Chunk, k: int, engine: Engine) -> list[Chunk]:
+        """The best ``k`` chunks at most for ``query``, the best first."""
+
+
+class Searchable(Protocol):
+    """What `ctxwin.Window.retrieve` draws from: a `ctxwin.Library`, or an adapter of somebody else's search."""
+
+    @property
+    def name(self) -> str:
+        """Under which a window remembers the version that it opened."""
+
+    def view(self, version: int | None = None, /) -> LibraryView:
+        """As of a version; None: as it is now."""

@@ -88,7 +88,7 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
         at = text.find("{", at)
 
 
-class _Pools:
+class Pools:
     """Pooled embeddings by media, float32; those used longest ago go first. Thread-safe."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class BySimilarity:
     count: int = 1
     to: str | None = None
     least: float = -1.0
-    _pools: _Pools = field(default_factory=_Pools, init=False, repr=False, compare=False)
+    _pools: Pools = field(default_factory=Pools, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.count, int) or self.count < 1:

@@ -12,10 +12,13 @@ from ctxwin.errors import (
     ChunkUnavailable,
     CtxwinError,
     EngineFailed,
+    NameTaken,
     ReadOnlyWindow,
     StaleOwner,
+    StoreFull,
     StoreUnavailable,
     UnknownChunk,
+    UnknownFile,
     UnknownVersion,
     UnsupportedModel,
     WindowBusy,
@@ -50,10 +53,6 @@ class Quarantined(CtxwinError, RuntimeError):
     """A request that ended the engine, and would end it again."""
 
 
-class StoreFull(CtxwinError, OSError):
-    """The store, or the disk or shared memory below it, takes nothing more."""
-
-
 class UnknownModel(CtxwinError, LookupError):
     """Another model than the one that is served."""
 
@@ -86,6 +85,8 @@ KINDS = (
     Kind(UnknownWindow, 404, "unknown_window", "not_found_error"),
     Kind(UnknownChunk, 404, "unknown_chunk", "not_found_error"),
     Kind(UnknownVersion, 404, "unknown_version", "not_found_error"),
+    Kind(UnknownFile, 404, "unknown_file", "not_found_error"),
+    Kind(NameTaken, 409, "name_taken", "invalid_request_error"),
     Kind(UnknownModel, 404, "unknown_model", "not_found_error"),
     Kind(ChunkUnavailable, 410, "chunk_unavailable", "not_found_error"),
     Kind(WindowBusy, 409, "window_busy", "conflict_error"),

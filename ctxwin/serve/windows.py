@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ctxwin.engines.base import Engine
-from ctxwin.errors import CtxwinError, ReadOnlyWindow, StaleOwner, WindowBusy
+from ctxwin.errors import CtxwinError, ReadOnlyWindow, StaleOwner, StoreFull, WindowBusy
 from ctxwin.hashing import digest
-from ctxwin.serve.errors import StoreFull, TooManyWindows, UnknownWindow
+from ctxwin.serve.errors import TooManyWindows, UnknownWindow
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.snapshots import check_snapshot, read_snapshot
 from ctxwin.store import STORE_KEY

@@ -198,6 +198,11 @@ class Store(ABC):
                 raise StaleOwner(f"{key} must be written by its owner, got token {token}; claim it again")
             return self.put(key, _TOKEN.pack(token) + value)
 
+    def read(self, key: str) -> bytes | None:
+        """The value of a fenced record, which stays its owner's; None where there is none. Raises StoreUnavailable."""
+        held = self.get(key)
+        return None if held is None else held[_TOKEN.size :]
+
     def token(self, key: str) -> int:
         """The token of a fenced record's owner; 0 where there is none. Raises StoreUnavailable."""
         held = self.get(key) or b""

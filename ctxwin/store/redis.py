@@ -288,6 +288,11 @@ class RedisStore(Store):
             raise StaleOwner(f"{key} must be written by its owner, got token {token}; claim it again")
         return bool(stored)
 
+    def read(self, key: str) -> bytes | None:
+        """The value of a fenced record. Cost: a round trip with the value."""
+        (blob,) = self._answer(key, self._try("read", check_key(key), lambda client: [client.get(self._values + key)]))
+        return None if blob is None else self._open(key, blob)
+
     def token(self, key: str) -> int:
         """The token of a fenced record's owner; 0 where there is none, more than any where it was retired. Cost: a round trip."""
 

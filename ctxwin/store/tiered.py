@@ -122,6 +122,9 @@ class TieredStore(Store):
     def commit(self, key: str, value: bytes, token: int) -> bool:
         return self.tiers[-1].commit(key, value, token)
 
+    def read(self, key: str) -> bytes | None:
+        return self.tiers[-1].read(key)
+
     def token(self, key: str) -> int:
         return self.tiers[-1].token(key)
 

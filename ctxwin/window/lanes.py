@@ -79,6 +79,11 @@ def canonical_key(state: State, chunk_id: str) -> tuple[str, str]:
     return provenance, span_key(provenance)
 
 
+def neutral_key(state: State, chunk_id: str) -> str:
+    """Span key of a chunk behind the empty system prompt, in which nothing of any tenant is: see `ctxwin.Library.prepare`."""
+    return span_key(provenance_of(state.neutral_key, chunk_id))
+
+
 @dataclass(frozen=True)
 class Before:
     """How a chunk was served, to be served so again behind the same contents (`Front.contents_behind`)."""
@@ -215,8 +220,13 @@ def _admissible(
     """All ways in which a chunk may be served, in order; a forward comes last."""
     _, base = canonical_key(state, placed.chunk_id)
     if not placed.conditioned or fidelity.mode == "blind":
-        alone = Front(Order(()), state.system_prompt_key, "").computed(placed.chunk_id, "canonical")
-        served = alone.model_copy(update={"exact": not front.length, "depth": int(front.length > 0)})
+        header = state.system_prompt_key
+        if placed.conditioned and not has(base) and has(neutral_key(state, placed.chunk_id)):
+            header = state.neutral_key  # formed for a library, for windows of any system prompt
+            base = neutral_key(state, placed.chunk_id)
+        alone = Front(Order(()), header, "").computed(placed.chunk_id, "canonical")
+        exact = not front.length and header == state.system_prompt_key
+        served = alone.model_copy(update={"exact": exact, "depth": int(not exact)})
         yield Choice(placed, "canonical", front, served, form_canonical=not has(base))
         return
 

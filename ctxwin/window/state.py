@@ -103,6 +103,7 @@ class State(BaseModel):
     Attributes:
         window: id of the window; stays over versions and restarts, a fork has its own.
         placed: chunks in prompt order; evicted: what can be recalled, oldest eviction first.
+        libraries: the version of each library that it has drawn from, by name: it goes on reading that one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -119,6 +120,7 @@ class State(BaseModel):
     arrivals: int = 0
     placed: tuple[Placed, ...] = ()
     evicted: tuple[Placed, ...] = ()
+    libraries: dict[str, int] = {}
 
     @model_serializer(mode="wrap")
     def _packed(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -143,6 +145,11 @@ class State(BaseModel):
     def system_prompt_key(self) -> str:
         """Provenance of the system prompt itself."""
         return _digest("system_prompt", self.engine, self.system_prompt)
+
+    @property
+    def neutral_key(self) -> str:
+        """Provenance of the empty system prompt."""
+        return _digest("system_prompt", self.engine, "")
 
     def index(self, placement: str) -> int:
         """Index of a placed chunk; raises UnknownChunk."""

@@ -16,7 +16,7 @@ from typing import Any, Self, Unpack
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.fidelity import Fidelity
-from ctxwin.policies.base import Eviction, Placement, Retrieval
+from ctxwin.policies.base import Eviction, Placement, Retrieval, Searchable
 from ctxwin.policies.eviction import LeastRecentlyRead
 from ctxwin.policies.retrieval import ById
 from ctxwin.store import parse_bytes
@@ -301,6 +301,33 @@ class Window:
                 leaving = edits.leaving_for_budget(new, self.eviction.order(self), reserve_tokens, stay=ids)
                 self.core.commit(edits.evicted(new, leaving) if leaving else new, "look_back", ids)
         return ids
+
+    def retrieve(self, query: str | Chunk, library: Searchable, k: int = 4, *, reserve_tokens: int = 0) -> list[str]:
+        """Places the ``k`` passages that ``library`` finds for ``query`` behind everything, best first; returns their ids.
+
+        What is placed already stays where it is. Others leave in the order of `eviction` where the budget, with
+        ``reserve_tokens`` tokens free, needs it. All or nothing. A window goes on reading the version of a library that it
+        read first, whatever is replaced there meanwhile. Raises BudgetExceeded where they do not fit, UnknownVersion where
+        that version is kept no more, ChunkUnavailable. Cost: the search, and no vision encode of what was prepared
+        (`Library.prepare`).
+        """
+        with self.core.writing() as state:
+            view = library.view(state.libraries.get(library.name))
+            with self.core.counting_encodes():
+                found = view.find(query, k, self.engine)
+            new = state
+            ids: dict[str, None] = {}
+            for chunk in found:
+                here = next((p.id for p in new.placed if p.chunk_id == chunk.id), None)
+                if here is None:
+                    new = edits.appended(new, self.core.place(new, chunk))
+                ids[here or new.placed[-1].id] = None
+            new = new.edited(libraries={**state.libraries, library.name: view.version})
+            leaving = edits.leaving_for_budget(new, self.eviction.order(self), reserve_tokens, stay=ids) if ids else []
+            self.core.commit(
+                edits.evicted(new, leaving) if leaving else new, "append", list(ids), note=f"library {library.name}"
+            )
+        return list(ids)
 
     def reorder(self, ids: Sequence[str]) -> None:
         """Puts the placed chunks into the order ``ids``, a permutation of the placed ids (else ValueError)."""

@@ -18,7 +18,7 @@ LAYERS: list[set[str]] = [
     {"chunk"},
     {"store"},
     {"engines", "profiles", "tiny"},
-    {"policies", "trust", "window"},
+    {"library", "policies", "trust", "window"},
     {"baselines", "view"},
     {"adapters", "demo", "doctor", "evals", "serve"},
     {"cli"},

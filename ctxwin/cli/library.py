@@ -1,0 +1,155 @@
+"""`ctxwin library`: files that windows draw from, in a store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer import Argument, Option
+
+from ctxwin.cli.store import AsJson, Tenant, Url, open_existing, show
+
+if TYPE_CHECKING:
+    from ctxwin.library import Library
+    from ctxwin.store.base import Store
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Keep files that windows draw from, in a store.")
+
+Name = Annotated[str, Argument(metavar="LIBRARY", help="Name of the library.")]
+Replace = Annotated[
+    bool, Option("--replace", help="Replace files of the same names; windows that opened it keep the old.")
+]
+
+
+@app.command("ls")
+def ls(
+    url: Url,
+    name: Annotated[str, Argument(metavar="[LIBRARY]", help="Its files; without, the libraries.")] = "",
+    tenant: Tenant = "",
+    as_json: AsJson = False,
+) -> None:
+    """List libraries, or the files of one."""
+    from ctxwin.library.library import Library, libraries
+
+    with _store(url, tenant) as store:
+        if not name:
+            names = sorted(libraries(store))
+            show(as_json, {"libraries": names}, *names)
+            return
+        rows = [row.model_dump(exclude={"key"}) for row in Library(store, name).files()]
+    lines = [
+        f"{r['name']:<40} {r['passages']:>6,} passages {r['bytes']:>14,} bytes{_until(r['expires'])}" for r in rows
+    ]
+    show(as_json, {"library": name, "files": rows}, *lines)
+
+
+@app.command("add")
+def add(
+    url: Url,
+    name: Name,
+    files: Annotated[list[Path], Argument(help="Pictures, PDFs, texts, videos.")],
+    caption: Annotated[str, Option(help="Words that they are found by, beside their own.")] = "",
+    ttl: Annotated[float | None, Option(min=1, help="Seconds after its last use at which a file expires.")] = None,
+    replace: Replace = False,
+    tenant: Tenant = "",
+    as_json: AsJson = False,
+) -> None:
+    """Add files; the library is made with the first. What was added before an error stays."""
+    from rich.console import Console
+    from rich.progress import track
+
+    with _library(url, name, tenant, create=True) as library:
+        added = []
+        for path in track(files, "adding", console=Console(stderr=True), disable=as_json or len(files) < 2):
+            entry = library.add(path, caption=caption, ttl=ttl, replace=replace)
+            added.append({"name": entry.name, "passages": len(entry.passages), "bytes": entry.bytes})
+    show(as_json, {"library": name, "added": added}, *(f"{a['name']}: {a['passages']:,} passages" for a in added))
+
+
+@app.command("rm")
+def rm(
+    url: Url,
+    name: Name,
+    files: Annotated[list[str] | None, Argument(help="Names of files; without, --all.")] = None,
+    everything: Annotated[bool, Option("--all", help="Remove the library itself.")] = False,
+    tenant: Tenant = "",
+    as_json: AsJson = False,
+) -> None:
+    """Remove files, or the whole library; windows keep what they placed."""
+    if bool(files) == everything:
+        raise ValueError("rm must be told either files or --all")
+    with _library(url, name, tenant) as library:
+        for file in files or ():
+            library.remove(file)
+        if everything:
+            library.delete()
+    show(as_json, {"library": name, "removed": files or "all"}, "removed")
+
+
+@app.command("grant")
+def grant(
+    url: Url,
+    name: Name,
+    reader: Annotated[str, Argument(metavar="TENANT", help="Who may read it.")],
+    revoke: Annotated[bool, Option("--revoke", help="Who may read it no more.")] = False,
+    tenant: Tenant = "",
+    as_json: AsJson = False,
+) -> None:
+    """Let a tenant read a library that lies in a store of its own."""
+    with _library(url, name, tenant) as library:
+        (library.revoke if revoke else library.grant)(reader)
+    show(as_json, {"library": name, "tenant": reader, "granted": not revoke}, "revoked" if revoke else "granted")
+
+
+@app.command("export")
+def export(
+    url: Url,
+    name: Name,
+    path: Annotated[Path, Argument(help="File to write.")],
+    tenant: Tenant = "",
+    as_json: AsJson = False,
+) -> None:
+    """Write the files of a library to one file, for `import` elsewhere."""
+    with _library(url, name, tenant) as library:
+        count, size = library.export(path)
+    show(as_json, {"records": count, "bytes": size}, f"wrote {count:,} records, {size:,} bytes, to {path}")
+
+
+@app.command("import")
+def import_(
+    url: Url,
+    name: Name,
+    path: Annotated[Path, Argument(help="File that export wrote.", exists=True, dir_okay=False)],
+    replace: Replace = False,
+    tenant: Tenant = "",
+    as_json: AsJson = False,
+) -> None:
+    """Add the files of an export, all or none."""
+    with _library(url, name, tenant, create=True) as library:
+        names = library.load(path, replace=replace)
+    show(as_json, {"library": name, "added": names}, *names)
+
+
+@contextmanager
+def _store(url: str, tenant: str, *, create: bool = False) -> Iterator[Store]:
+    store = open_existing(url, tenant, create=create)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@contextmanager
+def _library(url: str, name: str, tenant: str, *, create: bool = False) -> Iterator[Library]:
+    from ctxwin.library.library import Library
+
+    with _store(url, tenant, create=create) as store:
+        yield Library(store, name)
+
+
+def _until(expires: float | None) -> str:
+    return "" if expires is None else f", expires in {max(0.0, expires - time.time()):,.0f} s"

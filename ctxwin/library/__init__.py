@@ -1,0 +1,12 @@
+"""Libraries: files that windows draw from, kept apart from any window.
+
+`Library` holds them, a retriever of `ctxwin.library.retrieval` finds in them, and `ctxwin.Window.retrieve` places what it finds.
+"""
+
+from __future__ import annotations
+
+from ctxwin.library.library import Library, LibraryView
+from ctxwin.library.records import Entry, Passage, Row
+from ctxwin.library.retrieval import BM25, Fused, Pictures, Retriever, Vectors
+
+__all__ = ["BM25", "Entry", "Fused", "Library", "LibraryView", "Passage", "Pictures", "Retriever", "Row", "Vectors"]

@@ -1,0 +1,111 @@
+"""From files to passages: what is found and placed as one chunk."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from ctxwin.chunk import Chunk
+from ctxwin.errors import BadMedia
+from ctxwin.extras import optional_imports
+from ctxwin.library.records import Passage
+from ctxwin.media import decode_video
+
+PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".ppm"})
+TEXTS = frozenset({".txt", ".md", ".rst", ".csv", ".json", ".html", ".xml", ".py", ".log"})
+VIDEOS = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm"})
+MAX_FILE_BYTES = 256 << 20
+MAX_PAGES = 2000
+MAX_TEXT = 1200
+"""Characters of a passage of text; a paragraph that is longer is cut at blanks."""
+_PDF_SCALE = 1.0  # pixels a point: a page of A4 is 595 x 842
+_CLIP_SECONDS = 4
+
+
+def passages_of(name: str, data: bytes, caption: str = "") -> list[Passage]:
+    """What a file is cut into: its paragraphs, its picture, a picture of each page, or clips of four seconds.
+
+    Args:
+        name: its name; the ending says what it is.
+        data: its bytes.
+        caption: what search by words reads beside what stands in the file.
+
+    Raises:
+        BadMedia: another type, a broken, empty or huge file.
+        MissingExtra: a PDF without ``ctxwin[pdf]``, a video without ``ctxwin[video]``.
+    """
+    ending = Path(name).suffix.lower()
+    if len(data) > MAX_FILE_BYTES:
+        raise BadMedia(f"a file must have at most {MAX_FILE_BYTES:,} bytes, got {len(data):,} in {name!r}; split it")
+    if not data:
+        raise BadMedia(f"a file must not be empty, got 0 bytes in {name!r}")
+    if ending in PICTURES:
+        return [Passage(chunk=Chunk.image(data, label=name), text=caption)]
+    if ending in VIDEOS:
+        return [Passage(chunk=clip, text=f"{caption} {clip.label}".strip()) for clip in _clips(name, data)]
+    if ending == ".pdf":
+        return [Passage(chunk=page, text=f"{caption} {written}".strip()) for page, written in _pages(name, data)]
+    if ending in TEXTS:
+        return [
+            Passage(chunk=Chunk.text(part, label=name), text=f"{caption} {part}".strip()) for part in _texts(name, data)
+        ]
+    known = sorted(PICTURES | TEXTS | VIDEOS | {".pdf"})
+    raise BadMedia(f"a file's name must end with one of {' '.join(known)}, got {name!r}; convert it, or add a Chunk")
+
+
+def _texts(name: str, data: bytes) -> list[str]:
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadMedia(f"a text file must be UTF-8, got {name!r}: {error}; convert it, e.g. with iconv") from None
+    parts: list[str] = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        for piece in _pieces(paragraph.strip()):
+            if parts and len(parts[-1]) + len(piece) + 2 <= MAX_TEXT:
+                parts[-1] += "\n\n" + piece
+            else:
+                parts.append(piece)
+    if not parts:
+        raise BadMedia(f"a text file must have text, got only blanks in {name!r}")
+    return parts
+
+
+def _pieces(paragraph: str) -> Iterator[str]:
+    while len(paragraph) > MAX_TEXT:
+        cut = paragraph.rfind(" ", 1, MAX_TEXT)
+        cut = MAX_TEXT if cut < 0 else cut
+        yield paragraph[:cut]
+        paragraph = paragraph[cut:].lstrip()
+    if paragraph:
+        yield paragraph
+
+
+def _pages(name: str, data: bytes) -> Iterator[tuple[Chunk, str]]:
+    with optional_imports():
+        import pypdfium2 as pdfium
+
+    try:
+        with pdfium.PdfDocument(data) as pdf:
+            if not 0 < len(pdf) <= MAX_PAGES:
+                raise BadMedia(f"a PDF must have 1 to {MAX_PAGES} pages, got {len(pdf)} in {name!r}; split it")
+            for number, page in enumerate(pdf, 1):
+                label = f"{name}, page {number}"
+                picture = page.render(scale=_PDF_SCALE).to_pil().convert("RGB")
+                yield Chunk.image(picture, text=label, label=label), page.get_textpage().get_text_bounded()
+    except pdfium.PdfiumError as error:
+        raise BadMedia(f"a PDF must be readable, got {name!r}: {error}") from error
+
+
+def _clips(name: str, data: bytes) -> Iterator[Chunk]:
+    with tempfile.NamedTemporaryFile(suffix=Path(name).suffix) as file:  # OpenCV reads files only
+        file.write(data)
+        file.flush()
+        try:
+            frames, _ = decode_video(file.name, fps=1.0)
+        except BadMedia as error:
+            raise BadMedia(str(error).replace(file.name, name)) from error
+    for begin in range(0, len(frames), _CLIP_SECONDS):
+        label = f"{name}, {begin} s"
+        yield Chunk.video(list(frames[begin : begin + _CLIP_SECONDS]), fps=1.0, text=label, label=label)

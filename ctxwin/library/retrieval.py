@@ -1,0 +1,230 @@
+"""How passages are found: by words, by vectors, by pictures, and by several ways at once."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ctxwin.chunk import Chunk
+from ctxwin.errors import ChunkUnavailable
+from ctxwin.extras import optional_imports
+from ctxwin.hashing import digest
+from ctxwin.library.records import Passage
+from ctxwin.media import pixels_digest, unpack_frames
+from ctxwin.policies.retrieval import Pools
+from ctxwin.store.spans import SpanRepository
+
+if TYPE_CHECKING:
+    from ctxwin.engines.base import Engine
+
+Ranked = list[tuple[int, float]]
+"""Indices into a corpus with scores, best first."""
+_FUSED = 60  # the constant of Cormack, Clarke and Buettcher, "Reciprocal rank fusion" (SIGIR 2009)
+_WORDS = r"(?u)\w+"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What is searched.
+
+    Attributes:
+        name: of its content; the same passages have the same name.
+        passages: each with the name of its file.
+        repo: the library's store, where retrievers may keep what follows from a passage.
+    """
+
+    name: str
+    passages: tuple[tuple[str, Passage], ...]
+    repo: SpanRepository
+
+    def shown(self, passage: Passage) -> Chunk:
+        """Its chunk with its pixels. Raises ChunkUnavailable where the store has dropped them."""
+        pixels = {}
+        for part in passage.chunk.media:
+            raw = self.repo.get_source(part.content)
+            if raw is None:
+                raise ChunkUnavailable(
+                    f"the pixels of {passage.chunk.label!r} have left the library's store; add it again"
+                )
+            pixels[part.content] = unpack_frames(raw)
+            if pixels_digest(pixels[part.content]) != part.content:
+                raise ChunkUnavailable(
+                    f"the pixels of {passage.chunk.label!r} in the library's store are others; add it again"
+                )
+        return passage.chunk.holding(pixels)
+
+
+class Retriever(Protocol):
+    """Finds passages for a question or a picture. Thread-safe; the same corpus and query give the same ranking."""
+
+    def rank(self, corpus: Corpus, query: str | Chunk, k: int) -> Ranked:
+        """The best ``k`` passages at most; none where nothing fits the query."""
+
+
+class _Indices:
+    """What retrievers build once for a corpus; those used last."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, corpus: Corpus, build: Callable[[], Any]) -> Any:
+        with self._lock:
+            if corpus.name not in self._held:
+                self._held[corpus.name] = build()
+            self._held.move_to_end(corpus.name)
+            while len(self._held) > 4:
+                self._held.popitem(last=False)
+            return self._held[corpus.name]
+
+
+@dataclass(frozen=True)
+class BM25:
+    """By words: BM25 (Robertson and Zaragoza, 2009) over names, captions and texts, by bm25s. Pictures find nothing.
+
+    Cost: an index of the corpus, once; then a pass over the query's words.
+    """
+
+    _indices: _Indices = field(default_factory=_Indices, init=False, repr=False, compare=False)
+
+    def rank(self, corpus: Corpus, query: str | Chunk, k: int) -> Ranked:
+        """See `Retriever.rank`; passages that have none of the words are not found."""
+        with optional_imports():
+            import bm25s
+        words = _words(query) if isinstance(query, str) else []
+        if not words:
+            return []
+
+        def build() -> Any:
+            index = bm25s.BM25()
+            index.index(
+                [_words(f"{name} {passage.text}") or [""] for name, passage in corpus.passages], show_progress=False
+            )
+            return index
+
+        scores = np.asarray(self._indices.of(corpus, build).get_scores(words), dtype=np.float64)
+        return _best(scores, k, above=0.0)
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """By an embedding of the user's choice: cosine, by faiss.
+
+    Args:
+        embed: gives ``[n, d]`` for n texts and chunks. Texts are queries and passages without media; a passage with media
+            comes as its chunk, with pixels: an embedding of texts alone may take ``chunk.label`` and raise for others.
+        name: of the embedding; stored vectors of another name are not used.
+        least: least cosine of what is found, in -1..1.
+
+    Any model will do: ``SentenceTransformer("folder").encode``, a CLIP folder, vLLM's own pooling, or LangChain's
+    ``embeddings.embed_documents``. Cost: one embedding a passage, kept in the library's store; one a query.
+    """
+
+    embed: Callable[[Sequence[str | Chunk]], Any]
+    name: str
+    least: float = -1.0
+    _indices: _Indices = field(default_factory=_Indices, init=False, repr=False, compare=False)
+
+    def rank(self, corpus: Corpus, query: str | Chunk, k: int) -> Ranked:
+        """See `Retriever.rank`."""
+        with optional_imports():
+            import faiss
+        index = self._indices.of(corpus, lambda: self._built(corpus, faiss))
+        asked = self._normed([query])
+        if asked.shape[1] != index.d:
+            raise ValueError(
+                f"embedding {self.name!r} must have the {index.d} dimensions of what is stored under its name, got "
+                f"{asked.shape[1]}; give the new one another name"
+            )
+        scores, found = index.search(asked, min(k, len(corpus.passages)))
+        ranked = [(int(i), float(s)) for i, s in zip(found[0], scores[0], strict=True) if i >= 0 and s >= self.least]
+        return sorted(ranked, key=lambda one: (-one[1], one[0]))
+
+    def _built(self, corpus: Corpus, faiss: Any) -> Any:
+        import torch
+
+        repo = SpanRepository(corpus.repo.store, digest("embedding", self.name))
+        keys = [f"embed/{digest('vector', self.name, p.chunk.id, p.text)}" for _, p in corpus.passages]
+        held = [repo.get_embedding(key) for key in keys]
+        missing = [i for i, vector in enumerate(held) if vector is None]
+        for begin in range(0, len(missing), 32):
+            batch = missing[begin : begin + 32]
+            made = self._normed([self._input(corpus, corpus.passages[i][1]) for i in batch])
+            for i, vector in zip(batch, made, strict=True):
+                held[i] = row = torch.from_numpy(vector)[None]
+                repo.put_embedding(keys[i], row)
+        rows = np.concatenate([np.asarray(vector, dtype=np.float32) for vector in held])
+        index = faiss.IndexFlatIP(rows.shape[1])
+        index.add(rows)
+        return index
+
+    def _input(self, corpus: Corpus, passage: Passage) -> str | Chunk:
+        return corpus.shown(passage) if passage.chunk.media else passage.text
+
+    def _normed(self, inputs: Sequence[str | Chunk]) -> np.ndarray:
+        rows = np.asarray(self.embed(inputs), dtype=np.float32)
+        if rows.ndim != 2 or len(rows) != len(inputs) or not np.isfinite(rows).all():
+            raise ValueError(
+                f"embedding {self.name!r} must give finite [{len(inputs)}, d] for {len(inputs)} inputs, got {rows.shape}"
+            )
+        normed: np.ndarray = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+        return normed
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Passages that look most like a picture: cosine of mean-pooled vision embeddings of the served model.
+
+    Text finds nothing. Cost: a run of the vision tower for each picture that ``engine`` has not seen.
+    """
+
+    engine: Engine
+    _pools: Pools = field(default_factory=Pools, init=False, repr=False, compare=False)
+
+    def rank(self, corpus: Corpus, query: str | Chunk, k: int) -> Ranked:
+        """See `Retriever.rank`; passages without media, or whose pixels are gone, are not found."""
+        if isinstance(query, str) or not query.media:
+            return []
+        import torch
+
+        wanted = self._pools.of(self.engine, query)
+        scores = np.full(len(corpus.passages), -np.inf)
+        for i, (_, passage) in enumerate(corpus.passages):
+            if not passage.chunk.media:
+                continue
+            try:
+                pooled = self._pools.of(self.engine, corpus.shown(passage))
+            except ChunkUnavailable:
+                continue
+            scores[i] = float(torch.nn.functional.cosine_similarity(wanted, pooled, dim=0))
+        return _best(scores, k, above=-np.inf)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What several retrievers find, by reciprocal ranks: 1 / (60 + rank), added up (Cormack, Clarke and Buettcher, 2009)."""
+
+    retrievers: tuple[Retriever, ...]
+
+    def rank(self, corpus: Corpus, query: str | Chunk, k: int) -> Ranked:
+        """See `Retriever.rank`. Each is asked for four times as many."""
+        scores = np.zeros(len(corpus.passages))
+        for retriever in self.retrievers:
+            for rank, (i, _) in enumerate(retriever.rank(corpus, query, 4 * k), 1):
+                scores[i] += 1 / (_FUSED + rank)
+        return _best(scores, k, above=0.0)
+
+
+def _best(scores: np.ndarray, k: int, above: float) -> Ranked:
+    order = np.argsort(-scores, kind="stable")[:k]
+    return [(int(i), float(scores[i])) for i in order if scores[i] > above]
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(_WORDS, text.lower())

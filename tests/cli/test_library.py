@@ -1,0 +1,76 @@
+"""`ctxwin library` and `ctxwin store export|import`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cli.test_main import invoke, refused
+from ctxwin import Library, open_store
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    (tmp_path / "notes.txt").write_text("a red car")
+    Image.fromarray(np.full((4, 4, 3), 9, np.uint8)).save(tmp_path / "shot.png")
+    return tmp_path / "notes.txt", tmp_path / "shot.png"
+
+
+def test_files_go_in_are_listed_and_leave(tmp_path: Path, files: tuple[Path, Path]) -> None:
+    store = tmp_path / "kv"
+    made = invoke("library", "add", store, "shelf", *files, "--ttl", 60, "--json")
+    assert [a["name"] for a in json.loads(made.stdout)["added"]] == ["notes.txt", "shot.png"], made.output
+    assert invoke("library", "ls", store).stdout.split() == ["shelf"]
+    rows = json.loads(invoke("library", "ls", store, "shelf", "--json").stdout)["files"]
+    assert [r["name"] for r in rows] == ["notes.txt", "shot.png"] and all(r["expires"] for r in rows)
+    assert "expires in" in invoke("library", "ls", store, "shelf").stdout
+    refused(invoke("library", "add", store, "shelf", files[0]), "notes.txt", "replace it")
+    assert invoke("library", "add", store, "shelf", files[0], "--replace").exit_code == 0
+    assert invoke("library", "rm", store, "shelf", "shot.png").exit_code == 0
+    refused(invoke("library", "rm", store, "shelf", "shot.png"), "shot.png")
+    refused(invoke("library", "rm", store, "shelf"), "files or --all")
+    assert invoke("library", "rm", store, "shelf", "--all").exit_code == 0
+    assert invoke("library", "ls", store).stdout == ""
+
+
+def test_a_library_travels_as_a_file(tmp_path: Path, files: tuple[Path, Path]) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    invoke("library", "add", here, "shelf", *files, "--tenant", "acme")
+    assert invoke("library", "export", here, "shelf", tmp_path / "a.zip", "--tenant", "acme").exit_code == 0
+    assert invoke("library", "import", there, "copy", tmp_path / "a.zip").stdout.split() == ["notes.txt", "shot.png"]
+    refused(invoke("library", "import", there, "copy", tmp_path / "a.zip"), "replace it")
+    refused(invoke("library", "import", there, "copy", files[1]), "must be a whole zip file")
+    refused(invoke("library", "ls", here, "shelf"), "no store without a tenant")
+
+
+def test_grants_are_given_and_taken(tmp_path: Path, files: tuple[Path, Path]) -> None:
+    from ctxwin.library.library import granted
+
+    invoke("library", "add", tmp_path / "kv", "shelf", files[0])
+    for arguments, wanted in (((), ("shelf",)), (("--revoke",), ())):
+        assert invoke("library", "grant", tmp_path / "kv", "shelf", "acme", *arguments).exit_code == 0
+        store = open_store(f"disk:{tmp_path / 'kv'}")
+        assert granted(store, "acme") == wanted
+        store.close()
+
+
+def test_a_store_is_carried_over(tmp_path: Path, files: tuple[Path, Path]) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    invoke("library", "add", here, "shelf", *files)
+    wrote = json.loads(invoke("store", "export", here, tmp_path / "all.zip", "--json").stdout)
+    took = invoke("store", "import", there, tmp_path / "all.zip", "--json")
+    assert json.loads(took.stdout) == {"stored": wrote["items"], "there": 0, "refused": 0}
+    assert "were there" in invoke("store", "import", there, tmp_path / "all.zip").stdout
+    store = open_store(f"disk:{there}")
+    assert sorted(Library(store, "shelf").view().names) == ["notes.txt", "shot.png"]
+    store.close()
+    assert (
+        json.loads(invoke("store", "export", here, tmp_path / "s.zip", "--kind", "source", "--json").stdout)["items"]
+        == 1
+    )
+    refused(invoke("store", "export", tmp_path / "gone", tmp_path / "x.zip"), "existing folder")
+    assert not (tmp_path / "x.zip").exists()

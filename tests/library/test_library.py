@@ -1,0 +1,285 @@
+"""Libraries: files, versions, expiry, grants, processes that change one at once, and what a broken store may do to it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ctxwin import (
+    BadMedia,
+    Chunk,
+    ChunkUnavailable,
+    Library,
+    NameTaken,
+    StoreFull,
+    UnknownFile,
+    UnknownVersion,
+    open_store,
+)
+from ctxwin.library.files import MAX_TEXT
+from ctxwin.library.library import KEPT, granted, libraries
+from ctxwin.media import png
+from library.conftest import Clock
+from window.fake import FakeEngine
+
+
+def picture(shade: int) -> np.ndarray:
+    return np.full((6, 4, 3), shade, np.uint8)
+
+
+def texts(library: Library) -> dict[str, list[str]]:
+    view = library.view()
+    return {name: [p.text for p in view.entry(name).passages] for name in sorted(view.names)}
+
+
+def test_files_are_cut_into_passages(shelf: Library, tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("A red car.\n\nA blue bus." + "\n\n" + "x " * MAX_TEXT)
+    Image.fromarray(picture(9)).save(tmp_path / "shot.png")
+    notes, shot = shelf.add(tmp_path / "notes.md"), shelf.add(tmp_path / "shot.png", caption="a dark square")
+    assert notes.passages[0].text.startswith("A red car.\n\nA blue bus.")
+    assert all(len(p.text) <= MAX_TEXT for p in notes.passages)
+    assert "".join("".join(p.text.split()) for p in notes.passages) == "Aredcar.Abluebus." + "x" * MAX_TEXT
+    (passage,) = shot.passages
+    assert passage.text == "a dark square" and passage.chunk.id == Chunk.image(picture(9)).id
+    assert [row.name for row in shelf.files()] == ["notes.md", "shot.png"]
+
+
+def test_pages_of_a_pdf_are_pictures_found_by_their_words(shelf: Library) -> None:
+    pdfium = pytest.importorskip("pypdfium2")
+    with pdfium.PdfDocument.new() as pdf:
+        for _ in range(3):
+            pdf.new_page(40, 30)
+        pdf.save(path := Path(shelf.name + ".pdf").absolute())
+    try:
+        made = shelf.add(path)
+    finally:
+        path.unlink()
+    assert [p.chunk.media[0].shape for p in made.passages] == [(1, 30, 40)] * 3
+    assert [p.chunk.label for p in made.passages] == [f"shelf.pdf, page {n}" for n in (1, 2, 3)]
+
+
+def test_a_video_is_cut_into_clips_that_outlive_the_file(shelf: Library, engine: FakeEngine, tmp_path: Path) -> None:
+    cv2 = pytest.importorskip("cv2")
+    path = tmp_path / "walk.avi"
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"MJPG"), 2.0, (16, 16))
+    for i in range(20):
+        writer.write(np.full((16, 16, 3), 10 * i, np.uint8))
+    writer.release()
+    made = shelf.add(path)
+    path.unlink()
+    assert [p.chunk.media[0].shape[0] for p in made.passages] == [4, 4, 2]
+    assert engine.encode(shelf.view().find("walk", 1, engine)[0]).tokens > 4
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("a.exe", b"MZ", "must end with one of"),
+        ("a.txt", b"", "must not be empty"),
+        ("a.txt", b" \n ", "must have text"),
+        ("a.txt", b"\xff\xfe\x00", "must be UTF-8"),
+        ("a.png", b"no picture", "must be decodable"),
+        ("a.pdf", b"%PDF-1.7 broken", "must be readable"),
+        ("a/b.txt", b"text", "without slashes"),
+        ("", b"text", "1 to 255 characters"),
+    ],
+)
+def test_a_bad_file_is_refused_and_changes_nothing(shelf: Library, name: str, data: bytes, said: str) -> None:
+    if name.endswith(".pdf"):
+        pytest.importorskip("pypdfium2")
+    shelf.add(b"kept", "kept.txt")
+    with pytest.raises(ValueError, match=said):
+        shelf.add(data, name)
+    assert texts(shelf) == {"kept.txt": ["kept"]} and shelf.view().version == 1
+
+
+def test_a_huge_file_a_missing_one_and_too_many_are_refused(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = Library(engine.store, "small", max_bytes=10, max_files=2)
+    with pytest.raises(BadMedia, match="must be there"):
+        shelf.add(tmp_path / "gone.txt")
+    shelf.add(b"12345", "a.txt")
+    with pytest.raises(BadMedia, match="at most 2 files and 10 bytes"):
+        shelf.add(b"123456", "b.txt")
+    shelf.add(b"12", "b.txt")
+    with pytest.raises(BadMedia, match="got 3 and 8"):
+        shelf.add(b"1", "c.txt")
+    monkeypatch.setattr("ctxwin.library.library.MAX_FILE_BYTES", 3)
+    (tmp_path / "long.txt").write_text("1234")
+    with pytest.raises(BadMedia, match="split it"):
+        shelf.add(tmp_path / "long.txt")
+    assert sorted(texts(shelf)) == ["a.txt", "b.txt"]
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../up", "x" * 101])
+def test_names_of_libraries_are_checked(engine: FakeEngine, name: str) -> None:
+    with pytest.raises(ValueError, match="a library's name"):
+        Library(engine.store, name)
+
+
+def test_a_name_is_taken_until_it_is_replaced_or_removed(shelf: Library) -> None:
+    shelf.add(b"old", "a.txt")
+    with pytest.raises(NameTaken, match="replace it"):
+        shelf.add(b"new", "a.txt")
+    shelf.add(b"new", "a.txt", replace=True)
+    assert texts(shelf) == {"a.txt": ["new"]}
+    shelf.remove("a.txt")
+    with pytest.raises(UnknownFile, match=r"a\.txt"):
+        shelf.remove("a.txt")
+    assert texts(shelf) == {}
+
+
+def test_old_versions_stay_readable(shelf: Library) -> None:
+    shelf.add(b"one", "a.txt")
+    before = shelf.view()
+    shelf.add(b"two", "a.txt", replace=True)
+    shelf.remove("a.txt")
+    assert [p.text for p in before.entry("a.txt").passages] == ["one"]
+    assert [p.text for p in shelf.view(2).entry("a.txt").passages] == ["two"]
+    with pytest.raises(UnknownVersion, match=r"\(1\.\.3\), got 4"):
+        shelf.view(4)
+    for i in range(KEPT):
+        shelf.add(str(i).encode(), "b.txt", replace=True)
+    with pytest.raises(UnknownVersion, match="open a new window"):
+        shelf.view(2)
+
+
+def test_files_expire_and_are_renewed_by_use(shelf: Library, clock: Clock, engine: FakeEngine) -> None:
+    shelf.add(b"a red car", "brief.txt", ttl=100)
+    shelf.add(b"a blue bus", "long.txt")
+    clock.now += 60
+    shelf.view().find("red", 1, engine)
+    clock.now += 60
+    assert {row.name: row.expires and row.expires - clock.now for row in shelf.files()} == {
+        "brief.txt": 40.0,
+        "long.txt": None,
+    }
+    clock.now += 60
+    assert shelf.view().names == {"long.txt"} and shelf.search("red") == []
+    with pytest.raises(UnknownFile, match="may have expired"):
+        shelf.view().entry("brief.txt")
+    shelf.add(b"again", "brief.txt")  # its name is free
+    assert texts(shelf) == {"brief.txt": ["again"], "long.txt": ["a blue bus"]}
+
+
+def test_a_library_may_say_when_its_files_expire(engine: FakeEngine, clock: Clock) -> None:
+    shelf = Library(engine.store, "brief", ttl=10, clock=clock)
+    shelf.add(b"text", "a.txt")
+    clock.now += 11
+    assert shelf.files() == ()
+
+
+def test_grants_are_told_apart_from_what_is_not_there_by_nothing(engine: FakeEngine) -> None:
+    for name in ("handbook", "secret"):
+        Library(engine.store, name).add(b"text", "a.txt")
+    Library(engine.store, "handbook").grant("acme")
+    Library(engine.store, "secret").grant("bolt")
+    assert granted(engine.store, "acme") == ("handbook",) and granted(engine.store, "nobody") == ()
+    Library(engine.store, "handbook").revoke("acme")
+    assert granted(engine.store, "acme") == ()
+    assert sorted(libraries(engine.store)) == ["handbook", "secret"]
+
+
+def test_threads_that_add_at_once_lose_nothing(tmp_path: Path) -> None:
+    store = open_store(f"disk:{tmp_path}")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: Library(store, "shelf").add(str(i).encode(), f"{i}.txt"), range(24)))
+    shelf = Library(store, "shelf")
+    assert shelf.view().version == 24 and texts(shelf) == {f"{i}.txt": [str(i)] for i in range(24)}
+    store.close()
+
+
+ADDS = """
+import sys
+from ctxwin import Library, open_store
+store = open_store("disk:" + sys.argv[1])
+for i in range(1000):
+    Library(store, "shelf").add(str(i).encode(), f"{sys.argv[2]}-{i}.txt")
+    print(i, flush=True)
+"""
+
+
+def test_a_process_that_is_killed_loses_nothing_it_has_said(tmp_path: Path) -> None:
+    said = {}
+    running = [
+        subprocess.Popen([sys.executable, "-c", ADDS, str(tmp_path), name], stdout=subprocess.PIPE, text=True)
+        for name in ("left", "right")
+    ]
+    for name, process in zip(("left", "right"), running, strict=True):
+        assert process.stdout is not None
+        said[name] = [int(process.stdout.readline()) for _ in range(5)]
+        process.kill()
+        said[name] += [int(line) for line in process.stdout.read().split()]
+        process.wait()
+    store = open_store(f"disk:{tmp_path}")
+    names = Library(store, "shelf").view().names
+    assert {f"{name}-{i}.txt" for name, all_said in said.items() for i in all_said} <= names
+    Library(store, "shelf").add(b"on", "on.txt")
+    store.close()
+
+
+def test_a_full_store_refuses_and_keeps_what_it_has(engine: FakeEngine) -> None:
+    store = open_store("memory:", max_bytes=4000)
+    shelf = Library(store, "shelf")
+    shelf.add(b"text", "a.txt")
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    with pytest.raises(StoreFull, match="raise its limit"):
+        shelf.add(png(noise), "big.png")
+    assert texts(shelf) == {"a.txt": ["text"]}
+
+
+def test_what_the_store_lost_is_said_by_name(shelf: Library, engine: FakeEngine) -> None:
+    shelf.add(png(picture(3)), "shot.png", caption="a square")
+    (content,) = (m.content for m in shelf.view().entry("shot.png").passages[0].chunk.media)
+    engine.store.delete(f"source/{content}")
+    with pytest.raises(ChunkUnavailable, match=r"shot\.png.*add it again"):
+        shelf.view().find("square", 1, engine)
+    engine.store.delete(shelf.files()[0].key)
+    with pytest.raises(ChunkUnavailable, match=r"shot\.png.*add it again"):
+        Library(engine.store, "shelf").search("square")
+
+
+def test_an_entry_that_is_not_what_its_key_says_is_gone(shelf: Library, engine: FakeEngine) -> None:
+    shelf.add(b"right", "a.txt"), shelf.add(b"wrong", "b.txt")
+    right, wrong = (row.key for row in shelf.files())
+    said = shelf.repo.get_json(wrong, bound=False)
+    engine.store.delete(right)
+    shelf.repo.put_json(right, said, bound=False)
+    with pytest.raises(ChunkUnavailable, match=r"a\.txt"):
+        shelf.view().entry("a.txt")
+
+
+def test_an_export_is_loaded_elsewhere(shelf: Library, engine: FakeEngine, tmp_path: Path) -> None:
+    shelf.add(png(picture(3)), "shot.png", caption="a square", ttl=50)
+    shelf.add(b"text", "a.txt")
+    records, _ = shelf.export(tmp_path / "shelf.zip")
+    assert records == 3
+    other = FakeEngine()
+    copy = Library(other.store, "copy")
+    assert copy.load(tmp_path / "shelf.zip") == ("shot.png", "a.txt") and texts(copy) == texts(shelf)
+    assert copy.view().find("square", 1, other)[0].id == Chunk.image(picture(3)).id
+    with pytest.raises(NameTaken):
+        copy.load(tmp_path / "shelf.zip")
+    assert copy.load(tmp_path / "shelf.zip", replace=True) and copy.view().version == 2
+
+
+def test_a_damaged_export_is_refused_whole(shelf: Library, tmp_path: Path) -> None:
+    shelf.add(b"a text that is long enough to be damaged", "a.txt")
+    path = tmp_path / "shelf.zip"
+    shelf.export(path)
+    other = Library(open_store("memory:"), "copy")
+    raw = path.read_bytes()
+    path.write_bytes(raw[:200] + bytes([raw[200] ^ 1]) + raw[201:])
+    with pytest.raises(BadMedia, match="must be"):
+        other.load(path)
+    path.write_bytes(b"no zip")
+    with pytest.raises(BadMedia, match="whole zip file"):
+        other.load(path)
+    assert texts(other) == {}

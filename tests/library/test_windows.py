@@ -1,0 +1,104 @@
+"""Windows that draw from libraries: what is placed, which version, what is prepared, and whose store it lies in."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ctxwin import BudgetExceeded, Chunk, Fidelity, Library, Window
+from ctxwin.media import png
+from window.fake import FakeEngine
+
+ANIMALS = ("cat", "dog", "elk", "fox")
+
+
+@pytest.fixture
+def zoo(shelf: Library) -> Library:
+    for i, name in enumerate(ANIMALS):
+        shelf.add(png(np.full((4, 4, 3), 50 * i, np.uint8)), f"{name}.png", caption=f"a {name}")
+    return shelf
+
+
+def labels(window: Window) -> list[str]:
+    return [window.chunk(i).label for i in window.ids]
+
+
+def test_what_is_found_is_placed_once(zoo: Library, engine: FakeEngine) -> None:
+    with Window(engine, "hd") as window:
+        window.append(Chunk.text("first"))
+        (fox,) = window.retrieve("the fox", zoo)
+        assert labels(window) == ["", "fox.png"]
+        again = window.retrieve("a fox and a dog", zoo, k=2)
+        assert fox in again and labels(window) == ["", "fox.png", "dog.png"]
+        before = window.version
+        assert window.retrieve("zebra", zoo) == [] and len(window.ids) == 3
+        window.check()
+        assert window.version > before  # it has read the library
+        answer = window.ask("which?", max_tokens=3)
+    plain = Window(FakeEngine(), "hd")
+    plain.extend([Chunk.text("first"), *(Chunk.image(np.full((4, 4, 3), s, np.uint8)) for s in (150, 50))])
+    assert answer.token_ids == plain.ask("which?", max_tokens=3).token_ids
+
+
+def test_a_running_window_keeps_what_it_opened_with(zoo: Library, engine: FakeEngine) -> None:
+    old, late = Window(engine, "hd"), Window(engine, "hd")
+    old.retrieve("cat", zoo)
+    zoo.add(png(np.full((4, 4, 3), 255, np.uint8)), "dog.png", caption="a dog", replace=True)
+    zoo.remove("elk.png")
+    (dog,) = old.retrieve("dog", zoo)
+    assert old.chunk(dog).id == Chunk.image(np.full((4, 4, 3), 50, np.uint8)).id
+    assert old.retrieve("elk", zoo) and not late.retrieve("elk", zoo)
+    (dog,) = late.retrieve("dog", zoo)
+    assert late.chunk(dog).id == Chunk.image(np.full((4, 4, 3), 255, np.uint8)).id
+    restored = Window.restore(engine, old.snapshot().model_dump_json())
+    assert restored.retrieve("elk", zoo) and restored.snapshot().libraries == {"shelf": 4}
+    assert old.fork().retrieve("elk", zoo)
+
+
+def test_others_leave_for_what_is_found(zoo: Library, engine: FakeEngine) -> None:
+    with Window(engine, "hd", budget=20) as window:
+        window.extend([Chunk.text("aaaaaa"), Chunk.text("bbbbbb")])
+        window.retrieve("cat", zoo, reserve_tokens=8)
+        assert [window.chunk(i).label or "text" for i in window.ids] == ["text", "cat.png"] and len(window.evicted) == 1
+        window.pin(window.ids[0])
+        state = window.snapshot()
+        with pytest.raises(BudgetExceeded):
+            window.retrieve("a", zoo, k=4, reserve_tokens=9)
+        assert window.snapshot() == state
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one store", "a store of its own"])
+def test_what_was_prepared_is_not_computed_again(zoo: Library, engine: FakeEngine, shared: bool) -> None:
+    reader = engine if shared else FakeEngine()
+    assert zoo.prepare(engine) == 4 and zoo.prepare(engine) == 0
+    encodes = reader.counters.vision_encodes
+    with Window(reader, "another prompt", fidelity=Fidelity("blind")) as window:
+        window.retrieve("the cat, the elk and the fox", zoo, k=3)
+        entries = window.plan().entries
+        assert reader.counters.vision_encodes == encodes
+        assert [e.lane for e in entries] == ["canonical"] * 3
+        assert not any(e.compute for e in entries) and not any(e.exact for e in entries)
+        answer = window.ask("which?", max_tokens=2)
+        assert answer.usage.reused_tokens["canonical"] == window.tokens - len("another prompt") - 1
+        window.check()
+    with Window(reader, "", fidelity=Fidelity("blind")) as window:
+        window.retrieve("cat", zoo)
+        assert [e.exact for e in window.plan().entries] == [True]  # behind that very header
+
+
+def test_preparation_stops_when_it_is_told(zoo: Library, engine: FakeEngine) -> None:
+    left = iter([False, False, True])
+    assert zoo.prepare(engine, lambda: next(left)) == 2 and zoo.prepare(engine) == 2
+
+
+def test_exact_windows_take_no_neutral_kv(zoo: Library, engine: FakeEngine) -> None:
+    zoo.prepare(engine)
+    with Window(engine, "hd", fidelity=Fidelity("exact")) as window:
+        window.retrieve("a", zoo)
+        assert {e.lane for e in window.plan().entries} == {"computed"}
+        window.toggle(window.ids[1], conditioned=False)
+        window.check()
+        assert [e.lane for e in window.plan().entries][1] == "canonical"
+        window.ask("which?", max_tokens=2)
+        kept = window.snapshot()
+    assert Window.restore(engine, kept).plan().entries[0].lane == "resident"
