@@ -336,3 +336,14 @@ class TestConfigurations:
     def test_what_would_be_served_wrongly(self, changes: dict[str, Any], said: str) -> None:
         with pytest.raises(UnsupportedModel, match=said):
             refusals.check_config(config(**changes))
+
+
+@needs_vllm
+def test_vllm_starts_beside_numba() -> None:
+    """vLLM's scan of all modules runs over the library that numba loads; the earlier version of vLLM has no such scan."""
+    pytest.importorskip("numba")
+    dispatcher = pytest.importorskip("vllm.triton_utils.dispatcher")
+    from ctxwin.engines.vllm import internals
+
+    internals.let_numba_be_scanned()
+    dispatcher._rebind_kernels([])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from concurrent.futures import InvalidStateError
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,18 @@ def import_model_classes(architectures: Any) -> None:
         entry = ModelRegistry.models.get(name)
         if entry is not None and not hasattr(entry, "model_cls"):
             ModelRegistry.register_model(name, entry.load_model_cls())
+
+
+def let_numba_be_scanned() -> None:
+    """Keeps vLLM's start on a CPU from falling over numba, which search in libraries imports, and many a host program.
+
+    As it registers its kernels it calls ``vars(value).get`` on whatever any module holds. llvmlite's library answers every
+    name, ``__dict__`` as well, with a wrapped C function, which has no ``get``; from here on it answers that name with a dict.
+    """
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    functions = getattr(getattr(ffi, "lib", None), "_fntab", None)
+    if isinstance(functions, dict):
+        functions["__dict__"] = {}
 
 
 def bare_model(config: Any) -> Any:
