@@ -61,8 +61,8 @@ def post(client: OpenAI, path: str, body: Mapping[str, Any]) -> Any:
 def post_files(
     client: OpenAI, path: str, fields: Mapping[str, str], files: Mapping[str, tuple[str, bytes, str]]
 ) -> Any:
-    """Posts a multipart body."""
-    options: Any = {"headers": {"Content-Type": "multipart/form-data"}}
+    """Posts a multipart body; a retry is done once, as with `post`."""
+    options: Any = {"headers": {"Content-Type": "multipart/form-data", "Idempotency-Key": uuid.uuid4().hex}}
     return client.post(path, cast_to=object, body=dict(fields), files=dict(files), options=options)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Self, Unpack
 from openai import AsyncOpenAI, OpenAI
 
 from ctxwin.adapters.openai import transport
+from ctxwin.adapters.openai.library import RemoteLibrary
 from ctxwin.chunk import Chunk
 from ctxwin.errors import EngineFailed, ReadOnlyWindow
 from ctxwin.fidelity import Fidelity
@@ -167,6 +168,16 @@ class RemoteWindow:
         if isinstance(query, str):
             return list(self._post("look_back", query=query, reserve_tokens=reserve_tokens)["recalled"])
         return list(self._place("look_back", "query", query, reserve_tokens=reserve_tokens)["recalled"])
+
+    def retrieve(
+        self, query: str | Chunk, library: RemoteLibrary | str, k: int = 4, *, reserve_tokens: int = 0
+    ) -> list[str]:
+        """Places the ``k`` passages that a library of the server finds for ``query``, best first. Returns the ids."""
+        name = library if isinstance(library, str) else library.name
+        body = {"library": name, "k": k, "reserve_tokens": reserve_tokens}
+        if isinstance(query, str):
+            return list(self._post("retrieve", query=query, **body)["placements"])
+        return list(self._place("retrieve", "query", query, **body)["placements"])
 
     def reorder(self, ids: Sequence[str]) -> None:
         """Puts the placed chunks into another order; ``ids`` must be a permutation of them."""

@@ -7,6 +7,7 @@ by `grant`. Both are this class; what differs is whose store it lies in.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import OrderedDict
@@ -52,9 +53,9 @@ class Library:
         store: where they lie; what shares the store shares the library. The store's own limit may drop what nobody has open:
             give references that must stay a store of their own, with room.
         name: letters, digits, ``_``, ``.`` and ``-``.
-        ttl: seconds after its last use at which a file expires that says nothing itself; None: never.
+        ttl: seconds after its last use at which a file expires that says nothing itself; None: as `create` was told, or never.
         retriever: how `search` finds; default: by words (`BM25`).
-        max_bytes, max_files: most bytes of files, and most files.
+        max_bytes, max_files, max_passages: most bytes of files, most files, and most passages of them together.
         clock: seconds since the epoch; servers that share a library should agree to within seconds.
 
     Every change is one version, written before the call returns; processes that change it at once take turns. Thread-safe.
@@ -69,18 +70,35 @@ class Library:
         retriever: Retriever | None = None,
         max_bytes: int = 10 * 10**9,
         max_files: int = 10_000,
+        max_passages: int = 100_000,
         clock: Callable[[], float] = time.time,
     ) -> None:
         if not _NAME.fullmatch(name):
             raise ValueError(f"a library's name must be 1 to 100 letters, digits, '_', '.' or '-', got {name[:120]!r}")
-        if ttl is not None and ttl <= 0:
-            raise ValueError(f"ttl must be positive seconds or None, got {ttl}")
+        _check_ttl(ttl)
         self.store, self.name, self.ttl = store, name, ttl
         self.retriever: Retriever = retriever or BM25()
-        self.max_bytes, self.max_files, self.clock = max_bytes, max_files, clock
+        self.max_bytes, self.max_files, self.max_passages, self.clock = max_bytes, max_files, max_passages, clock
         self.repo = SpanRepository(store, "")
         self._head = Fenced(store, _head_key(name))
         self._corpora: OrderedDict[str, Corpus] = OrderedDict()
+
+    def create(self, *, ttl: float | None = None) -> None:
+        """Makes the library, empty, and says when its files expire; `add` makes one, too. Raises NameTaken."""
+        _check_ttl(ttl)
+        if self.exists:
+            raise NameTaken(f"a library must have a name of its own, got {self.name!r} again; choose another name")
+        self._head.update(Head(name=self.name), lambda head: head.model_copy(update={"ttl": ttl}))
+
+    @property
+    def exists(self) -> bool:
+        """Whether anybody has made it."""
+        return self.store.read(self._head.key) is not None
+
+    @property
+    def expires_after(self) -> float | None:
+        """Seconds after its last use at which a file expires that says nothing itself."""
+        return self.ttl or self._head.read(Head(name=self.name)).ttl
 
     def add(
         self,
@@ -107,19 +125,27 @@ class Library:
         Cost: decoding, a write a picture, and one of the list of files. No KV: see `prepare`.
         """
         name = name or _named(source)
+        self.check_name(name, replace=replace)
+        _check_ttl(ttl)
+        return self.add_passages(name, *_cut(source, name, caption), ttl=ttl, replace=replace)
+
+    def check_name(self, name: str, *, replace: bool = False) -> None:
+        """Whether a file may be added under ``name``: raises ValueError, NameTaken."""
         if not _FILE_NAME.fullmatch(name):
             raise ValueError(f"a file's name must be 1 to 255 characters without slashes, got {name[:300]!r}")
-        if ttl is not None and ttl <= 0:
-            raise ValueError(f"ttl must be positive seconds or None, got {ttl}")
         if not replace and name in self.view().names:
             raise NameTaken(_taken(name))
-        passages, size = _cut(source, name, caption)
+
+    def add_passages(
+        self, name: str, passages: Sequence[Passage], size: int, *, ttl: float | None = None, replace: bool = False
+    ) -> Entry:
+        """`add` for a file that is cut already, ``size`` bytes large."""
         entry = Entry(
             name=name,
             passages=tuple(p.model_copy(update={"chunk": self._kept(p.chunk)}) for p in passages),
             bytes=size,
             added=self.clock(),
-            ttl=ttl or self.ttl,
+            ttl=ttl or self.expires_after,
         )
         self._add([(entry, entry.added)], replace)
         return entry
@@ -274,11 +300,13 @@ class Library:
             if len(others) < len(before) and not replace:
                 raise NameTaken(_taken(next(row.name for row in before if row.name in names)))
             made = (*others, *rows)
-            if len(made) > self.max_files or sum(row.bytes for row in made) > self.max_bytes:
-                raise BadMedia(
-                    f"library {self.name} must have at most {self.max_files:,} files and {self.max_bytes:,} bytes, got "
-                    f"{len(made):,} and {sum(row.bytes for row in made):,}; remove some"
-                )
+            for what, most, got in (
+                ("files", self.max_files, len(made)),
+                ("bytes", self.max_bytes, sum(row.bytes for row in made)),
+                ("passages", self.max_passages, sum(row.passages for row in made)),
+            ):
+                if got > most:
+                    raise BadMedia(f"library {self.name} must have at most {most:,} {what}, got {got:,}; remove some")
             return made
 
         self._change(change, {e.name: used + e.ttl if e.ttl else None for e, used in entries})
@@ -302,7 +330,8 @@ class Library:
             key = put(self.repo, "edition", Edition(version=version + 1, rows=rows))
             until = {**head.expires, **expires}
             left = {r.name: at for r in rows if (at := until.get(r.name)) is not None}
-            return Head(name=self.name, editions=(*head.editions, (version + 1, key))[-KEPT:], expires=left)
+            editions = (*head.editions, (version + 1, key))[-KEPT:]
+            return head.model_copy(update={"editions": editions, "expires": left})
 
         self._head.update(Head(name=self.name), update)
 
@@ -364,6 +393,11 @@ def granted(store: Store, tenant: str) -> tuple[str, ...]:
     What is not granted is not looked at, so that it takes as long as what is not there.
     """
     return Fenced(store, f"grants/{digest('grants', tenant)}").read(Granted()).libraries
+
+
+def _check_ttl(ttl: float | None) -> None:
+    if ttl is not None and not 0 < ttl < math.inf:
+        raise ValueError(f"ttl must be positive seconds or None, got {ttl}")
 
 
 def _head_key(name: str) -> str:

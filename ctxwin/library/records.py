@@ -88,9 +88,11 @@ class Head(_Record):
     Attributes:
         editions: version and key, the newest last.
         expires: seconds since the epoch by file.
+        ttl: seconds after its last use at which a file expires that says nothing itself; None: never.
     """
 
     name: str
+    ttl: float | None = None
     editions: tuple[tuple[int, str], ...] = ()
     expires: dict[str, float] = {}
 

@@ -10,7 +10,8 @@ from logging.handlers import RotatingFileHandler
 from typing import Any
 
 RECORDED = {
-    "append": "store", "extend": "store", "insert": "store", "remember": "store", "fork": "share", "adopt": "share",
+    "append": "store", "extend": "store", "insert": "store", "remember": "store",
+    "retrieve": "store", "fork": "share", "adopt": "share",
     "snapshot": "export",
 }  # fmt: skip
 """Operations on windows that are recorded, and as what; ``evict`` is one where it forgets."""

@@ -12,7 +12,8 @@ from typing import Any
 from ctxwin.serve.errors import NotAllowed
 from ctxwin.serve.specs import REFERENCE
 
-CHUNKS, WINDOWS, ABOUT, READY = "/v1/chunks", "/v1/windows", "/v1/ctxwin/about", "/ready"
+CHUNKS, WINDOWS, LIBRARIES = "/v1/chunks", "/v1/windows", "/v1/libraries"
+ABOUT, READY = "/v1/ctxwin/about", "/ready"
 CHAT, OUR_CHAT = "/v1/chat/completions", "/v1/ctxwin/chat/completions"
 _READABLE = (READY, "/health", "/ping", "/version", "/metrics", "/v1/models")
 
@@ -82,7 +83,7 @@ PLAIN = {
 
 def is_ours(path: str) -> bool:
     """Whether a path is one of our routes."""
-    return any(path == root or path.startswith(root + "/") for root in (CHUNKS, WINDOWS, OUR_CHAT, ABOUT))
+    return any(path == root or path.startswith(root + "/") for root in (CHUNKS, WINDOWS, LIBRARIES, OUR_CHAT, ABOUT))
 
 
 def check_endpoint(method: str, path: str) -> None:

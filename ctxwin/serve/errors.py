@@ -33,6 +33,10 @@ class UnknownUpload(CtxwinError, KeyError):
     """A chunk id that this tenant has not uploaded, or that left the store since."""
 
 
+class UnknownLibrary(CtxwinError, KeyError):
+    """A library that this tenant neither has nor may read."""
+
+
 class TooLarge(CtxwinError, ValueError):
     """A body or a picture beyond what the server takes."""
 
@@ -85,6 +89,7 @@ KINDS = (
     Kind(UnknownWindow, 404, "unknown_window", "not_found_error"),
     Kind(UnknownChunk, 404, "unknown_chunk", "not_found_error"),
     Kind(UnknownVersion, 404, "unknown_version", "not_found_error"),
+    Kind(UnknownLibrary, 404, "unknown_library", "not_found_error"),
     Kind(UnknownFile, 404, "unknown_file", "not_found_error"),
     Kind(NameTaken, 409, "name_taken", "invalid_request_error"),
     Kind(UnknownModel, 404, "unknown_model", "not_found_error"),

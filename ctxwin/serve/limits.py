@@ -36,12 +36,13 @@ class Limits:
         max_pixels: of the media of one request together, decoded (frames x height x width).
         max_frames: pictures and frames of one request: what the vision tower is given does not depend on their size alone.
         max_chunks: of one window, placed and evicted, and of one call.
+        max_libraries: of a tenant; max_library_files, max_library_bytes: of one of them, which has at most max_chunks passages.
         max_windows: open windows of a tenant; the least recently used idle one is put aside for a new one.
         max_windows_total: open windows of all tenants; the tenant that has most puts one aside.
         window_ttl_s: seconds after which an idle window is closed; its snapshot stays in the store.
         threads: requests that may be answered at once; tenants that wait share them fairly (`ctxwin.serve.fair`).
         max_waiting: requests of one tenant that wait for their turn.
-        decode_seconds, decode_bytes: processor time and memory that decoding one picture may take, in a process of its own.
+        decode_seconds, decode_bytes: processor time and memory of decoding one picture or file, in a process of its own.
         max_logprobs: log-probabilities of a plain request for each token, as vLLM's own argument; -1 is no limit.
         fidelity: of windows and chats that say nothing else.
     """
@@ -54,6 +55,9 @@ class Limits:
     max_pixels: int = 64 << 20
     max_frames: int = 256
     max_chunks: int = 4096
+    max_libraries: int = 32
+    max_library_files: int = 1000
+    max_library_bytes: int = 1 << 30
     max_windows: int = 256
     max_windows_total: int = 1024
     window_ttl_s: float = 3600.0

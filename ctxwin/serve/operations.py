@@ -12,6 +12,7 @@ from pydantic import Field, create_model
 from ctxwin.chunk import Chunk
 from ctxwin.fidelity import Fidelity
 from ctxwin.serve import wire
+from ctxwin.serve.libraries import Libraries
 from ctxwin.serve.limits import Allowance
 from ctxwin.serve.specs import COUNT, TOKEN, Body, checked
 from ctxwin.serve.uploads import Uploads
@@ -25,6 +26,7 @@ ChunkData = str | dict[str, Any]
 Bytes = Annotated[int, Field(ge=0, lt=2**63)] | Annotated[str, Field(max_length=40)]
 Stop = TOKEN | Annotated[str, Field(max_length=1000)]
 Orders = Annotated[int, Field(ge=1, le=64)]
+Hits = Annotated[int, Field(ge=1, le=64)]
 Result = dict[str, Any]
 
 
@@ -34,6 +36,7 @@ class OperationContext:
 
     windows: WindowRegistry
     uploads: Uploads
+    libraries: Libraries
     allowance: Allowance
 
     def chunk(self, data: ChunkData) -> Chunk:
@@ -162,6 +165,16 @@ _forward("recall", "index", id=str, at=(COUNT | None, None), repair=(bool, False
 def _look_back(context: OperationContext, window: Window, query: ChunkData, reserve_tokens: COUNT = 0) -> Result:
     asked = query if isinstance(query, str) else context.chunk(query)
     return {"recalled": window.look_back(asked, reserve_tokens=reserve_tokens)}
+
+
+@_operation()
+def _retrieve(
+    context: OperationContext, window: Window, query: ChunkData, library: str, k: Hits = 4, reserve_tokens: COUNT = 0
+) -> Result:
+    context.check_room(window, k)
+    asked, found = query if isinstance(query, str) else context.chunk(query), context.libraries.find(library)
+    context.libraries.due(window.engine, found)
+    return {"placements": window.retrieve(asked, found, k, reserve_tokens=reserve_tokens)}
 
 
 _forward("reorder", ids=list[str])

@@ -1,149 +1,53 @@
-"""Our routes: ``/v1/chunks``, ``/v1/windows`` and chats that name chunks."""
+"""Our routes: ``/v1/chunks``, ``/v1/windows`` and chats that name chunks; ``/v1/libraries`` is in `library_routes`."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 from ctxwin.extras import optional_imports
 
 with optional_imports():
-    from fastapi import APIRouter, Depends, FastAPI, Request, Response, WebSocket
+    from fastapi import APIRouter, FastAPI, Request, Response, WebSocket
     from fastapi.responses import JSONResponse
-    from python_multipart.exceptions import FormParserError
-    from python_multipart.multipart import FormParser, parse_options_header
     from starlette.exceptions import HTTPException
 
 from ctxwin.errors import CtxwinError
-from ctxwin.hashing import digest
 from ctxwin.serve import completions, wire
 from ctxwin.serve.about import about
 from ctxwin.serve.audit_log import RECORDED
+from ctxwin.serve.call import Call, Called, body_of
 from ctxwin.serve.completions import ChatRequest
 from ctxwin.serve.endpoints import ABOUT, CHUNKS, OUR_CHAT, READY, WINDOWS
-from ctxwin.serve.errors import TooLarge, UnknownModel, to_body
+from ctxwin.serve.errors import UnknownModel, to_body
 from ctxwin.serve.fair import Put, Stopped
+from ctxwin.serve.forms import read_form
+from ctxwin.serve.library_routes import libraries
 from ctxwin.serve.limits import Limits
 from ctxwin.serve.live import Session
 from ctxwin.serve.operations import OPERATIONS, AuditedAsk, OpenWindow, Operation
 from ctxwin.serve.responses import Route, encoded, json_response, streamed, whole
-from ctxwin.serve.service import STATE, TENANT, Service, Space
+from ctxwin.serve.service import STATE, TENANT, Service
 from ctxwin.serve.snapshots import read_snapshot
 from ctxwin.serve.specs import CHUNK, checked
 from ctxwin.serve.streams import MESSAGE, LiveOptions, Push, Recall, read_message, spoken
 from ctxwin.window.answer import Answer
 from ctxwin.window.window import Window
 
-_MOST_FIELDS = 64
 _POLL_S = 0.02
 router = APIRouter(route_class=Route, tags=["ctxwin"])
 
 
-class Call:
-    """One request to a route of ours: whose it is, and where its work is done."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.service: Service = getattr(request.app.state, STATE)
-        self.space: Space = self.service.space(request.scope.get(TENANT) or "")
-
-    async def json(self) -> Any:
-        """The body, parsed within the server's limits, off the event loop."""
-        raw = await self.request.body()
-        return await self.service.run_briefly(self.space.tenant, self.service.limits.parse, raw, self.space.max_text)
-
-    async def checked(self, validate: Callable[[Any], Any]) -> Any:
-        """What ``validate`` makes of the body."""
-        data = await self.json()
-        return await self.service.run_briefly(self.space.tenant, checked, validate, data)
-
-    async def run(self, work: Callable[[], Any]) -> Response:
-        """What ``work`` returns, as JSON; it runs in a worker thread when it is the tenant's turn."""
-        return json_response(await self.service.run(self.space.tenant, lambda: encoded(work())))
-
-    async def with_window(self, window_id: str, read: Callable[[Window], Any]) -> Response:
-        """What ``read`` finds in a window, as JSON."""
-
-        def work() -> Any:
-            with self.space.windows.using(window_id) as window:
-                return read(window)
-
-        return await self.run(work)
-
-    def record(self, action: str, **said: Any) -> None:
-        """A line in the audit log."""
-        client = self.request.client.host if self.request.client else ""
-        self.service.audit.record(self.space.tenant, client, action, **said)
-
-    async def deleted(self, kind: str, name: str, delete: Callable[[str], None]) -> Response:
-        """Deletes what ``name`` names, and says so."""
-        await self.service.run(self.space.tenant, delete, name)
-        self.record("delete", object=kind, id=name)
-        return JSONResponse({"object": kind, "id": name, "deleted": True})
-
-    async def once(self, work: Callable[[], Any]) -> Response:
-        """`run`, or what an earlier request with the same Idempotency-Key got."""
-        path, key, raw = self.request.url.path, self.idempotency_key, await self.request.body()
-        made = await self.service.run(
-            self.space.tenant, self.space.results.once, path, key, raw, lambda: encoded(work())
-        )
-        return json_response(made)
-
-    def in_window_once(
-        self, window_id: str, path: str, key: str | None, raw: bytes, work: Callable[[Window], bytes]
-    ) -> bytes:
-        """`once` for what is done to a window, whose record knows it, too: another server may have done it."""
-
-        def once() -> bytes:
-            with self.space.streams.turn(window_id):
-                return self.space.windows.once(window_id, path, key, raw, work)
-
-        return self.space.results.once(path, key, raw, once)
-
-    def running(self, what: str, raw: bytes, window: Window | None = None) -> AbstractContextManager[None]:
-        """While this request may be in the hands of the engine; see `Quarantine`."""
-        content = () if window is None else (window.system_prompt, *(p.chunk_id for p in window.core.state.placed))
-        return self.service.quarantine.running(digest("request", self.space.tenant, what, raw, content))
-
-    @property
-    def idempotency_key(self) -> str | None:
-        """What the client calls this request, to get its answer again."""
-        return self.request.headers.get("idempotency-key")
-
-
-async def _call(request: Request) -> Call:
-    return Call(request)
-
-
-Called = Annotated[Call, Depends(_call)]
-
-
-def _body(schema: dict[str, Any]) -> dict[str, Any]:
-    """What OpenAPI says of a body that is read by hand."""
-    definitions = schema.get("$defs", {})
-
-    def inlined(part: Any) -> Any:
-        if isinstance(part, dict) and "$ref" in part:
-            return inlined(definitions[part["$ref"].rpartition("/")[2]])
-        if isinstance(part, dict):
-            return {k: inlined(v) for k, v in part.items() if k not in ("$defs", "discriminator")}
-        return [inlined(item) for item in part] if isinstance(part, list) else part
-
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined(schema)}}}}
-
-
-@router.post(CHUNKS, openapi_extra=_body(CHUNK.json_schema()))
+@router.post(CHUNKS, openapi_extra=body_of(CHUNK.json_schema()))
 async def upload(call: Called) -> Response:
     """Uploads a chunk, as JSON or as multipart; 201 where it is new, 200 where it is known."""
     raw, kind = await call.request.body(), call.request.headers.get("content-type", "")
     read = (call.service.limits, raw, call.space.max_text)
     if kind.startswith("multipart/form-data"):
-        chunk, files = await call.service.run_briefly(call.space.tenant, _form, kind, *read)
+        chunk, files = await call.service.run_briefly(call.space.tenant, _chunk_in, kind, *read)
     else:
         chunk, files = await call.json(), {}
 
@@ -182,7 +86,7 @@ async def tell(call: Called) -> Response:
     return await call.run(lambda: about(call.service, call.space))
 
 
-@router.post(WINDOWS, openapi_extra=_body(OpenWindow.model_json_schema()))
+@router.post(WINDOWS, openapi_extra=body_of(OpenWindow.model_json_schema()))
 async def open_window(call: Called) -> Response:
     """Opens a window, or restores one from a snapshot."""
     body = await call.checked(OpenWindow.model_validate)
@@ -218,7 +122,7 @@ async def close(window_id: str, call: Called) -> Response:
     return await call.deleted("ctxwin.window", window_id, call.space.windows.remove)
 
 
-@router.post(WINDOWS + "/{window_id}/ask", openapi_extra=_body(AuditedAsk.model_json_schema()))
+@router.post(WINDOWS + "/{window_id}/ask", openapi_extra=body_of(AuditedAsk.model_json_schema()))
 async def ask(window_id: str, call: Called) -> Response:
     """Asks a question; ``stream`` answers as server-sent events."""
     body: AuditedAsk = await call.checked(AuditedAsk.model_validate)
@@ -265,7 +169,7 @@ async def ask(window_id: str, call: Called) -> Response:
 LIVE = WINDOWS + "/{window_id}/live"
 
 
-@router.post(LIVE, openapi_extra=_body(MESSAGE.json_schema()))
+@router.post(LIVE, openapi_extra=body_of(MESSAGE.json_schema()))
 async def push(window_id: str, call: Called) -> Response:
     """Pushes a frame into a live stream, a picture as it is or a message of the socket, and says what became of it."""
     space, options = call.space, checked(LiveOptions.model_validate, dict(call.request.query_params))
@@ -324,7 +228,7 @@ for _name, _operation in OPERATIONS.items():
         f"{WINDOWS}/{{window_id}}/{_name}",
         name=f"{_name}_window",
         description=_operation.text,
-        openapi_extra=_body(_operation.body.model_json_schema()),
+        openapi_extra=body_of(_operation.body.model_json_schema()),
     )(_operate(_name, _operation))
 
 
@@ -335,7 +239,7 @@ async def unknown(window_id: str, operation: str) -> Response:
     raise HTTPException(404, f"an operation on a window must be one of {known}, got {operation[:80]!r}")
 
 
-@router.post(OUR_CHAT, openapi_extra=_body(ChatRequest.model_json_schema()))
+@router.post(OUR_CHAT, openapi_extra=body_of(ChatRequest.model_json_schema()))
 async def complete(call: Called) -> Response:
     """Answers a chat whose messages name chunks; `/v1/chat/completions` leads here for those."""
     asked: ChatRequest = await call.checked(ChatRequest.model_validate)
@@ -373,42 +277,19 @@ def _opened(call: Call, body: OpenWindow) -> Window:
     return space.windows.restore(checked(partial(read_snapshot, limits=space.uploads.limits), body.snapshot))
 
 
-def _form(kind: str, limits: Limits, raw: bytes, max_text: int) -> tuple[Any, dict[str, bytes]]:
+def _chunk_in(kind: str, limits: Limits, raw: bytes, max_text: int) -> tuple[Any, dict[str, bytes]]:
     """The ``chunk`` field (JSON) of a multipart body and its files; or ``file`` and plain fields, for a single picture."""
-    files: dict[str, bytes] = {}
-    fields: dict[str, str] = {}
-    parts: Counter[str] = Counter()  # of one name, too
-
-    def on_file(part: Any) -> None:
-        parts["files"] += 1
-        if parts["files"] > limits.max_frames + 1:
-            raise TooLarge(f"a multipart body must have at most {limits.max_frames + 1} files (--max-frames), got more")
-        part.file_object.seek(0)
-        files[part.field_name.decode()] = part.file_object.read()
-
-    def on_field(part: Any) -> None:
-        parts["fields"] += 1
-        if parts["fields"] > _MOST_FIELDS:
-            raise TooLarge(f"a multipart body must have at most {_MOST_FIELDS} fields, got more")
-        fields[part.field_name.decode()] = (part.value or b"").decode()
-
-    try:
-        boundary = parse_options_header(kind)[1].get(b"boundary")
-        in_memory = {"MAX_MEMORY_FILE_SIZE": limits.max_upload_bytes + 1}
-        parser = FormParser("multipart/form-data", on_field, on_file, boundary=boundary, config=in_memory)
-        for begin in range(0, len(raw), 1 << 20):
-            parser.write(raw[begin : begin + (1 << 20)])
-        parser.finalize()
-    except FormParserError as error:
-        raise ValueError(f"the multipart body is malformed: {error}") from None
-    if "chunk" in fields:
-        return limits.parse(fields["chunk"].encode(), max_text), files
+    form = read_form(kind, limits, raw)
+    files = {name: data for name, (_, data) in form.files.items()}
+    if "chunk" in form.fields:
+        return limits.parse(form.fields["chunk"].encode(), max_text), files
     if set(files) != {"file"}:
         raise ValueError("a multipart body must have a field chunk (JSON) that names its files, or one file named file")
-    limits.parse(encoded(fields), max_text)
-    return {"type": "image", "image": {"file": "file"}, **fields}, files
+    limits.parse(encoded(form.fields), max_text)
+    return {"type": "image", "image": {"file": "file"}, **form.fields}, files
 
 
 def install(app: FastAPI) -> None:
     """Adds our routes; the app's own stay as they are. `GATEWAY` must be among its middleware, a service in its state."""
     app.include_router(router)
+    app.include_router(libraries)

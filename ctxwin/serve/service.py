@@ -19,9 +19,10 @@ from ctxwin.serve.audit_log import AuditLog
 from ctxwin.serve.chat import Chat
 from ctxwin.serve.context_management import Count, Policy, counter
 from ctxwin.serve.conversations import Conversations
-from ctxwin.serve.decoding import Decoders
+from ctxwin.serve.decoding import Cutters, Decoders
 from ctxwin.serve.draining import Draining
 from ctxwin.serve.fair import BackgroundWork, FairPool, Put, Stopped
+from ctxwin.serve.libraries import Libraries, Preparation
 from ctxwin.serve.limits import BodyBytes, Limits
 from ctxwin.serve.metrics import Metrics
 from ctxwin.serve.operations import OperationContext
@@ -60,6 +61,7 @@ class Space:
     engine: Engine
     windows: WindowRegistry
     uploads: Uploads
+    libraries: Libraries
     chat: Chat
     results: Results
     conversations: Conversations
@@ -69,7 +71,7 @@ class Space:
 
     def context(self) -> OperationContext:
         """What one call of an operation has beside its window."""
-        return OperationContext(self.windows, self.uploads, self.uploads.allowance())
+        return OperationContext(self.windows, self.uploads, self.libraries, self.uploads.allowance())
 
 
 class Service:
@@ -89,6 +91,7 @@ class Service:
         metrics_key: the key that ``/metrics`` wants, beside the server's own; "" is none.
         audit_log: see `ctxwin.serve.audit_log`.
         open_records: opens the store of a tenant's windows, by its name, where that is not the engine's.
+        references: the store of libraries that tenants are granted, which the service closes.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Service:
         metrics_key: str = "",
         audit_log: str = "",
         open_records: Callable[[str], Store] | None = None,
+        references: Store | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self.models = tuple(models)
@@ -130,6 +134,7 @@ class Service:
         self._tenants: dict[str, Tenant | None] = {"": None, **{t.name: t for t in tenants}}
         self._open_engine = open_engine
         self._open_records = open_records
+        self._references = references
         self._spaces: dict[str, Space] = {}
         total = self.limits.max_body_bytes
         self.body_bytes = BodyBytes(total, max(total // 2, self.limits.max_upload_bytes) if tenants else total)
@@ -140,8 +145,10 @@ class Service:
         # Of requests that hold a place already: were it one pool, they could wait for each other.
         self._chats = FairPool(self.limits.threads, waiting=self.limits.max_waiting, name="ctxwin-chats")
         self._decoders = Decoders(self.limits.decode_seconds, self.limits.decode_bytes)
+        self._cutters = Cutters(self.limits.decode_seconds, self.limits.decode_bytes)
         self._sweeper: asyncio.Task[None] | None = None
         self.closing = threading.Event()
+        self.preparation = Preparation(self.closing)
 
     async def start(self) -> None:
         """Opens every tenant's space and begins to close and to compress idle windows."""
@@ -236,6 +243,7 @@ class Service:
             engine=engine,
             windows=WindowRegistry(engine, most, self.limits, self._open_windows, watch=watch, records=records),
             uploads=uploads,
+            libraries=Libraries(name, engine, self._references, self.limits, self._cutters.cut, self.preparation.due),
             chat=Chat(engine, uploads, self.limits.fidelity, self._defaults, watch, partial(self._pool.submit, name)),
             results=Results(),
             conversations=Conversations(most, self.limits.window_ttl_s),
@@ -263,6 +271,8 @@ class Service:
         self._brief.shutdown()
         self._chats.shutdown()
         self._decoders.close()
+        self._cutters.close()
+        self.preparation.close()
         spaces, self._spaces = self._spaces, {}
         for space in spaces.values():
             space.windows.close()
@@ -272,6 +282,8 @@ class Service:
         for space in reversed(list(spaces.values())):
             space.engine.close()
             space.engine.repo.store.close()
+        if self._references is not None:
+            self._references.close()
         self.metrics.close()
         self.audit.close()
 

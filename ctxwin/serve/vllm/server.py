@@ -161,6 +161,7 @@ class Windows:
             defaults=defaults_of(engine_client.model_config),
             fetches_media=bool(args.allowed_media_domains),
             open_records=self._open_records if self._settings.registry else None,
+            references=open_store(self._settings.libraries) if self._settings.libraries else None,
         )
         setattr(state, STATE, service)
         self._follow_shutdown(engine_client, args.shutdown_timeout)
