@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -38,3 +38,13 @@ def vllm_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         "--tool-call-parser", "hermes", stock=stock,
     ) as made:  # fmt: skip
         yield made
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Function) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that failed shows what its server said."""
+    report = yield
+    server = item.funcargs.get("vllm_server") if report.failed else None
+    if server is not None:
+        report.sections.append(("end of the server's log", server.log.read_text(errors="replace")[-6000:]))
+    return report

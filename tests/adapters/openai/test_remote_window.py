@@ -120,7 +120,19 @@ def test_it_has_the_methods_of_a_window() -> None:
         "answer",
         "over",
     }
-    for name in ("append", "insert", "evict", "slide", "recall", "retrieve", "reorder", "toggle", "fork", "adopt", "disposable"):
+    for name in (
+        "append",
+        "insert",
+        "evict",
+        "slide",
+        "recall",
+        "retrieve",
+        "reorder",
+        "toggle",
+        "fork",
+        "adopt",
+        "disposable",
+    ):
         ours, theirs = (inspect.signature(getattr(w, name)).parameters for w in (Window, RemoteWindow))
         assert list(ours) == list(theirs), name
 
