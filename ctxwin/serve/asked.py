@@ -16,6 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Send
 
 from ctxwin.fidelity import Fidelity
+from ctxwin.serve.compaction import Compacted, line_of
 from ctxwin.serve.specs import checked
 
 ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
@@ -37,6 +38,7 @@ class Asked:
         off: why it passes untouched; "" where a window stands behind it.
         usage: what its answers report, once it is known.
         reports: further entries of its answers, by name.
+        compacted: the summary that took the place of what stood in front.
     """
 
     tenant: str
@@ -45,6 +47,7 @@ class Asked:
     off: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
     reports: dict[str, Any] = field(default_factory=dict)
+    compacted: Compacted | None = None
 
 
 ASKED: ContextVar[Asked | None] = ContextVar("ctxwin_asked", default=None)
@@ -141,27 +144,51 @@ class Reported:
                     self._body.rfind(b"\n\n") + 2 if more and b"\n\n" in self._body else 0 if more else len(self._body)
                 )
                 whole, self._body = self._body[:cut], self._body[cut:]
-                ready = b"\n".join(self._event(line) for line in whole.split(b"\n"))
+                ready = b"".join(self._events_of(frame) for frame in _frames(whole))
             message = {**message, "body": ready}
         await self._send(message)
 
-    def _event(self, line: bytes) -> bytes:
-        if not line.startswith(b"data: {") or b'"usage"' not in line:
-            return line
-        return b"data: " + self._with_reports(line[6:])
+    def _events_of(self, frame: bytes) -> bytes:
+        """One event of a stream as the client gets it, with those of a compaction block around it."""
+        compacted = self._asked.compacted
+        at = frame.find(b"data: {")
+        if at < 0 or not (compacted or b'"usage"' in frame):
+            return frame
+        end = frame.find(b"\n", at)
+        end = len(frame) if end < 0 else end
+        if compacted is None:
+            return frame[:at] + b"data: " + self._with_reports(frame[at + 6 : end]) + frame[end:]
+        try:
+            event = json.loads(frame[at + 6 : end])
+        except ValueError:
+            return frame
+        return b"".join(line_of(self._reported(one)) for one in compacted.events(event))
 
     def _with_reports(self, body: bytes) -> bytes:
         asked = self._asked
-        if not asked.usage and not asked.reports:
+        if not asked.usage and not asked.reports and asked.compacted is None:
             return body
         try:
             data = json.loads(body)
         except ValueError:
             return body
-        for holder in (data, data.get("response"), data.get("message")) if isinstance(data, dict) else ():
+        if not isinstance(data, dict):
+            return body
+        if asked.compacted is not None and not self._events:
+            asked.compacted.told(data)
+        return json.dumps(self._reported(data), ensure_ascii=False, separators=(",", ":")).encode()
+
+    def _reported(self, data: dict[str, Any]) -> dict[str, Any]:
+        for holder in (data, data.get("response"), data.get("message")):
             if isinstance(holder, dict) and isinstance(holder.get("usage"), dict):
-                if asked.usage:
-                    holder["usage"]["ctxwin"] = asked.usage
-                holder.update(asked.reports)
-                return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
-        return body
+                if self._asked.usage:
+                    holder["usage"]["ctxwin"] = self._asked.usage
+                holder.update(self._asked.reports)
+                break
+        return data
+
+
+def _frames(events: bytes) -> list[bytes]:
+    """The events of a stream, each with the empty line behind it."""
+    parts = events.split(b"\n\n")
+    return [part + b"\n\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])

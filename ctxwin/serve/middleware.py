@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ctxwin import tracing
 from ctxwin.hashing import digest
+from ctxwin.serve import compaction
 from ctxwin.serve.asked import ASKED, ROUTES, Reported, asked_of, mode_of
 from ctxwin.serve.authentication import OPEN, authenticate
+from ctxwin.serve.compaction import Compacted, asked_in, read_summary, request_for, resume
 from ctxwin.serve.context_management import manage
 from ctxwin.serve.endpoints import CHAT, OUR_CHAT, PLAIN, allowed_headers, check_endpoint, is_ours, names_chunks
 from ctxwin.serve.errors import NotAllowed, TooLarge, to_body
@@ -26,6 +29,9 @@ from ctxwin.serve.service import STATE, TENANT, Service, Space
 
 GATEWAY = "ctxwin.serve.middleware.Gateway"
 """The middleware as vLLM's ``--middleware`` takes it."""
+Within = Callable[[dict[str, Any]], Awaitable[tuple[int, Any]]]
+"""``body`` -> status and JSON that it gets, as a request of its own to the same route."""
+_SUMMARY_TOKENS = 1024
 _log = logging.getLogger("ctxwin.serve")
 
 
@@ -57,7 +63,12 @@ class Gateway:
                     held.enter_context(_traced(scope, path))
                 if path == "/metrics":
                     await service.run_briefly("", service.refresh_metrics)
-                receive = await _routed(service, scope, receive, path, held)
+                receive = await _routed(
+                    service, scope, receive, path, held, partial(self._within, dict(scope), receive)
+                )
+            except _Answered as done:
+                await done.response(scope, receive, send)
+                return
             except Exception as error:
                 status, body = to_body(service.as_shown(error))
                 if status >= 500 and not service.draining.begun:
@@ -73,6 +84,37 @@ class Gateway:
             asked = ASKED.get()
             await self._app(scope, receive, send if asked is None else Reported(send, asked))
 
+    async def _within(self, scope: Scope, receive: Receive, data: dict[str, Any]) -> tuple[int, Any]:
+        """Status and JSON of what a further request gets, of the same client and to the same route."""
+        raw = json.dumps(data).encode()
+        dropped = (b"content-length", b"transfer-encoding", b"idempotency-key")
+        headers = [(k, v) for k, v in scope["headers"] if k.lower() not in dropped]
+        given: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+        status, parts = 0, list[bytes]()
+
+        async def ask() -> Message:
+            return given.pop() if given else await receive()  # that the client has left
+
+        async def take(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            parts.append(message.get("body", b""))
+
+        sub = {**scope, "headers": [*headers, (b"content-length", str(len(raw)).encode())]}
+        await asyncio.create_task(self(sub, ask, take))  # a task of its own: `ASKED` is that of one request
+        try:
+            return status, json.loads(b"".join(parts))
+        except ValueError:
+            return status, None
+
+
+class _Answered(Exception):
+    """A request that needs no route any more."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__()
+        self.response = response
+
 
 @contextmanager
 def _traced(scope: Scope, path: str) -> Iterator[None]:
@@ -84,11 +126,14 @@ def _traced(scope: Scope, path: str) -> Iterator[None]:
         yield
 
 
-async def _routed(service: Service, scope: Scope, receive: Receive, path: str, held: AsyncExitStack) -> Receive:
+async def _routed(
+    service: Service, scope: Scope, receive: Receive, path: str, held: AsyncExitStack, within: Within
+) -> Receive:
     """A ``receive`` of what the route behind may see; the scope leads to our route where it must.
 
     Args:
         held: gets what has to be given back when the request has ended.
+        within: asks something else before it.
     """
     tenant: str | None = scope[TENANT]
     body = _Body(service, tenant or "", receive)
@@ -107,11 +152,18 @@ async def _routed(service: Service, scope: Scope, receive: Receive, path: str, h
     bound = bool(service.keys.tenants) and path in PLAIN
     if not bound and "form" in headers.get("content-type", ""):
         return receive  # of vLLM's own routes for files, which tenants do not reach
-    return await _checked(service, scope, headers, body, path, held, bound)
+    return await _checked(service, scope, headers, body, path, held, bound, within)
 
 
 async def _checked(
-    service: Service, scope: Scope, headers: Headers, body: _Body, path: str, held: AsyncExitStack, bound: bool
+    service: Service,
+    scope: Scope,
+    headers: Headers,
+    body: _Body,
+    path: str,
+    held: AsyncExitStack,
+    bound: bool,
+    within: Within,
 ) -> Receive:
     """A plain request's body, checked, and bound to its tenant where there are tenants.
 
@@ -139,7 +191,7 @@ async def _checked(
         changed = True
     check_scores(data, service.limits.max_logprobs)
     if service.windows and path in ROUTES and isinstance(data, dict):
-        changed |= await _with_window(service, space, headers, path, data)
+        changed |= await _with_window(service, space, headers, path, data, within)
     name = await service.run_briefly(tenant, digest, "plain", tenant, path, raw)
     if bound:
         if not isinstance(data, dict):
@@ -158,20 +210,44 @@ async def _checked(
     return body.again(raw)
 
 
-async def _with_window(service: Service, space: Space, headers: Headers, path: str, data: dict[str, Any]) -> bool:
+async def _with_window(
+    service: Service, space: Space, headers: Headers, path: str, data: dict[str, Any], within: Within
+) -> bool:
     """Has a window stand behind a plain request that may have one, and clears what it, or the policy, wants cleared.
 
     Returns whether the body is another one now.
     """
     said = "ctxwin" in data
+    ours = {name: data.get(name) for name in ("ctxwin",) if name in data}
+    said |= path != CHAT and await service.run_briefly(space.tenant, resume, path, data)
     asked = asked_of(path, headers, data, space.tenant, service.windows)
     if asked is None:
         return said
     ASKED.set(asked)
+    compact = asked_in(path, data)
     applied = await service.run_briefly(space.tenant, manage, data, service.policy, space.count)
     if applied is not None:
         asked.reports["context_management"] = {"applied_edits": applied}
-    return said or applied is not None
+    if compact is None:
+        return said or applied is not None
+    names = ("system", "instructions", "tools", "messages", "input")
+    tokens = await service.run_briefly(space.tenant, space.count, [data.get(name) for name in names])
+    if tokens > compact.threshold:
+        most = max(1, min(_SUMMARY_TOKENS, space.engine.spec.max_tokens // 8))
+        status, answer = await within({**request_for(path, data, compact, most), **ours})
+        if status != 200:
+            _log.warning("a conversation was not compacted: its summary got status %d", status)
+        summary, used = read_summary(path, answer) if status == 200 else (None, (0, 0))
+        asked.compacted = done = Compacted(path, summary, used)
+        if summary is not None:
+            compaction.apply(path, data, summary)
+        if compact.pause_after_compaction:
+            model = data.get("model") or service.models[0]
+            if data.get("stream"):
+                events = b"".join(map(compaction.line_of, done.paused_events(model)))
+                raise _Answered(Response(events, media_type="text/event-stream"))
+            raise _Answered(JSONResponse(done.paused_answer(model)))
+    return True
 
 
 class _Body:

@@ -238,6 +238,8 @@ def main() -> None:
     parser.add_argument("--conflict", type=float, default=0.8, help="of --turn: share of items whose legends disagree")
     parser.add_argument("--beside", action="store_true", help="what plain requests notice of audits")
     parser.add_argument("--gap", type=float, default=0.1, help="of --beside: seconds between requests, in the mean")
+    parser.add_argument("--pairs", type=int, default=12, help="of --beside: pairs of slices")
+    parser.add_argument("--requests", type=int, default=50, help="of --beside: requests in a slice")
     parser.add_argument("--rate", type=float, default=Options().rate)
     parser.add_argument("--output", type=Path, default=None)
     given = parser.parse_args()
@@ -256,7 +258,7 @@ def main() -> None:
         with open_engine(str(model), engine=given.engine) as engine:
             fidelity = Fidelity("auto", reference=given.reference)
             if given.beside:
-                result = beside(engine, gap_s=given.gap)
+                result = beside(engine, given.pairs, given.requests, given.gap)
             elif given.turn:
                 first, then = given.turn
                 result = turn(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from anthropic import Anthropic
 from openai import APIStatusError, AuthenticationError, BadRequestError
 
 from ctxwin import Chunk, Fidelity
@@ -167,6 +168,34 @@ def test_responses_and_messages_have_windows_too(server: Process) -> None:
         assert behind == alone and said is None and told == "auto", path
         again = post(path, EXACT)[1]
         assert again["ctxwin"]["computed_tokens"] < usage["ctxwin"]["computed_tokens"], path
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_long_conversation_is_compacted_and_goes_on(server: Process, stream: bool) -> None:
+    """By Anthropic's own client, which reads the block and sends it back."""
+    client = Anthropic(base_url=server.url, auth_token="key-own")
+    turns: list[Any] = [{"role": "user", "content": f"t={i} s " * 20} for i in range(3)]
+    turns = [turns[0], {"role": "assistant", "content": "crimson"}, turns[1]]
+    edit: Any = {"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 10}}
+
+    def ask(turns: list[Any], **fields: Any) -> Any:
+        asked: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "system": HEADER, "messages": turns, **fields}
+        extra = {"ctxwin": EXACT, "cache_salt": f"compact {stream}", "temperature": 0}
+        if stream:
+            with client.beta.messages.stream(**asked, extra_body=extra) as events:
+                return events.get_final_message()
+        return client.beta.messages.create(**asked, extra_body=extra)
+
+    made = ask(turns, context_management={"edits": [edit]})
+    block, *rest = made.content
+    assert block.type == "compaction" and block.content and [part.type for part in rest] == ["text"]
+    paused = ask(turns, context_management={"edits": [{**edit, "pause_after_compaction": True}]})
+    assert paused.stop_reason == "compaction" and [b.content for b in paused.content] == [block.content]
+    turns += [{"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in made.content]}]
+    turns += [{"role": "user", "content": question(0)}]
+    long, short = ask([t for t in turns if isinstance(t["content"], str)]), ask(turns)
+    read = [u.input_tokens + u.cache_read_input_tokens for u in (long.usage, short.usage)]
+    assert read[1] < read[0] / 2 and short.content[0].type == "text"
 
 
 def test_what_cannot_have_a_window_passes_and_says_why(server: Process) -> None:
