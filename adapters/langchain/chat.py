@@ -20,7 +20,7 @@ from langchain_core.language_models import LanguageModelInput, ModelProfile
 from langchain_core.language_models.chat_models import BaseChatModel, generate_from_stream
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, InvalidToolCall
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.messages.tool import invalid_tool_call, tool_call_chunk
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
@@ -29,18 +29,18 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from ctxwin.adapters.langchain.messages import Conversation, converse
 from ctxwin.adapters.langchain.pool import Pool, profile_of, remembers
-from ctxwin.adapters.langchain.toolcalls import Part, Reader, Syntax, learn
 from ctxwin.engines.base import Engine
 from ctxwin.engines.open import open_engine
 from ctxwin.errors import BudgetExceeded
 from ctxwin.fidelity import Fidelity
 from ctxwin.serve.specs import checked
 from ctxwin.serve.wire import scores_to
-from ctxwin.window.answer import Answer
+from ctxwin.window.answer import Answer, ToolCall
 from ctxwin.window.ask import OnToken, Question, never
 from ctxwin.window.decoding import ChatDecoding
 from ctxwin.window.events import Observer
 from ctxwin.window.stream import TokenStream, aask, in_thread
+from ctxwin.window.toolcalls import Part, Reader, Syntax, learn
 
 _log = logging.getLogger("ctxwin")
 
@@ -430,13 +430,13 @@ class _Message:
     def _chunk(self, part: Part) -> AIMessageChunk:
         if isinstance(part, str):
             return AIMessageChunk(content=part)
-        if isinstance(part["args"], dict):
-            args: str | None = json.dumps(part["args"], ensure_ascii=False)
+        if isinstance(part, ToolCall):
+            args = json.dumps(part.arguments, ensure_ascii=False)
         else:  # not JSON, so the call stays invalid
-            args = part["args"]
-            self.invalid.append(part)
+            args = part.text
+            self.invalid.append(invalid_tool_call(name=part.name, args=args, id=part.id, error=part.error))
         self.calls += 1
-        chunk = tool_call_chunk(name=part["name"], args=args, id=part["id"], index=self.calls - 1)
+        chunk = tool_call_chunk(name=part.name, args=args, id=part.id, index=self.calls - 1)
         return AIMessageChunk(content="", tool_call_chunks=[chunk])
 
 

@@ -37,7 +37,6 @@ from langchain_core.messages import (
     message_chunk_to_message,
 )
 
-from ctxwin.adapters.langchain.toolcalls import spelled, template_of
 from ctxwin.chunk import Chunk, TextPart, TokensPart
 from ctxwin.engines.base import Engine
 from ctxwin.engines.encoding.templates import PROBE_CALL
@@ -45,6 +44,7 @@ from ctxwin.errors import BadMedia, UnsupportedModel
 from ctxwin.hashing import digest
 from ctxwin.media import as_rgb, decode_video, pixels_digest
 from ctxwin.store.recent import Recent
+from ctxwin.window.toolcalls import spelled, template_of
 
 _CHAT_ROLES = ("ai", "assistant", "developer", "human", "system", "user")
 _PROBE_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}

@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 from langchain_core.language_models import ModelProfile
 
 from ctxwin.adapters.langchain.messages import Conversation
-from ctxwin.adapters.langchain.toolcalls import learn
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
 from ctxwin.errors import ChunkUnavailable, UnsupportedModel
@@ -20,6 +19,7 @@ from ctxwin.store.recent import Recent
 from ctxwin.window.events import Observer
 from ctxwin.window.placement import keep_source
 from ctxwin.window.sync import sync
+from ctxwin.window.toolcalls import learn
 from ctxwin.window.window import Window
 
 T = TypeVar("T")

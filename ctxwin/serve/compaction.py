@@ -77,7 +77,7 @@ def asked_in(path: str, data: dict[str, Any]) -> Compact | None:
         return None
     wanted = [e for e in edits if isinstance(e, dict) and e.get("type") == "compact_20260112"]
     if wanted:
-        data["context_management"] = {**given, "edits": [e for e in edits if e not in wanted]}
+        data["context_management"] = {"edits": [e for e in edits if e not in wanted]}
     return checked(Compact.model_validate, wanted[-1]) if wanted else None
 
 
@@ -178,6 +178,8 @@ def resume(path: str, data: dict[str, Any]) -> bool:
     given = data.get(name)
     turns: list[Any] = given if isinstance(given, list) else []
     found = False
+    summary: str | None
+    rest: list[dict[str, Any]]
     for at in range(len(turns) - 1, -1, -1):
         turn = turns[at]
         if not isinstance(turn, dict):

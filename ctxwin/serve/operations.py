@@ -68,6 +68,8 @@ class Ask(Decoding, Body):
     seed: SEED | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=1024)] | None = None
     json_schema: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
     stream: bool = False
 
     def question(self) -> Question:

@@ -49,6 +49,9 @@ def answer_to(answer: Answer) -> dict[str, Any]:
         "first_token_logprobs": {str(i): number(p) for i, p in answer.first_token_logprobs.items()},
         "audit": number(answer.audit),
         "remembered": answer.remembered,
+        "tool_calls": [asdict(call) for call in answer.tool_calls],
+        "broken_calls": [asdict(call) for call in answer.broken_calls],
+        "others": [answer_to(other) for other in answer.others],
     }
 
 

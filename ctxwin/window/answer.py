@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ctxwin.fidelity import Lane
 
@@ -46,10 +46,32 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A tool that an answer calls. ``id`` is made up, for who has to tell calls apart."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str
+
+
+@dataclass(frozen=True)
+class BrokenCall:
+    """A call that cannot be read: its ``text`` as the model wrote it, and what is wrong with it."""
+
+    name: str | None
+    text: str
+    error: str
+    id: str
+
+
+@dataclass(frozen=True)
 class Answer:
     """An answer.
 
     Attributes:
+        text: without tool calls, where tools were offered; token_ids: with them.
+        tool_calls, broken_calls: of the tools that were offered.
+        others: the further answers, where more than one was asked for.
         first_token_logprobs: log-probability by token id, as many as asked for.
         audit: mean KL(re-prefill || served) a token, by the stricter reference, where this ask was audited; None until that is
             done, which is after the answer, in the background (`ctxwin.trust.Auditor.drain` waits for it).
@@ -62,6 +84,9 @@ class Answer:
     first_token_logprobs: dict[int, float] = field(default_factory=dict)
     audit: float | None = None
     remembered: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    broken_calls: tuple[BrokenCall, ...] = ()
+    others: tuple[Answer, ...] = ()
 
 
 def fill_audit(answer: Answer, kl: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -20,6 +20,7 @@ from ctxwin.window import edits
 from ctxwin.window.answer import Answer, Disposability, Usage
 from ctxwin.window.assembly import Laid, Work
 from ctxwin.window.core import WindowCore
+from ctxwin.window.decoding import MOST_CHOICES
 from ctxwin.window.lanes import Choice
 from ctxwin.window.state import State
 
@@ -47,6 +48,8 @@ class AskOptions(TypedDict, total=False):
     seed: int | None
     stop: Stop | None
     json_schema: Mapping[str, Any] | str | None
+    tools: Sequence[Mapping[str, Any]] | None
+    n: int | None
 
 
 def never() -> bool:
@@ -63,6 +66,8 @@ class Question:
         remember: whether the exchange becomes a chunk; a function decides by the answer's text.
         stop: texts that end the answer and are no part of it.
         bare: whether the query may be empty, where what is placed ends in the request itself.
+        tools: what the model may call, as OpenAI describes tools; `ctxwin.window.tools` asks such questions.
+        n: how many answers; those behind the first are in `Answer.others`.
     """
 
     query: str
@@ -70,6 +75,8 @@ class Question:
     remember: bool | Callable[[str], bool] = False
     stop: tuple[str, ...] = ()
     bare: bool = False
+    tools: tuple[Mapping[str, Any], ...] = ()
+    n: int = 1
 
     def __post_init__(self) -> None:
         sampling = self.sampling
@@ -88,6 +95,8 @@ class Question:
         if not 0 <= sampling.min_p <= 1 or not 0 < sampling.repetition_penalty < math.inf:
             got = f"{sampling.min_p!r} and {sampling.repetition_penalty!r}"
             raise ValueError(f"min_p must be in [0, 1] and repetition_penalty > 0 and finite, got {got}")
+        if not isinstance(self.n, int) or not 1 <= self.n <= MOST_CHOICES:
+            raise ValueError(f"n must be an int in 1..{MOST_CHOICES}, got {self.n!r}")
         if not all(math.isfinite(p) for p in (sampling.presence_penalty, sampling.frequency_penalty)):
             raise ValueError("presence_penalty and frequency_penalty must be finite numbers")
 
@@ -98,13 +107,14 @@ class Question:
             raise TypeError(f"options must be of {', '.join(AskOptions.__annotations__)}, got {sorted(unknown)}")
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         remember, stop, schema = given.pop("remember", False), given.pop("stop", ()), given.get("json_schema")
+        tools, n = tuple(given.pop("tools", ())), given.pop("n", 1)
         stops = [stop] if isinstance(stop, str | int) else list(stop)
         if any(not isinstance(s, str | int) or s == "" for s in stops):
             raise ValueError(f"stop must be non-empty texts or token ids, got {stop!r}")
         if schema is not None and not isinstance(schema, str):
             given["json_schema"] = json.dumps(dict(schema))
         sampling = Sampling(max_tokens, stop_ids=tuple(s for s in stops if isinstance(s, int)), **given)
-        return cls(query, sampling, remember, tuple(s for s in stops if isinstance(s, str)))
+        return cls(query, sampling, remember, tuple(s for s in stops if isinstance(s, str)), tools=tools, n=n)
 
 
 def ask(
@@ -192,6 +202,14 @@ def ask(
         )
         core.announce(core.event("ask", (remembered,) if remembered else (), query=query, answer=answer, lanes=lanes))
     return answer
+
+
+def several(question: Question) -> Iterator[Question]:
+    """A question for each of its answers: with a seed of its own, where one is given; only the first is remembered."""
+    seed = question.sampling.seed
+    for i in range(question.n):
+        sampling = question.sampling if seed is None else replace(question.sampling, seed=seed + i)
+        yield replace(question, n=1, sampling=sampling, remember=question.remember if not i else False)
 
 
 def until_stop(text: str, stops: Sequence[str], *, last: bool = False) -> tuple[str, bool]:

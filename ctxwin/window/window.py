@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, Self, Unpack
@@ -23,11 +24,12 @@ from ctxwin.store import parse_bytes
 from ctxwin.window import edits, upkeep
 from ctxwin.window import placement as placing
 from ctxwin.window.answer import Answer, Disposability, Plan, PlanEntry
-from ctxwin.window.ask import AskOptions, OnToken, Question, Stop, ask, disposable, exchange, never
+from ctxwin.window.ask import AskOptions, OnToken, Question, Stop, ask, disposable, exchange, never, several
 from ctxwin.window.core import WindowCore, restored
 from ctxwin.window.events import Observer
 from ctxwin.window.state import Placed, State
 from ctxwin.window.stream import TokenStream, aask, astream
+from ctxwin.window.tools import Offered
 
 
 class Window:
@@ -83,6 +85,7 @@ class Window:
         self.core = core
         self.eviction: Eviction = eviction or LeastRecentlyRead()
         self.retrieval: Retrieval = retrieval or ById()
+        self._offered = Offered()
 
     @property
     def engine(self) -> Engine:
@@ -184,6 +187,7 @@ class Window:
 
     def close(self) -> None:
         """Releases its leases; the window cannot be edited or asked afterwards. Idempotent."""
+        self._offered.close()
         self.core.close()
 
     def __enter__(self) -> Self:
@@ -395,6 +399,8 @@ class Window:
         seed: int | None = None,
         stop: Stop | None = None,
         json_schema: Mapping[str, Any] | str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        n: int | None = None,
     ) -> Answer:
         """Answers ``query`` over the placed chunks.
 
@@ -409,6 +415,10 @@ class Window:
             seed: makes sampling repeatable.
             stop: texts or token ids that end the answer and are no part of it.
             json_schema: the answer is JSON of this schema.
+            tools: what the model may call, as OpenAI describes tools; calls are in ``Answer.tool_calls``. The first question
+                with other tools conditions the chunks behind the system prompt that shows them.
+            n: how many answers, which differ where ``temperature`` is above 0; those behind the first are in
+                ``Answer.others``.
 
         Raises:
             BudgetExceeded: system prompt, chunks, query and ``max_tokens`` do not fit the budget.
@@ -432,6 +442,8 @@ class Window:
             seed=seed,
             stop=stop,
             json_schema=json_schema,
+            tools=tools,
+            n=n,
         )
         return self.answer(question)
 
@@ -456,6 +468,12 @@ class Window:
             on_token: called with each token and the text so far; returning False ends the answer there.
             stopped: polled; once it is true, AnswerStopped is raised and the window stays as it was.
         """
+        if question.n > 1:
+            first, *others = several(question)  # which is asked last: what it remembers is nothing for the others
+            behind = tuple(self.answer(other, stopped=stopped) for other in others)
+            return replace(self.answer(first, on_token=on_token, stopped=stopped), others=behind)
+        if question.tools:
+            return self._offered.ask(self, question, on_token, stopped)
         return ask(self.core, question, on_token=on_token, stopped=stopped)
 
     def remember(self, query: str, answer: str | Sequence[int]) -> str:

@@ -178,7 +178,7 @@ def _serve(policy: Serves, record: Record, timer: Clock) -> None:
 
 def cpu_seconds() -> float:
     """Processor time of this process and of its living descendants so far; of those in clock ticks, usually 0.01 s."""
-    import psutil  # type: ignore[import-untyped]  # comes with vLLM
+    import psutil  # comes with vLLM
 
     total = time.process_time()
     for process in psutil.Process().children(recursive=True):

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxwin.adapters.langchain.toolcalls import Part, Reader, Syntax, learn
 from ctxwin.engines.base import Engine
 from ctxwin.errors import UnsupportedModel
+from ctxwin.window.answer import BrokenCall, ToolCall
 from ctxwin.window.ask import until_stop
+from ctxwin.window.toolcalls import Part, Reader, Syntax, learn
 from window.fake import FakeEngine
 
 HERMES = Syntax("<tool_call>", "</tool_call>", "name", "arguments")
@@ -35,8 +36,14 @@ def told(parts: list[Part]) -> list[Any]:
         elif isinstance(part, str):
             out.append(part)
         else:
-            out.append({k: v for k, v in part.items() if k not in ("id", "error")})
+            out.append(told_call(part))
     return out
+
+
+def told_call(part: Any) -> dict[str, Any]:
+    if isinstance(part, ToolCall):
+        return valid(part.name, **part.arguments)
+    return {"type": "invalid_tool_call", "name": part.name, "args": part.text}
 
 
 def valid(name: str, **args: Any) -> dict[str, Any]:
@@ -72,10 +79,9 @@ def test_what_is_read(text: str, parts: list[Any]) -> None:
 )
 def test_what_cannot_be_read(text: str, error: str) -> None:
     (part,) = read(text)
-    assert isinstance(part, dict)
-    assert part["type"] == "invalid_tool_call"
-    assert part["args"] == text
-    assert error in str(part.get("error"))
+    assert isinstance(part, BrokenCall)
+    assert isinstance(part, BrokenCall) and part.text == text
+    assert error in part.error
 
 
 def test_stop_sequences() -> None:

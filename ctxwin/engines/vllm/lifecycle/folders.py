@@ -20,7 +20,7 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]  # ships no types
+import psutil  # ships no types
 
 PREFIX = "ctxwin-"
 """How a transport's folder is called: this, its owner's process number, and something random."""

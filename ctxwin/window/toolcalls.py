@@ -9,15 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from langchain_core.messages import InvalidToolCall, ToolCall
-from langchain_core.messages.tool import invalid_tool_call, tool_call
-
 from ctxwin.engines.base import Engine
 from ctxwin.engines.encoding.templates import PROBE_CALL, Template
 from ctxwin.errors import UnsupportedModel
+from ctxwin.window.answer import BrokenCall, ToolCall
 from ctxwin.window.ask import until_stop
 
-Part = str | ToolCall | InvalidToolCall
+Part = str | ToolCall | BrokenCall
 _NAME, _ARGUMENTS = PROBE_CALL["function"]["name"], PROBE_CALL["function"]["arguments"]
 _JSON = json.JSONDecoder()
 
@@ -137,10 +135,10 @@ def _call(syntax: Syntax, found: Any, raw: str, *, complete: bool) -> Part:
         with suppress(json.JSONDecodeError):
             arguments = json.loads(arguments)
     if isinstance(name, str) and name and isinstance(arguments, dict):
-        return tool_call(name=name, args=arguments, id=identity)
+        return ToolCall(name, arguments, identity)
     want = f"{{{syntax.name!r}: a name, {syntax.arguments!r}: an object}}"
     error = f"a tool call must be JSON {want}" + ("" if complete else ", and this one was not finished")
-    return invalid_tool_call(name=name if isinstance(name, str) else None, args=raw, id=identity, error=error)
+    return BrokenCall(name if isinstance(name, str) else None, raw, error, identity)
 
 
 def _outside_strings(text: str, mark: str, start: int) -> int:
