@@ -42,19 +42,19 @@ def our_errors() -> Iterator[None]:
 @our_errors()
 def get(client: OpenAI, path: str) -> Any:
     """The JSON at ``path``."""
-    return client.get(path, cast_to=object)
+    return client.get(path, cast_to=object, options={"headers": _session(path)})
 
 
 @our_errors()
 def delete(client: OpenAI, path: str) -> Any:
     """Deletes what is at ``path``; returns the JSON that the server answers."""
-    return client.delete(path, cast_to=object)
+    return client.delete(path, cast_to=object, options={"headers": _session(path)})
 
 
 @our_errors()
 def post(client: OpenAI, path: str, body: Mapping[str, Any]) -> Any:
     """Posts JSON. A retry after a broken connection carries the same Idempotency-Key, so that it is done once."""
-    return client.post(path, **_json(body))
+    return client.post(path, **_json(path, body))
 
 
 @our_errors()
@@ -69,13 +69,13 @@ def post_files(
 @our_errors()
 def stream(client: OpenAI, path: str, body: Mapping[str, Any]) -> Stream[Any]:
     """Posts JSON and gives the server-sent events of the answer."""
-    return client.post(path, **_json(body), stream=True, stream_cls=Stream[Any])
+    return client.post(path, **_json(path, body), stream=True, stream_cls=Stream[Any])
 
 
 async def astream(client: AsyncOpenAI, path: str, body: Mapping[str, Any]) -> AsyncStream[Any]:
     """`stream` for async code."""
     with our_errors():
-        return await client.post(path, **_json(body), stream=True, stream_cls=AsyncStream[Any])
+        return await client.post(path, **_json(path, body), stream=True, stream_cls=AsyncStream[Any])
 
 
 @asynccontextmanager
@@ -90,8 +90,15 @@ async def asynchronous(client: OpenAI, given: AsyncOpenAI | None) -> AsyncIterat
         yield made
 
 
-def _json(body: Mapping[str, Any]) -> dict[str, Any]:
-    return {"cast_to": object, "body": dict(body), "options": {"headers": {"Idempotency-Key": uuid.uuid4().hex}}}
+def _json(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    headers = {"Idempotency-Key": uuid.uuid4().hex, **_session(path)}
+    return {"cast_to": object, "body": dict(body), "options": {"headers": headers}}
+
+
+def _session(path: str) -> dict[str, str]:
+    """What balancers keep on one server: a window's requests."""
+    first, _, rest = path.removeprefix("/").partition("/")
+    return {"x-session-id": rest.partition("/")[0]} if first == "windows" and rest else {}
 
 
 def chunk_part(chunk: Chunk | str) -> Any:

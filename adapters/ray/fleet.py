@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import ray
@@ -66,7 +67,12 @@ def fleet(arguments: FleetArguments) -> Any:
             f"replicas must share the windows' versions in a Redis, got {records!r}; give the setting registry (or a store that "
             "ends) with redis://HOST:PORT/DB, or one replica"
         )
-    open_store(records).close()  # one clear error now, rather than one of every replica
+    with closing(open_store(records)) as store:  # one clear error now, rather than one of every replica
+        if most > 1 and store.evicts:
+            raise ValueError(
+                f"the Redis of windows' versions must keep what it was given, and {records!r} may evict it; set its "
+                "maxmemory-policy to noeviction"
+            )
     for name in ("--port", "--host", "--uds"):
         if any(word.partition("=")[0] == name for word in arguments.vllm):
             raise ValueError(f"replicas must have no address of their own, got {name}; Ray Serve's proxy listens")

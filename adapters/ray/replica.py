@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import stat
+import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 from ray import serve
 
 from ctxwin.adapters.ray.hints import Head, Request, held_chunks
 from ctxwin.errors import EngineFailed
+from ctxwin.hashing import digest
 from ctxwin.serve.settings import Settings
+from ctxwin.store import STORE_KEY
 
 MEMBER_S = 15.0
 """How long a fleet's claim on its registry outlives its last replica."""
@@ -31,7 +37,7 @@ class Replica:
         fleet: name of the fleet, which no other may have on the same registry.
 
     Raises:
-        ValueError: another fleet uses the registry, or another replica of this one serves other weights.
+        ValueError: another fleet uses the registry, or another replica of this one has other weights or another store key.
         OSError: the store cannot be reached.
     """
 
@@ -49,7 +55,7 @@ class Replica:
         from ctxwin.serve.vllm.server import serving_app
 
         self._app, self._service = await self._running.enter_async_context(
-            serving_app(self._model, self._arguments, self._settings)
+            serving_app(self._model, self._arguments, self._settings, journal(self._fleet))
         )
         space = self._service.space("")
         self._records, self._identity = space.windows.records, space.engine.spec.identity
@@ -115,7 +121,8 @@ class Replica:
 
     def _other_member(self) -> str:
         """The entry of the registry that is not this replica's; "" where there is none."""
-        entry = f"{self._fleet} {self._identity}"
+        key = digest("member", os.environ.get(STORE_KEY, ""))
+        entry = f"{self._fleet} {self._identity} {key}"
         standing = self._records.hold("fleet", entry, MEMBER_S)
         return "" if standing == entry else standing
 
@@ -123,16 +130,34 @@ class Replica:
         other = self._other_member()
         if not other:
             return
-        name, _, identity = other.rpartition(" ")
+        name, identity, _ = other.rsplit(" ", 2)
         if name != self._fleet:
             raise ValueError(
                 f"a registry must be one fleet's, and fleet {name!r} uses it; give another database "
                 "(redis://HOST:PORT/N), or end that fleet"
             )
+        if identity == self._identity:
+            raise ValueError(
+                f"every replica of fleet {name!r} must have the same {STORE_KEY}, and the others' is another; set it alike on "
+                "every machine of the cluster"
+            )
         raise ValueError(
             f"every replica of fleet {name!r} must serve the same weights, got {self._identity[:12]} beside {identity[:12]}; "
             "deploy one checkpoint and revision everywhere"
         )
+
+
+def journal(fleet: str) -> Path:
+    """What the replicas of a fleet on this machine know of requests that ended an engine; it outlives each of them.
+
+    Raises OSError where another user has made the folder.
+    """
+    folder = Path(tempfile.gettempdir()) / f"ctxwin-fleet-{os.getuid()}-{digest('fleet', fleet)[:16]}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+        raise OSError(f"{folder} must be a folder of this user's, got another's; remove it")
+    return folder / "suspects.json"
 
 
 def _scope(request: Request, app: Any) -> dict[str, Any]:

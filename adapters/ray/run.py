@@ -26,11 +26,14 @@ def running(arguments: FleetArguments, host: str = "127.0.0.1", port: int = 8000
     Args:
         address: of a Ray cluster; "" starts one on this machine, which ends with the block.
 
-    Raises: as `fleet`; RuntimeError where a replica cannot start, with what it said.
+    Raises: as `fleet`; ValueError where this machine has not what the replicas need; RuntimeError where a replica cannot
+    start, with what it said.
     """
     ray.init(address=address or "local", include_dashboard=False, log_to_driver=True, configure_logging=False)
     try:
         application = fleet(arguments)
+        if not address:
+            _check_resources(arguments)
         serve.start(http_options={"host": host, "port": port})
         serve.run(application, name=APPLICATION, route_prefix="/")
         yield f"http://{host}:{port}"
@@ -40,6 +43,18 @@ def running(arguments: FleetArguments, host: str = "127.0.0.1", port: int = 8000
         if not address:
             serve.shutdown()
         ray.shutdown()
+
+
+def _check_resources(arguments: FleetArguments) -> None:
+    """Ray would wait for ever for what no machine of the cluster has."""
+    least = arguments.replicas if isinstance(arguments.replicas, int) else arguments.replicas[0]
+    has = ray.cluster_resources()
+    for name, each in (("GPU", arguments.gpus), ("CPU", arguments.cpus)):
+        if least * each > has.get(name, 0):
+            raise ValueError(
+                f"{least} replicas with {each:g} {name}s each must have {least * each:g}, got a machine with "
+                f"{has.get(name, 0):g}; give fewer replicas, less of each (--{name.lower()}s), or a cluster (--address)"
+            )
 
 
 def run(arguments: FleetArguments, host: str, port: int, address: str) -> None:

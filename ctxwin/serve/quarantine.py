@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import threading
 import time
@@ -41,7 +42,8 @@ class Quarantine:
     the request is refused from then on. So a bystander of any number of deaths is served, and nothing is refused for ever.
 
     Args:
-        journal: file that outlives the process; None remembers nothing over a restart. It holds digests, no content.
+        journal: file that outlives the process; None remembers nothing over a restart. It holds digests, no content. Processes
+            may share one: what one of them suspects the others do from their next request on.
         died: whether the engine has ended by itself; an attribute, too.
         clock: seconds since the epoch; tests replace it.
     """
@@ -60,8 +62,9 @@ class Quarantine:
         self._next: tuple[str, float] | None = None  # one that waits to, and when it was last there
         self._recorded = False
         self._lock = threading.Lock()
-        held = json.loads(journal.read_bytes()) if journal is not None and journal.exists() else {}
-        self._suspects = {name: _Suspect(**found) for name, found in held.items()}
+        self._suspects: dict[str, _Suspect] = {}
+        self._read = 0
+        self._follow()
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
@@ -89,6 +92,7 @@ class Quarantine:
     def _enter(self, name: str, since: float) -> bool:
         """Whether the request may run now, and counts it if so."""
         with self._lock:
+            self._follow()
             now = self._clock()
             suspect = self._suspects.get(name)
             if suspect is not None and suspect.until <= now:
@@ -144,19 +148,38 @@ class Quarantine:
             return
         self._recorded = True
         alone, until = self._running.total() == 1, self._clock() + QUARANTINE_S
-        for name in self._running:
-            before = self._suspects.pop(name, None)
-            deaths = 1 + (before.deaths if before else 0)
-            self._suspects[name] = _Suspect(deaths, until, guilty=alone and deaths > 1)
-        for name in list(self._suspects)[:-_MOST]:
-            del self._suspects[name]
-        self._write()
+        with self._changing():
+            for name in self._running:
+                before = self._suspects.pop(name, None)
+                deaths = 1 + (before.deaths if before else 0)
+                self._suspects[name] = _Suspect(deaths, until, guilty=alone and deaths > 1)
+            for name in list(self._suspects)[:-_MOST]:
+                del self._suspects[name]
 
     def _clear(self, name: str) -> None:
-        if self._suspects.pop(name, None) is not None:
-            self._write()
+        if name in self._suspects:
+            with self._changing():
+                self._suspects.pop(name, None)
 
-    def _write(self) -> None:
-        if self._journal is not None:
+    def _follow(self) -> None:
+        """Reads the journal where it has changed. Cost: a look at the file's time otherwise."""
+        if self._journal is None or not self._journal.exists():
+            return
+        written = self._journal.stat().st_mtime_ns
+        if written != self._read:
+            held = json.loads(self._journal.read_bytes())
+            self._suspects, self._read = {name: _Suspect(**found) for name, found in held.items()}, written
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """While the suspects change; no other process that shares the journal changes them meanwhile."""
+        if self._journal is None:
+            yield
+            return
+        with self._journal.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._follow()
+            yield
             held = {name: asdict(found) for name, found in self._suspects.items()}
             atomic_write(self._journal, json.dumps(held).encode())
+            self._read = self._journal.stat().st_mtime_ns

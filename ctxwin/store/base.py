@@ -131,9 +131,11 @@ class Store(ABC):
 
     Attributes:
         shared: whether servers on several machines use it at once, so that a record may change hands at any time.
+        evicts: whether its server may drop by itself what it was told to keep, a fenced record, say.
     """
 
     shared: bool = False
+    evicts: bool = False
     _closed = False
 
     def _check_open(self) -> None:

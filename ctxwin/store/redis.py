@@ -114,6 +114,15 @@ class RedisStore(Store):
             raise OSError(
                 f"the store {self.name} cannot be reached ({error}); start the server, or check its address and login"
             ) from None
+        self.evicts = self._evicts_by_itself()
+
+    def _evicts_by_itself(self) -> bool:
+        try:
+            said = self._client.info("memory")
+        except self._errors:  # a login that may not ask
+            return False
+        limit, policy = int(said.get("maxmemory", 0)), str(said.get("maxmemory_policy", "noeviction"))
+        return limit > 0 and policy.startswith("allkeys")
 
     def _enter(self, space: str) -> None:
         names = ("value:", "passing:", "retired:", "held:")

@@ -24,7 +24,7 @@ class TieredStore(Store):
         if not tiers:
             raise ValueError("tiers must have at least one store, got none")
         self.tiers = tuple(tiers)
-        self.shared = self.tiers[-1].shared
+        self.shared, self.evicts = self.tiers[-1].shared, self.tiers[-1].evicts
         self._lock = threading.Lock()
         self._leases: dict[str, list[tuple[Store, ...]]] = {}
         self._tally = Tally()

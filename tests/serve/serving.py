@@ -105,6 +105,10 @@ def serving(
     async def invocations(request: Request) -> dict[str, Any]:
         return {"plain": True}
 
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        return {}
+
     @app.get("/metrics")
     async def metrics() -> Any:
         from fastapi.responses import PlainTextResponse

@@ -71,16 +71,19 @@ def _enlisted(model: str, given: Sequence[str], settings: Settings) -> tuple[Win
 
 
 @contextlib.asynccontextmanager
-async def serving_app(model: str, given: Sequence[str], settings: Settings) -> AsyncIterator[tuple[Any, Service]]:
+async def serving_app(
+    model: str, given: Sequence[str], settings: Settings, suspects: Path | None = None
+) -> AsyncIterator[tuple[Any, Service]]:
     """`run` without a socket: the ASGI app, and what stands behind it, for whoever brings requests. One a process.
 
-    Raises: as `run`.
+    ``suspects`` is the journal of `Quarantine`. Raises: as `run`.
     """
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
     from vllm.entrypoints.launchers.app import build_app
 
     windows, args = _enlisted(model, given, settings)
+    windows.suspects = suspects
     async with build_async_engine_client(args) as client:
         tasks = await client.get_supported_tasks()
         app = build_app(args, tasks, client.model_config)
@@ -94,6 +97,7 @@ class Windows:
     """An endpoint plugin of vLLM (its ``EndpointPlugin``), for one server.
 
     Attributes:
+        suspects: journal of `Quarantine`; None remembers nothing over a restart.
         prepared: vLLM's arguments, once its engine is asked for.
         service: what stands behind the routes, once the engine is up.
         died: whether vLLM had ended by itself when it was shut down.
@@ -105,7 +109,7 @@ class Windows:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._given = settings.service()
-        self._suspects = journal()
+        self.suspects = journal()
         self._keys = Keys()
         self.prepared: Namespace | None = None
         self.service: Service | None = None
@@ -147,7 +151,7 @@ class Windows:
         """Opens every tenant's engine on vLLM's, before the first request."""
         if engine_client is None or args is not self.prepared:
             raise ValueError("windows need vLLM's own server with an engine; leave ctxwin out of VLLM_PLUGINS here")
-        quarantine = Quarantine(self._suspects, lambda: engine_client.errored and not self._stopping.is_set())
+        quarantine = Quarantine(self.suspects, lambda: engine_client.errored and not self._stopping.is_set())
         if args.otlp_traces_endpoint:
             tracing.start()
         most = most_scores(args.plain_max_logprobs, engine_client.model_config.get_vocab_size())

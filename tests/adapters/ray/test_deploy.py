@@ -1,0 +1,91 @@
+"""A fleet from a file, as `serve run` takes it: two replicas of which one is killed while its windows are in use."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed; run pip install 'ctxwin[ray]'")
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+
+import psutil
+from openai import OpenAI
+
+from ctxwin import Chunk
+from ctxwin.adapters.openai import RemoteWindow
+from store.redis_server import Server as Redis
+
+FILE = """
+http_options: {{port: {port}}}
+applications:
+  - name: ctxwin
+    import_path: ctxwin.adapters.ray:fleet
+    args:
+      model: tiny
+      replicas: 2
+      cpus: 0.5
+      settings: {{store: "tiered:memory:,{redis}", windows: auto}}
+      vllm: ["--max-model-len", "2048"]
+"""
+
+
+@contextlib.contextmanager
+def deployed(folder: Path, redis: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (folder / "fleet.yaml").write_text(FILE.format(port=port, redis=redis))
+    program = str(Path(sys.executable).with_name("serve"))
+    with (folder / "log.txt").open("wb") as log:
+        process = subprocess.Popen([program, "run", "fleet.yaml"], cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until = time.monotonic() + 300
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health") as answer:
+                if answer.status == 200:
+                    break
+            assert process.poll() is None and time.monotonic() < until, (folder / "log.txt").read_text()[-8000:]
+            time.sleep(0.5)
+        yield url, process
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(90)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def test_windows_of_a_fleet_from_a_file_outlive_a_replica(tmp_path: Path) -> None:
+    with Redis(tmp_path) as redis, deployed(tmp_path, redis.url) as (url, process):
+        client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=10)
+        windows = [RemoteWindow(client, "You watch doors.", 1500) for _ in range(4)]
+        for i, window in enumerate(windows):
+            window.extend([Chunk.text(f"The door of room {i}{j} is open. ") for j in range(5)])
+        before = [window.ask("Which door is open?", 6).text for window in windows]
+        made = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "which door?"}], max_tokens=2
+        )
+        assert made.usage is not None and made.usage.model_dump()["ctxwin"]["lanes"]
+        replicas = [p for p in psutil.process_iter(["cmdline"]) if _is_replica(p)]
+        assert len(replicas) == 2
+        os.kill(replicas[0].pid, signal.SIGKILL)
+        assert [window.ask("Which door is open?", 6).text for window in windows] == before
+        for window in windows:
+            window.evict(window.ids[0])
+            window.check()
+        assert process.poll() is None
+
+
+def _is_replica(process: psutil.Process) -> bool:
+    return any("ray::ServeReplica:ctxwin:replica" in word for word in process.info["cmdline"] or ())
