@@ -24,6 +24,7 @@ LONG = frozenset((ROOT / "long.txt").read_text().split())
 _TIMED = frozenset({"test_cost", "test_cost_lanes", "test_cost_policy"})
 
 GUARDS = (
+    "adapters/ray/test_deploy.py::",
     "adapters/test_vllm_adapters.py::",
     "engines/test_vllm_compiled.py::",
     "engines/test_vllm_failures.py::",

@@ -13,6 +13,7 @@ from ray.serve.config import RequestRouterConfig
 from ctxwin.adapters.ray.front import Front
 from ctxwin.adapters.ray.replica import Replica
 from ctxwin.serve.settings import Settings
+from ctxwin.serve.specs import checked
 from ctxwin.store import open_store
 
 _STATS_S = 1.0
@@ -47,12 +48,14 @@ class FleetArguments(BaseModel):
     router: str = "ctxwin.adapters.ray.router.WindowRouter"
 
 
-def fleet(arguments: FleetArguments) -> Any:
-    """The Ray Serve application of a fleet.
+def fleet(arguments: FleetArguments | dict[str, Any]) -> Any:
+    """The Ray Serve application of a fleet; from a file Ray gives the ``args`` as they stand there.
 
     Raises:
         ValueError: arguments that no fleet can have; each says what to do. OSError: the store cannot be reached.
     """
+    if isinstance(arguments, dict):
+        arguments = checked(FleetArguments.model_validate, arguments)
     least, most = arguments.replicas if isinstance(arguments.replicas, tuple) else (arguments.replicas,) * 2
     if not 1 <= least <= most:
         raise ValueError(f"replicas must be a number from 1 on, or [least, most], got {arguments.replicas}")

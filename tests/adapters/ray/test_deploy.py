@@ -55,7 +55,9 @@ def deployed(folder: Path, redis: str) -> Iterator[tuple[str, subprocess.Popen[b
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health") as answer:
                 if answer.status == 200:
                     break
-            assert process.poll() is None and time.monotonic() < until, (folder / "log.txt").read_text()[-8000:]
+            log_so_far = (folder / "log.txt").read_text()
+            failed = "Traceback" in log_so_far or process.poll() is not None
+            assert not failed and time.monotonic() < until, log_so_far[-8000:]
             time.sleep(0.5)
         yield url, process
     finally:
