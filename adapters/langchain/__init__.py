@@ -19,11 +19,14 @@ if TYPE_CHECKING:
         OldestMessages,
         WindowMiddleware,
     )
+    from ctxwin.adapters.langchain.retrieval import Documents, LibraryRetriever
 
 __all__ = [
     "ChatCtxwin",
     "Conversation",
+    "Documents",
     "LeastRecentlyReadMessages",
+    "LibraryRetriever",
     "MessagePolicy",
     "OldestMessages",
     "WindowMiddleware",
@@ -35,5 +38,6 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = {"ChatCtxwin": "chat", "Conversation": "messages", "converse": "messages"}
+    home |= {"Documents": "retrieval", "LibraryRetriever": "retrieval"}
     with optional_imports():
         return getattr(import_module(f"{__name__}.{home.get(name, 'middleware')}"), name)

@@ -55,7 +55,7 @@ _NOTES: dict[str, Any] = {
 }
 """What a reference's notes say of a conversation."""
 _MEDIA = 64  # of one message, that are remembered while it is read
-_SAMPLING = [name for name in AskOptions.__annotations__ if name not in ("remember", "logprobs")]
+_SAMPLING = [name for name in AskOptions.__annotations__ if name not in ("remember", "logprobs", "tools", "n")]
 
 
 class WindowNode(Runnable[Any, dict[str, Any]]):
@@ -80,7 +80,8 @@ class WindowNode(Runnable[Any, dict[str, Any]]):
         keep_media: False: pictures and videos that came as data leave the messages once they are placed, and blocks that name
             them stay, so that a checkpoint takes a few KB. Only nodes of this window can read those; the pixels are in the
             engine's store alone.
-        sampling: ``temperature``, ``top_p``, ``stop``, ``json_schema`` and the other options of decoding, as for `Window.ask`.
+        sampling: ``temperature``, ``top_p``, ``stop``, ``json_schema`` and the other options of decoding, and ``libraries`` where
+            the model may look things up on its way, as for `Window.ask`.
 
     The engine comes from the run's context (`WindowContext`). Cost of a turn: encoding the new messages, and an ask; where
     earlier messages changed, decoding all of them once.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -138,6 +139,9 @@ class Session(Window):
         state = self.snapshot().replace(fidelity=self.fidelity)  # ``auto`` may be resolved otherwise next time
         sampling = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(question.sampling).items()}
         asks = [question.query, bool(question.remember), list(question.stop), sampling]
+        if question.tools or question.libraries or question.n > 1:
+            versions = [(library.name, library.view().version) for library in question.libraries]
+            asks += [json.dumps(question.tools), versions, question.n]
         version = manifest_of(self.engine.repo, state)[0]
         key = "journal/" + digest("ask", _seed(self._execution), self.core.operations, version, asks)
         found = self._kept(key)

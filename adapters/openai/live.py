@@ -17,6 +17,7 @@ from openai import AsyncOpenAI, OpenAI
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from ctxwin.adapters.openai import transport
 from ctxwin.errors import CtxwinError, EngineFailed
 from ctxwin.media import png
 from ctxwin.serve import wire
@@ -97,7 +98,7 @@ class AsyncLiveStream:
     ) -> Answer:
         """Answers over the frames that were pushed before, or, with ``now``, that are placed; else as `ctxwin.Window.ask`."""
         async with contextlib.aclosing(
-            self._told("ask", query=query, max_tokens=max_tokens, now=now, **options)
+            self._told("ask", query=query, max_tokens=max_tokens, now=now, **transport.named(options))
         ) as told:
             async for message in told:
                 if message["type"] == "answer":
@@ -109,7 +110,7 @@ class AsyncLiveStream:
     ) -> AsyncGenerator[str]:
         """`ask`, giving the text as it is made. Closing it early stops the server."""
         async with contextlib.aclosing(
-            self._told("ask", query=query, max_tokens=max_tokens, now=now, **options)
+            self._told("ask", query=query, max_tokens=max_tokens, now=now, **transport.named(options))
         ) as told:
             async for message in told:
                 if message["type"] == "text":

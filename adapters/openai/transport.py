@@ -90,6 +90,13 @@ async def asynchronous(client: OpenAI, given: AsyncOpenAI | None) -> AsyncIterat
         yield made
 
 
+def named(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a question as JSON: libraries go by name."""
+    libraries = options.get("libraries")
+    names = {} if libraries is None else {"libraries": [getattr(one, "name", one) for one in libraries]}
+    return {**options, **names}
+
+
 def _json(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
     headers = {"Idempotency-Key": uuid.uuid4().hex, **_session(path)}
     return {"cast_to": object, "body": dict(body), "options": {"headers": headers}}

@@ -211,14 +211,14 @@ class RemoteWindow:
 
     def ask(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Answer:
         """Answers ``query`` over what is placed; takes the options of `ctxwin.Window.ask`. Cost: what `plan` says."""
-        return wire.answer_from(self._post("ask", query=query, max_tokens=max_tokens, **options))
+        return wire.answer_from(self._post("ask", query=query, max_tokens=max_tokens, **transport.named(options)))
 
     def stream(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> RemoteStream:
         """Like `ask`, yielding text as it is made; the iterator's ``answer`` holds the Answer at the end.
 
         Closing the iterator early stops the server and leaves the window unchanged.
         """
-        body = {"query": query, "max_tokens": max_tokens, "stream": True, **options}
+        body = {"query": query, "max_tokens": max_tokens, "stream": True, **transport.named(options)}
         return RemoteStream(transport.stream(self._client, self._path("ask"), body))
 
     async def aask(self, query: str, max_tokens: int = 32, **options: Unpack[AskOptions]) -> Answer:
@@ -310,7 +310,7 @@ class RemoteWindow:
             return dict(transport.post(self._client, path, body))
 
     async def _events(self, query: str, max_tokens: int, options: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        body = {"query": query, "max_tokens": max_tokens, "stream": True, **options}
+        body = {"query": query, "max_tokens": max_tokens, "stream": True, **transport.named(options)}
         async with transport.asynchronous(self._client, self._async_client) as client:
             stream = await transport.astream(client, self._path("ask"), body)
             try:

@@ -48,14 +48,13 @@ class FleetArguments(BaseModel):
     router: str = "ctxwin.adapters.ray.router.WindowRouter"
 
 
-def fleet(arguments: FleetArguments | dict[str, Any]) -> Any:
+def fleet(given: FleetArguments | dict[str, Any]) -> Any:
     """The Ray Serve application of a fleet; from a file Ray gives the ``args`` as they stand there.
 
     Raises:
         ValueError: arguments that no fleet can have; each says what to do. OSError: the store cannot be reached.
     """
-    if isinstance(arguments, dict):
-        arguments = checked(FleetArguments.model_validate, arguments)
+    arguments: FleetArguments = checked(FleetArguments.model_validate, given)
     least, most = arguments.replicas if isinstance(arguments.replicas, tuple) else (arguments.replicas,) * 2
     if not 1 <= least <= most:
         raise ValueError(f"replicas must be a number from 1 on, or [least, most], got {arguments.replicas}")

@@ -298,8 +298,8 @@ class Engine(ABC):
         """Tokens of a query plus the closing of the user turn and the opening of the assistant's."""
 
     @abstractmethod
-    def encode_exchange(self, query: str, answer_ids: Sequence[int]) -> Encoded:
-        """Tokens of a remembered exchange: query, turn closing, answer, reopened user turn.
+    def encode_exchange(self, query: str, answer_ids: Sequence[int], after: str | None = None) -> Encoded:
+        """Tokens of a remembered exchange: query, turn closing, answer, reopened user turn (or ``after``, of the template).
 
         Its first tokens are exactly ``encode_query(query)`` followed by ``answer_ids``.
         """

@@ -11,6 +11,7 @@ from pydantic import Field, create_model
 
 from ctxwin.chunk import Chunk
 from ctxwin.fidelity import Fidelity
+from ctxwin.library import Library
 from ctxwin.serve import wire
 from ctxwin.serve.libraries import Libraries
 from ctxwin.serve.limits import Allowance
@@ -19,6 +20,7 @@ from ctxwin.serve.uploads import Uploads
 from ctxwin.serve.windows import WindowRegistry
 from ctxwin.window.ask import Question
 from ctxwin.window.decoding import SEED, Decoding, schema_text
+from ctxwin.window.lookups import HITS, MOST
 from ctxwin.window.window import Window
 
 ChunkData = str | dict[str, Any]
@@ -69,14 +71,21 @@ class Ask(Decoding, Body):
     stop: Stop | Annotated[list[Stop], Field(max_length=1024)] | None = None
     json_schema: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
+    libraries: list[str] | None = Field(default=None, max_length=16)
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     stream: bool = False
 
-    def question(self) -> Question:
-        """Raises ValueError for values out of range."""
+    def question(self, find: Callable[[str], Library]) -> Question:
+        """Raises ValueError for values out of range, UnknownLibrary for a library that ``find`` does not find."""
         schema = None if self.json_schema is None else schema_text(self.json_schema)
         given = self.model_dump(include=Ask.model_fields.keys() - {"stream"})
-        return Question.of(**{**given, "json_schema": schema})
+        libraries = [find(name) for name in self.libraries or ()]
+        return Question.of(**{**given, "json_schema": schema, "libraries": libraries})
+
+    @property
+    def most_placed(self) -> int:
+        """How many chunks its exchange may become."""
+        return (1 + MOST * (HITS + 2) * bool(self.libraries)) * bool(self.remember)
 
 
 class AuditedAsk(Ask):

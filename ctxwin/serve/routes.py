@@ -134,13 +134,11 @@ async def ask(window_id: str, call: Called) -> Response:
 
     def work(put: Put, stopped: Stopped) -> bytes:
         def answered(window: Window) -> bytes:
-            if body.remember:
-                call.space.context().check_room(window, 1)
+            question = body.question(call.space.libraries.find)
+            call.space.context().check_room(window, body.most_placed)
             with call.running("ask", raw, window):
-                if body.stream:
-                    answer = spoken(window, body.question(), put, stopped)
-                else:
-                    answer = window.answer(body.question(), stopped=stopped)
+                heard = partial(spoken, window, question, put) if body.stream else partial(window.answer, question)
+                answer = heard(stopped=stopped)
             if window.core.trust.due is answer:
                 asked.append(answer)
             return encoded(wire.answer_to(answer))

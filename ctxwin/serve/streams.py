@@ -230,13 +230,13 @@ class Live:
 
     def answer(self, asked: LiveAsk, put: Put, stopped: Stopped) -> dict[str, Any]:
         """Answers a question on a fork of the window; on the window itself where it is to be remembered."""
-        question = asked.question()
+        question = asked.question(self.space.libraries.find)
         with self.editing() as window:
             name = digest(
                 "ask", self.space.tenant, asked.model_dump_json(), [p.chunk_id for p in window.core.state.placed]
             )
             if asked.remember:
-                self.space.context().check_room(window, 1)
+                self.space.context().check_room(window, asked.most_placed)
                 with self.service.quarantine.running(name):
                     return {"type": "answer", "answer": wire.answer_to(spoken(window, question, put, stopped))}
             branch = window.fork()

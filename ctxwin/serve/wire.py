@@ -51,6 +51,7 @@ def answer_to(answer: Answer) -> dict[str, Any]:
         "remembered": answer.remembered,
         "tool_calls": [asdict(call) for call in answer.tool_calls],
         "broken_calls": [asdict(call) for call in answer.broken_calls],
+        "looked_up": [asdict(done) for done in answer.looked_up],
         "others": [answer_to(other) for other in answer.others],
     }
 

@@ -65,12 +65,23 @@ class BrokenCall:
 
 
 @dataclass(frozen=True)
+class LookUp:
+    """What an answer looked up on its way: labels of what was placed, and how many found passages had no room."""
+
+    library: str
+    query: str
+    labels: tuple[str, ...]
+    left_out: int
+
+
+@dataclass(frozen=True)
 class Answer:
     """An answer.
 
     Attributes:
         text: without tool calls, where tools were offered; token_ids: with them.
         tool_calls, broken_calls: of the tools that were offered.
+        looked_up: in the libraries that were offered, in order.
         others: the further answers, where more than one was asked for.
         first_token_logprobs: log-probability by token id, as many as asked for.
         audit: mean KL(re-prefill || served) a token, by the stricter reference, where this ask was audited; None until that is
@@ -86,6 +97,7 @@ class Answer:
     remembered: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     broken_calls: tuple[BrokenCall, ...] = ()
+    looked_up: tuple[LookUp, ...] = ()
     others: tuple[Answer, ...] = ()
 
 

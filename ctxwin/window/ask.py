@@ -26,6 +26,7 @@ from ctxwin.window.state import State
 
 if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV
+    from ctxwin.policies.base import Searchable
 
 OnToken = Callable[[int, str], bool]
 """Called with each token and the whole text so far; returning False ends the answer there."""
@@ -49,6 +50,7 @@ class AskOptions(TypedDict, total=False):
     stop: Stop | None
     json_schema: Mapping[str, Any] | str | None
     tools: Sequence[Mapping[str, Any]] | None
+    libraries: Sequence[Any] | None  # Searchable; of a server: RemoteLibrary, or names
     n: int | None
 
 
@@ -66,7 +68,9 @@ class Question:
         remember: whether the exchange becomes a chunk; a function decides by the answer's text.
         stop: texts that end the answer and are no part of it.
         bare: whether the query may be empty, where what is placed ends in the request itself.
+        after: the piece of the chat template behind a remembered answer; None ends its turn and reopens the user's.
         tools: what the model may call, as OpenAI describes tools; `ctxwin.window.tools` asks such questions.
+        libraries: where the model may look things up while it answers.
         n: how many answers; those behind the first are in `Answer.others`.
     """
 
@@ -75,7 +79,9 @@ class Question:
     remember: bool | Callable[[str], bool] = False
     stop: tuple[str, ...] = ()
     bare: bool = False
+    after: str | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
+    libraries: tuple[Searchable, ...] = ()
     n: int = 1
 
     def __post_init__(self) -> None:
@@ -107,14 +113,16 @@ class Question:
             raise TypeError(f"options must be of {', '.join(AskOptions.__annotations__)}, got {sorted(unknown)}")
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         remember, stop, schema = given.pop("remember", False), given.pop("stop", ()), given.get("json_schema")
-        tools, n = tuple(given.pop("tools", ())), given.pop("n", 1)
+        tools, libraries = tuple(given.pop("tools", ())), tuple(given.pop("libraries", ()))
+        n = given.pop("n", 1)
         stops = [stop] if isinstance(stop, str | int) else list(stop)
         if any(not isinstance(s, str | int) or s == "" for s in stops):
             raise ValueError(f"stop must be non-empty texts or token ids, got {stop!r}")
         if schema is not None and not isinstance(schema, str):
             given["json_schema"] = json.dumps(dict(schema))
         sampling = Sampling(max_tokens, stop_ids=tuple(s for s in stops if isinstance(s, int)), **given)
-        return cls(query, sampling, remember, tuple(s for s in stops if isinstance(s, str)), tools=tools, n=n)
+        texts = tuple(s for s in stops if isinstance(s, str))
+        return cls(query, sampling, remember, texts, tools=tools, libraries=libraries, n=n)
 
 
 def ask(
@@ -163,7 +171,7 @@ def ask(
             known = settled
             remembered = None
             if remember is True or (remember and remember(text)):
-                settled, remembered = _with_exchange(core, settled, laid, query, ids, generation, work)
+                settled, remembered = _with_exchange(core, settled, laid, question, ids, generation, work)
         total = time.perf_counter() - begin
         if stopped():
             raise AnswerStopped("the answer was stopped before its end")
@@ -271,17 +279,24 @@ def _usage(
     )
 
 
-def exchange(engine: Engine, query: str, ids: Sequence[int]) -> tuple[Chunk, Encoded]:
+def exchange(engine: Engine, query: str, ids: Sequence[int], after: str | None = None) -> tuple[Chunk, Encoded]:
     """A question and the tokens of its answer as a chunk, and the chunk's tokens."""
-    encoded = engine.encode_exchange(query, ids)
+    encoded = engine.encode_exchange(query, ids, after)
     return Chunk.tokens(encoded.token_ids, label=f"{query} {engine.decode(list(ids))}".strip()), encoded
 
 
 def _with_exchange(
-    core: WindowCore, state: State, laid: Laid, query: str, ids: Sequence[int], generation: Generation, work: Work
+    core: WindowCore,
+    state: State,
+    laid: Laid,
+    question: Question,
+    ids: Sequence[int],
+    generation: Generation,
+    work: Work,
 ) -> tuple[State, str]:
     """Appends the exchange just made with the KV of that very pass; only the turn's closing tokens are computed."""
-    chunk, encoded = exchange(core.engine, query, ids)
+    query = question.query
+    chunk, encoded = exchange(core.engine, query, ids, question.after)
     placed = core.place(state, chunk)
     start = state.system_prompt_advance + sum(p.advance for p in state.placed)
     front = laid.end(state)

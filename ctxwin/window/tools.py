@@ -1,4 +1,4 @@
-"""Questions that offer tools: asked in a branch whose system prompt shows them as the model's own chat template does.
+"""Questions that offer tools or libraries, asked in a branch whose system prompt shows them as the chat template does.
 
 The branch is kept for the tools that were offered last, so that its chunks are conditioned behind that system prompt once and
 every later question finds their KV, as it would in a window that was opened with the tools.
@@ -12,9 +12,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ctxwin.errors import UnsupportedModel
-from ctxwin.window.answer import Answer, BrokenCall, ToolCall
+from ctxwin.window import edits, lookups
+from ctxwin.window.answer import Answer
+from ctxwin.window.lookups import LookUps
 from ctxwin.window.sync import sync
-from ctxwin.window.toolcalls import Reader, learn, spelled, template_of
+from ctxwin.window.toolcalls import learn, spelled, template_of
 
 if TYPE_CHECKING:
     from ctxwin.window.ask import OnToken, Question
@@ -33,18 +35,17 @@ class Offered:
 
         Raises UnsupportedModel where the chat template takes no tools, or writes calls in a form that cannot be read.
         """
-        syntax, asked = learn(window.engine), replace(question, tools=(), remember=False)
-        with window.core.writing(edit=bool(question.remember)):
-            made = self._brought(window, question.tools).answer(asked, on_token=on_token, stopped=stopped)
-        parts = Reader(syntax).read(made.text, last=True)
-        answer = replace(
-            made,
-            text="".join(part for part in parts if isinstance(part, str)),
-            tool_calls=tuple(part for part in parts if isinstance(part, ToolCall)),
-            broken_calls=tuple(part for part in parts if isinstance(part, BrokenCall)),
-        )
-        if question.remember is True or (question.remember and question.remember(answer.text)):
-            answer = replace(answer, remembered=window.remember(question.query, made.token_ids))
+        tools = (*question.tools, *([lookups.tool(question.libraries)] if question.libraries else []))
+        found = LookUps(question, learn(window.engine), dict(window.core.state.libraries))
+        with window.core.writing(edit=bool(question.remember)) as state:
+            answer, chunks = found.answer(self._brought(window, tools), on_token, stopped)
+            if question.remember is True or (question.remember and question.remember(answer.text)):
+                before = len(state.placed)
+                for chunk in chunks:
+                    state = edits.appended(state, window.core.place(state, chunk))
+                ids = [placed.id for placed in state.placed[before:]]
+                window.core.commit(state.replace(libraries=found.versions), "append", ids)
+                answer = replace(answer, remembered=ids[-1])
         return answer
 
     def close(self) -> None:

@@ -400,6 +400,7 @@ class Window:
         stop: Stop | None = None,
         json_schema: Mapping[str, Any] | str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        libraries: Sequence[Searchable] | None = None,
         n: int | None = None,
     ) -> Answer:
         """Answers ``query`` over the placed chunks.
@@ -417,6 +418,9 @@ class Window:
             json_schema: the answer is JSON of this schema.
             tools: what the model may call, as OpenAI describes tools; calls are in ``Answer.tool_calls``. The first question
                 with other tools conditions the chunks behind the system prompt that shows them.
+            libraries: where the model may look things up in the middle of its answer, by a call of the tool ``look_up``: what
+                is found is placed behind the answer so far, which keeps its KV, and it goes on. `Answer.looked_up` has what
+                was looked up, at most four times; it stays in the window where the exchange is remembered.
             n: how many answers, which differ where ``temperature`` is above 0; those behind the first are in
                 ``Answer.others``.
 
@@ -443,6 +447,7 @@ class Window:
             stop=stop,
             json_schema=json_schema,
             tools=tools,
+            libraries=libraries,
             n=n,
         )
         return self.answer(question)
@@ -472,7 +477,7 @@ class Window:
             first, *others = several(question)  # which is asked last: what it remembers is nothing for the others
             behind = tuple(self.answer(other, stopped=stopped) for other in others)
             return replace(self.answer(first, on_token=on_token, stopped=stopped), others=behind)
-        if question.tools:
+        if question.tools or question.libraries:
             return self._offered.ask(self, question, on_token, stopped)
         return ask(self.core, question, on_token=on_token, stopped=stopped)
 

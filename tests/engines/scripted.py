@@ -71,8 +71,8 @@ class ScriptedEngine(Engine):
         made: Encoded = self.inner.encode_query(query)
         return made
 
-    def encode_exchange(self, query: str, answer_ids: Sequence[int]) -> Encoded:
-        made: Encoded = self.inner.encode_exchange(query, answer_ids)
+    def encode_exchange(self, query: str, answer_ids: Sequence[int], after: str | None = None) -> Encoded:
+        made: Encoded = self.inner.encode_exchange(query, answer_ids, after)
         return made
 
     def prefill(

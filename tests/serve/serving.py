@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from ctxwin.serve.middleware import Gateway
 from ctxwin.serve.routes import install
 from ctxwin.serve.service import STATE, OpenEngine, Service
 from ctxwin.serve.tenants import Keys, Tenant
-from ctxwin.store import open_store
+from ctxwin.store import Store, open_store
 from ctxwin.tiny import checkpoint_dir
 
 
@@ -46,12 +46,15 @@ class Server:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
 
 
-def open_tiny(engines: dict[str, Engine], url: str = "memory:") -> OpenEngine:
+def open_tiny(
+    engines: dict[str, Engine], url: str = "memory:", make: Callable[[Store], Engine] | None = None
+) -> OpenEngine:
     """An engine of its own for each tenant, as views of one vLLM would be."""
 
     def opener(name: str, tenant: Tenant | None) -> Engine:
         quota = tenant.max_bytes if tenant else None
-        engines[name] = HFEngine(checkpoint_dir(), store=open_store(url, max_bytes=quota, tenant=name))
+        store = open_store(url, max_bytes=quota, tenant=name)
+        engines[name] = make(store) if make else HFEngine(checkpoint_dir(), store=store)
         if name:
             engines[name].plain_salt = f"salt-of-{name}"  # type: ignore[attr-defined]
         return engines[name]
@@ -65,13 +68,14 @@ def serving(
     tenants: Sequence[Tenant] = (),
     api_keys: Sequence[str] = (),
     store: str = "memory:",
+    make: Callable[[Store], Engine] | None = None,
     **options: Any,
 ) -> Iterator[Server]:
     """A server that answers on a free port until the block ends."""
     registry, engines = CollectorRegistry(), dict[str, Engine]()
     passed, heads = list[Any](), list[dict[str, str]]()
     service = Service(
-        open_tiny(engines, store),
+        open_tiny(engines, store, make),
         models=["tiny"],
         limits=limits,
         tenants=tenants,

@@ -14,6 +14,8 @@ from PIL import Image
 
 from ctxwin import BadMedia, Chunk, Fidelity, Library, NameTaken, StoreFull, UnknownFile, Window
 from ctxwin.adapters.openai import RemoteLibrary, RemoteWindow, transport
+from ctxwin.engines.base import Engine
+from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.media import png
 from ctxwin.serve.decoding import Cutters
 from ctxwin.serve.errors import NotAllowed, UnknownLibrary
@@ -22,7 +24,10 @@ from ctxwin.serve.tenants import Tenant
 from ctxwin.store import open_store
 from ctxwin.store.base import Store
 from ctxwin.tiny import world
+from engines.scripted import ScriptedEngine
+from engines.tool_models import write_tool_model
 from serve.serving import Server, serving
+from window.test_lookups import called
 
 TENANTS = [Tenant(name="acme", keys=["key-acme"]), Tenant(name="bolt", keys=["key-bolt"])]
 LIMITS = Limits(max_libraries=2, max_library_bytes=1 << 20, max_pixels=1 << 20)
@@ -251,3 +256,29 @@ def test_what_takes_too_long_or_too_much_memory_ends_its_process_only() -> None:
 def test_the_schema_of_the_routes_is_served(server: Server) -> None:
     paths = server.app.openapi()["paths"]
     assert {"get", "post"} <= paths["/v1/libraries"].keys() and "post" in paths["/v1/windows/{window_id}/retrieve"]
+
+
+def test_the_model_looks_things_up_while_it_answers(references: Store, tmp_path: Path) -> None:
+    """By name, streamed and whole; what another tenant has is unknown, and nothing is lost by asking for it."""
+    folder = write_tool_model(tmp_path)
+
+    def make(store: Store) -> Engine:
+        said = [called("pump"), "On Monday."] * 3
+        return ScriptedEngine(HFEngine(folder, store=store, dtype="float32"), said)
+
+    with serving(LIMITS, TENANTS, references=references, make=make) as server:
+        client = server.client("key-acme", max_retries=0)
+        window = RemoteWindow(client, "You read logs.", 3000)
+        ids = window.extend([Chunk.text("The plant hums. ")])
+        shelf = RemoteLibrary(client, "manuals")
+        whole = window.ask("When is the pump oiled?", 300, libraries=[shelf])
+        assert whole.text == "On Monday." and whole.looked_up[0].library == "manuals" and window.ids == tuple(ids)
+        stream = window.stream("When is the pump oiled?", 300, libraries=["manuals"], remember=True)
+        assert "".join(stream) == "On Monday." and stream.answer is not None
+        assert stream.answer.looked_up == whole.looked_up and window.ids[-1] == stream.answer.remembered
+        assert len(window.ids) > 3
+        with pytest.raises(UnknownLibrary):
+            RemoteWindow(server.client("key-bolt"), "h", 900).ask("?", libraries=["manuals"])
+        with pytest.raises(UnknownLibrary):
+            window.ask("?", libraries=["nowhere"])
+        window.check()

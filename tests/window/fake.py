@@ -103,7 +103,7 @@ class FakeEngine(Engine):
     def encode_query(self, query: str) -> Encoded:
         return self._plain(digest("query", query), [*self._text(query), 2, 3])
 
-    def encode_exchange(self, query: str, answer_ids: Sequence[int]) -> Encoded:
+    def encode_exchange(self, query: str, answer_ids: Sequence[int], after: str | None = None) -> Encoded:
         ids = [*self.encode_query(query).token_ids, *answer_ids, 2, 4]
         return self._plain(digest("exchange", ids), ids)
 

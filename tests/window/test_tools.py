@@ -82,7 +82,7 @@ def test_calls_are_read_out_of_the_answer(engine: Engine) -> None:
         assert one.text == "I look." and [(c.name, c.arguments) for c in one.tool_calls] == [("look", {"at": 3})]
         assert scripted.decode(one.token_ids) == said[0] and json.dumps(LOOK["function"]) in scripted.prompts[0]
         stream = window.stream("Where?", 200, tools=[LOOK])
-        assert "".join(stream) and stream.answer is not None
+        assert "".join(stream) == "" and stream.answer is not None, "calls are no text"
         assert len(stream.answer.tool_calls) == 1 and "must be JSON" in stream.answer.broken_calls[0].error
         before = window.ids
         three = window.ask("Where?", 200, tools=[LOOK], remember=True)

@@ -105,12 +105,14 @@ class Encoder:
         """Tokens of the query and of the turn's closing."""
         return self._made(digest("query", query), self._query_ids(query), ())
 
-    def encode_exchange(self, query: str, answer_ids: Sequence[int]) -> Encoded:
-        """``encode_query(query)``, the answer, its turn's end and a reopened user turn."""
+    def encode_exchange(self, query: str, answer_ids: Sequence[int], after: str | None = None) -> Encoded:
+        """``encode_query(query)``, the answer, and its turn's end with a reopened user turn, or ``after``."""
         answer = [int(i) for i in answer_ids]
-        after = self.checkpoint.template.exchange(query, self.tokens.text(answer))
+        name = digest("exchange", query, answer) if after is None else digest("exchange", query, answer, after)
+        if after is None:
+            after = self.checkpoint.template.exchange(query, self.tokens.text(answer))
         ids = [*self._query_ids(query), *answer, *self.tokens.template(after)]
-        return self._made(digest("exchange", query, answer), ids, ())
+        return self._made(name, ids, ())
 
     def encode(self, chunk: Chunk) -> Encoded:
         """Tokens, media and positions of a chunk; see `Engine.encode`. Text is tokenised without any lock."""
@@ -302,8 +304,8 @@ class EncodingEngine(Engine):
     def encode_query(self, query: str) -> Encoded:
         return self.encoder.encode_query(query)
 
-    def encode_exchange(self, query: str, answer_ids: Sequence[int]) -> Encoded:
-        return self.encoder.encode_exchange(query, answer_ids)
+    def encode_exchange(self, query: str, answer_ids: Sequence[int], after: str | None = None) -> Encoded:
+        return self.encoder.encode_exchange(query, answer_ids, after)
 
     @property
     def template(self) -> Template | None:

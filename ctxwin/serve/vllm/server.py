@@ -9,6 +9,7 @@ import threading
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ctxwin import tracing

@@ -282,3 +282,31 @@ def test_the_ten_lines_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     runpy.run_path(str(tmp_path / "run.py"), run_name="__main__")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("t=")]
     assert len(lines) == 10 and "13 chunks placed" in lines[-1]
+
+
+def test_a_node_looks_things_up_in_libraries(tmp_path: Path) -> None:
+    """What was looked up stays in the window with the exchange, and the next turn goes on behind it."""
+    from ctxwin import Library
+    from ctxwin.store import open_store
+    from engines.scripted import ScriptedEngine
+    from engines.tool_models import write_tool_model
+    from window.test_lookups import called
+
+    shelf = Library(open_store("memory:"), "manuals")
+    shelf.add(b"The pump is oiled on Monday.", "pump.txt")
+    said = [called("pump"), "On Monday.", "I said so."]
+    with open_engine(f"hf:{write_tool_model(tmp_path)}", dtype="float32") as opened:
+        engine = ScriptedEngine(opened, said)
+        app = graph_of(WindowNode(system_prompt="hd", fidelity=EXACT, max_tokens=300, libraries=[shelf]))
+        context = WindowContext(engine)
+        state = app.invoke({"messages": [HumanMessage("When is it oiled?")]}, CONFIG, context=context)
+        assert state["messages"][-1].text == "On Monday." and "oiled on Monday" in engine.prompts[1]
+        state = app.invoke({"messages": [HumanMessage("Sure?")]}, CONFIG, context=context)
+        assert state["messages"][-1].text == "I said so." and len(state["messages"]) == 4
+        last = engine.prompts[-1]
+        assert (
+            last.index("When is it oiled?")
+            < last.index("oiled on Monday")
+            < last.index("On Monday.<")
+            < last.index("Sure?")
+        )

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed; run pip install 'ctxwin[ray]'")
-pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 import psutil
 from openai import OpenAI
@@ -25,6 +24,7 @@ from ctxwin import Chunk
 from ctxwin.adapters.openai import RemoteWindow
 from store.redis_server import Server as Redis
 
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 FILE = """
 http_options: {{port: {port}}}
 applications:

@@ -59,7 +59,7 @@ def test_no_redis_answers() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"redis://127.0.0.1:{free.getsockname()[1]}/0"
-    with pytest.raises(OSError, match="cannot be reached .* check its address and login"):
+    with pytest.raises(OSError, match=r"cannot be reached .* check its address and login"):
         deploy(settings={"store": url})
 
 
@@ -96,7 +96,9 @@ def test_mooncake_has_no_registry_or_no_master(redis: Redis) -> None:
 def test_two_fleets_use_one_registry(redis: Redis) -> None:
     records = open_store(redis.url)
     member(records)._check_member()
-    with pytest.raises(ValueError, match="registry must be one fleet's, and fleet 'porch' uses it; give another database"):
+    with pytest.raises(
+        ValueError, match="registry must be one fleet's, and fleet 'porch' uses it; give another database"
+    ):
         member(open_store(redis.url), fleet="yard")._check_member()
     member(records)._check_member()
     member(open_store(redis.url.replace("/0", "/1")), fleet="yard")._check_member()

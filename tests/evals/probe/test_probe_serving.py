@@ -97,7 +97,9 @@ def test_verdicts_on_vllm_are_those_on_transformers(options: dict[str, Any], tmp
     from ctxwin.engines.open import open_engine
     from engines.models import wide, write_vision_model
 
-    random = wide(lambda folder: write_vision_model(folder, "qwen3_vl"), tmp_path / "random")  # vLLM takes no smaller heads
+    random = wide(
+        lambda folder: write_vision_model(folder, "qwen3_vl"), tmp_path / "random"
+    )  # vLLM takes no smaller heads
     chaining = Path(__file__).parents[2] / "models" / "chaining"
     wanted = {checkpoint_dir(): "binds", chaining: "chains", random: "unread"}
     for model, finding in wanted.items() if not options else [(checkpoint_dir(), "binds")]:
