@@ -350,7 +350,7 @@ class Assembly:
         """
         if 0 in captured:
             self.put(laid.segments[0].span_key, captured[0], laid.segments[0].encoded, provenance="system_prompt")
-        placed = []
+        placed, served = [], []
         demand = cache(self.demand)  # asked of every open window: once an answer at most
         for i, choice in enumerate(laid.choices, start=1):
             p = choice.placed
@@ -359,11 +359,13 @@ class Assembly:
                     placed.append(p)
                     continue
                 kept = self._store(state, choice.served, captured[i], laid, i - 1, fidelity, demand)
+                choice = replace(choice, lane=kept.lane, served=kept, compute=kept.patch is None)
                 p = p.replace(kv=kept, seen=True, unseen=())
             elif choice.settles:
                 p = p.replace(kv=choice.served, seen=True, unseen=())
             placed.append(p)
-        self.remember(laid.choices, fidelity)
+            served.append(choice)
+        self.remember(served, fidelity)
         return state.replace(placed=tuple(placed))
 
     def remember(self, choices: Iterable[Choice], fidelity: Fidelity) -> None:

@@ -116,11 +116,15 @@ class FakeEngine(Engine):
             raise ChunkUnavailable(key)
         return held
 
+    def _seen(self, context: torch.Tensor) -> torch.Tensor:
+        """What a token takes from the rows ``[2, L, T, D]`` in front of it."""
+        return context.mean(2)
+
     def _forward(self, front: list[SpanKV], encoded: Encoded, start: int) -> SpanKV:
         parts = [torch.stack([relocate(s, KV, 0).k, s.v])[:, :, :, 0] for s in front]  # [2, L, T, D] each
         context = torch.cat(parts, 2) if parts else torch.zeros(2, LAYERS, 0, DIM, dtype=torch.float64)
         for token in encoded.token_ids:
-            seen = context.mean(2) if context.shape[2] else torch.zeros(2, LAYERS, DIM, dtype=torch.float64)
+            seen = self._seen(context) if context.shape[2] else torch.zeros(2, LAYERS, DIM, dtype=torch.float64)
             context = torch.cat([context, torch.tanh(_own(token) + 3 * seen)[:, :, None]], 2)
         mine = context[:, :, -encoded.tokens :, None]
         positions = torch.from_numpy(encoded.positions.copy())
