@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from web.browser import find_chromium
 
-EXAMPLES = ("video_agent", "web_agent", "document_agent", "visual_search", "two_agents", "custom_loop")
+EXAMPLES = ("video_agent", "web_agent", "document_agent", "visual_search", "two_agents", "library_agent", "custom_loop")
 POLICIES = ("naive", "trim", "append")  # uses of a prefix cache, see `ctxwin.baselines.ledger`
 SUMS = (
     "asks", "known", "right", "right_reprefill", "compared", "agree", "seconds",

@@ -309,11 +309,11 @@ class Window:
     def retrieve(self, query: str | Chunk, library: Searchable, k: int = 4, *, reserve_tokens: int = 0) -> list[str]:
         """Places the ``k`` passages that ``library`` finds for ``query`` behind everything, best first; returns their ids.
 
-        What is placed already stays where it is. Others leave in the order of `eviction` where the budget, with
-        ``reserve_tokens`` tokens free, needs it. All or nothing. A window goes on reading the version of a library that it
-        read first, whatever is replaced there meanwhile. Raises BudgetExceeded where they do not fit, UnknownVersion where
-        that version is kept no more, ChunkUnavailable. Cost: the search, and no vision encode of what was prepared
-        (`Library.prepare`).
+        What is placed already stays where it is, and what had left comes back under its id. Others leave in the order of
+        `eviction` where the budget, with ``reserve_tokens`` tokens free, needs it. All or nothing. A window goes on reading the
+        version of a library that it read first, whatever is replaced there meanwhile. Raises BudgetExceeded where they do not
+        fit, UnknownVersion where that version is kept no more, ChunkUnavailable. Cost: the search, and no vision encode of what
+        was prepared (`Library.prepare`).
         """
         with self.core.writing() as state:
             view = library.view(state.libraries.get(library.name))
@@ -324,7 +324,9 @@ class Window:
             for chunk in found:
                 here = next((p.id for p in new.placed if p.chunk_id == chunk.id), None)
                 if here is None:
-                    new = edits.appended(new, self.core.place(new, chunk))
+                    back = next((p for p in reversed(new.evicted) if p.chunk_id == chunk.id), None)
+                    placed = self.core.place(new, chunk)
+                    new = edits.recalled(new, back, len(new.placed))[0] if back else edits.appended(new, placed)
                 ids[here or new.placed[-1].id] = None
             new = new.edited(libraries={**state.libraries, library.name: view.version})
             leaving = edits.leaving_for_budget(new, self.eviction.order(self), reserve_tokens, stay=ids) if ids else []
