@@ -150,6 +150,18 @@ def eta(kls: Sequence[float], base_kls: Sequence[float]) -> float | None:
     return None if total / len(base_kls) < ETA_FLOOR else 1.0 - math.fsum(kls) / total
 
 
+def rouge_l(reference: str, text: str) -> float:
+    """ROUGE-L F1 (Elastic Cache, equation 5); two empty texts agree.
+
+    The scorer reads letters a-z and digits only, as the field's reference implementation does.
+    """
+    if not reference and not text:
+        return 1.0
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return float(RougeScorer(["rougeL"]).score(reference, text)["rougeL"].fmeasure)
+
+
 def agreed(outcome: Outcome) -> bool:
     """Whether the arm answers as re-prefill does, right or wrong."""
     return outcome.answer.prediction == outcome.reference.prediction

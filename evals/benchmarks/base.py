@@ -31,7 +31,7 @@ class DataOptions:
     Attributes:
         data: a folder in the data set's official layout, or ``hub:OWNER/NAME`` to download that from the Hugging Face
             hub; None where answers are only scored.
-        split: ``val`` or ``test`` (MM-NIAH), ``test`` (Video-MME), ``test`` or ``adv`` (MileBench); empty takes the first.
+        split: ``val`` or ``test`` (MM-NIAH), ``test`` or ``adv`` (MileBench), ``test`` (the others); empty takes the first.
         frames: frames sampled from a video.
         frame_rule: which ones; see `ctxwin.evals.benchmarks.frames.FRAME_RULES`.
         max_pixels: larger pictures and frames are scaled down to this area, keeping their proportions; None leaves them.

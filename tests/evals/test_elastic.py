@@ -19,10 +19,11 @@ from typer.testing import CliRunner
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Sampling, Segment
+from ctxwin.evals.metrics import rouge_l
 from ctxwin.evals.studies.elastic import quality
 from ctxwin.evals.studies.elastic.__main__ import main
 from ctxwin.evals.studies.elastic.exchanges import Exchange, Turn, generated, read_exchanges, script
-from ctxwin.evals.studies.elastic.quality import QualitySettings, measure_quality, rouge_l
+from ctxwin.evals.studies.elastic.quality import QualitySettings, measure_quality
 from ctxwin.evals.studies.elastic.report import plot_quality, quality_table, speed_table
 from ctxwin.evals.studies.elastic.speed import Shape, SpeedSettings, measure_speed, random_engine
 from engines.oracle import teacher_forced

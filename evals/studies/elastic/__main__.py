@@ -10,9 +10,10 @@ import typer
 
 from ctxwin.evals.arms.base import SHARE
 from ctxwin.evals.console import Device, Dtype, Json, Threads, errors, open_model, progress, show, write_result
+from ctxwin.evals.metrics import rouge_l
 
 from .exchanges import generated, read_exchanges
-from .quality import QualitySettings, measure_quality, rouge_l
+from .quality import QualitySettings, measure_quality
 from .report import plot_quality, quality_table, speed_table
 from .speed import Shape, SpeedSettings, measure_speed, random_engine
 

@@ -20,6 +20,7 @@ from ctxwin.evals.decoder import Decoder, Memory
 from ctxwin.evals.elastic import METHODS, Policy
 from ctxwin.evals.generation import Reading
 from ctxwin.evals.group import Group
+from ctxwin.evals.metrics import rouge_l
 from ctxwin.evals.patching import Patcher
 from ctxwin.evals.stats import bootstrap_mean, bootstrap_ratio
 
@@ -254,18 +255,6 @@ def _cell(exchanges: Sequence[Exchange], reads: Sequence[Read], full: Sequence[R
         "right": right / turns,
         "kv_share": sum(r.slots for r in reads) / sum(f.slots for f in full),
     }
-
-
-def rouge_l(reference: str, text: str) -> float:
-    """ROUGE-L F1 (equation 5); two empty texts agree.
-
-    The scorer reads letters a-z and digits only, as the field's reference implementation does.
-    """
-    if not reference and not text:
-        return 1.0
-    from rouge_score.rouge_scorer import RougeScorer
-
-    return float(RougeScorer(["rougeL"]).score(reference, text)["rougeL"].fmeasure)
 
 
 def _listed(interval: tuple[float, float] | None) -> list[float] | None:
