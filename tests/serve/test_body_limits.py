@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ctxwin.serve import limits, routes
+from ctxwin.serve import forms, limits
 from ctxwin.serve.errors import TooLarge, TooManyRequests
 from ctxwin.serve.limits import BodyBytes, Limits
 from serve.serving import Server, serving
@@ -96,13 +96,13 @@ FORM = b'--b\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
 
 
 def test_forms_are_bounded_and_parsed_off_the_event_loop(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, parser = set(), routes.FormParser
+    threads, parser = set(), forms.FormParser
 
     def made(*args: Any, **options: Any) -> Any:
         threads.add(threading.current_thread().name)
         return parser(*args, **options)
 
-    monkeypatch.setattr(routes, "FormParser", made)
+    monkeypatch.setattr(forms, "FormParser", made)
     url = f"{server.url}/v1/chunks"
 
     def sent(*parts: bytes) -> tuple[int, str]:
