@@ -6,10 +6,11 @@ a layout of spans. It keeps no window state: a call holds all that it needs. Eng
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
@@ -56,7 +57,7 @@ class MediaSpan:
     Attributes:
         modality: ``image`` or ``video``.
         key: store key of the vision embeddings (``embed/<digest>``).
-        offset: index of its first placeholder token within the chunk.
+        offset: index of its first placeholder token within the chunk; negative within a part that begins in its midst.
         tokens: number of placeholder tokens.
         grid_thw: patch grid before merging (t, h, w); t counts tiles where a picture is cut into them (InternVL).
         seconds_per_grid: seconds per temporal grid step; None for images, and for videos whose times are text
@@ -95,6 +96,17 @@ class Encoded:
         """How many tokens it has."""
         return len(self.token_ids)
 
+    def part(self, begin: int, end: int) -> Encoded:
+        """The tokens ``[begin, end)``, which keep their positions; with all media that reach into it, as they are.
+
+        Only the last part moves what follows on.
+        """
+        media = tuple(
+            replace(m, offset=m.offset - begin) for m in self.media if m.offset < end and begin < m.offset + m.tokens
+        )
+        advance = self.advance if end == self.tokens else 0
+        return Encoded(self.chunk_id, self.token_ids[begin:end], self.positions[:, begin:end], advance, media)
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -111,6 +123,8 @@ class Segment:
         approximate: whether its KV differs from what a forward behind the segments in front, as they are served, would
             give. Whatever the call's salt, what stands in front of the first such segment may share an engine's prefix
             cache with plain requests.
+        recompute: ranges of tokens, ascending and apart, that are computed in place although there is a ``span``, which
+            gives the others (MPIC, section 4.1); then ``capture`` returns all of it as served. Not with a patch.
     """
 
     encoded: Encoded
@@ -121,6 +135,7 @@ class Segment:
     patch: Patch | None = None
     patch_key: str = ""
     approximate: bool = False
+    recompute: tuple[tuple[int, int], ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -133,6 +148,54 @@ class Segment:
         if self.patch is None:
             return self.span_key
         return f"{self.span_key}+{self.patch_key}" if self.span_key and self.patch_key else ""
+
+    def parts(self) -> list[Segment]:
+        """The segment cut where it changes between computing and loading; itself where it does not.
+
+        A chunk's own position counts on through its parts. Raises ValueError for ranges that are not within its tokens.
+        """
+        if not self.recompute or self.span is None:
+            return [self]
+        cuts = [0, *(at for pair in self.recompute for at in pair), self.tokens]
+        if cuts != sorted(cuts) or self.patch is not None:
+            raise ValueError(
+                f"recompute must be ascending ranges within {self.tokens} tokens, over a span without a patch, got "
+                f"{self.recompute}"
+            )
+        made = []
+        for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
+            if begin < end:
+                named = f"{self.span_key}[{begin}:{end}]" if self.span_key else ""
+                span = None if i % 2 else self.span.slice(begin, end)
+                capture = self.capture and span is None
+                part = replace(self, encoded=self.encoded.part(begin, end), span=span, span_key=named, recompute=())
+                made.append(replace(part, capture=capture))
+        return made
+
+
+def partial_ranges(
+    chunk: Encoded | Sequence[tuple[int, int]], count: int, tokens: int = 0
+) -> tuple[tuple[int, int], ...]:
+    """The token ranges of a chunk that MPIC-k computes: all text, and the first ``count`` tokens of each medium.
+
+    MPIC, section 4.2; EPIC (arXiv 2410.15332) computes the first tokens of each chunk. Ranges are ascending and apart.
+
+    Args:
+        chunk: encoded, or the first token and the number of tokens of each of its media, ascending; then ``tokens`` is its
+            length.
+    """
+    if isinstance(chunk, Encoded):
+        chunk, tokens = sorted((m.offset, m.tokens) for m in chunk.media), chunk.tokens
+    made: list[tuple[int, int]] = []
+    begin = 0
+    for offset, length in (*chunk, (tokens, 0)):
+        end = offset + min(count, length)
+        if made and made[-1][1] == begin < end:
+            made[-1] = (made[-1][0], end)
+        elif begin < end:
+            made.append((begin, end))
+        begin = offset + length
+    return tuple(made)
 
 
 @dataclass(frozen=True)
@@ -208,7 +271,8 @@ class Generation:
         token_ids: generated ids, the ending token excluded.
         text: their text.
         logprobs: first-token log-probabilities by token id, as many as asked for.
-        captured: KV by index into the layout, for segments with ``capture``; in the frame they were computed in.
+        captured: KV by index into the layout, for segments with ``capture`` of which something is computed; in the frame
+            they were computed in.
         query_span: KV of query + generated tokens (all but the last sampled one), where ``capture_query`` was set.
         computed_tokens: prompt tokens that went through a forward (all forwards of this call together).
         cached_tokens: prompt tokens the engine's own prefix cache served.

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, ScoredToken, Segment, Tally
+from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, ScoredToken, Segment, Tally, partial_ranges
 from ctxwin.errors import AnswerStopped, ChunkUnavailable, EngineFailed, UnsupportedModel
 from ctxwin.fidelity import Fidelity
 from ctxwin.kv.layout import SpanKV
@@ -254,6 +254,42 @@ class EngineConformance:
             for i, span in got.captured.items():
                 assert_same_kv(span, whole.captured[i])
         assert got.fallbacks == 0
+
+    def test_recomputed_tokens_are_what_a_forward_gives(
+        self, engine: Engine, encoded: list[Encoded], query: Encoded, whole: Generation
+    ) -> None:
+        """Over exact spans whatever is computed again comes out the same, in whichever ranges."""
+        for k in (0, 3):
+            spans = with_spans(laid(encoded), whole.captured)
+            linked = [replace(s, capture=True, recompute=partial_ranges(s.encoded, k)) for s in spans[1:]]
+            got = engine.generate([spans[0], *linked], query, Sampling(max_tokens=5, logprobs=-1), salt=f"linked {k}")
+            assert_same_answer(got, whole)
+            again = sum(end - begin for s in linked for begin, end in s.recompute)
+            assert again < sum(e.tokens for e in encoded[1:]) or not self.vision
+            # vLLM goes on to the end of a row of a picture.
+            assert 0 <= got.computed_tokens - query.tokens - again < 3 and not got.fallbacks
+            assert sorted(got.captured) == [i for i, s in enumerate(linked, 1) if s.recompute]
+            for i, span in got.captured.items():
+                assert_same_kv(span, whole.captured[i])
+
+    def test_a_canonical_that_is_recomputed_whole_is_computed_in_place(
+        self, engine: Engine, encoded: list[Encoded], query: Encoded, whole: Generation
+    ) -> None:
+        segments = with_spans(laid(encoded), whole.captured)
+        last = segments[-1]
+        alone = engine.prefill(segments[:1], last.encoded, encoded[0].advance)
+        for ranges, same in ((((0, last.tokens),), True), (((0, 1), (2, 3)), False)):
+            linked = replace(last, span=alone, approximate=True, capture=True, recompute=ranges)
+            got = engine.generate([*segments[:-1], linked], query, ALL, salt=f"whole {same}")
+            made = got.captured[len(encoded) - 1]
+            assert (difference(made.v, whole.captured[len(encoded) - 1].v) <= KV_TOLERANCE) == same
+            if not same:  # what is not in the ranges is the canonical, moved
+                assert_same_kv(
+                    made.slice(3, last.tokens), relocate(alone, engine.spec.kv, last.start).slice(3, last.tokens)
+                )
+        for wrong in (((2, 1),), ((0, last.tokens + 1),)):
+            with pytest.raises(ValueError, match="recompute must be ascending ranges"):
+                engine.generate([*segments[:-1], replace(linked, recompute=wrong)], query, ALL, salt="wrong")
 
     def test_only_the_query_is_computed_behind_loaded_kv(
         self, engine: Engine, encoded: list[Encoded], query: Encoded, whole: Generation

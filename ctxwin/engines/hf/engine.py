@@ -158,7 +158,7 @@ class HFEngine(EncodingEngine):
             made.computed_tokens, made.forwards = done.computed, done.forwards
             made.bytes_loaded = done.bytes_loaded
             for i, segment in enumerate(layout):
-                if segment.capture and segment.span is None:
+                if segment.capture and (segment.span is None or segment.recompute):
                     made.captured[i] = self._span(done, done.slices[i], segment.encoded.positions, segment.start)
             fed = self._decode_loop(done, query, start, sampling, made, on_token, begun)
             if capture_query:  # positions relative to its start
@@ -258,7 +258,7 @@ class HFEngine(EncodingEngine):
 
         ``stopped`` is asked before each forward, which is then over one segment only; once it is true, AnswerStopped is raised.
         """
-        filled = (segment for segment in segments if segment.tokens)
+        filled = (part for segment in segments if segment.tokens for part in segment.parts())
         try:
             with torch.no_grad():
                 for loaded, grouped in itertools.groupby(filled, lambda segment: segment.span is not None):
@@ -352,11 +352,15 @@ class HFEngine(EncodingEngine):
 
         words = self._words([i for encoded in encodeds for i in encoded.token_ids])
         starts = itertools.accumulate((encoded.tokens for encoded in encodeds), initial=0)
-        seen = [
-            (at + media.offset, media.tokens, self.embed(media.key))
-            for at, encoded in zip(starts, encodeds, strict=False)
-            for media in encoded.media
-        ]
+        seen = []
+        for at, encoded in zip(starts, encodeds, strict=False):
+            for media in encoded.media:
+                # Of a part of a chunk a medium may begin in front, and end behind.
+                begin, end = max(0, -media.offset), min(media.tokens, encoded.tokens - media.offset)
+                stored = self.embed(media.key)
+                if stored.shape[0] == media.tokens:
+                    stored = stored[begin:end]
+                seen.append((at + media.offset + begin, end - begin, stored))
         return hf_model.inputs(words, seen, self._deep)
 
     def _probe(self, start: int) -> SpanKV:

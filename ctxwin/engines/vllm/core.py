@@ -214,6 +214,7 @@ class Core:
             at += encoded.advance
             if span is None:
                 continue
+            segment.parts()  # raises for ranges that are none
             span.validate(self.kv)
             if span.tokens != encoded.tokens:
                 raise ValueError(f"the span of segment {i} must have {encoded.tokens} tokens, got {span.tokens}")

@@ -255,7 +255,7 @@ class VLLMEngine(EncodingEngine):
         segments = [replace(segment, approximate=False, capture=False) for segment in layout]
         only = Sampling(max_tokens=1)
         asks = []
-        if any(segment.span is None and segment.tokens for segment in segments):
+        if any((segment.span is None or segment.recompute) and segment.tokens for segment in segments):
             asks.append(_Ask(None, only, salt, background=True, forced=Forced(0, 1, stopped)))
         for query, ids in asked:
             places = np.tile(np.arange(len(ids), dtype=np.int64), (3, 1))
@@ -313,7 +313,7 @@ class VLLMEngine(EncodingEngine):
         base = self._core.check(layout, ask.tail, ask.sampling)
         made = Generation()
         # Without spans everything is computed in place, which is exact, so it belongs to (and may use) the exact space.
-        bare = [replace(segment, span=None, patch=None, approximate=False) for segment in layout]
+        bare = [replace(segment, span=None, patch=None, approximate=False, recompute=()) for segment in layout]
         tries = [*[(layout, ask)] * (3 if ask.salt else 2), (bare, replace(ask, salt=""))]
         for left, (segments, asked) in zip(range(len(tries) - 1, -1, -1), tries, strict=True):
             try:
@@ -345,12 +345,29 @@ class VLLMEngine(EncodingEngine):
 
     def _attempt(self, made: Generation, layout: Sequence[Segment], base: int, ask: _Ask) -> Outcome:
         """The requests of one call."""
-        segments, space, seen = self._filled(made, layout, base, ask)
+        parts = [segment.parts() for segment in layout]
+        whole = list(itertools.chain.from_iterable(parts))
+        segments, space, seen = self._filled(made, whole, base, ask)
         wanted = [i for i, segment in enumerate(segments) if segment.capture and segment.span is None]
         outcome = self._request(made, segments, base, ask, wanted, space, seen)
-        keep = {i for i, segment in enumerate(layout) if segment.capture and segment.span is None}
-        made.captured = {i: span for i, span in made.captured.items() if i in keep}
+        firsts = itertools.accumulate(map(len, parts), initial=0)
+        captured, made.captured = made.captured, {}
+        for i, (segment, first) in enumerate(zip(layout, firsts, strict=False)):
+            places = range(first, first + len(parts[i]))
+            wanted_here = segment.capture and (segment.span is None or segment.recompute)
+            if wanted_here and all(j in captured for j in places if whole[j].span is None):
+                here = [captured.get(j) or whole[j].span for j in places]
+                made.captured[i] = self._merged(here, segment.encoded, segment.start - base)
         return outcome
+
+    def _merged(self, spans: Sequence[SpanKV | None], encoded: Encoded, start: int) -> SpanKV:
+        """The parts of a chunk as one span in the frame ``start``."""
+        moved = [relocate(span, self.spec.kv, start) for span in spans if span is not None]
+        if len(moved) == 1:
+            return moved[0]
+        dtype = moved[0].k.dtype
+        k, v = (torch.cat([getattr(span, name).to("cpu", dtype) for span in moved], dim=1) for name in "kv")
+        return SpanKV(k, v, torch.from_numpy(encoded.positions.copy()), start)
 
     def _filled(
         self, made: Generation, layout: Sequence[Segment], base: int, ask: _Ask
@@ -371,12 +388,30 @@ class VLLMEngine(EncodingEngine):
         for i, segment in enumerate(segments[:last]):
             if segment.span is None and segments[i + 1].span is not None:
                 run = [j for j in range(i + 1) if segments[j].span is None]
-                part = _Ask(None, Sampling(max_tokens=1), ask.salt, background=ask.background)
-                self._request(made, segments[: i + 1], base, part, run, space, seen)
+                front, rest = self._ended(segments, i + 1)
+                part = _Ask(rest, Sampling(max_tokens=1), ask.salt, background=ask.background)
+                self._request(made, front, base, part, run, space, seen)
                 seen = sum(done.tokens for done in segments[: i + 1])
                 for j in run:
                     segments[j] = replace(segments[j], span=made.captured[j])
         return segments, space, seen
+
+    def _ended(self, segments: Sequence[Segment], end: int) -> tuple[list[Segment], Encoded | None]:
+        """The segments in front of ``end``, and what else has to stand there where that is in the midst of a medium."""
+        from ctxwin.engines.vllm.inputs import cut_medium
+
+        front = list(segments[:end])
+        encoded = [segment.encoded for segment in segments]
+        found = None if self._core.inputs.tiled else cut_medium(encoded[:end], encoded[end:])
+        if found is None:
+            return front, None
+        (medium, cut, rest), begin = found, 0
+        for i, segment in enumerate(front):
+            at = medium.offset - begin
+            media = tuple(replace(cut, offset=at) if m.offset == at else m for m in segment.encoded.media)
+            front[i] = replace(segment, encoded=replace(segment.encoded, media=media))
+            begin += segment.encoded.tokens
+        return front, rest
 
     def _space(self, segments: Sequence[Segment], salt: str) -> Space:
         """Where the blocks of a layout stand in vLLM's prefix cache."""

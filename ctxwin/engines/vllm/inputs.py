@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -35,13 +36,45 @@ class Rendered:
 
 
 def joined(encoded: Sequence[Encoded]) -> tuple[list[int], list[MediaSpan]]:
-    """Token ids of all parts in order, and their media with offsets within the whole."""
+    """Token ids of all parts in order, and their media with offsets within the whole.
+
+    A medium that several parts share is named once.
+    """
     ids: list[int] = []
-    media: list[MediaSpan] = []
+    media: dict[int, MediaSpan] = {}
     for part in encoded:
-        media += [replace(span, offset=span.offset + len(ids)) for span in part.media]
+        for span in part.media:
+            media.setdefault(span.offset + len(ids), replace(span, offset=span.offset + len(ids)))
         ids += part.token_ids
-    return ids, media
+    return ids, list(media.values())
+
+
+def cut_medium(front: Sequence[Encoded], behind: Sequence[Encoded]) -> tuple[MediaSpan, MediaSpan, Encoded] | None:
+    """The medium that the end of ``front`` cuts, what vLLM is told of it, and what has to stand behind; None without one.
+
+    Models count positions by whole rows of a picture and whole frames of a video, some look for the token that closes it. So
+    the prompt goes on to the end of the row or frame, which is a smaller medium with the same positions. A picture in tiles
+    (InternVL) has one axis of positions and may end anywhere.
+    """
+    ids, media = joined(front)
+    last = max(media, key=lambda m: m.offset, default=None)
+    if last is None or last.offset + last.tokens <= len(ids):
+        return None
+    inside, (frames, height, width) = len(ids) - last.offset, last.grid_thw
+    each = last.tokens // frames
+    merge = math.isqrt(height * width // each)
+    row = width // merge
+    if inside <= each:
+        count = -(-inside // row) * row
+        grid = (1, count // row * merge, width)
+    else:
+        count = -(-inside // each) * each
+        grid = (count // each, height, width)
+    closed = last.modality == "video" and last.seconds_per_grid is None
+    following, _ = joined(behind)
+    rest = following[: count - inside] + following[last.tokens - inside :][: int(closed)]
+    places = np.zeros((3, len(rest)), dtype=np.int64)
+    return last, replace(last, tokens=count, grid_thw=grid), Encoded("", tuple(rest), places, len(rest))
 
 
 class Inputs:
@@ -63,7 +96,7 @@ class Inputs:
         self.secret = secrets.token_hex(32)
         self.model = model
         self.multimodal = bool(config.is_multimodal_model)
-        self._tiled = is_tiled(config.hf_config)
+        self.tiled = is_tiled(config.hf_config)
         self._blank: dict[Any, Any] = {}
         self._processor: Any = renderer.get_mm_processor() if self.multimodal else None
 
@@ -118,7 +151,8 @@ class Inputs:
 
         Args:
             token_ids: placeholders expanded.
-            media: with offsets within ``token_ids``.
+            media: with offsets within ``token_ids``. One may have fewer tokens than embeddings (`cut_medium`), or, in tiles,
+                reach beyond the end: vLLM takes the first embeddings.
             embed: embeddings by key.
             salt: separates prefix-cache entries; "" for none.
             covered: tokens in front whose KV will be loaded. The embeddings of media among them are not read, and need
@@ -145,7 +179,7 @@ class Inputs:
                 found = None if tail is None or end <= tail else at_hand(span.key)
             blank = end if found is None else blank
             mark = (marks or {}).get(span.offset, "")
-            for feature, part in self._features(span, found, tenant):
+            for feature, part in self._features(span, found, tenant, len(token_ids)):
                 if part is not None and self._files:
                     embeddings[feature.identifier] = part
                 if mark:
@@ -161,23 +195,37 @@ class Inputs:
         return Rendered(dict(made), blank, embeddings)
 
     def _features(
-        self, span: MediaSpan, embeddings: torch.Tensor | None, tenant: str
+        self, span: MediaSpan, embeddings: torch.Tensor | None, tenant: str, end: int
     ) -> list[tuple[Any, torch.Tensor | None]]:
-        """One media item as vLLM describes it, or its tiles: InternVL takes embeddings of one shape only."""
-        tiles = span.grid_thw[0] if self._tiled else 1
-        if tiles == 1:
-            return [(self._feature(span, embeddings, tenant), embeddings)]
+        """One media item as vLLM describes it, or its tiles: InternVL takes embeddings of one shape only.
+
+        ``end``: of the prompt.
+        """
+        tiles = span.grid_thw[0] if self.tiled else 1
+        if not self.tiled:
+            whole = embeddings is None or embeddings.shape[0] == span.tokens
+            # vLLM counts the room of an entry of its encoder cache by the tokens of whoever asks first.
+            key = span.key if whole else f"{span.key}#{span.tokens}"
+            part = embeddings if embeddings is None or whole else embeddings[: span.tokens]
+            return [(self._feature(replace(span, key=key), part, tenant), part)]
         each = span.tokens // tiles
         parts = [None] * tiles if embeddings is None else list(torch.split(embeddings, each))
         made = []
         for i, part in enumerate(parts):
-            key, grid = f"{span.key}-{i}", (1, *span.grid_thw[1:])
+            length = min(each, end - span.offset - i * each)
+            key, grid = f"{span.key}-{i}" + (f"#{length}" if length < each else ""), (1, *span.grid_thw[1:])
             tile = replace(span, key=key, offset=span.offset + i * each, tokens=each, grid_thw=grid)
-            made.append((self._feature(tile, part, tenant), part))
+            if length > 0:
+                made.append((self._feature(tile, part, tenant, length), part))
         return made
 
-    def _feature(self, span: MediaSpan, embeddings: torch.Tensor | None, tenant: str = "") -> Any:
-        """One media item as vLLM describes it; without embeddings it is good for positions and covered media only."""
+    def _feature(
+        self, span: MediaSpan, embeddings: torch.Tensor | None, tenant: str = "", length: int | None = None
+    ) -> Any:
+        """One media item as vLLM describes it; without embeddings it is good for positions and covered media only.
+
+        ``length``: how many of its tokens are in the prompt; all by default.
+        """
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
         if embeddings is not None and embeddings.shape[0] != span.tokens:
@@ -191,13 +239,14 @@ class Inputs:
                 zeros = torch.zeros(1).expand(span.tokens, width)
                 self._blank[shape] = self._item(span, None if self._files else zeros)
             item = self._blank[shape]
-        place = PlaceholderRange(offset=span.offset, length=span.tokens)
+        length = span.tokens if length is None else length
+        place = PlaceholderRange(offset=span.offset, length=length)
         if span.modality == "video" and span.seconds_per_grid is None:
             # Qwen3-VL looks for each temporal group's opening token within the item, which embeds to itself.
             embedded = torch.ones(span.tokens + 1, dtype=torch.bool)
             embedded[0] = False
             place = PlaceholderRange(offset=span.offset - 1, length=span.tokens + 1, is_embed=embedded)
-        name = self.name(span.key, tenant)
+        name = self.name(span.key if length == span.tokens else f"{span.key}#{length}", tenant)
         return MultiModalFeatureSpec(data=item, modality=span.modality, identifier=name, mm_position=place)
 
     def _item(self, span: MediaSpan, embeddings: torch.Tensor | None) -> Any:
@@ -207,7 +256,7 @@ class Inputs:
         if self._processor is None:
             raise UnsupportedModel(f"{self._config.model} takes no {span.modality}s: it is a text model")
         data: dict[str, torch.Tensor] = {}
-        if self._tiled:
+        if self.tiled:
             if embeddings is None:
                 return MultiModalKwargsItem({})
             data["image_embeds"] = embeddings[None]
