@@ -7,9 +7,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Mode = Literal["auto", "exact", "patched", "blind"]
-Lane = Literal["computed", "resident", "survivor", "orbit", "patched", "formed", "canonical"]
+Lane = Literal["computed", "resident", "survivor", "orbit", "patched", "formed", "partial", "canonical"]
 Reference = Literal["stricter", "window", "stream", "nearer"]
-LANES: tuple[Lane, ...] = ("computed", "resident", "survivor", "orbit", "patched", "formed", "canonical")
+LANES: tuple[Lane, ...] = ("computed", "resident", "survivor", "orbit", "patched", "formed", "partial", "canonical")
 
 
 class Fidelity(BaseModel):
@@ -31,6 +31,8 @@ class Fidelity(BaseModel):
             patch (formed by one forward, served from the next ask on), ``refresh`` re-forms it.
         orbit: whether one patch may serve every order of its antecedents: one that `Window.prepare_orbit` formed, or the
             mean over the orders met. Wrong by definition where the answer depends on the order, so off by default.
+        recompute: the first tokens of each picture that are computed in context, beside all text, where a chunk stands behind
+            neighbours it has no KV for; the rest of it is its canonical (MPIC-k; the paper takes 32). None: never.
         audit: share of asks that are audited: replayed in the background as they were served, and as a re-prefill of what is
             placed, along the answer that was given; where something survives also as a re-prefill of what was seen.
         kl_budget: mean KL(re-prefill || served) a token, in nats, above which the chunks that were served approximately fall
@@ -51,6 +53,7 @@ class Fidelity(BaseModel):
     basis: str | None = None
     survivors: Literal["keep", "slid", "removal", "refresh"] = "keep"
     orbit: bool = False
+    recompute: int | None = Field(default=None, ge=0)
     audit: float = Field(default=0.0, ge=0, le=1)
     kl_budget: float | None = Field(default=None, gt=0)
     reference: Reference = "stricter"
@@ -92,4 +95,6 @@ class Fidelity(BaseModel):
             return False
         if self.mode == "exact":
             return lane in ("computed", "formed", "resident")
+        if lane == "partial":
+            return self.mode == "patched" and self.recompute is not None
         return lane != "orbit" or self.orbit

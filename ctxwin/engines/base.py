@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
@@ -96,6 +96,11 @@ class Encoded:
         """How many tokens it has."""
         return len(self.token_ids)
 
+    @property
+    def media_ranges(self) -> tuple[tuple[int, int], ...]:
+        """First token and number of tokens of each medium, in order."""
+        return tuple(sorted((m.offset, m.tokens) for m in self.media))
+
     def part(self, begin: int, end: int) -> Encoded:
         """The tokens ``[begin, end)``, which keep their positions; with all media that reach into it, as they are.
 
@@ -173,22 +178,18 @@ class Segment:
         return made
 
 
-def partial_ranges(
-    chunk: Encoded | Sequence[tuple[int, int]], count: int, tokens: int = 0
-) -> tuple[tuple[int, int], ...]:
+def partial_ranges(media: Iterable[tuple[int, int]], count: int, tokens: int) -> tuple[tuple[int, int], ...]:
     """The token ranges of a chunk that MPIC-k computes: all text, and the first ``count`` tokens of each medium.
 
     MPIC, section 4.2; EPIC (arXiv 2410.15332) computes the first tokens of each chunk. Ranges are ascending and apart.
 
     Args:
-        chunk: encoded, or the first token and the number of tokens of each of its media, ascending; then ``tokens`` is its
-            length.
+        media: first token and number of tokens of each medium, ascending.
+        tokens: of the chunk.
     """
-    if isinstance(chunk, Encoded):
-        chunk, tokens = sorted((m.offset, m.tokens) for m in chunk.media), chunk.tokens
     made: list[tuple[int, int]] = []
     begin = 0
-    for offset, length in (*chunk, (tokens, 0)):
+    for offset, length in (*media, (tokens, 0)):
         end = offset + min(count, length)
         if made and made[-1][1] == begin < end:
             made[-1] = (made[-1][0], end)

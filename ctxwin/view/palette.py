@@ -5,6 +5,7 @@ from __future__ import annotations
 LANES: dict[str, tuple[str, str]] = {
     "computed": ("#d1495b", "first sight: a forward"),
     "formed": ("#ee964b", "seen before, computed again: a forward, no vision encode"),
+    "partial": ("#f2cc60", "text and the first tokens of pictures computed in context over canonical KV"),
     "resident": ("#3a7d44", "stored KV with exactly this context: rotated or nothing"),
     "survivor": ("#2e86ab", "kept as it was conditioned; some of its context left"),
     "patched": ("#6457a6", "canonical KV plus a low-rank patch"),

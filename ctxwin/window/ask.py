@@ -323,7 +323,7 @@ def _finished(
     if n >= exchange.tokens:
         return head.slice(0, exchange.tokens)
     segments = [
-        replace(segment, span=generation.captured[i]) if segment.span is None and i in generation.captured else segment
+        replace(segment, span=generation.captured[i], recompute=()) if i in generation.captured else segment
         for i, segment in enumerate(laid.segments)
     ]
     shift = int(exchange.positions[:, n].min())

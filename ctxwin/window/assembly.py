@@ -15,7 +15,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ctxwin import tracing
-from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment, Tally
+from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment, Tally, partial_ranges
 from ctxwin.errors import ChunkUnavailable
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
@@ -96,7 +96,8 @@ class Laid:
             served = front.computed(choice.placed.chunk_id, "computed")
             choices.append(Choice(choice.placed, "computed", front, served, compute=True))
             front = front.behind(choice.placed, served)
-        bare = (replace(segment, span=None, patch=None, patch_key="", approximate=False) for segment in self.segments)
+        none = {"span": None, "patch": None, "patch_key": "", "approximate": False, "recompute": ()}
+        bare = (replace(segment, **none) for segment in self.segments)  # type: ignore[arg-type]
         names = tuple(dict.fromkeys(content_name(c.placed.chunk_id) for c in choices))
         return Laid(tuple(choices), tuple(bare), "", names, tuple(range(len(choices) + 1)))
 
@@ -185,14 +186,15 @@ class Assembly:
                     f"{placed.tokens} over {placed.advance}; restore the snapshot as its window gave it"
                 )
             contents[content_name(placed.chunk_id)] = None
-            segment = Segment(encoded, start, capture=choice.compute, span_key=served.span)
+            linked = choice.linked
+            segment = Segment(encoded, start, capture=choice.compute or linked is not None, span_key=served.span)
             if not choice.compute:
                 formed = None
                 if choice.form_canonical:
                     system_prompt = segments[0] = self._computed_system_prompt(state, system_prompt, work)
                     _, formed = self.canonical(state, placed, system_prompt, work)
                 # What was formed just now serves even where the store refused it; asking again would never end.
-                found = (formed, {}) if formed else self._span(served, encoded, placed.chunk_id, work)
+                found = (formed, {}) if formed else self._span(linked or served, encoded, placed.chunk_id, work)
                 patch = None
                 if found is not None and served.patch is not None:
                     patch = self._patch(served.patch, encoded.tokens, work)
@@ -202,6 +204,10 @@ class Assembly:
                     contents.update(dict.fromkeys(record.get("absorbed", ())))
                 segment = replace(segment, span=found[0], approximate=not choice.in_place)
                 segment = replace(segment, patch=patch, patch_key=served.patch or "")
+                if linked is not None:
+                    segment = replace(
+                        segment, recompute=partial_ranges(encoded.media_ranges, choice.recompute, encoded.tokens)
+                    )
             counts.append(len(contents))
             segments.append(segment)
         return Laid(tuple(choices), tuple(segments), salt_of(segments), tuple(contents), tuple(counts))
@@ -362,6 +368,13 @@ class Assembly:
                 choice = replace(choice, lane=kept.lane, served=kept, compute=kept.patch is None)
                 p = p.replace(kv=kept, seen=True, unseen=())
             elif choice.settles:
+                if choice.linked is not None:
+                    if i not in captured:
+                        placed.append(p)
+                        continue
+                    said = {"provenance": choice.served.provenance, "exact": False, "absorbed": laid.absorbed(i - 1)}
+                    self.put(choice.served.span, captured[i], laid.segments[i].encoded, **said)
+                    choice = replace(choice, lane="resident", linked=None)
                 p = p.replace(kv=choice.served, seen=True, unseen=())
             placed.append(p)
             served.append(choice)

@@ -206,7 +206,7 @@ class WindowCore:
         back = state.find_evicted(evicted)
         with self.counting_encodes():
             encoded = self.engine.encode(back.chunk)
-        return back.replace(tokens=encoded.tokens, advance=encoded.advance)
+        return back.replace(tokens=encoded.tokens, advance=encoded.advance, media=encoded.media_ranges)
 
     @contextmanager
     def counting_encodes(self) -> Iterator[None]:

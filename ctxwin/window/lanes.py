@@ -6,8 +6,8 @@ decides. For each chunk, front to back, the cheapest admissible way is taken:
 - What the fidelity and the provenance do not allow is not admissible, whatever it costs.
 - Exact KV that is held is never given up for an approximation.
 - Of the others (an approximation, another one, a forward) a later one of the order resident, patched by its own patch,
-  survivor, patched, orbit, served before, computed replaces an earlier one where it saves at least five milliseconds and
-  a quarter: prices are measured and tremble, and each change of lane changes what the chunks behind stand on.
+  survivor, patched, orbit, served before, partial, computed replaces an earlier one where it saves at least five milliseconds
+  and a quarter: prices are measured and tremble, and each change of lane changes what the chunks behind stand on.
 - What was served before behind the same contents is served again rather than computed. So no ask computes more whole chunks
   than a user of a prefix cache who asks the same, unless that is measured to be faster; toggled chunks apart.
 """
@@ -16,15 +16,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
+from ctxwin.engines.base import partial_ranges
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.window.answer import Plan, PlanEntry, PlanRequest
 from ctxwin.window.antecedents import Order
 from ctxwin.window.prices import Prices
-from ctxwin.window.state import Conditioning, Front, Placed, State, hull, orbit_keys, patch_key, provenance_of, span_key
+from ctxwin.window.state import (
+    Conditioning,
+    Front,
+    Placed,
+    State,
+    hull,
+    orbit_keys,
+    partial_key,
+    patch_key,
+    provenance_of,
+    span_key,
+)
 
 Has = Callable[[str], bool]
 MAX_ORBIT = 64
@@ -40,6 +52,8 @@ class Choice:
         served: provenance, exactness and keys of the KV as served; what later chunks are conditioned on.
         compute: whether a forward over the chunk runs in place (its KV is captured under ``served.span``).
         form_canonical: whether the canonical must first be formed by a forward behind the system prompt.
+        linked: the canonical that gives what is not computed of it (MPIC); then ``served`` is what comes of both.
+        recompute: with it: how many tokens of each picture are computed in place, beside all text.
         unseen: placement ids in front that its KV has not absorbed.
         missing: placement ids it has absorbed that do not stand in front any more.
         repeated: whether it is served as it was before behind the same contents, though nothing else would serve it.
@@ -52,10 +66,26 @@ class Choice:
     served: Conditioning
     compute: bool = False
     form_canonical: bool = False
+    linked: Conditioning | None = None
+    recompute: int = 0
     unseen: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     repeated: bool = False
     ms: float = 0.0
+
+    @property
+    def parts(self) -> list[tuple[int, bool]]:
+        """Its tokens in pieces, and whether each is computed in place."""
+        if self.linked is None:
+            return [(self.placed.tokens, self.compute)]
+        ranges = partial_ranges(self.placed.media, self.recompute, self.placed.tokens)
+        cuts = [0, *(at for pair in ranges for at in pair), self.placed.tokens]
+        return [(end - begin, bool(i % 2)) for i, (begin, end) in enumerate(pairwise(cuts)) if begin < end]
+
+    @property
+    def again(self) -> int:
+        """How many of its tokens are computed in place though it is linked."""
+        return 0 if self.linked is None else sum(tokens for tokens, compute in self.parts if compute)
 
     @property
     def settles(self) -> bool:
@@ -199,7 +229,9 @@ def _cheapest(admissible: Iterator[Choice], prices: Prices, offset: int, request
     best, least = None, 0.0
     for choice in admissible:
         ms = prices.of(choice, offset)
-        whole = ms + request_ms * choice.compute
+        # What is loaded behind what is computed begins a request of its own.
+        pieces = sum(compute for _, compute in choice.parts) if choice.linked else 0
+        whole = ms + request_ms * choice.compute + prices.request_ms * pieces
         if best is None or least - whole >= max(SAVES_MS, SAVES_SHARE * least):
             best, least = replace(choice, ms=ms), whole
         if least < SAVES_MS:
@@ -220,14 +252,8 @@ def _admissible(
     """All ways in which a chunk may be served, in order; a forward comes last."""
     _, base = canonical_key(state, placed.chunk_id)
     if not placed.conditioned or fidelity.mode == "blind":
-        header = state.system_prompt_key
-        if placed.conditioned and not has(base) and has(neutral_key(state, placed.chunk_id)):
-            header = state.neutral_key  # formed for a library, for windows of any system prompt
-            base = neutral_key(state, placed.chunk_id)
-        alone = Front(Order(()), header, "").computed(placed.chunk_id, "canonical")
-        exact = not front.length and header == state.system_prompt_key
-        served = alone.model_copy(update={"exact": exact, "depth": int(not exact)})
-        yield Choice(placed, "canonical", front, served, form_canonical=not has(base))
+        served = _alone(state, placed, front, has)
+        yield Choice(placed, "canonical", front, served, form_canonical=not has(served.span))
         return
 
     here = front.computed(placed.chunk_id, "resident")
@@ -256,6 +282,8 @@ def _admissible(
         if again and allowed and all(has(key) for key in keys if key):
             repeated = Choice(placed, again.lane, front, again.served, repeated=True)
             yield replace(repeated, unseen=again.unseen, missing=again.missing)
+        if fidelity.allows("partial"):
+            yield from _linked(state, placed, front, here, fidelity, has)
     yield Choice(placed, lane, front, here.model_copy(update={"lane": lane}), compute=True)
 
 
@@ -304,6 +332,38 @@ def _patches(
                 break
 
 
+def _alone(state: State, placed: Placed, front: Front, has: Has) -> Conditioning:
+    """A chunk's canonical, held or not: behind the window's system prompt, or behind none where only that one is held."""
+    header = state.system_prompt_key
+    _, base = canonical_key(state, placed.chunk_id)
+    if placed.conditioned and not has(base) and has(neutral_key(state, placed.chunk_id)):
+        header = state.neutral_key  # formed for a library, for windows of any system prompt
+    alone = Front(Order(()), header, "").computed(placed.chunk_id, "canonical")
+    exact = not front.length and header == state.system_prompt_key
+    return alone.model_copy(update={"exact": exact, "depth": int(not exact)})
+
+
+def _linked(
+    state: State, placed: Placed, front: Front, here: Conditioning, fidelity: Fidelity, has: Has
+) -> Iterator[Choice]:
+    """Computing all text and the first tokens of each picture in context; its canonical gives the rest (MPIC, section 4).
+
+    Where no canonical is held the chunk is computed whole, which takes less than forming one first.
+    """
+    base, count = _alone(state, placed, front, has), fidelity.recompute or 0
+    if not has(base.span):
+        return
+    key = partial_key(here.provenance, front.approximations, base.span, count)
+    changes = {"exact": False, "depth": 1 + here.depth, "lane": "partial", "span": key, "base": None}
+    served = here.model_copy(update=changes)
+    if has(key):
+        yield Choice(placed, "resident", front, served)
+        return
+    made = Choice(placed, "partial", front, served, linked=base, recompute=count)
+    if made.again < placed.tokens:
+        yield made
+
+
 def patched(here: Conditioning, lane: Lane, base: str, patch: str) -> Conditioning:
     """KV of the provenance ``here`` that a patch makes of ``base``."""
     update = {"exact": False, "depth": 1 + here.depth, "lane": lane, "span": base, "patch": patch, "base": None}
@@ -318,7 +378,7 @@ def plan_of(
     canonicals: set[str] = set()  # placed twice, one is formed once
     for choice, start in zip(choices, state.starts(), strict=True):
         p = choice.placed
-        compute = p.tokens if choice.compute else 0
+        compute = p.tokens if choice.compute else choice.again
         if choice.form_canonical and p.chunk_id not in canonicals:
             canonicals.add(p.chunk_id)
             compute = p.tokens
@@ -372,7 +432,7 @@ def _steps(
         steps.append(PlanRequest("system_prompt", system_prompt, system_prompt))
         system_prompt_resident = True
     steps += [PlanRequest("canonical", system_prompt + tokens, tokens) for tokens in canonicals]
-    layout = [(system_prompt, not system_prompt_resident), *((c.placed.tokens, c.compute) for c in choices)]
+    layout = [(system_prompt, not system_prompt_resident), *(part for c in choices for part in c.parts)]
     layout = [(tokens, compute) for tokens, compute in layout if tokens]  # an empty system prompt is neither
     last = max((i for i, (_, compute) in enumerate(layout) if not compute), default=0)
     total = computed = 0

@@ -78,6 +78,7 @@ def placement(engine: Engine, state: State, chunk: Chunk, seed: str) -> Placed:
         chunk_id=chunk.id,
         tokens=encoded.tokens,
         advance=encoded.advance,
+        media=encoded.media_ranges,
         arrival=state.arrivals,
         read=state.version + 1,
         pinned=chunk.pin,
@@ -115,11 +116,11 @@ def rebind(engine: Engine, state: State, patch_name: str) -> State:
         placed = placed.replace(chunk_id=contents[placed.id])
         if same:
             return placed.replace(kv=_proven(state, placed, contents, arrivals, patch_name))
-        placed = placed.replace(kv=None, seen=False, unseen=())
+        placed = placed.replace(kv=None, seen=False, unseen=(), media=())
         if not encode:
             return placed
         encoded = engine.encode(placed.chunk)
-        return placed.replace(tokens=encoded.tokens, advance=encoded.advance)
+        return placed.replace(tokens=encoded.tokens, advance=encoded.advance, media=encoded.media_ranges)
 
     return state.replace(
         placed=tuple(bound(p, True) for p in state.placed), evicted=tuple(bound(p, False) for p in state.evicted)

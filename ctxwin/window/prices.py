@@ -35,11 +35,13 @@ class Prices:
         tokens, served = choice.placed.tokens, choice.served
         if choice.compute:
             return self.model.forward_ms(tokens, offset)
-        patched = served.patch is not None
-        ms = self.model.load_ms(tokens, patched)
+        patched, again = served.patch is not None, choice.again
+        ms = self.model.load_ms(tokens - again, patched)
+        if again:
+            ms += self.model.forward_ms(again, offset)
         if choice.form_canonical:  # a forward right behind the system prompt comes first
             return ms + self.model.forward_ms(tokens, 0)
-        ms += self.model.fetch_ms(self.tier(served.span), tokens)
+        ms += self.model.fetch_ms(self.tier((choice.linked or served).span), tokens)
         return ms + (self.model.fetch_ms(self.tier(served.patch), tokens) if served.patch else 0.0)
 
     def of_ask(self, choices: Sequence[Choice], requests: int, system_prompt: int, resident: bool, key: str) -> float:
@@ -62,9 +64,10 @@ def workload(segments: Iterable[Segment], requests: int) -> Workload:
     """What an engine does for a layout: loads what has KV, and computes the rest in so many requests."""
     asked, offset = Workload(requests), 0
     for segment in segments:
-        if segment.span is None:
-            asked.compute(segment.tokens, offset)
-        elif segment.tokens:
-            asked.load(segment.tokens, segment.patch is not None)
-        offset += segment.tokens
+        for part in segment.parts():
+            if part.span is None:
+                asked.compute(part.tokens, offset)
+            elif part.tokens:
+                asked.load(part.tokens, part.patch is not None)
+            offset += part.tokens
     return asked

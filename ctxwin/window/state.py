@@ -66,6 +66,7 @@ class Placed(BaseModel):
 
     Attributes:
         tokens: KV slots; advance: how far the next chunk's start moves on.
+        media: first token and number of tokens of each picture and video in it, in order.
         arrival: counts appends over the window's lifetime; the chronological order.
         read: the window's version when it was last read: placed, recalled or touched (`Window.touch`).
         reads: how often it was recalled or touched.
@@ -82,6 +83,7 @@ class Placed(BaseModel):
     chunk_id: str
     tokens: int
     advance: int
+    media: tuple[tuple[int, int], ...] = ()
     arrival: int
     read: int = 0
     reads: int = 0
@@ -312,6 +314,12 @@ def patch_key(provenance: str, base: str, name: str) -> str:
 def orbit_key(system_prompt_key: str, chunk_id: str, antecedents: Sequence[str], name: str) -> str:
     """Store key of an orbit patch: system prompt, chunk, and the antecedents' contents as a set."""
     return "orbit/" + _digest("orbit", system_prompt_key, chunk_id, tuple(sorted(antecedents)), name)
+
+
+def partial_key(provenance: str, approximations: str, base: str, count: int) -> str:
+    """Store key of a chunk of which all text and the first ``count`` tokens of each picture were computed in context, and the
+    rest is the span ``base``."""
+    return span_key(provenance, _digest("partial", approximations, base, count))
 
 
 ORDERS_MET = (64, 32, 16, 8, 4, 2)

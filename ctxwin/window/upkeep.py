@@ -68,6 +68,10 @@ def compress(core: WindowCore, *, if_short: bool) -> int:
     with core.writing() as state:
         if core.fidelity.allows("orbit"):
             _meet(core, state)
+        if core.fidelity.allows("partial"):
+            for p in state.placed:
+                if p.kv is not None and p.kv.lane == "formed" and p.media:  # its neighbours change: linked from now on
+                    core.assembly.canonical(state, p, None, Work(background=True))
         demand = core.assembly.demand()
         if if_short and not demand.short:
             return 0

@@ -261,7 +261,10 @@ class EngineConformance:
         """Over exact spans whatever is computed again comes out the same, in whichever ranges."""
         for k in (0, 3):
             spans = with_spans(laid(encoded), whole.captured)
-            linked = [replace(s, capture=True, recompute=partial_ranges(s.encoded, k)) for s in spans[1:]]
+            linked = [
+                replace(s, capture=True, recompute=partial_ranges(s.encoded.media_ranges, k, s.tokens))
+                for s in spans[1:]
+            ]
             got = engine.generate([spans[0], *linked], query, Sampling(max_tokens=5, logprobs=-1), salt=f"linked {k}")
             assert_same_answer(got, whole)
             again = sum(end - begin for s in linked for begin, end in s.recompute)

@@ -84,7 +84,7 @@ class OnVLLM(EngineConformance):
         header, *encoded = [engine.encode_system_prompt(HEADER), *(engine.encode(c) for c in chunks)]
         segments = laid([header, *encoded])
         for i, each in enumerate(encoded, start=1):
-            ranges = partial_ranges(each, 2) if each.media else ((0, 1), (2, each.tokens - 1))
+            ranges = partial_ranges(each.media_ranges, 2, each.tokens) if each.media else ((0, 1), (2, each.tokens - 1))
             alone = engine.prefill(segments[:1], each, header.advance)
             linked = {"span": alone, "approximate": True, "capture": True, "recompute": ranges}
             segments[i] = replace(segments[i], span_key=f"{salt}-{i}", **linked)

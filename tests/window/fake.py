@@ -135,14 +135,18 @@ class FakeEngine(Engine):
         captured: dict[int, SpanKV] = {}
         tokens = loaded = 0
         for i, segment in enumerate(segments):
-            if segment.span is not None:
-                spans.append(relocate(segment.span, KV, segment.start))
-                loaded += segment.span.nbytes
-            else:
-                spans.append(self._forward(spans, segment.encoded, segment.start))
-                tokens += segment.encoded.tokens
-                if segment.capture:
-                    captured[i] = spans[-1]
+            made: list[SpanKV] = []
+            for part in segment.parts():
+                if part.span is not None:
+                    made.append(relocate(part.span, KV, segment.start))
+                    loaded += part.span.nbytes
+                else:
+                    made.append(self._forward([*spans, *made], part.encoded, segment.start))
+                    tokens += part.tokens
+            k, v = (torch.cat([getattr(span, name) for span in made], 1) for name in "kv")
+            spans.append(SpanKV(k, v, torch.from_numpy(segment.encoded.positions.copy()), segment.start))
+            if segment.capture and (segment.span is None or segment.recompute):
+                captured[i] = spans[-1]
         return spans, captured, tokens, loaded
 
     def prefill(

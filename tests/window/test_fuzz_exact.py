@@ -37,6 +37,8 @@ FIDELITIES = [
     Fidelity("patched", rank=2, survivors="removal"),
     Fidelity("patched", rank=2, survivors="refresh"),
     Fidelity("patched", rank=2, orbit=True),
+    Fidelity("patched", recompute=1),
+    Fidelity("patched", recompute=1, survivors="refresh"),
     Fidelity("patched", rank=64),
     Fidelity("patched", rank=2, layers="deep"),
     Fidelity("patched", rank=2, forbid=("resident",)),

@@ -28,6 +28,8 @@ FIDELITIES = [
     Fidelity("patched", rank=2, survivors="removal"),
     Fidelity("patched", rank=2, survivors="refresh"),
     Fidelity("patched", rank=2, orbit=True),
+    Fidelity("patched", recompute=1),
+    Fidelity("patched", recompute=1, survivors="refresh"),
 ]
 OPS = (
     "append",

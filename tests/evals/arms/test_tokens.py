@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from ctxwin import Fidelity, Window
 from ctxwin.evals.arms import parse_arm
 from ctxwin.evals.arms.layers import falling
 from ctxwin.evals.arms.tokens import Mpic, attended, changes, heads_of_pictures, highest, quota, recompute
+from ctxwin.kv.relocate import relocate
+from ctxwin.window import lanes
+
+from .conftest import HEADER
 
 if TYPE_CHECKING:
     from ctxwin.evals.group import Group
@@ -66,6 +71,34 @@ def test_mpic_computes_text_and_the_head_of_each_picture(bench: Bench) -> None:
     assert one.extra["recomputed"] == pytest.approx(float(want.float().mean()))
     assert int(heads_of_pictures(group, 2).sum()) == 4
     assert torch.equal(heads_of_pictures(group, None), group.pictured)
+
+
+def test_a_window_links_as_mpic_does(family: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Fidelity.recompute` on the transformers engine against this arm, token by token."""
+    if not family.sees:
+        pytest.skip("a model without pictures computes all text")
+    monkeypatch.setattr(lanes, "SAVES_MS", math.inf)  # pictures this small are computed rather
+    engine, group = family.decoder.engine, family.mixed()
+    (item,) = group.items
+    chunks = [item.load()[i] for i in item.placed]
+    for chunk in chunks:  # forms the canonicals
+        clean = Window(engine, HEADER, fidelity=Fidelity("blind"))
+        clean.append(chunk)
+        clean.ask("q", max_tokens=1)
+    linked = Fidelity("patched", recompute=2, forbid=("resident", "survivor", "patched"))
+    window = Window(engine, HEADER, fidelity=linked)
+    window.extend(chunks)
+    assert [e.lane for e in window.plan().entries] == ["computed", "partial", "partial", "computed"]
+    usage = window.ask("q", max_tokens=1).usage
+    one = family.serve(group, "mpic:2")[0]
+    assert usage.computed_tokens == one.computed + engine.encode_query("q").tokens
+    for placed, want in zip(window.snapshot().placed, one.spans, strict=True):
+        assert placed.kv is not None
+        found = engine.repo.get_span(placed.kv.span)
+        assert found is not None
+        got = relocate(found[0], engine.spec.kv, want.start)
+        torch.testing.assert_close(got.k, want.k, atol=1e-4, rtol=0)
+        torch.testing.assert_close(got.v, want.v, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dummy", [1e3, math.nan])
