@@ -331,7 +331,7 @@ class Auditor:
                 laid = replay.laid(state, fidelity, shown=shown)
                 before = replay.work.tokens
                 segments = replay.filled(laid)
-                computed = replay.work.tokens - before
+                computed = replay.work.tokens - before + sum(choice.again for choice in laid.choices)
                 known = {c.placed.id: c.served if c.settles else c.placed.kv for c in laid.choices}
                 shadows[name] = {placement: kv for placement, kv in known.items() if kv is not None}
                 if all(c.lane != way.lane for c in laid.choices):

@@ -69,6 +69,7 @@ WAYS: dict[str, Way] = {
     "patched": Way("patched", _with("survivor", "patched")),
     "orbit": Way("orbit", _with("survivor", "patched", "orbit")),
     "kept": Way("survivor", _with("survivor").model_copy(update={"survivors": "keep"}), remembers=True),
+    "partial": Way("partial", _with("partial").model_copy(update={"recompute": 32})),
     "blind": Way("canonical", Fidelity("blind")),
 }
 """What is tried, by name."""

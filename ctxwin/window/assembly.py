@@ -25,6 +25,7 @@ from ctxwin.window.economy import Demand
 from ctxwin.window.lanes import Before, Choice, canonical_key, choose, patched, plan_of, steps_of
 from ctxwin.window.orbits import meet
 from ctxwin.window.prices import Prices, workload
+from ctxwin.window.reading import Reads
 from ctxwin.window.state import (
     ANYTHING,
     Conditioning,
@@ -67,6 +68,7 @@ class Laid:
 
     Attributes:
         ms: what the plan said of it: up to the first token, what the query's tokens take apart.
+        ahead: KV of chunks that were computed already, by index into the segments, as an answer would capture it.
     """
 
     choices: tuple[Choice, ...]
@@ -75,6 +77,7 @@ class Laid:
     contents: tuple[str, ...]
     counts: tuple[int, ...]
     ms: float = 0.0
+    ahead: Mapping[int, SpanKV] = field(default_factory=dict)
 
     def absorbed(self, index: int) -> Sequence[str]:
         """Whose content KV absorbs that is computed in the place of chunk ``index`` (or behind the last one), by name."""
@@ -160,31 +163,38 @@ class Assembly:
         began = costs.clock()
         self.missing.clear()
         self.know_basis(fidelity)
+        ahead: dict[str, SpanKV] = {}
         # Each round either succeeds or learns of at least one missing key, so it ends.
         while True:
             has = cache(self.has)  # one answer for each key, though a store may lose it
             choices = choose(state, fidelity, has, self.prices, self.before)
             _, ms = steps_of(state, choices, _system_prompt_key(state), has, self.prices)
-            fetched = self._fetched(state, choices, work)
+            fetched = self._fetched(state, choices, work, ahead)
             if fetched is not None:
                 own_ms = 1e3 * (costs.clock() - began) - (work.priced_ms - priced)
                 costs.learn(costs.library, (1, len(choices)), own_ms)
                 return replace(fetched, ms=ms)
 
-    def _fetched(self, state: State, choices: Sequence[Choice], work: Work) -> Laid | None:
-        """The layout with its KV; None where some of it turned out to be missing."""
+    def _fetched(self, state: State, choices: Sequence[Choice], work: Work, ahead: dict[str, SpanKV]) -> Laid | None:
+        """The layout with its KV; None where some of it turned out to be missing.
+
+        ``ahead``: what was computed while reads went on, by its key; it serves the next round, too.
+        """
+        reads = Reads(self.engine.costs, self.repo.tier)
+        encodeds = [self._encoded(choice.placed) for choice in choices]
+        for choice, encoded in zip(choices, encodeds, strict=True):
+            if not choice.compute and not choice.form_canonical:
+                source = choice.linked or choice.served
+                reads.begin(source.span, encoded.tokens, self._span_read(source, encoded, choice.placed.chunk_id))
+                if choice.served.patch is not None:
+                    reads.begin(choice.served.patch, encoded.tokens, partial(self.repo.get_patch, choice.served.patch))
         system_prompt = self._system_prompt(state, work)
         segments = [system_prompt]
         contents: dict[str, None] = {}  # in order, each once
         counts = [0]
-        for choice, start in zip(choices, state.starts(), strict=True):
+        early: dict[int, SpanKV] = {}
+        for choice, encoded, start in zip(choices, encodeds, state.starts(), strict=True):
             served, placed = choice.served, choice.placed
-            encoded = self.engine.encode(placed.chunk)
-            if (encoded.tokens, encoded.advance) != (placed.tokens, placed.advance):
-                raise ValueError(
-                    f"chunk {placed.id} must have {encoded.tokens} tokens over {encoded.advance} positions, got "
-                    f"{placed.tokens} over {placed.advance}; restore the snapshot as its window gave it"
-                )
             contents[content_name(placed.chunk_id)] = None
             linked = choice.linked
             segment = Segment(encoded, start, capture=choice.compute or linked is not None, span_key=served.span)
@@ -194,10 +204,10 @@ class Assembly:
                     system_prompt = segments[0] = self._computed_system_prompt(state, system_prompt, work)
                     _, formed = self.canonical(state, placed, system_prompt, work)
                 # What was formed just now serves even where the store refused it; asking again would never end.
-                found = (formed, {}) if formed else self._span(linked or served, encoded, placed.chunk_id, work)
+                found = (formed, {}) if formed else self._span(linked or served, encoded, placed.chunk_id, work, reads)
                 patch = None
                 if found is not None and served.patch is not None:
-                    patch = self._patch(served.patch, encoded.tokens, work)
+                    patch = self._patch(served.patch, encoded.tokens, work, reads)
                 if found is None or (patch is None and served.patch is not None):
                     return None
                 for record in (patch.meta if patch else {}, {} if served.exact else found[1]):
@@ -208,16 +218,38 @@ class Assembly:
                     segment = replace(
                         segment, recompute=partial_ranges(encoded.media_ranges, choice.recompute, encoded.tokens)
                     )
+            elif served.span in ahead or reads.left_ms > 2 * self.prices.request_ms:
+                # Reads go on meanwhile. In front of what they bring it takes a request of its own anyway.
+                system_prompt = segments[0] = self._computed_system_prompt(state, system_prompt, work)
+                span = ahead.get(served.span)
+                if span is None:
+                    fallbacks, front = work.fallbacks, [c.placed for c in choices[: len(segments)]]
+                    span = self._prefill(segments, encoded, start, work, front, salt_of(segments))
+                    span = None if work.fallbacks > fallbacks else span  # computed behind other KV than is served
+                if span is not None:
+                    ahead[served.span] = early[len(segments)] = span
+                    segment = replace(segment, span=span, capture=False)
             counts.append(len(contents))
             segments.append(segment)
-        return Laid(tuple(choices), tuple(segments), salt_of(segments), tuple(contents), tuple(counts))
+        return Laid(tuple(choices), tuple(segments), salt_of(segments), tuple(contents), tuple(counts), ahead=early)
+
+    def _encoded(self, placed: Placed) -> Encoded:
+        """The tokens of a placed chunk; ValueError where a snapshot said another number."""
+        encoded = self.engine.encode(placed.chunk)
+        if (encoded.tokens, encoded.advance) != (placed.tokens, placed.advance):
+            raise ValueError(
+                f"chunk {placed.id} must have {encoded.tokens} tokens over {encoded.advance} positions, got "
+                f"{placed.tokens} over {placed.advance}; restore the snapshot as its window gave it"
+            )
+        return encoded
 
     def _system_prompt(self, state: State, work: Work) -> Segment:
         encoded = self.engine.encode_system_prompt(state.system_prompt)
         key = _system_prompt_key(state)
         found = None
         if self.has(key):
-            found = self._read(key, encoded.tokens, work, partial(self.repo.get_span, key, encoded.token_ids))
+            reads = Reads(self.engine.costs, self.repo.tier)
+            found = self._read(key, encoded.tokens, work, partial(self.repo.get_span, key, encoded.token_ids), reads)
         span = None if found is None else found[0]
         return Segment(encoded, 0, span=span, capture=span is None, span_key=key)
 
@@ -230,37 +262,37 @@ class Assembly:
         self.put(system_prompt.span_key, span, system_prompt.encoded, provenance="system_prompt")
         return replace(system_prompt, span=span, capture=False)
 
-    def _span(
-        self, served: Conditioning, encoded: Encoded, chunk: str, work: Work
-    ) -> tuple[SpanKV, Mapping[str, Any]] | None:
-        """The span of ``served`` and its record; None where it is gone, or is not what a snapshot said it is."""
+    def _span_read(
+        self, served: Conditioning, encoded: Encoded, chunk: str
+    ) -> Callable[[], tuple[SpanKV, dict[str, Any]] | None]:
+        """A read of the span of ``served`` and its record: a miss where it is not what a snapshot said it is."""
         said: dict[str, Any] = {"chunk": chunk}
         if served.patch is None:
             said["provenance"] = served.provenance
         if served.exact:
             said["exact"] = True
-        read = partial(self.repo.get_span, served.span, encoded.token_ids, positions=encoded.positions, **said)
-        found = self._read(served.span, encoded.tokens, work, read)
+        return partial(self.repo.get_span, served.span, encoded.token_ids, positions=encoded.positions, **said)
+
+    def _span(
+        self, served: Conditioning, encoded: Encoded, chunk: str, work: Work, reads: Reads
+    ) -> tuple[SpanKV, Mapping[str, Any]] | None:
+        """The span of ``served`` and its record; None where it is gone or late."""
+        found = self._read(served.span, encoded.tokens, work, self._span_read(served, encoded, chunk), reads)
         if found is None:
             self._miss(served.span, work)
         return found
 
-    def _patch(self, key: str, tokens: int, work: Work) -> Patch | None:
-        patch = self._read(key, tokens, work, partial(self.repo.get_patch, key))
+    def _patch(self, key: str, tokens: int, work: Work, reads: Reads) -> Patch | None:
+        patch = self._read(key, tokens, work, partial(self.repo.get_patch, key), reads)
         if patch is None:
             self._miss(key, work)
         return patch
 
-    def _read(self, key: str, tokens: int, work: Work, read: Callable[[], T | None]) -> T | None:
-        """What ``read`` finds under ``key``; how long that takes is learnt."""
-        costs, tier = self.engine.costs, self.repo.tier(key)
-        began = costs.clock()
-        with tracing.span("read", tier=tier, tokens=tokens):
-            found = read()
-        ms = 1e3 * (costs.clock() - began)
-        work.priced_ms += ms
-        if found is not None:
-            costs.fetched(tier, tokens, ms)
+    def _read(self, key: str, tokens: int, work: Work, read: Callable[[], T | None], reads: Reads) -> T | None:
+        """What ``read`` finds under ``key``, begun before or not."""
+        began = self.engine.costs.clock()
+        found = reads.take(key, tokens, read)
+        work.priced_ms += 1e3 * (self.engine.costs.clock() - began)
         return found
 
     def know_basis(self, fidelity: Fidelity) -> None:
@@ -273,7 +305,7 @@ class Assembly:
     def _miss(self, key: str, work: Work) -> None:
         self.missing.add(key)
         work.misses += 1
-        log.warning("%s is gone from the store: recomputing", key[:20])
+        log.warning("%s is gone from the store, or late: recomputing", key[:20])
 
     def put(self, key: str, span: SpanKV, encoded: Encoded, **said: Any) -> None:
         """Stores a computed span; a refusal is logged by the store and costs a recomputation later.
@@ -311,6 +343,8 @@ class Assembly:
             call = partial(self.engine.generate, laid.segments, query, sampling, **options)
             with tracing.span("run", tokens=sum(s.encoded.tokens for s in laid.segments) + query.tokens):
                 made = self._seen([choice.placed for choice in laid.choices], call)
+        if not made.fallbacks:
+            made.captured.update(laid.ahead)
         if watch.alone and not made.fallbacks:
             asked = workload([*laid.segments, Segment(query, 0)], made.forwards)
             costs.learn(costs.engine, asked.amounts, watch.first or watch.ms)
