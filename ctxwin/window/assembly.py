@@ -188,7 +188,7 @@ class Assembly:
                 reads.begin(source.span, encoded.tokens, self._span_read(source, encoded, choice.placed.chunk_id))
                 if choice.served.patch is not None:
                     reads.begin(choice.served.patch, encoded.tokens, partial(self.repo.get_patch, choice.served.patch))
-        system_prompt = self._system_prompt(state, work)
+        system_prompt = self._system_prompt(state, work, reads)
         segments = [system_prompt]
         contents: dict[str, None] = {}  # in order, each once
         counts = [0]
@@ -243,12 +243,12 @@ class Assembly:
             )
         return encoded
 
-    def _system_prompt(self, state: State, work: Work) -> Segment:
+    def _system_prompt(self, state: State, work: Work, reads: Reads | None = None) -> Segment:
         encoded = self.engine.encode_system_prompt(state.system_prompt)
         key = _system_prompt_key(state)
         found = None
         if self.has(key):
-            reads = Reads(self.engine.costs, self.repo.tier)
+            reads = reads or Reads(self.engine.costs, self.repo.tier)
             found = self._read(key, encoded.tokens, work, partial(self.repo.get_span, key, encoded.token_ids), reads)
         span = None if found is None else found[0]
         return Segment(encoded, 0, span=span, capture=span is None, span_key=key)

@@ -3,8 +3,9 @@
 ``speed``: a random model of half a billion parameters on vLLM, whose answers are noise and whose cost is real. Each prompt links
 the same files in another order: computed behind what a prefix cache finds (the system prompt alone), all from canonicals
 (``full reuse``), or with all text and the first k tokens of each picture computed in context (``mpic:K``; MPIC, section 4.2).
-``rates``: the same asks arriving at rising rates. ``answers``: trained models of the bundled world on transformers, against a
-re-prefill of the same prompt.
+``reading``: a store whose reads take as long as a new chunk's forward; the chunk stands in front of four held ones (MPIC, section
+3.2: at best both take as long as the longer one). ``rates``: the same asks arriving at rising rates. ``answers``: trained models
+of the bundled world on transformers, against a re-prefill of the same prompt.
 
 MPIC is served in a chain of requests (`ctxwin.engines.base.Segment.recompute`); its figures are those of a window.
 """
@@ -28,6 +29,8 @@ from ctxwin.evals.console import Json, errors, new_table, numbers, progress, sho
 from ctxwin.evals.stats import wilson
 from ctxwin.fidelity import Fidelity, Lane
 from ctxwin.library.library import Library
+from ctxwin.store.memory import MemoryStore
+from ctxwin.store.spans import SpanRepository
 from ctxwin.tiny.world import Task as WorldTask
 from ctxwin.tiny.world import make_item, render
 from ctxwin.window.window import Window
@@ -76,11 +79,11 @@ def speed(
     """First tokens, side by side: each run takes an order of its own and asks every arm for it."""
     rows: list[dict[str, Any]] = []
     for many in pictures:
-        chunks = shelf(engine, many, tokens, 1000 * many)
+        chunks = shelf(engine, 2 * many, tokens, 1000 * many)
         found: dict[str, list[Answer]] = {name: [] for name in arms(counts)}
         rng = np.random.default_rng(many)
         for run in range(runs + 1):  # the first one learns what calls cost
-            order = [chunks[i] for i in rng.permutation(many)]
+            order = [chunks[i] for i in rng.permutation(2 * many)[:many]]
             for name, fidelity in arms(counts).items():
                 answer = asked(engine, order, fidelity, QUERY)
                 if run:
@@ -96,6 +99,53 @@ def speed(
                 "ratio": median(ratios), "ratio_range": [min(ratios), max(ratios)], "runs": runs,
             })  # fmt: skip
     return rows
+
+
+class SlowStore(MemoryStore):
+    """Reads of the keys in ``far`` take ``seconds``."""
+
+    seconds = 0.0
+    far: frozenset[str] = frozenset()
+
+    def tier(self, key: str) -> str:
+        return "SlowStore" if self.seconds and key in self.far else "MemoryStore"
+
+    def get(self, key: str) -> bytes | None:
+        if key in self.far:
+            time.sleep(self.seconds)
+        return super().get(key)
+
+
+def reading(
+    engine: Engine, store: SlowStore, tokens: int, runs: int, done: Callable[[int], None]
+) -> list[dict[str, Any]]:
+    """First tokens of: reading alone, computing alone, and both."""
+    engine.repo = SpanRepository(
+        store, engine.spec.identity, max_live_bytes=0, spec=engine.spec.kv
+    )  # nothing is at hand
+    window = Window(engine, SYSTEM_PROMPT, fidelity=Fidelity("patched"))
+    window.extend([make_chunk(engine, tokens, 900 + i) for i in range(4)])
+    window.ask(QUERY, max_tokens=1)
+    store.far = frozenset(
+        placed.kv.span for placed in window.snapshot().placed if placed.kv
+    )  # the system prompt is near
+    found: dict[str, list[float]] = {"computing": [], "reading": [], "both": []}
+    for run in range(runs + 2):
+        new = make_chunk(engine, tokens, 950 + 10 * run), make_chunk(engine, tokens, 951 + 10 * run)
+        for name, chunk in (("computing", new[0]), ("reading", None), ("both", new[1])):
+            store.seconds = 0.0 if name == "computing" else median(found["computing"] or [0.1])
+            with window.fork() as branch:
+                if chunk is not None:
+                    branch.insert(0, chunk)
+                took = branch.ask(QUERY, max_tokens=1).usage.ttft_s
+                found[name].append(took)
+            store.seconds = 0.0
+        done(1)
+    kept = {name: taken[2:] for name, taken in found.items()}  # the first ones learn what calls and reads cost
+    longer = [max(a, b) for a, b in zip(kept["computing"], kept["reading"], strict=True)]
+    ratios = [both / alone for both, alone in zip(kept["both"], longer, strict=True)]
+    made = {f"{name}_ms": 1e3 * median(taken) for name, taken in kept.items()}
+    return [{**made, "of_the_longer": median(ratios), "range": [min(ratios), max(ratios)], "runs": runs}]
 
 
 def arriving(engine: Engine, order: Sequence[Chunk], fidelity: Fidelity, due: float, waits: list[float]) -> None:
@@ -175,7 +225,9 @@ def answers(
 
 
 def main(
-    parts: Annotated[str, typer.Option(help="speed, rates, answers; comma-separated.")] = "speed,rates,answers",
+    parts: Annotated[
+        str, typer.Option(help="speed, reading, rates, answers; comma-separated.")
+    ] = "speed,reading,rates,answers",
     model: Annotated[str, typer.Option(help="half (0.5 B) or small (79 M), both random: of speed and rates.")] = "half",
     trained: Annotated[str, typer.Option(help="Models of the bundled world, comma-separated.")] = "tiny",
     k: Annotated[str, typer.Option(help="Tokens of each picture that are computed, comma-separated.")] = "8,16,32",
@@ -194,19 +246,23 @@ def main(
     from ctxwin.engines.open import open_engine
 
     if quick:
-        model, pictures, tokens, runs, at, seconds, n = "small", "4", 128, 2, "2.0", 5.0, 30
+        model, pictures, tokens, runs, at, seconds, n = "small", "4", 512, 2, "1.0", 5.0, 30
     wanted, counts, many = parts.split(","), numbers(k), numbers(pictures)
     levels = [float(x) for x in at.split(",")]
     result: dict[str, Any] = {"config": {"model": model, "tokens": tokens, "k": counts, "conflict": conflict}}
     with errors():
-        if unknown := set(wanted) - {"speed", "rates", "answers"}:
-            raise typer.BadParameter(f"parts must be speed, rates and answers, got {sorted(unknown)}")
-        if {"speed", "rates"} & set(wanted):
+        if unknown := set(wanted) - {"speed", "reading", "rates", "answers"}:
+            raise typer.BadParameter(f"parts must be speed, reading, rates and answers, got {sorted(unknown)}")
+        if {"speed", "reading", "rates"} & set(wanted):
             folder, _ = ensure_model(SMALL if model == "small" else Sizes(), 0)
-            with open_engine(f"vllm:{folder}", dtype="bfloat16") as engine:
+            store = SlowStore()
+            with open_engine(f"vllm:{folder}", dtype="bfloat16", store=store) as engine:
                 if "speed" in wanted:
                     with progress("orders", len(many) * (runs + 1)) as done:
                         result["speed"] = speed(engine, counts, many, tokens, runs, done)
+                if "reading" in wanted:
+                    with progress("reads", runs + 2) as done:
+                        result["reading"] = reading(engine, store, tokens, runs, done)
                 if "rates" in wanted:
                     with progress("rates", len(levels) * (2 + len(counts))) as done:
                         result["rates"] = rates(engine, counts, many[-1], tokens, levels, seconds, done)
@@ -228,6 +284,13 @@ def tables(result: dict[str, Any]) -> list[Table]:
             share = f"{row['computed']:.0f} / {row['prompt']}"
             ratio = f"{row['ratio']:.2f} [{low:.2f}, {high:.2f}]"
             table.add_row(str(row["pictures"]), row["arm"], share, f"{row['first_token_ms']:.0f}", ratio)
+        made.append(table)
+    if "reading" in result:
+        table = new_table("Reading beside computing", "computing alone, ms|reading alone|both|of the longer one")
+        for row in result["reading"]:
+            low, high = row["range"]
+            ratio = f"{row['of_the_longer']:.2f} [{low:.2f}, {high:.2f}]"
+            table.add_row(*(f"{row[f'{name}_ms']:.0f}" for name in ("computing", "reading", "both")), ratio)
         made.append(table)
     if "rates" in result:
         table = new_table("First token under load", "asks/s|arm|ms|95 %|answered/s", left=(1,))
