@@ -26,6 +26,7 @@ _TIMED = frozenset({"test_cost", "test_cost_lanes", "test_cost_policy"})
 GUARDS = (
     "adapters/ray/test_deploy.py::",
     "adapters/test_vllm_adapters.py::",
+    "engines/test_outputs.py::",
     "engines/test_vllm_compiled.py::",
     "engines/test_vllm_failures.py::",
     "engines/test_vllm_families.py::TestGLM4V::",

@@ -40,6 +40,7 @@ class EngineSpec:
         kv: layout of its KV cache.
         max_tokens: the longest prompt plus answer it takes.
         vision: whether it sees images.
+        outputs: whether spans hold what else a forward gives for each token (`ctxwin.engines.outputs`).
     """
 
     name: str
@@ -48,6 +49,7 @@ class EngineSpec:
     kv: KVSpec
     max_tokens: int
     vision: bool
+    outputs: bool = False
 
 
 @dataclass(frozen=True)

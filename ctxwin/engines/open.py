@@ -32,7 +32,8 @@ def open_engine(
         tenant: key space of a store that is opened here, and prefix-cache salt on vLLM. A store passed open keeps the
             tenant it was opened with.
         engine: ``hf`` or ``vllm``; the same as the prefix of ``name``.
-        options: passed on: ``device`` and ``dtype`` on transformers, the arguments of ``vllm.LLM`` on vLLM.
+        options: passed on: ``device`` and ``dtype`` on transformers, the arguments of ``vllm.LLM`` on vLLM; on both
+            ``outputs=True`` keeps what a forward gives for each token beside its KV (`Answer.outputs`).
 
     Raises:
         ValueError: a name of another form, no such model, or an option that the engine does not have.
@@ -78,9 +79,11 @@ def _parse(name: str, engine: str | None) -> tuple[str | None, str]:
 def _hf(model: str, store: Store | None, options: dict[str, Any]) -> Engine:
     from ctxwin.engines.hf.engine import HFEngine
 
-    unknown = sorted(set(options) - {"device", "dtype"})
+    unknown = sorted(set(options) - {"device", "dtype", "outputs"})
     if unknown:
-        raise ValueError(f"options of the transformers engine must be device or dtype, got {', '.join(unknown)}")
+        raise ValueError(
+            f"options of the transformers engine must be device, dtype or outputs, got {', '.join(unknown)}"
+        )
     return HFEngine(model, store=store, **options)
 
 
@@ -105,7 +108,7 @@ def _either(model: str, store: Store | None, tenant: str, options: dict[str, Any
     except (EngineFailed, ImportError, RuntimeError, OSError) as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
         _log.warning("vLLM does not start (%s): the bundled model runs on transformers", first)
-        return _hf(model, store, {k: v for k, v in options.items() if k in ("device", "dtype")})
+        return _hf(model, store, {k: v for k, v in options.items() if k in ("device", "dtype", "outputs")})
     _log.info("the bundled model runs on vLLM")
     return opened
 

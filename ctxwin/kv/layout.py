@@ -13,6 +13,7 @@ With partial rotary embedding only the first ``rotary_dim`` of the key's last ax
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -87,6 +88,8 @@ class SpanKV:
         positions: int64 ``[3, T]``, M-RoPE coordinates (t, h, w) relative to the span's own origin; text and
             one-axis models have three equal rows.
         start: the position at which the keys are rotated now; 0 is the canonical frame.
+        outputs: what else the forward gave for each token, ``[T, ...]`` by name, where the engine keeps it; see
+            `ctxwin.engines.outputs`.
         blob: the checked bytes (`ctxwin.store.codec`) that the tensors are views of, where a store read them. It can be
             handed on as it is; a span made from another one has none.
     """
@@ -95,6 +98,7 @@ class SpanKV:
     v: torch.Tensor
     positions: torch.Tensor
     start: int
+    outputs: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     blob: bytes | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -117,7 +121,12 @@ class SpanKV:
             raise ValueError(f"v must be {want_v}, got {tuple(self.v.shape)}")
         if tuple(self.positions.shape) != (3, self.tokens):
             raise ValueError(f"positions must be (3, {self.tokens}), got {tuple(self.positions.shape)}")
+        for name, rows in self.outputs.items():
+            if rows.shape[:1] != (self.tokens,):
+                raise ValueError(f"the output {name} must have {self.tokens} rows, got {tuple(rows.shape)}")
 
     def slice(self, begin: int, end: int) -> SpanKV:
         """The tokens ``[begin, end)``, sharing memory; same frame."""
-        return replace(self, k=self.k[:, begin:end], v=self.v[:, begin:end], positions=self.positions[:, begin:end])
+        outputs = {name: rows[begin:end] for name, rows in self.outputs.items()}
+        k, v, positions = self.k[:, begin:end], self.v[:, begin:end], self.positions[:, begin:end]
+        return replace(self, k=k, v=v, positions=positions, outputs=outputs)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_OUTPUT: Final = "output."
 _PATCHES: Final = ("patch", "orbit")
 _FARTHEST: Final = 1 << 31
 _UNSERVED: Final = 1 << 16  # patches remembered as not yet served
@@ -117,7 +118,8 @@ class SpanRepository:
 
         def decode(blob: bytes) -> tuple[SpanKV, dict[str, Any]]:
             tensors, header = codec.decode_tensors(blob, checked=False)
-            span = SpanKV(tensors["k"], tensors["v"], tensors["positions"], int(header["start"]))
+            outputs = {name.removeprefix(_OUTPUT): t for name, t in tensors.items() if name.startswith(_OUTPUT)}
+            span = SpanKV(tensors["k"], tensors["v"], tensors["positions"], int(header["start"]), outputs)
             _check_span(span, self.spec)
             if len(header["user"]["token_ids"]) != span.tokens:
                 raise StoreCorrupt(f"a span must have one token id per token, got {len(header['user']['token_ids'])}")
@@ -148,7 +150,9 @@ class SpanRepository:
             got = "none" if ids is None else str(len(ids))
             raise ValueError(f"meta['token_ids'] must hold {span.tokens} ids, one per token of the span, got {got}")
         header = {"start": int(span.start), "user": {**meta, "token_ids": [int(i) for i in ids]}}
-        return self._put(_key(key, "span"), "span", header, {"k": span.k, "v": span.v, "positions": span.positions})
+        tensors = {"k": span.k, "v": span.v, "positions": span.positions}
+        tensors |= {_OUTPUT + name: rows for name, rows in span.outputs.items()}
+        return self._put(_key(key, "span"), "span", header, tensors)
 
     def get_patch(self, key: str) -> Patch | None:
         """The patch under ``patch/`` or ``orbit/``, its shared basis included, or None."""
@@ -436,7 +440,9 @@ def _check_span(span: SpanKV, spec: KVSpec | None) -> None:
         )
     if span.tokens and not 0 <= int(span.positions.min()) <= int(span.positions.max()) < _FARTHEST:
         raise StoreCorrupt(f"a span's positions must be in [0, {_FARTHEST}), got {span.positions.aminmax()}")
-    _check_finite(span.k, span.v)
+    _check_finite(span.k, span.v, *span.outputs.values())
+    if any(rows.shape[:1] != (span.tokens,) for rows in span.outputs.values()):
+        raise StoreCorrupt(f"a span's outputs must have {span.tokens} rows")
 
 
 def _check_finite(*tensors: torch.Tensor) -> None:

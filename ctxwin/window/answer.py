@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ctxwin.fidelity import Lane
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,9 @@ class Answer:
         text: without tool calls, where tools were offered; token_ids: with them.
         tool_calls, broken_calls: of the tools that were offered.
         looked_up: in the libraries that were offered, in order.
+        outputs: what forwards gave for each token of the prompt and of the answer but the last, ``[tokens, ...]`` by name
+            (``hidden_states`` are the last ones); None unless the engine keeps them (``open_engine(..., outputs=True)``) and all
+            is exact.
         others: the further answers, where more than one was asked for.
         first_token_logprobs: log-probability by token id, as many as asked for.
         audit: mean KL(re-prefill || served) a token, by the stricter reference, where this ask was audited; None until that is
@@ -98,6 +105,7 @@ class Answer:
     tool_calls: tuple[ToolCall, ...] = ()
     broken_calls: tuple[BrokenCall, ...] = ()
     looked_up: tuple[LookUp, ...] = ()
+    outputs: Mapping[str, torch.Tensor] | None = field(default=None, repr=False, compare=False)
     others: tuple[Answer, ...] = ()
 
 

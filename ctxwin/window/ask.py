@@ -25,6 +25,8 @@ from ctxwin.window.lanes import Choice
 from ctxwin.window.state import State
 
 if TYPE_CHECKING:
+    import torch
+
     from ctxwin.kv.layout import SpanKV
     from ctxwin.policies.base import Searchable
 
@@ -157,7 +159,8 @@ def ask(
                 text, ended = until_stop(text, question.stop)
                 return (on_token is None or on_token(token, text)) and not ended
 
-            generation = core.assembly.run(laid, encoded, sampling, capture_query=bool(remember), on_token=heard)
+            kept = bool(remember) or core.engine.spec.outputs
+            generation = core.assembly.run(laid, encoded, sampling, capture_query=kept, on_token=heard)
             if stopped():
                 raise AnswerStopped("the answer was stopped before its end")
             text, ended = until_stop(generation.text, question.stop, last=True)
@@ -188,7 +191,8 @@ def ask(
             bytes_loaded=usage.bytes_loaded,
             **{f"lane.{lane}": tokens for lane, tokens in usage.reused_tokens.items()},
         )
-        answer = Answer(text, ids, usage, generation.logprobs, remembered=remembered)
+        outputs = _outputs(laid, generation) if core.engine.spec.outputs and usage.exact else None
+        answer = Answer(text, ids, usage, generation.logprobs, remembered=remembered, outputs=outputs)
         lanes = {c.placed.id: c.lane for c in laid.choices}
         core.trust.answered(
             Served(
@@ -279,6 +283,17 @@ def _usage(
     )
 
 
+def _outputs(laid: Laid, generation: Generation) -> dict[str, torch.Tensor] | None:
+    """What the forwards gave for each token of an answer's prompt and of the answer."""
+    from ctxwin.engines.outputs import joined
+
+    spans = [generation.captured.get(i, segment.span) for i, segment in enumerate(laid.segments)]
+    spans.append(generation.query_span)
+    if any(span is None for span in spans):
+        return None  # it was stopped before all of it was read back
+    return joined([span.outputs for span in spans if span is not None and span.tokens])
+
+
 def exchange(engine: Engine, query: str, ids: Sequence[int], after: str | None = None) -> tuple[Chunk, Encoded]:
     """A question and the tokens of its answer as a chunk, and the chunk's tokens."""
     encoded = engine.encode_exchange(query, ids, after)
@@ -319,6 +334,8 @@ def _finished(
     """KV of the whole exchange: ``head`` was captured, the tokens behind it are computed."""
     import torch
 
+    from ctxwin.engines.outputs import joined
+
     n = head.tokens
     if n >= exchange.tokens:
         return head.slice(0, exchange.tokens)
@@ -333,7 +350,8 @@ def _finished(
     front = [*segments, Segment(first, start, span=head)]
     tail = core.engine.prefill(front, rest, start + shift, salt=laid.salt, tally=work)
     positions = torch.from_numpy(exchange.positions.copy())
-    return replace(head, k=torch.cat([head.k, tail.k], 1), v=torch.cat([head.v, tail.v], 1), positions=positions)
+    k, v = torch.cat([head.k, tail.k], 1), torch.cat([head.v, tail.v], 1)
+    return replace(head, k=k, v=v, positions=positions, outputs=joined([head.outputs, tail.outputs]))
 
 
 def disposable(core: WindowCore, placement: str, query: str, max_tokens: int, *, clean: bool) -> Disposability:

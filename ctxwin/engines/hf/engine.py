@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from ctxwin.engines.base import (
 from ctxwin.engines.encoding.checkpoint import open_checkpoint
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.hf import model as hf_model
+from ctxwin.engines.outputs import joined, outputs_identity, rows_of
 from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
 from ctxwin.kv.config import kv_spec_from_config
 from ctxwin.kv.layout import SpanKV
@@ -61,6 +62,7 @@ class _Pass:
     tokens: int = 0
     slices: list[tuple[int, int]] = field(default_factory=list)
     logits: torch.Tensor | None = None
+    outputs: list[Mapping[str, torch.Tensor]] = field(default_factory=list)
     computed: int = 0
     forwards: int = 0
     bytes_loaded: int = 0
@@ -81,6 +83,7 @@ class HFEngine(EncodingEngine):
         device: torch device.
         dtype: ``float32``, ``bfloat16`` or ``float16`` (or the torch dtype); None takes the checkpoint's own.
         store: where spans, embeddings and sources are kept; None opens a store in memory.
+        outputs: whether what the decoder gives for each token is kept beside its KV.
 
     Raises:
         UnsupportedModel: a model whose KV cannot be moved, by its config or as measured on the model at hand (two forwards
@@ -95,14 +98,18 @@ class HFEngine(EncodingEngine):
         device: str = "cpu",
         dtype: str | torch.dtype | None = None,
         store: Store | None = None,
+        outputs: bool = False,
     ) -> None:
         checkpoint = open_checkpoint(model)
         name = checkpoint.dtype(dtype, "float32")
-        identity = checkpoint.identity(name, "transformers")
+        identity = outputs_identity(checkpoint.identity(name, "transformers"), outputs)
         kv = kv_spec_from_config(checkpoint.config, identity, name, "hf")
         self._device, self._model = hf_model.load(checkpoint, device, name)
         longest, sees = int(checkpoint.text_config.max_position_embeddings), checkpoint.media is not None
-        self.spec = EngineSpec("hf", str(model), identity, kv, longest, sees)
+        self.spec = EngineSpec("hf", str(model), identity, kv, longest, sees, outputs)
+        self._given: Any = None  # what the decoder returned last
+        if outputs:
+            self.text_model.register_forward_hook(self._hear)
         self.store = store if store is not None else open_store("memory:")
         self.repo = SpanRepository(self.store, identity, spec=kv)
         self.counters = EngineCounters()
@@ -302,6 +309,8 @@ class HFEngine(EncodingEngine):
                 moved = relocate(here, self.spec.kv, segment.start)
             else:
                 moved = apply_patch(here, segment.patch, self.spec.kv, segment.start)
+            if self.spec.outputs:
+                done.outputs.append(span.outputs)
             keys.append(moved.k.to(self._dtype))
             values.append(moved.v.to(self._dtype))
             done.bytes_loaded += span.nbytes
@@ -342,6 +351,9 @@ class HFEngine(EncodingEngine):
             out = self.text_model(**run, visual_pos_masks=every, deepstack_visual_embeds=list(fed.deep))
             logits = self.lm_head(out.last_hidden_state[:, -keep:])
         done.logits = logits[0].to("cpu", torch.float32)
+        if self.spec.outputs:
+            done.outputs.append({name: rows.to("cpu") for name, rows in rows_of(self._given, new).items()})
+            self._given = None
 
     def inputs(self, encodeds: Sequence[Encoded]) -> hf_model.Inputs:
         """What the decoder is fed for neighbouring encodeds of T tokens together; no vision encode.
@@ -362,6 +374,9 @@ class HFEngine(EncodingEngine):
                     stored = stored[begin:end]
                 seen.append((at + media.offset + begin, end - begin, stored))
         return hf_model.inputs(words, seen, self._deep)
+
+    def _hear(self, module: Any, args: Any, output: Any) -> None:
+        self._given = output
 
     def _probe(self, start: int) -> SpanKV:
         """KV of some tokens, from all over the vocabulary, at ``start``; see `check_relocation`."""
@@ -440,7 +455,9 @@ class HFEngine(EncodingEngine):
             return torch.stack(layers).transpose(1, 2).contiguous().to("cpu")
 
         rope, content = ("values", "keys") if self.spec.kv.family == "mla" else ("keys", "values")
-        span = SpanKV(k=take(rope), v=take(content), positions=torch.tensor(positions), start=start)
+        outputs = joined(done.outputs) if self.spec.outputs else {}
+        rows = {name: all_of_it[part[0] : part[1]].clone() for name, all_of_it in outputs.items()}
+        span = SpanKV(take(rope), take(content), torch.tensor(positions), start, rows)
         span.validate(self.spec.kv)
         return span
 

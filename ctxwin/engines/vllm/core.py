@@ -6,6 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from ctxwin.engines.base import check_sampling
+from ctxwin.engines.outputs import outputs_identity
 from ctxwin.engines.vllm import requests
 from ctxwin.engines.vllm.drivers import Driver, LoopDriver, StepDriver
 from ctxwin.engines.vllm.inputs import Inputs, joined
@@ -20,6 +22,7 @@ from ctxwin.engines.vllm.internals import bare_model, worker_model
 from ctxwin.engines.vllm.lifecycle import folders, startup
 from ctxwin.engines.vllm.paged import FP8, PagedKV
 from ctxwin.engines.vllm.relocation import refusal
+from ctxwin.engines.vllm.stage_outputs import StageOutputs
 from ctxwin.engines.vllm.transport import PARAM, LocalTransport, SharedMemoryTransport, Transport
 from ctxwin.engines.vllm.vision import Vision, remote, see
 from ctxwin.errors import EngineFailed, UnsupportedModel
@@ -88,15 +91,19 @@ class Core:
         longest: tokens that a prompt and its answer may have.
         block: tokens of a block of its paged cache.
         positions: how many positions the model can rotate to; a video's may run ahead of its tokens.
+        outputs: whether what forwards give for each token is kept beside its KV.
     """
 
-    def __init__(self, model: str | Path, checkpoint: Checkpoint, driver: Driver, transport: Transport) -> None:
+    def __init__(
+        self, model: str | Path, checkpoint: Checkpoint, driver: Driver, transport: Transport, outputs: bool = False
+    ) -> None:
         self.model, self.checkpoint = str(model), checkpoint
         self.driver, self.transport, self.kv = driver, transport, transport.kv
         self.block = int(driver.config.cache_config.block_size)
         config = driver.config.model_config
         self.longest = int(config.max_model_len)
         self.positions = max(self.longest, int(getattr(checkpoint.text_config, "max_position_embeddings", 0) or 0))
+        self.outputs = outputs
         self._users = 0
         self._segments: set[str] = set()  # shared memory of processes that it started
         self._lock = threading.Lock()
@@ -106,6 +113,11 @@ class Core:
             self.inputs = Inputs(config, driver.renderer, model_here)
             layers = driver.config.compilation_config.static_forward_context
             transport.paged = PagedKV(layers, self.kv, self.block, alone=True)
+            if outputs:
+                if not config.enforce_eager:
+                    raise UnsupportedModel("outputs=True needs enforce_eager=True: a recorded graph hands nothing on")
+                slots = int(transport.paged.layers[0].kv_cache.shape[0]) * self.block
+                transport.outputs = StageOutputs(model_here, slots)
         elif isinstance(transport, SharedMemoryTransport):
             transport.alive = lambda: driver.dead is None
             transport.remember_segments(folders.segments())
@@ -121,13 +133,17 @@ class Core:
         checkpoint, kv = read_model(model, options.pop("dtype", "auto"), options.get("kv_cache_dtype"))
         if processes is None:
             processes = "multi" if options.get("tensor_parallel_size", 1) > 1 else "single"
+        outputs = bool(options.pop("outputs", False))
+        if outputs and processes != "single":
+            raise UnsupportedModel("outputs=True needs vLLM in this process: processes='single', one worker")
+        kv = replace(kv, identity=outputs_identity(kv.identity, outputs))
         transport: Transport
         transport = LocalTransport(kv) if processes == "single" else SharedMemoryTransport(kv)
         driver, before = None, folders.segments()
         try:
             options = {"dtype": kv.dtype, **options}
             driver = startup.start(str(checkpoint.path), transport, options, cast("Any", processes), connector)
-            core = cls(model, checkpoint, driver, transport)
+            core = cls(model, checkpoint, driver, transport, outputs)
             if connector:
                 core.check_relocation()
             core._segments = set() if driver.local else folders.segments() - before

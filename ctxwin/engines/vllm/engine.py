@@ -33,6 +33,7 @@ from ctxwin.engines.base import (
     Tally,
 )
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
+from ctxwin.engines.outputs import joined as joined_outputs
 from ctxwin.engines.vllm.lifecycle.versions import requirement
 from ctxwin.errors import AnswerStopped, CtxwinError, EngineFailed
 from ctxwin.hashing import digest
@@ -85,7 +86,8 @@ class VLLMEngine(EncodingEngine):
         processes: ``single`` runs vLLM in this process; ``multi`` gives it processes of its own, as ``vllm.LLM`` does by
             default; ``async`` does so with ``AsyncLLM``, which takes requests in while others are prefilled. None is
             ``single``, or ``multi`` with ``tensor_parallel_size`` above 1. Chunk data then travels in shared memory.
-        **options: engine arguments of vLLM (``dtype``, ``max_model_len``, ``gpu_memory_utilization`` ...). On a CPU the
+        **options: ``outputs=True`` keeps what a forward gives for each token beside its KV (one process, eager execution);
+            engine arguments of vLLM (``dtype``, ``max_model_len``, ``gpu_memory_utilization`` ...). On a CPU the
             defaults are blocks of 32 tokens, a paged cache of 1 GiB and eager execution. ``allow_untested_vllm=True``
             runs a version of vLLM that ctxwin was not tested with.
 
@@ -173,7 +175,9 @@ class VLLMEngine(EncodingEngine):
             self.encoder = Encoder(
                 core.checkpoint, core.kv.identity, self.repo, vision, core.inputs.positions, self.counters, core.longest
             )
-            self.spec = EngineSpec("vllm", core.model, core.kv.identity, core.kv, core.longest, core.vision)
+            self.spec = EngineSpec(
+                "vllm", core.model, core.kv.identity, core.kv, core.longest, core.vision, core.outputs
+            )
         except BaseException:
             self.close()
             raise
@@ -367,7 +371,8 @@ class VLLMEngine(EncodingEngine):
             return moved[0]
         dtype = moved[0].k.dtype
         k, v = (torch.cat([getattr(span, name).to("cpu", dtype) for span in moved], dim=1) for name in "kv")
-        return SpanKV(k, v, torch.from_numpy(encoded.positions.copy()), start)
+        outputs = joined_outputs([span.outputs for span in moved if span.tokens])
+        return SpanKV(k, v, torch.from_numpy(encoded.positions.copy()), start, outputs)
 
     def _filled(
         self, made: Generation, layout: Sequence[Segment], base: int, ask: _Ask
@@ -520,7 +525,7 @@ class VLLMEngine(EncodingEngine):
         extra = int(k.shape[1]) - encoded.tokens
         behind = np.tile(np.arange(encoded.advance, encoded.advance + extra, dtype=np.int64), (3, 1))
         positions = torch.from_numpy(np.concatenate([encoded.positions, behind], axis=1))
-        return SpanKV(k.to("cpu"), v.to("cpu"), positions, start)
+        return SpanKV(k.to("cpu"), v.to("cpu"), positions, start, transfer.outputs.get(name, {}))
 
     def _empty_span(self, start: int) -> SpanKV:
         kv = self.spec.kv

@@ -88,6 +88,7 @@ class Transfer(Job):
         loaded_tokens: prompt tokens that it wrote.
         bytes_loaded: bytes of KV that the connector wrote.
         captured: ``(k, v)`` of each capture, ``[layers, tokens, heads, dim]``, keys as they lie in the cache.
+        outputs: what else the forwards gave for the tokens of each capture, where the engine keeps it.
         error: why a load or a capture failed; the request's answer must then be thrown away.
     """
 
@@ -99,6 +100,7 @@ class Transfer(Job):
     loaded_tokens: int = 0
     bytes_loaded: int = 0
     captured: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    outputs: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     error: BaseException | None = None
 
     def __post_init__(self) -> None:

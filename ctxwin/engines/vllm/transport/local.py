@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 
+from ctxwin.engines.vllm.stage_outputs import StageOutputs
 from ctxwin.engines.vllm.transport.base import Endpoint, Job, Load, Save, Transfer, Transport, new_handle, overlaps
 from ctxwin.kv.kernels import Part
 from ctxwin.kv.layout import KVSpec
@@ -19,7 +20,10 @@ class LocalTransport(Transport, Endpoint):
 
     Attributes:
         paged: access to the engine's cache; the engine sets it once vLLM is up.
+        outputs: the rows beside it, where they are kept.
     """
+
+    outputs: StageOutputs | None = None
 
     def __init__(self, kv: KVSpec) -> None:
         self.kv = kv
@@ -44,6 +48,8 @@ class LocalTransport(Transport, Endpoint):
     def close(self) -> None:
         _open.pop(self.source, None)
         self.paged = None
+        if self.outputs is not None:
+            self.outputs.close()
 
     def job(self, handle: str) -> Job | None:
         return self._transfers.get(handle)
@@ -70,6 +76,12 @@ class LocalTransport(Transport, Endpoint):
             found.append(Part(segment.span, segment.start, segment.patch, first, last))
         return found
 
+    def load(self, load: Load) -> None:
+        super().load(load)
+        if self.outputs is not None and self.paged is not None:
+            slots = self.paged.slots(load.blocks, load.begin, load.end)
+            self.outputs.write(self.parts(load.handle, load.begin, load.end), slots)
+
     def loaded(self, load: Load, nbytes: int) -> None:
         transfer = self._transfers.get(load.handle)
         if transfer is not None:
@@ -84,6 +96,8 @@ class LocalTransport(Transport, Endpoint):
             assert self.paged is not None
             for name, (begin, end) in save.ranges.items():
                 transfer.captured[name] = self.paged.read(save.blocks, begin, end)
+                if self.outputs is not None:
+                    transfer.outputs[name] = self.outputs.read(self.paged.slots(save.blocks, begin, end))
         except Exception as error:
             transfer.error = error
             _log.warning("reading spans back from the paged cache failed: %s", error)

@@ -1,0 +1,67 @@
+"""Stage outputs: what a model hands on for each token beside its KV, for the next stage of a pipeline.
+
+Talkers, diffusion heads and embedders read the hidden states of the model in front of them. A prefix that is not computed
+gives none, so they are kept with the KV: a span holds its tokens' rows, in the same record. vLLM-Omni keeps them in tensors
+indexed like the paged cache ("Automatic Prefix Caching in Omni Models"); its rule is followed here: whatever a forward returns
+with one row a token is an output, under its own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from ctxwin.errors import EngineFailed
+from ctxwin.hashing import digest
+
+HIDDEN = "hidden_states"
+"""The name of what a model returns without one: its last hidden states, normed."""
+_CACHES = ("past_key_values",)
+
+
+def outputs_identity(identity: str, outputs: bool) -> str:
+    """The identity of a model whose spans hold its outputs: spans without them are never served in their place."""
+    return digest("outputs", identity) if outputs else identity
+
+
+def rows_of(output: Any, tokens: int) -> dict[str, torch.Tensor]:
+    """The tensors in a forward's output that have one row for each of ``tokens`` tokens: ``[tokens, ...]`` by name.
+
+    Nested names are joined by dots. A batch of one counts as its only entry. O(tensors).
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in _tensors(output, ""):
+        rows = tensor[0] if tensor.dim() > 1 and tensor.shape[0] == 1 != tokens else tensor
+        if tensor.dim() > 2 and tensor.shape[:2] == (1, tokens):
+            rows = tensor[0]
+        if rows.dim() and rows.shape[0] >= tokens:
+            found[name or HIDDEN] = rows[:tokens]  # a batch may be padded
+    return found
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield HIDDEN if name == "last_hidden_state" else name, value
+        return
+    if isinstance(value, Mapping):
+        parts = list(value.items())
+    elif is_dataclass(value):
+        parts = [(field.name, getattr(value, field.name)) for field in fields(value)]
+    elif isinstance(value, list | tuple):
+        parts = [(str(i) if i else "", part) for i, part in enumerate(value)]
+    else:
+        return
+    for key, part in parts:
+        if key not in _CACHES:
+            yield from _tensors(part, f"{name}.{key}" if name and key else name or str(key))
+
+
+def joined(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The rows of neighbouring tokens one behind the other. EngineFailed where a part lacks an output of another."""
+    names = {name for part in parts for name in part}
+    if any(names - part.keys() for part in parts):
+        raise EngineFailed(f"every span of a prompt must hold the same outputs, of {sorted(names)} some are missing")
+    return {name: torch.cat([part[name] for part in parts]) for name in sorted(names)}
