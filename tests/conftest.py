@@ -24,16 +24,19 @@ LONG = frozenset((ROOT / "long.txt").read_text().split())
 _TIMED = frozenset({"test_cost", "test_cost_lanes", "test_cost_policy"})
 
 GUARDS = (
+    "docs/test_pages.py::",
     "adapters/ray/test_deploy.py::",
     "adapters/test_vllm_adapters.py::",
     "engines/test_outputs.py::",
     "engines/test_vllm_compiled.py::",
+    "engines/test_vllm_encoder_cache_windows.py::",
     "engines/test_vllm_failures.py::",
     "engines/test_vllm_families.py::TestGLM4V::",
     "engines/test_vllm_families.py::TestInternVL::",
     "engines/test_vllm_families.py::test_deepseek_v3_against_transformers",
     "engines/test_vllm_families.py::test_qwen3_vl_moe_against_transformers",
     "engines/test_vllm_families.py::test_glm4v_moe_against_transformers",
+    "engines/test_vllm_prefix.py::",
     "engines/test_vllm_settings.py::",
     "engines/test_vllm_tensor_parallel.py::",
     "engines/test_vllm_watchdog.py::",

@@ -97,6 +97,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.parametrize("page", sorted({b.page for b in titled() if b.title == SERVED}), ids=lambda p: name_of(p))
 def test_the_code_for_a_server_runs_against_one(page: Path, server: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = [replace(b, code=b.code.replace(BASE, server)) for b in blocks(page, "python") if b.title == SERVED]

@@ -19,7 +19,10 @@ from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.patch import form_patch
 from engines import models
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.slow,
+]
 FIRST = Sampling(max_tokens=3, logprobs=-1)
 CACHE = 96
 _floods = itertools.count()

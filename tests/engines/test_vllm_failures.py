@@ -60,7 +60,7 @@ def open_engine(model_dir: Path, processes: str) -> Any:
     )
 
 
-@pytest.fixture(scope="module", params=["single", "async"])
+@pytest.fixture(scope="module", params=["single", pytest.param("async", marks=pytest.mark.slow)])
 def opened(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     engine = open_engine(model_dir, request.param)
     yield engine

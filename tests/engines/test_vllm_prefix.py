@@ -430,6 +430,7 @@ class Elsewhere:
         return found
 
 
+@pytest.mark.slow
 def test_plain_requests_get_what_they_get_without_ctxwin() -> None:
     """`test_bit_for_bit` in a process of its own, as plain vLLM is: threads and memory that earlier tests have left behind
     change the last bits of a sum."""
