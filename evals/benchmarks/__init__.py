@@ -1,16 +1,16 @@
-"""MM-NIAH, Video-MME, MileBench, MMDU and SparklesEval: their data, prompts and scores.
+"""MM-NIAH, Video-MME, MileBench, MuirBench, MMDU and SparklesEval: their data, prompts and scores.
 
 The data sets are not part of this project (MM-NIAH: MIT; Video-MME: academic use only, not to be redistributed; MileBench and
 MMDU: CC BY-NC). `benchmark` opens one from a local folder or from the Hugging Face hub: ``hub:OpenGVLab/MM-NIAH``,
-``hub:lmms-lab/Video-MME``, ``hub:FreedomIntelligence/MileBench``. A data set's media are downloaded whole, since its
-archives hold them together: 18 GB for MM-NIAH's val split, 44 GB for its test split.
+``hub:lmms-lab/Video-MME``, ``hub:FreedomIntelligence/MileBench``, ``hub:MUIRBENCH/MUIRBENCH``. A data set's media are downloaded
+whole, since its archives hold them together: 18 GB for MM-NIAH's val split, 44 GB for its test split.
 
 ``python tests/benchmark_data`` writes small data sets of generated content in the layouts of the first three.
 """
 
 from __future__ import annotations
 
-from ctxwin.evals.benchmarks import dialogues, milebench, mm_niah, video_mme
+from ctxwin.evals.benchmarks import dialogues, milebench, mm_niah, muirbench, video_mme
 from ctxwin.evals.benchmarks.base import DataOptions, DataTask, Missing
 from ctxwin.evals.benchmarks.frames import FRAME_RULES
 
@@ -18,6 +18,7 @@ BENCHMARKS: dict[str, str] = {
     **mm_niah.TASKS,
     video_mme.NAME: "multiple-choice questions about videos",
     **milebench.TASKS,
+    muirbench.NAME: "multiple-choice questions about several pictures",
     **dialogues.NAMES,
 }
 """What each benchmark asks, by name."""
@@ -32,6 +33,8 @@ def benchmark(name: str, options: DataOptions | None = None) -> DataTask:
         return video_mme.VideoMME(options)
     if name in milebench.TASKS:
         return milebench.MileBench(name, options)
+    if name == muirbench.NAME:
+        return muirbench.MuirBench(options)
     if name in dialogues.NAMES:
         return dialogues.KINDS[name](name, options)
     raise ValueError(f"a benchmark must be one of {', '.join(BENCHMARKS)}; got {name!r}")
