@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from ctxwin.fidelity import Lane
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class Answer:
         text: without tool calls, where tools were offered; token_ids: with them.
         tool_calls, broken_calls: of the tools that were offered.
         looked_up: in the libraries that were offered, in order.
-        outputs: what forwards gave for each token of the prompt and of the answer but the last, ``[tokens, ...]`` by name
+        outputs: what forwards gave for each token of the prompt and of the answer but the last, tensors ``[tokens, ...]`` by name
             (``hidden_states`` are the last ones); None unless the engine keeps them (``open_engine(..., outputs=True)``) and all
             is exact.
         others: the further answers, where more than one was asked for.
@@ -105,7 +104,7 @@ class Answer:
     tool_calls: tuple[ToolCall, ...] = ()
     broken_calls: tuple[BrokenCall, ...] = ()
     looked_up: tuple[LookUp, ...] = ()
-    outputs: Mapping[str, torch.Tensor] | None = field(default=None, repr=False, compare=False)
+    outputs: Annotated[Mapping[str, Any] | None, Field(exclude=True)] = field(default=None, repr=False, compare=False)
     others: tuple[Answer, ...] = ()
 
 

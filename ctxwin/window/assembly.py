@@ -33,7 +33,6 @@ from ctxwin.window.state import (
     Placed,
     State,
     content_name,
-    orbit_key,
     patch_key,
     provenance_of,
     span_key,
@@ -188,7 +187,7 @@ class Assembly:
                 reads.begin(source.span, encoded.tokens, self._span_read(source, encoded, choice.placed.chunk_id))
                 if choice.served.patch is not None:
                     reads.begin(choice.served.patch, encoded.tokens, partial(self.repo.get_patch, choice.served.patch))
-        system_prompt = self._system_prompt(state, work, reads)
+        system_prompt = self.system_prompt(state, work, reads)
         segments = [system_prompt]
         contents: dict[str, None] = {}  # in order, each once
         counts = [0]
@@ -224,7 +223,7 @@ class Assembly:
                 span = ahead.get(served.span)
                 if span is None:
                     fallbacks, front = work.fallbacks, [c.placed for c in choices[: len(segments)]]
-                    span = self._prefill(segments, encoded, start, work, front, salt_of(segments))
+                    span = self.prefill(segments, encoded, start, work, front, salt_of(segments))
                     span = None if work.fallbacks > fallbacks else span  # computed behind other KV than is served
                 if span is not None:
                     ahead[served.span] = early[len(segments)] = span
@@ -243,7 +242,7 @@ class Assembly:
             )
         return encoded
 
-    def _system_prompt(self, state: State, work: Work, reads: Reads | None = None) -> Segment:
+    def system_prompt(self, state: State, work: Work, reads: Reads | None = None) -> Segment:
         encoded = self.engine.encode_system_prompt(state.system_prompt)
         key = _system_prompt_key(state)
         found = None
@@ -257,7 +256,7 @@ class Assembly:
         """``system_prompt`` with its KV: computed once for all canonicals that are formed behind it."""
         if system_prompt.span is not None:
             return system_prompt
-        span = self._prefill([], system_prompt.encoded, 0, work)
+        span = self.prefill([], system_prompt.encoded, 0, work)
         work.system_prompt = True
         self.put(system_prompt.span_key, span, system_prompt.encoded, provenance="system_prompt")
         return replace(system_prompt, span=span, capture=False)
@@ -324,9 +323,9 @@ class Assembly:
         provenance, key = canonical_key(state, placed.chunk_id)
         if self.has(key):
             return key, None
-        system_prompt = self._computed_system_prompt(state, system_prompt or self._system_prompt(state, work), work)
+        system_prompt = self._computed_system_prompt(state, system_prompt or self.system_prompt(state, work), work)
         encoded = self.engine.encode(placed.chunk)
-        span = self._prefill([system_prompt], encoded, state.system_prompt_advance, work, [placed])
+        span = self.prefill([system_prompt], encoded, state.system_prompt_advance, work, [placed])
         self.put(key, span, encoded, provenance=provenance)
         return key, span
 
@@ -353,7 +352,7 @@ class Assembly:
                 self.repo.note_served(segment.patch_key)
         return made
 
-    def _prefill(
+    def prefill(
         self,
         front: Sequence[Segment],
         encoded: Encoded,
@@ -498,7 +497,7 @@ class Assembly:
         """KV of a placed chunk behind what is in front of it now, and what was in front of it in the end."""
         segment, front = laid.segments[index + 1], laid.segments[: index + 1]
         fallbacks, placed = work.fallbacks, [c.placed for c in laid.choices[: index + 1]]
-        span = self._prefill(front, segment.encoded, segment.start, work, placed, salt_of(front))
+        span = self.prefill(front, segment.encoded, segment.start, work, placed, salt_of(front))
         return span, laid.computed(state) if work.fallbacks > fallbacks else laid
 
     def reform(self, state: State, index: int, laid: Laid, fidelity: Fidelity, work: Work) -> State:
@@ -512,40 +511,6 @@ class Assembly:
         )
         formed = choice.placed.replace(kv=served, seen=True, unseen=())
         return state.replace(placed=(*state.placed[:index], formed, *state.placed[index + 1 :]))
-
-    def orbit(
-        self, state: State, index: int, orders: Iterable[Sequence[int]], fidelity: Fidelity, work: Work
-    ) -> str | None:
-        """Forms one patch for the chunk at ``index`` from the mean over ``orders`` of the chunks in front of it.
-
-        Each order is a permutation of ``range(index)``. Cost: a forward of everything in front and of the chunk per
-        order, no vision encode. Kamera, section 5 "Reorder". Over a shared basis the mean is projected. Returns the patch key.
-        """
-        from ctxwin.kv.orbit import OrbitMean
-
-        spec, placed = self.engine.spec, state.placed[: index + 1]
-        *fronts, encoded = [self.engine.encode(p.chunk) for p in placed]
-        system_prompt = self._system_prompt(state, work)
-        base_key, _ = self.canonical(state, placed[index], system_prompt, work)
-        base = self.repo.get_span(base_key, token_ids=encoded.token_ids)
-        if base is None:
-            return None
-        mean = OrbitMean(spec.kv)
-        for order in orders:
-            segments, at = [system_prompt], state.system_prompt_advance
-            for front in (fronts[i] for i in order):
-                segments.append(Segment(front, at, span=self._prefill(segments, front, at, work, placed)))
-                at += front.advance
-            mean.add(self._prefill(segments, encoded, at, work, placed), base[0])  # holds one order's KV at a time
-        self.know_basis(fidelity)
-        patch = compressed(mean.mean, spec.model, spec.kv, fidelity)
-        contents = [p.chunk_id for p in placed[:index]]
-        absorbed = [content_name(content) for content in contents]
-        patch.meta.update(orders=mean.count, spread=mean.spread, chunk=placed[index].chunk_id, absorbed=absorbed)
-        key = orbit_key(state.system_prompt_key, placed[index].chunk_id, contents, fidelity.patch_name)
-        self.repo.put_patch(key, patch)
-        self.missing.discard(key)
-        return key
 
 
 def _system_prompt_key(state: State) -> str:

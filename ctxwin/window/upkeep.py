@@ -11,7 +11,7 @@ from ctxwin.window.assembly import Work
 from ctxwin.window.core import WindowCore
 from ctxwin.window.economy import Demand, likely_form
 from ctxwin.window.lanes import MAX_ORBIT, canonical_key, patched
-from ctxwin.window.orbits import meet
+from ctxwin.window.orbits import meet, prepare
 from ctxwin.window.state import Placed, State
 
 
@@ -162,6 +162,6 @@ def prepare_orbit(core: WindowCore, ids: Sequence[str], orders: int, seed: int) 
         if k == len(state.placed):
             raise ValueError("ids must leave a chunk behind them to form a patch for, got every placed chunk")
         sampled = edits.sampled_orders(k, orders, seed)
-        core.assembly.orbit(state, k, sampled, core.fidelity, Work(background=True))
+        prepare(core.assembly, state, k, sampled, core.fidelity, Work(background=True))
         core.announce(core.event("prepare_orbit", [state.placed[k].id]))
     return [state.placed[k].id]
