@@ -148,7 +148,7 @@ class Auditor:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.by_tenant: dict[str, Counts] = {}
-        self._ledgers: dict[tuple[str, Reference], Ledger] = {}
+        self._ledgers: dict[tuple[str, str, Reference], Ledger] = {}
         self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # by tenant, who was served longest ago first
         self._wake = threading.Condition()
         self._running = self._working = False
@@ -181,11 +181,11 @@ class Auditor:
         """The evidence of an engine's tenant, as windows of ``reference`` count it: ``stricter`` and ``window`` are one."""
         by = "stricter" if reference == "window" else reference
         with self._wake:
-            if (engine.tenant, by) not in self._ledgers:
+            key = engine.tenant, engine.spec.identity, by  # of one vLLM, with and without an adapter
+            if key not in self._ledgers:
                 options = self.options
-                found = Ledger.of(engine, by, budget=options.budget, level=options.level)
-                self._ledgers[engine.tenant, by] = found
-            return self._ledgers[engine.tenant, by]
+                self._ledgers[key] = Ledger.of(engine, by, budget=options.budget, level=options.level)
+            return self._ledgers[key]
 
     def offer(self, job: Job) -> None:
         """Takes an answer to replay when there is time."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ctxwin import Answer, Fidelity, Window
 from ctxwin.chunk import Chunk
@@ -19,6 +20,7 @@ from ctxwin.engines.base import Sampling, Segment
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.relocate import relocate
 from ctxwin.store import open_store
+from ctxwin.trust.auditor import auditor_of
 from engines import models
 from engines.conformance import HEADER, QUERY, laid, picture, with_spans
 
@@ -35,6 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"},
     "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
 }
+LORA = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 8}
 PLAIN = """
 import json, sys
 from ctxwin.engines.torchvision_repair import repair
@@ -47,7 +50,11 @@ job = json.load(open(sys.argv[1]))
 llm = LLM(job["model"], dtype="float32", enforce_eager=True, block_size=32, kv_cache_memory_bytes=1 << 28, seed=0,
           enable_prefix_caching=False, disable_log_stats=True, **job["setting"])
 sampling = SamplingParams(temperature=0, max_tokens=16, detokenize=False)
-made = llm.generate([{"prompt_token_ids": p} for p in job["prompts"]], sampling, use_tqdm=False)
+with_lora = {}
+if job["lora"]:
+    from vllm.lora.request import LoRARequest
+    with_lora = {"lora_request": LoRARequest("plain", 1, job["lora"])}
+made = llm.generate([{"prompt_token_ids": p} for p in job["prompts"]], sampling, use_tqdm=False, **with_lora)
 json.dump([list(m.outputs[0].token_ids) for m in made], open(sys.argv[2], "w"))
 """
 COLORS = ("circle", "square", "red", "blue", "camera", "number")
@@ -57,13 +64,31 @@ def texts(count: int) -> list[Chunk]:
     return [Chunk.text(f"frame {i}: the {color} is {color} {color}\n") for i, color in enumerate(COLORS[:count])]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+def write_lora(folder: Path, model: Path, seed: int, rank: int = 4) -> Path:
+    """A random adapter of the attention's projections, in PEFT's layout."""
+    folder.mkdir()
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")):
+            stem = f"base_model.model.{name.removesuffix('.weight')}"
+            for part, shape in (("A", (rank, weight.shape[1])), ("B", (weight.shape[0], rank))):
+                tensors[f"{stem}.lora_{part}.weight"] = torch.randn(shape, generator=generator) * 0.3
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": targets, "lora_dropout": 0.0}))
+    return folder
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, "lora"])
 def test_exact_windows_answer_as_plain_vllm(name: str, tmp_path: Path) -> None:
     """A vLLM that never heard of ctxwin computes each prompt whole, under the same setting."""
     from ctxwin.engines.vllm.engine import VLLMEngine
 
     folder = models.wide(models.write_text_model, tmp_path / "model")
-    engine = VLLMEngine(folder, dtype="float32", store=open_store("memory:"), **SETTINGS[name], **OPEN.get(name, {}))
+    lora = write_lora(tmp_path / "lora", folder, 0) if name == "lora" else None
+    mine = {"lora": lora} if lora else {**SETTINGS[name], **OPEN.get(name, {})}
+    engine = VLLMEngine(folder, dtype="float32", store=open_store("memory:"), **mine)
     prompts: list[list[int]] = []
     answers: list[Answer] = []
     with engine, Window(engine, HEADER, fidelity=Fidelity("exact")) as window:
@@ -85,7 +110,8 @@ def test_exact_windows_answer_as_plain_vllm(name: str, tmp_path: Path) -> None:
         assert all(answer.usage.exact for answer in answers)
         assert answers[-1].usage.computed_tokens < answers[0].usage.computed_tokens / 2
     job, told = tmp_path / "job.json", tmp_path / "told.json"
-    job.write_text(json.dumps({"model": str(folder), "setting": SETTINGS[name], "prompts": prompts}))
+    said = {"setting": LORA if lora else SETTINGS[name], "lora": str(lora or "")}
+    job.write_text(json.dumps({"model": str(folder), "prompts": prompts, **said}))
     env = {
         **os.environ,
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -98,6 +124,39 @@ def test_exact_windows_answer_as_plain_vllm(name: str, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-2000:]
     plain = json.loads(told.read_text())
     assert [list(answer.token_ids) for answer in answers] == [ids[:-1] if len(ids) < 16 else ids for ids in plain]
+
+
+def test_adapters_share_nothing(tmp_path: Path) -> None:
+    """Two adapters and none, in one vLLM over one store: each answers as alone, none is served the others' KV."""
+    from ctxwin.engines.vllm.engine import VLLMEngine
+
+    folder = models.wide(models.write_text_model, tmp_path / "model")
+    loras = [write_lora(tmp_path / f"lora{i}", folder, i) for i in range(2)]
+    store = open_store("memory:")
+
+    def asked(engine: VLLMEngine) -> tuple[tuple[int, ...], int]:
+        with Window(engine, HEADER, fidelity=Fidelity("exact")) as window:
+            window.extend(texts(4))
+            answer = window.ask(QUERY, 16)
+            return answer.token_ids, answer.usage.computed_tokens
+
+    with VLLMEngine(folder, dtype="float32", store=store, lora=loras[0]) as first:
+        second, plain = (first.view("", store, lora=lora) for lora in (loras[1], None))
+        found = [asked(engine) for engine in (first, second, plain)]
+        assert len({ids for ids, _ in found}) == 3 and len({computed for _, computed in found}) == 1
+        assert [asked(engine)[0] for engine in (first, second, plain)] == [ids for ids, _ in found]
+        assert len({e.spec.identity for e in (first, second, plain)}) == 3
+        assert plain.spec.model == str(folder) != first.spec.model, "a profile of the model is none of the adapted one"
+        ledgers = {id(auditor_of(engine).ledger(engine)) for engine in (first, second, plain)}
+        assert len(ledgers) == 3, "what is safe with one is not known to be with another"
+        with pytest.raises(ValueError, match=r"adapter_config\.json"):
+            first.view("", lora=folder)
+        with pytest.raises(UnsupportedModel, match="got 16 over 8"):
+            first.view("", lora=write_lora(tmp_path / "large", folder, 2, rank=16))
+        second.close()
+        plain.close()
+    with pytest.raises(ValueError, match="name the adapter: lora=FOLDER"):
+        VLLMEngine(folder, dtype="float32", enable_lora=True)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -20,6 +20,7 @@ from ctxwin.engines.vllm.drivers import Driver, LoopDriver, StepDriver
 from ctxwin.engines.vllm.inputs import Inputs, joined
 from ctxwin.engines.vllm.internals import bare_model, worker_model
 from ctxwin.engines.vllm.lifecycle import folders, startup
+from ctxwin.engines.vllm.lora import Adapter, options_for
 from ctxwin.engines.vllm.paged import FP8, PagedKV
 from ctxwin.engines.vllm.relocation import refusal
 from ctxwin.engines.vllm.stage_outputs import StageOutputs
@@ -65,6 +66,10 @@ def engine_arguments(model: str | Path, options: dict[str, Any]) -> dict[str, An
     Raises:
         ValueError, UnsupportedModel: options that ctxwin cannot work with; the message says what to do.
     """
+    if options.get("enable_lora"):
+        raise ValueError(
+            "enable_lora must not be set under ctxwin, got True: a server's plain requests would name adapters"
+        )
     checkpoint, kv = read_model(model, options.get("dtype") or "auto", options.get("kv_cache_dtype"))
     transport = SharedMemoryTransport(kv)
     try:
@@ -127,9 +132,19 @@ class Core:
         self.vision = self.inputs.multimodal and checkpoint.media is not None
 
     @classmethod
-    def start(cls, model: str | Path, processes: str | None, options: dict[str, Any], connector: bool = True) -> Core:
-        """See `VLLMEngine`; ``connector``: as for `startup.start`."""
+    def start(
+        cls,
+        model: str | Path,
+        processes: str | None,
+        options: dict[str, Any],
+        connector: bool = True,
+        lora: Adapter | None = None,
+    ) -> Core:
+        """See `VLLMEngine`; ``connector``: as for `startup.start`; ``lora``: an adapter that has to be servable."""
         options = dict(options)
+        if options.get("enable_lora") and lora is None:
+            raise ValueError("enable_lora must not be set under ctxwin, got True; name the adapter: lora=FOLDER")
+        options |= {} if lora is None else {**options_for(lora), **options}
         checkpoint, kv = read_model(model, options.pop("dtype", "auto"), options.get("kv_cache_dtype"))
         if processes is None:
             processes = "multi" if options.get("tensor_parallel_size", 1) > 1 else "single"

@@ -114,8 +114,11 @@ class Driver(ABC):
         return 0
 
     @abstractmethod
-    def submit(self, prompt: dict[str, Any], parameters: Any, priority: int) -> Ticket:
-        """Hands a rendered prompt over. Raises EngineFailed where vLLM has ended."""
+    def submit(self, prompt: dict[str, Any], parameters: Any, priority: int, lora: Any = None) -> Ticket:
+        """Hands a rendered prompt over, for the model with ``lora`` (a ``LoRARequest``).
+
+        Raises EngineFailed where vLLM has ended.
+        """
 
     @abstractmethod
     def cancel(self, ticket: Ticket) -> None:
@@ -180,12 +183,14 @@ class StepDriver(Driver):
             threading.Thread(target=self._watch, name="ctxwin-vllm-watch", daemon=True).start()
         _running.add(self)
 
-    def submit(self, prompt: dict[str, Any], parameters: Any, priority: int) -> Ticket:
+    def submit(self, prompt: dict[str, Any], parameters: Any, priority: int, lora: Any = None) -> Ticket:
         ticket = Ticket()
 
         def add() -> None:
             try:
-                request = self._engine.add_request(ticket.name, prompt, parameters, priority=priority)
+                request = self._engine.add_request(
+                    ticket.name, prompt, parameters, lora_request=lora, priority=priority
+                )
             except Exception as error:
                 ticket.outputs.put(_ours(error))
             else:
@@ -333,14 +338,15 @@ class LoopDriver(Driver):
         self._closed = False
         _running.add(self)
 
-    def submit(self, prompt: dict[str, Any], parameters: Any, priority: int) -> Ticket:
+    def submit(self, prompt: dict[str, Any], parameters: Any, priority: int, lora: Any = None) -> Ticket:
         ticket, trace = Ticket(), tracing.headers()
         if self.dead is not None:
             raise _ended(self.dead)
 
         async def pump() -> None:
             try:
-                asked = self.llm.generate(prompt, parameters, ticket.name, priority=priority, trace_headers=trace)
+                options = {"priority": priority, "trace_headers": trace, "lora_request": lora}
+                asked = self.llm.generate(prompt, parameters, ticket.name, **options)
                 async for output in asked:
                     ticket.outputs.put(output)
             except asyncio.CancelledError:

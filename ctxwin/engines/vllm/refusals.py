@@ -96,5 +96,12 @@ def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     plain = drafter is None or method in map(repr, BARE_DRAFTERS)
     reason = "another drafter keeps KV of its own, which no span holds"
     yield "speculative_config", f"unset, or of a method among {', '.join(BARE_DRAFTERS)}", method, plain, reason
-    lora = config.lora_config is not None
-    yield "enable_lora", "False", "True", not lora, "an adapter makes KV that is another model's"
+    known = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("lora", False)
+    fits = config.lora_config is None or known
+    yield (
+        "enable_lora",
+        "False",
+        "True",
+        fits,
+        "an adapter makes KV that is another model's; open it as VLLMEngine(lora=...)",
+    )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ctxwin.engines.vllm import internals
 from ctxwin.engines.vllm.paged import PagedKV
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.layout import SpanKV
@@ -54,6 +55,8 @@ def _computed(model: Any, config: Any, paged: PagedKV, start: int) -> SpanKV:
     places = torch.stack([steps, steps // 2, steps % 5] if config.model_config.uses_mrope else [steps] * 3)
     ids = int(config.model_config.get_vocab_size()) * (2 * steps + 1) // (2 * TOKENS)
     at = places + start if config.model_config.uses_mrope else steps + start
+    if config.lora_config is not None:
+        internals.use_no_adapter(model, TOKENS)
     with _overheard(paged) as heard, set_forward_context(None, config, num_tokens=TOKENS, skip_compiled=True):
         model(input_ids=ids.to(paged.device), positions=at.to(paged.device))
     kv = paged.kv

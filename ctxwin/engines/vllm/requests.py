@@ -113,6 +113,7 @@ def run(
     on_token: Callable[[list[int]], bool] | None = None,
     background: bool = False,
     forced: Forced | None = None,
+    lora: Any = None,
 ) -> Outcome:
     """Runs one request to its end, beside whatever else vLLM has to do.
 
@@ -126,6 +127,7 @@ def run(
         on_token: called in this thread with all ids after each token that does not end the answer; returning False stops.
         background: nobody waits for it; other requests go first.
         forced: what to read of the prompt's last tokens.
+        lora: the adapter to compute it with, as vLLM names it.
 
     Raises:
         LoadError, CallerError: see there. Whatever vLLM raises passes through. The request is taken back in each case.
@@ -138,7 +140,7 @@ def run(
     try:
         parameters = _parameters(sampling, ending, handle, forced)
         with driver.counted(background):
-            ticket = driver.submit(prompt, parameters, BACKGROUND if background else 0)
+            ticket = driver.submit(prompt, parameters, BACKGROUND if background else 0, lora)
             reason = _follow(driver, ticket, outcome, sampling, on_token, forced)
         transport.collect(handle, transfer, reason != "error")
     except Exception:

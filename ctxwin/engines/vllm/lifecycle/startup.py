@@ -200,7 +200,7 @@ def _arguments(transport: Transport, options: dict[str, Any]) -> dict[str, Any]:
             raise UnsupportedModel(
                 f"{name} must be 1, got {options[name]!r}: {reason}; use tensor_parallel_size, or serve from several replicas"
             )
-    fixed, unset = dict(_FIXED), ["kv_transfer_config", "kv_offloading_size", "enable_lora"]
+    fixed, unset = dict(_FIXED), ["kv_transfer_config", "kv_offloading_size"]
     between = isinstance(transport, SharedMemoryTransport)
     if between:
         fixed["worker_extension_cls"] = "ctxwin.engines.vllm.vision.WorkerExtension"
@@ -225,7 +225,7 @@ def _arguments(transport: Transport, options: dict[str, Any]) -> dict[str, Any]:
         "kv_connector_module_path": "ctxwin.engines.vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {PARAM: transport.source},
+        "kv_connector_extra_config": {PARAM: transport.source, "lora": bool(options.get("enable_lora"))},
     }
     return {"seed": 0, **options, **fixed, "kv_transfer_config": connector}
 
