@@ -27,6 +27,7 @@ FIDELITIES = {
     "removal": Fidelity("patched", rank=2, survivors="removal"),
     "refresh": Fidelity("patched", rank=2, survivors="refresh", orbit=True),
     "blind": Fidelity("blind"),
+    "partial": Fidelity("patched", rank=2, recompute=0),
     "full": Fidelity("patched", rank=64, survivors="removal", orbit=True),
 }
 KV = ("span/", "patch/", "orbit/")
