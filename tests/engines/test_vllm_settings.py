@@ -80,15 +80,43 @@ def write_lora(folder: Path, model: Path, seed: int, rank: int = 4) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [*SETTINGS, "lora"])
+def quantise(folder: Path) -> Path:
+    """Weights in 8 bits with a scale a row, activations rounded by token, as compressed-tensors writes them."""
+    tensors = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        tensors[name] = weight
+        if name.endswith("proj.weight"):
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            tensors[name] = (weight / scale).round().to(torch.int8)
+            tensors[f"{name}_scale"] = scale
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    eight = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**eight, "strategy": "channel", "dynamic": False},
+        "input_activations": {**eight, "strategy": "token", "dynamic": True},
+    }
+    method = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
+    models.edit_config(
+        folder, quantization_config={**method, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    )
+    return folder
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, "lora", "int8 weights"])
 def test_exact_windows_answer_as_plain_vllm(name: str, tmp_path: Path) -> None:
     """A vLLM that never heard of ctxwin computes each prompt whole, under the same setting."""
     from ctxwin.engines.vllm.engine import VLLMEngine
 
     folder = models.wide(models.write_text_model, tmp_path / "model")
     lora = write_lora(tmp_path / "lora", folder, 0) if name == "lora" else None
-    mine = {"lora": lora} if lora else {**SETTINGS[name], **OPEN.get(name, {})}
+    if name == "int8 weights":
+        quantise(folder)
+    setting = SETTINGS.get(name, {})
+    mine = {"lora": lora} if lora else {**setting, **OPEN.get(name, {})}
     engine = VLLMEngine(folder, dtype="float32", store=open_store("memory:"), **mine)
+    if name == "int8 weights":
+        assert engine.core.driver.config.model_config.quantization == "compressed-tensors"
     prompts: list[list[int]] = []
     answers: list[Answer] = []
     with engine, Window(engine, HEADER, fidelity=Fidelity("exact")) as window:
@@ -110,7 +138,7 @@ def test_exact_windows_answer_as_plain_vllm(name: str, tmp_path: Path) -> None:
         assert all(answer.usage.exact for answer in answers)
         assert answers[-1].usage.computed_tokens < answers[0].usage.computed_tokens / 2
     job, told = tmp_path / "job.json", tmp_path / "told.json"
-    said = {"setting": LORA if lora else SETTINGS[name], "lora": str(lora or "")}
+    said = {"setting": LORA if lora else setting, "lora": str(lora or "")}
     job.write_text(json.dumps({"model": str(folder), "prompts": prompts, **said}))
     env = {
         **os.environ,
