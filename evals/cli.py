@@ -1,4 +1,4 @@
-"""``ctxwin eval``: probe, basis, run, score, report, ls."""
+"""``ctxwin eval``: probe, basis, run, score, judge, report, ls."""
 
 from __future__ import annotations
 
@@ -145,6 +145,49 @@ def score(
         write_lm_eval(samples, folder / "lm-eval", names, n or None)
         result["output"] = str(folder)
         _show(result, as_json)
+
+
+@app.command()
+def judge(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run whose references are texts (mmdu, sparkles).")],
+    model: Annotated[str, typer.Option(help="The judge, as its server calls it.")],
+    url: Annotated[str, typer.Option(help="Its OpenAI-compatible address, as http://host:8000/v1.")],
+    as_json: Json = False,
+) -> None:
+    """Have a model rate the answers of a run against their references, 1 to 10; the key is OPENAI_API_KEY.
+
+    It does not see the arm. What it has said is kept in the folder, so that the same command goes on.
+    """
+    with errors():
+        import os
+
+        from ctxwin.evals.judge import Judge, judged, to_judge
+        from ctxwin.evals.samples import read_samples
+        from ctxwin.extras import optional_imports
+
+        with optional_imports():
+            from openai import OpenAI, OpenAIError
+
+        samples = read_samples(folder)
+        with OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY") or "EMPTY") as client:
+            rater, total = Judge(client, model, folder), len(to_judge(samples))
+            try:
+                with progress("answers", total) as advance:
+                    result = judged(samples, rater, advance)
+            except OpenAIError as error:
+                raise ValueError(
+                    f"the judge must answer at {url}, got {error}; what it has said is kept, run again"
+                ) from error
+        if as_json:
+            print_json(result)
+            return
+        made = new_table(f"rated by {model}", "task|arm|n|rating|95 %|unrated|as re-prefill", left=(0, 1))
+        for row in result["rows"]:
+            low, high = row["ci95"] or (float("nan"), float("nan"))
+            rating = "-" if row["rating"] is None else f"{row['rating']:.2f}"
+            cells = (str(row["n"]), rating, f"[{low:.2f}, {high:.2f}]", str(row["unrated"]), f"{row['equal']:.1%}")
+            made.add_row(row["task"], row["arm"], *cells)
+        terminal().print(made)
 
 
 @app.command()
