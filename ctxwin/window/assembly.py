@@ -387,6 +387,7 @@ class Assembly:
 
         The version stays: what is placed has not changed, only what is known about its KV.
         """
+        captured = {**laid.ahead, **captured}
         if 0 in captured:
             self.put(laid.segments[0].span_key, captured[0], laid.segments[0].encoded, provenance="system_prompt")
         placed, served = [], []

@@ -15,6 +15,7 @@ from ctxwin.kv.layout import SpanKV
 from ctxwin.store.memory import MemoryStore
 from ctxwin.store.spans import SpanRepository
 from ctxwin.window import reading
+from ctxwin.window.assembly import Assembly, Work
 from window.fake import FakeEngine
 
 TEXTS = ["a" * 30, "b" * 30, "c" * 30, "d" * 30]
@@ -102,6 +103,21 @@ def test_what_stands_in_front_is_computed_meanwhile(engine: FakeEngine, monkeypa
     assert window.chunks[0].id == first and [e.lane for e in window.chunks[:2]] == ["resident"] * 2
     kept = [p.kv.span for p in window.snapshot().placed[:2] if p.kv]
     assert all(engine.repo.contains(key) for key in kept), "what was computed ahead is stored as ever"
+
+
+def test_what_was_computed_ahead_is_settled_by_whoever_runs_the_answer(engine: FakeEngine) -> None:
+    """As behind plain chats, whose answers the server's own engine gives."""
+    window = Window(engine, "hd", fidelity=Fidelity("patched", rank=64, survivors="keep"))
+    window.extend([Chunk.text(text) for text in TEXTS[:2]])
+    window.ask("q")
+    window.insert(0, Chunk.text(TEXTS[2]))
+    expensive(engine)
+    store_of(engine).slow = True
+    state, assembly, work = window.snapshot(), Assembly(engine), Work()
+    laid = assembly.lay_out(state, window.fidelity, work)
+    assert list(laid.ahead) == [1] and laid.segments[1].span is not None and work.tokens == 30
+    settled = assembly.settle(state, laid, {}, window.fidelity)
+    assert all(p.kv is not None and assembly.has(p.kv.span) for p in settled.placed)
 
 
 @pytest.mark.parametrize("how", ["fails", "is late"])
