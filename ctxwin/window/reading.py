@@ -7,6 +7,7 @@ all begin at once; chunks that have to be computed in front of them are, while t
 from __future__ import annotations
 
 import contextvars
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ class Reads:
         if tier in _NEAR or key in self._begun:
             return
         context = contextvars.copy_context()
-        future = _threads().submit(context.run, partial(self._timed, tier, tokens, read))
+        future = _threads(os.getpid()).submit(context.run, partial(self._timed, tier, tokens, read))
         self._begun[key] = future, perf_counter(), self.costs.fetch_ms(tier, tokens)
 
     @property
@@ -76,5 +77,6 @@ class Reads:
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
+def _threads(process: int) -> ThreadPoolExecutor:
+    """Of this process: a forked one has none of its parent's."""
     return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ctxwin-read")
