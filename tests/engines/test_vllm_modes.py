@@ -173,10 +173,10 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Opened]:
         driver = engine._core.driver
         submit = driver.submit
 
-        def submitted(prompt: dict[str, Any], parameters: Any, priority: int) -> Any:
+        def submitted(prompt: dict[str, Any], parameters: Any, *rest: Any) -> Any:
             made.prompts.append(prompt)
             made.parameters.append(parameters)
-            return submit(prompt, parameters, priority)
+            return submit(prompt, parameters, *rest)
 
         def called(self: Any, *args: Any) -> Any:
             made.calls.append(args)

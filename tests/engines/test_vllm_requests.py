@@ -39,7 +39,7 @@ class Scripted:
     def counted(self, background: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def submit(self, prompt: Any, parameters: Any, priority: int) -> Any:
+    def submit(self, prompt: Any, parameters: Any, priority: int, lora: Any = None) -> Any:
         tokens, reason = self.script.pop(0)
         ticket = SimpleNamespace(outputs=queue.SimpleQueue())
         for i, token in enumerate([*tokens, None]):
@@ -141,7 +141,7 @@ class Preempting:
     def counted(self, background: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def submit(self, prompt: Any, parameters: Any, priority: int) -> Any:
+    def submit(self, prompt: Any, parameters: Any, priority: int, lora: Any = None) -> Any:
         transfer = self._transport._transfers.get(parameters.extra_args["kv_transfer_params"][PARAM])
         transfer.planned_tokens, transfer.loaded_tokens = 4, 0  # as `get_num_new_matched_tokens` leaves it
         ticket = SimpleNamespace(outputs=queue.SimpleQueue())

@@ -100,6 +100,8 @@ class VLLMEngine(EncodingEngine):
         EngineFailed: vLLM is missing or does not start. Cost: 3-30 s; in processes of its own 10-30 s more.
     """
 
+    _lora: Any = None  # the adapter that requests are computed with, as vLLM names it
+
     def __init__(
         self,
         model: str | Path,
