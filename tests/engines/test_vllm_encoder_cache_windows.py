@@ -91,7 +91,7 @@ def test_formed_long_after(engine: Any) -> None:
     seen: list[Any] = []
     submit = engine._core.driver.submit
 
-    def watched(prompt: dict[str, Any], parameters: Any, priority: int) -> Any:
+    def watched(prompt: dict[str, Any], parameters: Any, priority: int, lora: Any = None) -> Any:
         seen.append((priority, [set(item) for item in prompt["mm_kwargs"]["image"]]))
         return submit(prompt, parameters, priority)
 
