@@ -132,6 +132,8 @@ class Segment:
             cache with plain requests.
         recompute: ranges of tokens, ascending and apart, that are computed in place although there is a ``span``, which
             gives the others (MPIC, section 4.1); then ``capture`` returns all of it as served. Not with a patch.
+        merged: whether ``span`` has fewer slots than there are tokens (`ctxwin.kv.merge`): what follows on stands where it
+            would behind all of them. Then ``approximate`` is, too; neither a patch nor ``recompute``.
     """
 
     encoded: Encoded
@@ -143,11 +145,22 @@ class Segment:
     patch_key: str = ""
     approximate: bool = False
     recompute: tuple[tuple[int, int], ...] = ()
+    merged: bool = False
 
     @property
     def tokens(self) -> int:
         """How many tokens it has."""
         return self.encoded.tokens
+
+    @property
+    def slots(self) -> int:
+        """How many slots its KV takes."""
+        return self.span.tokens if self.merged and self.span is not None else self.encoded.tokens
+
+    @property
+    def places(self) -> np.ndarray:
+        """Positions of its slots relative to its origin: int64 ``[3, slots]``."""
+        return self.encoded.positions[:, : self.slots]
 
     @property
     def key(self) -> str:
@@ -215,6 +228,8 @@ class Sampling:
         presence_penalty: taken off the logits of tokens that the answer has already; frequency_penalty: times how often.
         repetition_penalty: divides the positive logits of tokens that prompt or answer have, multiplies negative ones.
         token_logprobs: generated ids are `ScoredToken` with so many of the best beside them; None: plain ints.
+        hold: most slots that are held of so many tokens, in (0, 1]: beyond that each generated token drops the one 25 behind
+            the newest, never the system prompt's (Elastic Cache's fixed-point elimination, algorithm 1).
         json_schema: the answer is JSON of this schema (JSON text); None: any text.
 
     An engine refuses what it cannot do with UnsupportedModel.
@@ -232,6 +247,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     token_logprobs: int | None = None
+    hold: float = 1.0
     json_schema: str | None = None
 
 
@@ -241,6 +257,8 @@ BEST = 32
 
 def check_sampling(sampling: Sampling) -> None:
     """Raises ValueError for a sampling that no engine can do."""
+    if not 0 < sampling.hold <= 1:
+        raise ValueError(f"hold must be in (0, 1], got {sampling.hold}")
     if sampling.max_tokens < 1 or sampling.temperature < 0:
         raise ValueError(
             f"max_tokens must be >= 1 and temperature >= 0, got {sampling.max_tokens} and {sampling.temperature}"
@@ -314,6 +332,20 @@ class Tally:
     forwards: int = 0
     tokens: int = 0
     fallbacks: int = 0
+
+
+@dataclass(frozen=True)
+class AttendedKV:
+    """KV of a chunk, and the attention that its tokens gave each other.
+
+    Attributes:
+        span: as `Engine.prefill` returns it.
+        sums: attention that each token got from the chunk's tokens, by layer, summed over them and averaged over heads:
+            float32 ``[L, T]`` (Elastic Cache, section 3.3).
+    """
+
+    span: SpanKV
+    sums: torch.Tensor
 
 
 @dataclass
@@ -453,6 +485,14 @@ class Engine(ABC):
         Cost: a forward over what is missing, once, and over each query and answer; no decoding.
         """
         raise UnsupportedModel(f"the {self.spec.name} engine cannot score a given answer, so it cannot be audited")
+
+    def attended(self, context: Sequence[Segment], target: Encoded, start: int, *, tally: Tally | None = None) -> AttendedKV:
+        """`prefill` in the background, and what says which slots may be merged: see `AttendedKV`.
+
+        Raises EngineFailed, UnsupportedModel: an engine that does not show its attention. Cost: a forward over ``target`` that
+        also makes its attention weights, in blocks.
+        """
+        raise UnsupportedModel(f"the {self.spec.name} engine does not show its attention, so it cannot merge chunks")
 
     @property
     def busy(self) -> bool:

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxwin.evals.decoder import Held, Memory
-from ctxwin.evals.elastic import METHODS, RECENT, Attended, Window, bucket_of, budget_slots, merged, most_important
+from ctxwin.evals.elastic import METHODS, RECENT, Attended, Window, merged
+from ctxwin.kv.merge import bucket_of, budget_slots, most_important
 
 
 def drawn_anchors(data: st.DataObject) -> tuple[int, list[int]]:

@@ -21,6 +21,7 @@ import torch
 
 from ctxwin.engines.base import (
     BEST,
+    AttendedKV,
     Encoded,
     EngineCounters,
     EngineSpec,
@@ -38,6 +39,7 @@ from ctxwin.engines.outputs import joined, outputs_identity, rows_of
 from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
 from ctxwin.kv.config import kv_spec_from_config
 from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.merge import budget_slots
 from ctxwin.kv.patch import apply_patch
 from ctxwin.kv.relocate import check_relocation, relocate
 from ctxwin.store import open_store
@@ -157,6 +159,8 @@ class HFEngine(EncodingEngine):
         check_sampling(sampling)
         if sampling.json_schema is not None or sampling.repetition_penalty != 1:
             raise UnsupportedModel("the hf engine has no JSON schemas and no repetition_penalty; open it as vllm:MODEL")
+        if sampling.hold < 1 and capture_query:
+            raise UnsupportedModel("an exchange is remembered with all of its KV: hold must be 1, got less")
         begun = time.perf_counter()
         made = Generation()
         with self._turn(background), self._lock:
@@ -176,6 +180,22 @@ class HFEngine(EncodingEngine):
         made.text = self.decode(made.token_ids)
         made.total_s = time.perf_counter() - begun
         return made
+
+    def attended(
+        self, context: Sequence[Segment], target: Encoded, start: int, *, tally: Tally | None = None
+    ) -> AttendedKV:
+        with self._turn(background=True), self._lock:
+            done = self._begun([*context, Segment(target, start)])
+            self._check([*context, Segment(target, start)], 0)
+            self._fill(done, context, 1)
+            with hf_model.listening(self.text_model, target.tokens) as sums:
+                self._fill(done, [Segment(target, start)], 1)
+            _usable(done)
+            if tally is not None:
+                tally.forwards += done.forwards
+                tally.tokens += done.computed
+            span = self._span(done, done.slices[-1], target.positions, start)
+            return AttendedKV(span, torch.stack([sums[layer] for layer in sorted(sums)]))
 
     def logits(self, layout: Sequence[Segment], query: Encoded) -> torch.Tensor:
         """Next-token logits behind ``query``, float32 ``[vocab]`` on the CPU; one forward over what is missing."""
@@ -253,10 +273,11 @@ class HFEngine(EncodingEngine):
         from transformers import DynamicCache
 
         self._opened()
-        tokens = [segment.tokens for segment in segments]
-        ends = list(itertools.accumulate(tokens))
-        slices = [(end - count, end) for count, end in zip(tokens, ends, strict=True)]
-        return _Pass(DynamicCache(config=self._checkpoint.text_config), sum(tokens), slices)
+        slots = [segment.slots for segment in segments]
+        ends = list(itertools.accumulate(slots))
+        slices = [(end - count, end) for count, end in zip(slots, ends, strict=True)]
+        tokens = sum(segment.tokens for segment in segments)
+        return _Pass(DynamicCache(config=self._checkpoint.text_config), tokens, slices)
 
     def _fill(
         self, done: _Pass, segments: Sequence[Segment], keep: int, stopped: Callable[[], bool] | None = None
@@ -299,7 +320,7 @@ class HFEngine(EncodingEngine):
         for segment in segments:
             span = segment.span
             assert span is not None
-            if not torch.equal(span.positions.cpu(), torch.tensor(segment.encoded.positions)):
+            if not torch.equal(span.positions.cpu(), torch.tensor(segment.places)):
                 raise ValueError(
                     f"a span must have its segment's {segment.encoded.tokens} positions, got {span.tokens} others (chunk "
                     f"{segment.encoded.chunk_id[:12]})"
@@ -425,6 +446,7 @@ class HFEngine(EncodingEngine):
         generator = torch.Generator().manual_seed(sampling.seed) if sampling.seed is not None else None
         at, fed = start + query.advance, 0
         logits = done.last
+        head, held = done.slices[0][1], done.slices[-1][1]
         if sampling.logprobs:
             made.logprobs = hf_model.top_logprobs(logits, sampling.logprobs)
         with torch.no_grad():
@@ -446,6 +468,10 @@ class HFEngine(EncodingEngine):
                 self._feed(done, hf_model.Inputs(self._words([token])), torch.full((3, 1), at + fed))
                 fed += 1
                 logits = done.last
+                if sampling.hold < 1 and int(done.cache.get_seq_length()) > max(
+                    held, budget_slots(sampling.hold, done.tokens + fed)
+                ):
+                    hf_model.drop_slot(done.cache, head)
 
     def _span(self, done: _Pass, part: tuple[int, int], positions: np.ndarray, start: int) -> SpanKV:
         """A copy, on the CPU, of part of the cache, in the frame it was computed in."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from ctxwin.engines.base import MediaSpan, Sampling, ScoredToken
 from ctxwin.engines.encoding.checkpoint import Checkpoint
 from ctxwin.errors import EngineFailed
+from ctxwin.kv.merge import RECENT, attention_sums
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,45 @@ def rows(logits: torch.Tensor, answer: Sequence[int], best: int) -> list[dict[in
     found = logits.log_softmax(-1)
     own: list[dict[int, float]] = [{int(token): float(found[i, token])} for i, token in enumerate(answer)]
     return [top_logprobs(row, best) | extra for row, extra in zip(found, [*own, {}], strict=True)]
+
+
+def drop_slot(cache: Any, head: int) -> None:
+    """Drops the slot in front of the newest 25, none of the first ``head``: algorithm 1. Cost: a copy of the cache."""
+    count = int(cache.get_seq_length())
+    out = min(max(count - 1 - RECENT, head, 1), count - 1)
+    for layer in cache.layers:
+        for name in ("keys", "values"):
+            held = getattr(layer, name)
+            setattr(layer, name, torch.cat([held[:, :, :out], held[:, :, out + 1 :]], dim=2))
+
+
+@contextmanager
+def listening(decoder: Any, count: int) -> Iterator[dict[int, torch.Tensor]]:
+    """Attention that the last ``count`` slots get from forwards over as many tokens, by layer: see `attention_sums`."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    sums: dict[int, torch.Tensor] = {}
+
+    def listen(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any) -> Any:
+        scale = options.get("scaling") or query.shape[-1] ** -0.5
+        got = attention_sums(query[0].transpose(0, 1), key[0].transpose(0, 1), scale)
+        sums[module.layer_idx] = sums.get(module.layer_idx, 0) + got[-count:].cpu()
+        return sdpa_attention_forward(module, query, key, *args, **options)
+
+    AttentionInterface.register(_LISTENING, listen)
+    configs = {id(layer.self_attn.config): layer.self_attn.config for layer in decoder.layers}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._attn_implementation = _LISTENING
+        yield sums
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = before[key]
+
+
+_LISTENING = "ctxwin_listening"
 
 
 def top_logprobs(logits: torch.Tensor, count: int) -> dict[int, float]:

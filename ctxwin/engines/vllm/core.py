@@ -247,9 +247,9 @@ class Core:
                 continue
             segment.parts()  # raises for ranges that are none
             span.validate(self.kv)
-            if span.tokens != encoded.tokens:
+            if span.tokens != segment.slots or span.tokens > encoded.tokens:
                 raise ValueError(f"the span of segment {i} must have {encoded.tokens} tokens, got {span.tokens}")
-            if not np.array_equal(span.positions.numpy(), encoded.positions):
+            if not np.array_equal(span.positions.numpy(), segment.places):
                 raise ValueError(
                     f"the span of segment {i} must have the positions of its tokens; it is another chunk's"
                 )

@@ -23,6 +23,7 @@ import torch
 
 from ctxwin.engines.base import (
     BEST,
+    AttendedKV,
     Encoded,
     EngineCounters,
     EngineSpec,
@@ -34,10 +35,12 @@ from ctxwin.engines.base import (
 )
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.outputs import joined as joined_outputs
+from ctxwin.engines.vllm.condensed import condensed
 from ctxwin.engines.vllm.lifecycle.versions import requirement
 from ctxwin.errors import AnswerStopped, CtxwinError, EngineFailed, UnsupportedModel
 from ctxwin.hashing import digest
 from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.merge import attention_sums
 from ctxwin.kv.relocate import relocate
 from ctxwin.store import open_store
 from ctxwin.store.recent import Recent
@@ -70,6 +73,7 @@ class _Ask:
     background: bool = False
     answer: Encoded | None = None
     forced: Forced | None = None
+    queries_of: str = ""
 
     @property
     def tail(self) -> list[Encoded]:
@@ -301,6 +305,46 @@ class VLLMEngine(EncodingEngine):
             found.append(outcome.forced)
         return found[len(asks) - len(asked) :]
 
+    def attended(
+        self, context: Sequence[Segment], target: Encoded, start: int, *, tally: Tally | None = None
+    ) -> AttendedKV:
+        """See `Engine.attended`. Only with vLLM in this process, and without latent attention: elsewhere queries stay inside."""
+        from ctxwin.engines.vllm.requests import LoadError
+        from ctxwin.engines.vllm.transport import LocalTransport
+
+        transport = self._core.transport
+        if not isinstance(transport, LocalTransport) or transport.paged is None or self.spec.kv.family == "mla":
+            raise UnsupportedModel(
+                "chunks are merged by their attention, which vLLM shows in one process (processes='single') and for GQA or "
+                "MHA only; merge them on the transformers engine, whose store this engine may read"
+            )
+        layout = [*context, Segment(target, start, capture=True)]
+        salt = f"attended-{uuid.uuid4().hex}"  # of what a cache holds nobody hears the queries
+        ask = _Ask(None, Sampling(max_tokens=1), salt, background=True, queries_of=str(len(context)))
+        base, made = self._core.check(layout, (), ask.sampling), Generation()
+        try:
+            with transport.listening():
+                segments, space, seen = self._filled(made, layout, base, ask)
+                queries = self._request(made, segments, base, ask, range(len(segments)), space, seen).queries
+        except LoadError as error:
+            raise EngineFailed(f"what stands in front of the chunk could not be loaded: {error}") from error
+        finally:
+            with self._counting:
+                self.counters.prefill_forwards += made.forwards
+                self.counters.prefill_tokens += made.computed_tokens
+                self.counters.bytes_loaded += made.bytes_loaded
+        if tally is not None:
+            tally.forwards += made.forwards
+            tally.tokens += made.computed_tokens
+        assert queries is not None
+        keys = torch.cat([made.captured[i].k for i in range(len(layout))], dim=1)
+        sums = [
+            attention_sums(queries[:, i], keys[i], float(layer.impl.scale))[-target.tokens :]
+            for i, layer in enumerate(transport.paged.layers)
+        ]
+        span = relocate(made.captured[len(context)], self.spec.kv, start)
+        return AttendedKV(span, torch.stack(sums))
+
     @property
     def busy(self) -> bool:
         return self._core.driver.busy
@@ -417,7 +461,7 @@ class VLLMEngine(EncodingEngine):
                 front, rest = self._ended(segments, i + 1)
                 part = _Ask(rest, Sampling(max_tokens=1), ask.salt, background=ask.background)
                 self._request(made, front, base, part, run, space, seen)
-                seen = sum(done.tokens for done in segments[: i + 1])
+                seen = sum(done.slots for done in segments[: i + 1])
                 for j in run:
                     segments[j] = replace(segments[j], span=made.captured[j])
         return segments, space, seen
@@ -461,8 +505,13 @@ class VLLMEngine(EncodingEngine):
         """
         from ctxwin.engines.vllm.requests import run
 
-        core = self._core
+        core, loaded_only = self._core, 0
+        if not ask.tail:  # nothing behind needs them, and of a prompt's last token vLLM computes the KV
+            segments = segments[: max((i + 1 for i, s in enumerate(segments) if not s.merged), default=0)]
+        if any(segment.merged for segment in segments):
+            segments, base, space, loaded_only = condensed(segments, base, ask.salt, self.spec.kv)
         prompt, transfer = self._transfer(segments, base, ask, capture, space)
+        transfer.blank = max(transfer.blank, loaded_only)
         eos = sorted(self.encoder.checkpoint.eos)
         try:
             outcome = run(
@@ -483,6 +532,7 @@ class VLLMEngine(EncodingEngine):
             made.cached_tokens += max(0, transfer.local_tokens - seen)
             made.forwards += 1
             made.bytes_loaded += transfer.bytes_loaded
+        outcome.queries = transfer.queries
         for i in capture:
             if outcome.finished or str(i) in transfer.captured:  # else stopped while preempted: its blocks are gone
                 made.captured[i] = self._span(transfer, str(i), segments[i].encoded, segments[i].start - base)
@@ -511,7 +561,14 @@ class VLLMEngine(EncodingEngine):
         if ask.capture_query:
             captures[_QUERY] = (offsets[len(segments)], None)
         ids, media = joined(encoded)
-        transfer = Transfer(loads=loads, tenant=self._tenant, captures=captures, own=space.own, exact=space.exact)
+        transfer = Transfer(
+            loads=loads,
+            tenant=self._tenant,
+            captures=captures,
+            own=space.own,
+            exact=space.exact,
+            queries_of=ask.queries_of,
+        )
         return self._prompt(ids, media, space, transfer), transfer
 
     def _prompt(self, ids: list[int], media: list[MediaSpan], space: Space, transfer: Transfer) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from ctxwin.engines.vllm.transport.base import PARAM, Transfer, Transport
 from ctxwin.errors import AnswerStopped, EngineFailed
 
 if TYPE_CHECKING:
+    import torch
+
     from ctxwin.engines.vllm.drivers import Driver, Ticket
 
 POLL_S = 0.01
@@ -43,6 +45,7 @@ class Outcome:
         first_token_at: `time.perf_counter` at the first token.
         finished: False where ``on_token`` stopped it.
         forced: log-probabilities by token id before each of the last prompt tokens that were asked for, then behind them.
+        queries: rotated queries of the chunk that was asked for, ``[tokens, layers, heads, dim]``.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -50,6 +53,7 @@ class Outcome:
     first_token_at: float = 0.0
     finished: bool = True
     forced: list[dict[int, float]] = field(default_factory=list)
+    queries: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

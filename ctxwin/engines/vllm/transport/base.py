@@ -89,6 +89,8 @@ class Transfer(Job):
         bytes_loaded: bytes of KV that the connector wrote.
         captured: ``(k, v)`` of each capture, ``[layers, tokens, heads, dim]``, keys as they lie in the cache.
         outputs: what else the forwards gave for the tokens of each capture, where the engine keeps it.
+        queries_of: the capture whose queries are wanted, too; "" for none.
+        queries: those, ``[tokens, layers, heads, dim]``.
         error: why a load or a capture failed; the request's answer must then be thrown away.
     """
 
@@ -101,6 +103,8 @@ class Transfer(Job):
     bytes_loaded: int = 0
     captured: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     outputs: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    queries_of: str = ""
+    queries: torch.Tensor | None = None
     error: BaseException | None = None
 
     def __post_init__(self) -> None:

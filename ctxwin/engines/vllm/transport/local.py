@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from ctxwin.engines.vllm.stage_outputs import StageOutputs
+from ctxwin.engines.vllm.stage_outputs import Queries, StageOutputs
 from ctxwin.engines.vllm.transport.base import Endpoint, Job, Load, Save, Transfer, Transport, new_handle, overlaps
 from ctxwin.kv.kernels import Part
 from ctxwin.kv.layout import KVSpec
@@ -21,13 +24,16 @@ class LocalTransport(Transport, Endpoint):
     Attributes:
         paged: access to the engine's cache; the engine sets it once vLLM is up.
         outputs: the rows beside it, where they are kept.
+        queries: the queries of what is computed, while somebody listens.
     """
 
     outputs: StageOutputs | None = None
+    queries: Queries | None = None
 
     def __init__(self, kv: KVSpec) -> None:
         self.kv = kv
         self.source = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._listening = threading.Lock()
         self._transfers: dict[str, Transfer] = {}  # each operation on it is atomic
         _open[self.source] = self
 
@@ -50,6 +56,16 @@ class LocalTransport(Transport, Endpoint):
         self.paged = None
         if self.outputs is not None:
             self.outputs.close()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hears the queries of what is computed meanwhile; one at a time."""
+        assert self.paged is not None
+        with self._listening, Queries(self.paged.layers) as self.queries:
+            try:
+                yield
+            finally:
+                self.queries = None
 
     def job(self, handle: str) -> Job | None:
         return self._transfers.get(handle)
@@ -96,8 +112,11 @@ class LocalTransport(Transport, Endpoint):
             assert self.paged is not None
             for name, (begin, end) in save.ranges.items():
                 transfer.captured[name] = self.paged.read(save.blocks, begin, end)
+                slots = self.paged.slots(save.blocks, begin, end)
                 if self.outputs is not None:
-                    transfer.outputs[name] = self.outputs.read(self.paged.slots(save.blocks, begin, end))
+                    transfer.outputs[name] = self.outputs.read(slots)
+                if self.queries is not None and name == transfer.queries_of:
+                    transfer.queries = self.queries.read(slots)
         except Exception as error:
             transfer.error = error
             _log.warning("reading spans back from the paged cache failed: %s", error)

@@ -1,0 +1,138 @@
+"""Merged KV: a span in fewer slots than tokens (Elastic Cache, arXiv 2407.18121, section 3.3).
+
+The slots that got the most attention stay as anchors, each layer's own; the KV of all others is averaged into the anchor that
+is nearest. Keys are averaged as they lie in the cache, rotated in place (algorithm 1). A mean of rotated keys has no position
+of its own, yet turns as all of its tokens do: where a chunk moves, all of them move by the same distance, and turning by that
+is linear. So merged KV is relocated like any other.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ctxwin.kv.layout import SpanKV
+
+WEIGHTS_AT_ONCE = 1 << 24
+"""Attention weights that are held at once, at most."""
+RECENT = 25
+"""Newest slots that fixed-point elimination leaves alone (section 4.1, "Implementation Details")."""
+LEAST = 2
+"""Slots that every merged span keeps: the first and the last token's (the same place)."""
+
+
+def budget_slots(share: float, tokens: int) -> int:
+    """Slots that a budget allows for so many tokens: ``share * tokens``, rounded up as algorithm 1 rounds deletions down."""
+    return min(tokens, math.ceil(share * tokens - 1e-9))
+
+
+def most_important(sums: Tensor, count: int, protected: tuple[int, ...] = ()) -> Tensor:
+    """The ``count`` slots of the highest sums ``[..., S]``, ascending, int64 ``[..., count]``; ``protected`` ones come first.
+
+    At equal importance the earlier slot is taken. ``protected`` are indices, negative ones from the end.
+    Raises ValueError where ``count`` exceeds the slots or does not hold the protected ones.
+    """
+    slots = int(sums.shape[-1])
+    held = {p % slots for p in protected} if slots else set()
+    if not len(held) <= count <= slots:
+        raise ValueError(f"count must be {len(held)}..{slots}, got {count}")
+    ranked = sums.clone()
+    ranked[..., sorted(held)] = torch.inf
+    order = ranked.sort(dim=-1, descending=True, stable=True).indices
+    return order[..., :count].sort(dim=-1).values
+
+
+def bucket_of(anchors: Tensor, slots: int) -> Tensor:
+    """The bucket of every slot, int64 ``[..., slots]``: Elastic Cache, equation 2.
+
+    Buckets part at ``floor((t_k + t_k+1) / 2)``, which belongs to the earlier one, so that a slot as near to two anchors
+    joins the first. As printed the last bucket begins on that midpoint, too, while all others begin behind it; here every
+    slot is in exactly one bucket, and every bucket holds its anchor.
+
+    Args:
+        anchors: int64 ``[..., n]``, ascending and distinct, n >= 1.
+        slots: number of slots.
+    """
+    parts = (anchors[..., :-1] + anchors[..., 1:]) // 2
+    every = torch.arange(slots, device=anchors.device).expand(*anchors.shape[:-1], slots)
+    return torch.searchsorted(parts.contiguous(), every.contiguous())
+
+
+def bucket_means(held: Tensor, buckets: Tensor, count: int) -> Tensor:
+    """Numbers averaged over each of ``count`` buckets, head by head: Elastic Cache, equation 3.
+
+    Sums are taken in float32 at least, so a bucket of one slot keeps its numbers bit for bit.
+
+    Args:
+        held: ``[L, B, H, S, D]``.
+        buckets: int64 ``[L, B, S]``, none of them empty.
+
+    Returns:
+        ``[L, B, H, count, D]``.
+    """
+    layers, batch, heads, _, width = held.shape
+    sizes = torch.zeros(layers, batch, count, dtype=torch.float32, device=held.device)
+    sizes.scatter_add_(2, buckets, torch.ones_like(buckets, dtype=torch.float32))
+    into = buckets[:, :, None, :, None].expand(-1, -1, heads, -1, width)
+    wide = torch.promote_types(held.dtype, torch.float32)
+    total = torch.zeros(layers, batch, heads, count, width, dtype=wide, device=held.device)
+    total.scatter_add_(3, into, held.to(wide))
+    return (total / sizes[:, :, None, :, None]).to(held.dtype)
+
+
+def merged_slots(share: float, tokens: int) -> int:
+    """How many slots a chunk of ``tokens`` tokens keeps at a budget of ``share``."""
+    return max(budget_slots(share, tokens), min(LEAST, tokens))
+
+
+def merge(span: SpanKV, attended: Tensor, count: int) -> SpanKV:
+    """``span`` in ``count`` slots, in the same frame; stage outputs do not survive that.
+
+    The slots carry the positions of the first ``count`` tokens, which say by how much they turn, not where they stand.
+
+    Args:
+        attended: attention that each token got, by layer: float32 ``[L, T]``; see `attention_sums`.
+        count: of 2 (or all, of a shorter span) to all of its tokens.
+
+    Raises:
+        ValueError: shapes or a count that do not fit. Cost: a pass over the KV.
+    """
+    if tuple(attended.shape) != (span.k.shape[0], span.tokens):
+        raise ValueError(f"attended must be {(span.k.shape[0], span.tokens)}, got {tuple(attended.shape)}")
+    anchors = most_important(attended[:, None], count, (0, -1))
+    buckets = bucket_of(anchors, span.tokens)
+
+    def mean(held: Tensor) -> Tensor:
+        return bucket_means(held.transpose(1, 2)[:, None], buckets.to(held.device), count)[:, 0].transpose(1, 2)
+
+    k, v = mean(span.k).contiguous(), mean(span.v).contiguous()
+    return replace(span, k=k, v=v, positions=span.positions[:, :count].clone(), outputs={})
+
+
+def attention_sums(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Attention that tokens got from the last T of them, float32 ``[S]``: summed over queries, averaged over heads.
+
+    The layer-wise sum of section 3.3, ``I_n^i = 1/K sum_j sum_m A_mn^ij``, of one layer. Causal: the last T of the S keys are
+    the queries' own tokens.
+
+    Args:
+        queries: ``[T, H, D]``, rotated; keys: ``[S, H_kv, D]``; H a multiple of H_kv.
+        scale: what scores are multiplied by.
+
+    Cost: one matrix product, in blocks of rows.
+    """
+    count, heads, _ = queries.shape
+    total, groups = int(keys.shape[0]), heads // int(keys.shape[1])
+    wide = keys.float().repeat_interleave(groups, dim=1).permute(1, 2, 0)  # [H, D, S]
+    got = torch.zeros(total, device=keys.device)
+    rows = max(1, WEIGHTS_AT_ONCE // (heads * total))
+    for begin in range(0, count, rows):
+        block = queries[begin : begin + rows].float().transpose(0, 1)
+        scores = block @ wide * scale
+        last = total - count + begin + torch.arange(block.shape[1], device=keys.device)
+        scores.masked_fill_(torch.arange(total, device=keys.device) > last[:, None], -torch.inf)
+        got += scores.softmax(dim=-1).sum(dim=(0, 1)) / heads
+    return got
