@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Mode = Literal["auto", "exact", "patched", "blind"]
-Lane = Literal["computed", "resident", "survivor", "orbit", "patched", "formed", "partial", "canonical"]
+Lane = Literal["computed", "resident", "survivor", "orbit", "patched", "formed", "partial", "merged", "canonical"]
 Reference = Literal["stricter", "window", "stream", "nearer"]
-LANES: tuple[Lane, ...] = ("computed", "resident", "survivor", "orbit", "patched", "formed", "partial", "canonical")
+LANES: tuple[Lane, ...] = get_args(Lane)
 
 
 class Fidelity(BaseModel):
@@ -33,6 +33,10 @@ class Fidelity(BaseModel):
             mean over the orders met. Wrong by definition where the answer depends on the order, so off by default.
         recompute: the first tokens of each picture that are computed in context, beside all text, where a chunk stands behind
             neighbours it has no KV for; the rest of it is its canonical (MPIC-k; the paper takes 32). None: never.
+        merge: share of its slots that a chunk keeps when it is merged (Elastic Cache): by `Window.merge`, and what was evicted,
+            while bytes are short, in `Window.compress`. None: never.
+        eliminate: with it: while an answer is generated over merged chunks no larger share of all tokens is held; beyond that
+            the token 25 behind the newest is dropped. On transformers only: vLLM keeps every token that it has computed.
         audit: share of asks that are audited: replayed in the background as they were served, and as a re-prefill of what is
             placed, along the answer that was given; where something survives also as a re-prefill of what was seen.
         kl_budget: mean KL(re-prefill || served) a token, in nats, above which the chunks that were served approximately fall
@@ -54,6 +58,8 @@ class Fidelity(BaseModel):
     survivors: Literal["keep", "slid", "removal", "refresh"] = "keep"
     orbit: bool = False
     recompute: int | None = Field(default=None, ge=0)
+    merge: float | None = Field(default=None, gt=0, lt=1)
+    eliminate: bool = False
     audit: float = Field(default=0.0, ge=0, le=1)
     kl_budget: float | None = Field(default=None, gt=0)
     reference: Reference = "stricter"
@@ -97,4 +103,6 @@ class Fidelity(BaseModel):
             return lane in ("computed", "formed", "resident")
         if lane == "partial":
             return self.mode == "patched" and self.recompute is not None
+        if lane == "merged":
+            return self.mode == "patched" and self.merge is not None
         return lane != "orbit" or self.orbit

@@ -265,6 +265,10 @@ class RemoteWindow:
         """
         return int(self._post("compress", if_short=if_short)["freed_bytes"])
 
+    def merge(self, placement: str, share: float | None = None) -> int:
+        """Keeps a chunk in fewer slots, or in all of them again (``share=1``). Returns the slots."""
+        return int(self._post("merge", id=placement, share=share)["slots"])
+
     def close(self) -> None:
         """Closes the window on the server for good. Idempotent; a window that is gone there already counts as closed."""
         if not self._closed:

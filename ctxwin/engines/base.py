@@ -486,7 +486,9 @@ class Engine(ABC):
         """
         raise UnsupportedModel(f"the {self.spec.name} engine cannot score a given answer, so it cannot be audited")
 
-    def attended(self, context: Sequence[Segment], target: Encoded, start: int, *, tally: Tally | None = None) -> AttendedKV:
+    def attended(
+        self, context: Sequence[Segment], target: Encoded, start: int, *, tally: Tally | None = None
+    ) -> AttendedKV:
         """`prefill` in the background, and what says which slots may be merged: see `AttendedKV`.
 
         Raises EngineFailed, UnsupportedModel: an engine that does not show its attention. Cost: a forward over ``target`` that

@@ -224,6 +224,7 @@ _forward("prefill", "computed")
 _forward("prepare_orbit", "placements", ids=list[str], orders=(Orders, 6), seed=(SEED, 0))
 _forward("refresh", "refreshed", count=(COUNT | None, None), ids=(list[str] | None, None))
 _forward("compress", "freed_bytes", if_short=(bool, False))
+_forward("merge", "slots", id=str, share=(Annotated[float, Field(gt=0, le=1)] | None, None))
 
 
 @_operation(edits=False)

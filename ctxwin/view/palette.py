@@ -10,6 +10,7 @@ LANES: dict[str, tuple[str, str]] = {
     "survivor": ("#2e86ab", "kept as it was conditioned; some of its context left"),
     "patched": ("#6457a6", "canonical KV plus a low-rank patch"),
     "orbit": ("#b56576", "canonical KV plus one patch for every order"),
+    "merged": ("#c9ada7", "kept in fewer slots than tokens"),
     "canonical": ("#8d99ae", "clean of its context"),
 }
 """Lane: (colour, meaning), the most expensive first."""

@@ -160,6 +160,8 @@ def ask(
                 return (on_token is None or on_token(token, text)) and not ended
 
             kept = bool(remember) or core.engine.spec.outputs
+            if fidelity.eliminate and fidelity.merge and not kept and any(c.served.slots for c in laid.choices):
+                sampling = replace(sampling, hold=fidelity.merge)
             generation = core.assembly.run(laid, encoded, sampling, capture_query=kept, on_token=heard)
             if stopped():
                 raise AnswerStopped("the answer was stopped before its end")

@@ -98,7 +98,7 @@ class Laid:
             served = front.computed(choice.placed.chunk_id, "computed")
             choices.append(Choice(choice.placed, "computed", front, served, compute=True))
             front = front.behind(choice.placed, served)
-        none = {"span": None, "patch": None, "patch_key": "", "approximate": False, "recompute": ()}
+        none = {"span": None, "patch": None, "patch_key": "", "approximate": False, "recompute": (), "merged": False}
         bare = (replace(segment, **none) for segment in self.segments)  # type: ignore[arg-type]
         names = tuple(dict.fromkeys(content_name(c.placed.chunk_id) for c in choices))
         return Laid(tuple(choices), tuple(bare), "", names, tuple(range(len(choices) + 1)))
@@ -184,7 +184,7 @@ class Assembly:
         for choice, encoded in zip(choices, encodeds, strict=True):
             if not choice.compute and not choice.form_canonical:
                 source = choice.linked or choice.served
-                reads.begin(source.span, encoded.tokens, self._span_read(source, encoded, choice.placed.chunk_id))
+                reads.begin(source.span, choice.slots, self._span_read(source, encoded, choice.placed.chunk_id))
                 if choice.served.patch is not None:
                     reads.begin(choice.served.patch, encoded.tokens, partial(self.repo.get_patch, choice.served.patch))
         system_prompt = self.system_prompt(state, work, reads)
@@ -212,7 +212,7 @@ class Assembly:
                 for record in (patch.meta if patch else {}, {} if served.exact else found[1]):
                     contents.update(dict.fromkeys(record.get("absorbed", ())))
                 segment = replace(segment, span=found[0], approximate=not choice.in_place)
-                segment = replace(segment, patch=patch, patch_key=served.patch or "")
+                segment = replace(segment, patch=patch, patch_key=served.patch or "", merged=served.slots is not None)
                 if linked is not None:
                     segment = replace(
                         segment, recompute=partial_ranges(encoded.media_ranges, choice.recompute, encoded.tokens)
@@ -270,6 +270,7 @@ class Assembly:
             said["provenance"] = served.provenance
         if served.exact:
             said["exact"] = True
+        encoded = encoded.part(0, served.slots) if served.slots else encoded
         return partial(self.repo.get_span, served.span, encoded.token_ids, positions=encoded.positions, **said)
 
     def _span(

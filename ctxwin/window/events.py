@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ctxwin.window.state import State
 
 _Edit = Literal[
-    "append", "insert", "evict", "forget", "slide", "recall", "look_back", "reorder", "toggle", "pin", "touch"
+    "append", "insert", "evict", "forget", "slide", "recall", "look_back", "reorder", "toggle", "pin", "touch", "merge"
 ]
 _Whole = Literal["fork", "adopt", "undo", "ask", "audit", "disposable", "prepare_orbit", "refresh", "compress", "close"]
 Op = Literal[_Edit, _Whole]
@@ -32,7 +32,7 @@ class Event:
             and whether the answer ``changed``; ``ids`` names the chunks that fell back to exact.
         other: id of the other window of ``fork`` and ``adopt`` (the branch).
         note: a detail, in words for ``audit``: ``clean`` or ``conditioned`` of a toggle, ``pinned`` or ``free`` of a pin,
-            ``disposable`` or ``needed``, the other system prompt of a fork.
+            ``disposable`` or ``needed``, the other system prompt of a fork, the slots of a merged chunk.
         seconds: how long it took.
     """
 

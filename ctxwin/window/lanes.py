@@ -5,7 +5,7 @@ decides. For each chunk, front to back, the cheapest admissible way is taken:
 
 - What the fidelity and the provenance do not allow is not admissible, whatever it costs.
 - Exact KV that is held is never given up for an approximation.
-- Of the others (an approximation, another one, a forward) a later one of the order resident, patched by its own patch,
+- Of the others (an approximation, another one, a forward) a later one of the order resident, patched by its own patch, merged,
   survivor, patched, orbit, served before, partial, computed replaces an earlier one where it saves at least five milliseconds
   and a quarter: prices are measured and tremble, and each change of lane changes what the chunks behind stand on.
 - What was served before behind the same contents is served again rather than computed. So no ask computes more whole chunks
@@ -86,6 +86,11 @@ class Choice:
     def again(self) -> int:
         """How many of its tokens are computed in place though it is linked."""
         return 0 if self.linked is None else sum(tokens for tokens, compute in self.parts if compute)
+
+    @property
+    def slots(self) -> int:
+        """How many slots its KV takes."""
+        return self.served.slots or self.placed.tokens
 
     @property
     def settles(self) -> bool:
@@ -269,9 +274,11 @@ def _admissible(
 
     if fidelity.mode != "exact":
         own = known if known and has(known.span) and (known.patch is None or has(known.patch)) else None
+        if own and own.slots is not None and not fidelity.allows("merged"):
+            own = None
         left = survival.of(placed, front.length) if own else None
         same = known is not None and known.provenance == here.provenance
-        if known and has(known.span) and fidelity.survivors == "removal" and (left or same):
+        if known and not known.slots and has(known.span) and fidelity.survivors == "removal" and (left or same):
             # What a patch over it leaves uncorrected is of what its base absorbed.
             here = here.model_copy(update={"base": known.span, "absorbed": hull(here.absorbed, known.absorbed)})
         yield from _held(placed, front, here, own, left, fidelity, has)
@@ -299,7 +306,7 @@ def _held(
     """Serving KV that this chunk has, or that was computed behind the very same approximations."""
     same = own is not None and own.provenance == here.provenance
     if fidelity.allows("resident"):
-        if own and same and own.patch is None:
+        if own and same and own.patch is None and own.slots is None:
             yield Choice(placed, "resident", front, own.model_copy(update={"antecedents": here.antecedents}))
         elif has(here.span):
             yield Choice(placed, "resident", front, here)
@@ -308,6 +315,10 @@ def _held(
         if fidelity.allows(kind):
             served = own.model_copy(update={"antecedents": here.antecedents, "lane": kind})
             yield Choice(placed, kind, front, served)
+    if own and same and own.slots is not None:
+        yield Choice(
+            placed, "merged", front, own.model_copy(update={"antecedents": here.antecedents, "lane": "merged"})
+        )
     if own and left and fidelity.survivors == "slid" and tuple(own.antecedents[: len(left[1])]) != left[1]:
         left = None  # something was taken out behind what stays, or this one came back behind other chunks
     if own and left and fidelity.keeps_survivors and fidelity.allows("survivor"):
@@ -391,7 +402,7 @@ def plan_of(
                 offset=offset,
                 start=start,
                 compute=compute,
-                bytes=0 if choice.compute else p.tokens * token_bytes,
+                bytes=0 if choice.compute else choice.slots * token_bytes,
                 exact=choice.served.exact,
                 depth=choice.served.depth,
                 ms=choice.ms,

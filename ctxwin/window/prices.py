@@ -32,7 +32,7 @@ class Prices:
 
     def of(self, choice: Choice, offset: int) -> float:
         """Serving a chunk behind ``offset`` tokens, a request of its own apart."""
-        tokens, served = choice.placed.tokens, choice.served
+        tokens, served = choice.slots, choice.served
         if choice.compute:
             return self.model.forward_ms(tokens, offset)
         patched, again = served.patch is not None, choice.again

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from ctxwin.chunk import Chunk
 from ctxwin.errors import UnknownChunk
@@ -33,6 +33,7 @@ class Conditioning(BaseModel):
         span: store key of its span (of the base it is rebuilt from, where there is a patch).
         patch: store key of the patch that is added to the base, if any.
         base: store key of the span that a removal patch is to correct; None once it is formed.
+        slots: how many slots its span has, where it is merged and has fewer than tokens; None elsewhere.
         absorbed: first and last arrival of all that it may carry something of, antecedents and what approximations in front
             of it carried; None where nothing was in front.
     """
@@ -47,6 +48,7 @@ class Conditioning(BaseModel):
     span: str
     patch: str | None = None
     base: str | None = None
+    slots: int | None = Field(default=None, ge=1)
     absorbed: tuple[int, int] | None = None
 
     def without_antecedents(self) -> Conditioning:
@@ -320,6 +322,11 @@ def partial_key(provenance: str, approximations: str, base: str, count: int) -> 
     """Store key of a chunk of which all text and the first ``count`` tokens of each picture were computed in context, and the
     rest is the span ``base``."""
     return span_key(provenance, _digest("partial", approximations, base, count))
+
+
+def merged_key(span: str, patch: str | None, slots: int) -> str:
+    """Store key of what a span, with its patch, is in so many slots."""
+    return "span/" + _digest("merged", span, patch, slots)
 
 
 ORDERS_MET = (64, 32, 16, 8, 4, 2)

@@ -11,6 +11,7 @@ from ctxwin.window.assembly import Work
 from ctxwin.window.core import WindowCore
 from ctxwin.window.economy import Demand, likely_form
 from ctxwin.window.lanes import MAX_ORBIT, canonical_key, patched
+from ctxwin.window.merging import merged_apart, merged_in_place
 from ctxwin.window.orbits import meet, prepare
 from ctxwin.window.state import Placed, State
 
@@ -63,8 +64,9 @@ def refresh(core: WindowCore, count: int | None, ids: Sequence[str] | None = Non
 
 def compress(core: WindowCore, *, if_short: bool) -> int:
     """See `Window.compress`; the rules are those of `ctxwin.window.economy`."""
-    if not core.fidelity.allows("patched") or core.fidelity.mode == "blind":
-        return 0  # patches would not be served, and the exact KV would be gone
+    patches, merges = (core.fidelity.allows(lane) and core.fidelity.mode == "patched" for lane in ("patched", "merged"))
+    if not patches and not (merges and if_short):
+        return 0  # nothing smaller would be served, and the exact KV would be gone
     with core.writing() as state:
         if core.fidelity.allows("orbit"):
             _meet(core, state)
@@ -76,24 +78,22 @@ def compress(core: WindowCore, *, if_short: bool) -> int:
         if if_short and not demand.short:
             return 0
         dropped: dict[str, int] = {}
-        placed = tuple(_compressed(core, state, p, demand if if_short else None, dropped) for p in state.placed)
+        placed = state.placed
+        if patches:
+            placed = tuple(_compressed(core, state, p, demand if if_short else None, dropped) for p in placed)
         compressed = len(dropped)
         evicted = tuple(_kept(core, state, p, dropped) for p in state.evicted) if if_short else state.evicted
         new = state.edited(placed=placed, evicted=evicted)
         if dropped:
             core.commit(new, "compress")
             core.engine.repo.counters.spans_compressed += compressed
-    # Other windows may still serve it.
-    freed = sum(
-        size for key, size in dropped.items() if not core.engine.repo.leased(key) and core.engine.repo.delete(key)
-    )
-    return freed + (core.engine.repo.drop_unserved() if if_short else 0)
+    return _drop(core, dropped) + (core.engine.repo.drop_unserved() if if_short else 0)
 
 
 def _compressed(core: WindowCore, state: State, p: Placed, demand: Demand | None, dropped: dict[str, int]) -> Placed:
     """``p`` as canonical + patch where that is smaller and, given a ``demand``, pays; its span is then added to ``dropped``."""
     assembly, repo, kv = core.assembly, core.engine.repo, p.kv
-    if kv is None or kv.patch is not None or not kv.antecedents:
+    if kv is None or kv.patch is not None or kv.slots is not None or not kv.antecedents:
         return p
     if demand and not demand.pays(state, p, assembly.has(canonical_key(state, p.chunk_id)[1])):
         return p
@@ -119,6 +119,45 @@ def _compressed(core: WindowCore, state: State, p: Placed, demand: Demand | None
     return p.replace(kv=patched(kv, "patched", base, key))
 
 
+def merge(core: WindowCore, placement: str, share: float | None) -> int:
+    """See `Window.merge`."""
+    fidelity = core.fidelity
+    share = fidelity.merge if share is None else share
+    if not fidelity.allows("merged") or share is None:
+        raise ValueError(
+            f"the window's fidelity must allow merged KV, got {fidelity.mode!r} without merge; open it with "
+            "Fidelity('patched', merge=0.5)"
+        )
+    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
+        raise ValueError(f"share must be a number in (0, 1], got {share!r}")
+    dropped: dict[str, int] = {}
+    with core.writing() as state:
+        p = state.find(placement)
+        if share == 1:
+            new = p.replace(kv=None) if p.kv is not None and p.kv.slots is not None else p
+        elif not p.conditioned:
+            raise ValueError(f"{placement} is served without its context; toggle it back before it is merged")
+        elif placement in {e.id for e in state.evicted}:
+            new = merged_apart(core.assembly, state, p, share, dropped)
+        else:
+            new = merged_in_place(core.assembly, state, state.index(placement), share, fidelity, dropped)
+        if new is not p:
+            placed, evicted = (
+                tuple(new if q.id == placement else q for q in chunks) for chunks in (state.placed, state.evicted)
+            )
+            core.assembly.before.clear()  # what was served whole is not to be found again
+            slots = new.kv.slots if new.kv is not None and new.kv.slots else p.tokens
+            core.commit(state.edited(placed=placed, evicted=evicted), "merge", [placement], note=str(slots))
+    _drop(core, dropped)
+    return new.kv.slots if new.kv is not None and new.kv.slots else new.tokens
+
+
+def _drop(core: WindowCore, dropped: dict[str, int]) -> int:
+    """Deletes what no window leases; returns the bytes given back."""
+    repo = core.engine.repo
+    return sum(size for key, size in dropped.items() if not repo.leased(key) and repo.delete(key))
+
+
 def _kept(core: WindowCore, state: State, p: Placed, dropped: dict[str, int]) -> Placed:
     """The evicted ``p`` in the form that `likely_form` names; its other KV is added to ``dropped``."""
     repo, (_, canonical) = core.engine.repo, canonical_key(state, p.chunk_id)
@@ -128,6 +167,8 @@ def _kept(core: WindowCore, state: State, p: Placed, dropped: dict[str, int]) ->
         return p
     form = likely_form(state, p, repo.contains(canonical), core.fidelity.survivors == "keep")
     own = p.kv.patch or p.kv.span
+    if form == "conditioned" and core.fidelity.allows("merged"):
+        return merged_apart(core.assembly, state, p, core.fidelity.merge or 1.0, dropped)
     if form == "conditioned" or own == canonical:
         return p
     dropped[own] = core.engine.spec.kv.token_bytes * p.tokens if p.kv.patch is None else 0

@@ -545,6 +545,22 @@ class Window:
         """
         return upkeep.compress(self.core, if_short=if_short)
 
+    def merge(self, placement: str, share: float | None = None) -> int:
+        """Keeps a placed or evicted chunk in fewer slots (Elastic Cache): those that its tokens attended to most, with all
+        others merged into the nearest. Returns the slots.
+
+        Needs ``Fidelity("patched", merge=...)``. An approximation, lane ``merged``, which audits judge like any other: of what
+        nobody asks about in detail, or of evicted chunks, which come back merged. Its whole KV leaves the store where no other
+        window holds it.
+
+        Args:
+            share: of its tokens, in (0, 1); default: the fidelity's. 1 takes the merging back: its KV is found in the store, or
+                computed again from its source.
+
+        Raises UnknownChunk, UnsupportedModel on an engine that does not show its attention. Cost: a forward over the chunk.
+        """
+        return upkeep.merge(self.core, placement, share)
+
     def snapshot(self) -> State:
         """This version as a pydantic model: JSON-able, a few hundred bytes a chunk, no tensors. O(n)."""
         return self.core.state

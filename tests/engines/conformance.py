@@ -21,6 +21,7 @@ from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, ScoredTok
 from ctxwin.errors import AnswerStopped, ChunkUnavailable, EngineFailed, UnsupportedModel
 from ctxwin.fidelity import Fidelity
 from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.merge import merge, merged_slots
 from ctxwin.kv.patch import apply_patch, form_patch
 from ctxwin.kv.relocate import relocate
 from ctxwin.store import Store, open_store
@@ -274,6 +275,50 @@ class EngineConformance:
             assert sorted(got.captured) == [i for i, s in enumerate(linked, 1) if s.recompute]
             for i, span in got.captured.items():
                 assert_same_kv(span, whole.captured[i])
+
+    def test_merged_segments_take_fewer_slots(
+        self, engine: Engine, encoded: list[Encoded], query: Encoded, whole: Generation
+    ) -> None:
+        """Merged to all of their slots they are what they were; to fewer, what is behind stands where it stood."""
+        spans = with_spans(laid(encoded), whole.captured)
+        try:
+            attended = engine.attended(spans[:1], encoded[1], spans[1].start)
+        except UnsupportedModel as error:
+            assert engine.spec.name == "vllm" and "transformers" in str(error)
+            sums = torch.rand(engine.spec.kv.layers, encoded[1].tokens)
+        else:
+            assert_same_kv(attended.span, whole.captured[1])
+            sums = attended.sums
+            assert tuple(sums.shape) == (engine.spec.kv.layers, encoded[1].tokens)
+            assert bool(((sums.sum(1) > 0) & (sums.sum(1) <= encoded[1].tokens)).all())
+        last = len(encoded) - 1
+        for share, same in ((1.0, True), (0.4, False)):
+            layout = list(spans)
+            for i in (1, last):
+                count = merged_slots(share, encoded[i].tokens)
+                span = merge(
+                    whole.captured[i],
+                    sums[:, : encoded[i].tokens] if i == 1 else torch.rand(sums.shape[0], encoded[i].tokens),
+                    count,
+                )
+                layout[i] = replace(layout[i], span=span, merged=True, approximate=True, span_key=f"merged-{share}-{i}")
+            layout[2] = replace(layout[2], span=None, capture=True, span_key="")
+            got = engine.generate(layout, query, ALL, salt=f"merged {share}", capture_query=True)
+            assert got.computed_tokens == encoded[2].tokens + query.tokens and not got.fallbacks
+            assert got.captured[2].start == spans[2].start
+            if same:
+                assert_same_answer(
+                    replace(got, token_ids=got.token_ids[:1]), replace(whole, token_ids=whole.token_ids[:1])
+                )
+                assert_same_kv(got.captured[2], whole.captured[2])
+            else:
+                assert got.logprobs != whole.logprobs
+                # What is loaded again answers the same, found in a cache or not.
+                layout[2] = replace(layout[2], span=got.captured[2], capture=False, span_key="behind", approximate=True)
+                again = engine.generate(layout, query, ALL, salt=f"merged {share} again")
+                assert max(abs(got.logprobs[i] - again.logprobs[i]) for i in got.logprobs) <= LOGPROB_TOLERANCE
+                (row,) = engine.forced_logprobs(layout, [(query, got.token_ids[:1])])
+                assert row[0][got.token_ids[0]] == pytest.approx(got.logprobs[got.token_ids[0]], abs=1e-4)
 
     def test_a_canonical_that_is_recomputed_whole_is_computed_in_place(
         self, engine: Engine, encoded: list[Encoded], query: Encoded, whole: Generation

@@ -24,11 +24,13 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.base import Encoded, Generation, Sampling, Segment
 from ctxwin.errors import EngineFailed
 from ctxwin.kv.layout import SpanKV
+from ctxwin.kv.merge import merge
 from ctxwin.store import open_store
 from ctxwin.store.records import BLOBS
 from engines import models
@@ -168,6 +170,33 @@ class TestLoads:
             loaded = engine.generate(laid(parts, spans), query, ALL, salt="own")
             assert same(right, plain) and same(right, loaded) and loaded.fallbacks == 0
             faults.assert_released(engine)
+
+    def test_of_merged_segments(self, engine: Any) -> None:
+        """What stands for them in the prompt is never computed: handed over again, or the whole prompt in place."""
+        parts, query = encoded(engine, [picture(1), text(2), picture(3)]), engine.encode_query("what color")
+        spans = spans_of(engine, parts)
+        layout = laid(parts, spans)
+        for i in (1, 2):
+            sums = torch.rand(spans[i].k.shape[0], spans[i].tokens, generator=torch.Generator().manual_seed(i))
+            half = merge(spans[i], sums, spans[i].tokens // 2)
+            layout[i] = replace(layout[i], span=half, merged=True, approximate=True, span_key=f"half-{i}")
+        right = engine.generate(layout, query, ALL, salt="halves")
+        whole = engine.generate(laid(parts), query, ALL, salt="computed")
+        assert gap(right.logprobs, whole.logprobs) > CLOSE
+        for kind in kinds(engine):
+            cold(engine)
+            draws = iter([kind])
+            with faults.Faults(engine, lambda draws=draws: next(draws, "")) as injected:
+                made = engine.generate(layout, query, ALL, salt="halves")
+            assert injected.struck == {kind: 1} and made.fallbacks == 0 and same(right, made)
+            cold(engine)
+            with faults.Faults(engine, lambda kind=kind: kind) as injected:
+                made = engine.generate(layout, query, ALL, salt="halves")
+            assert made.fallbacks == 1 and same(whole, made)
+            faults.assert_released(engine)
+            assert same(right, engine.generate(layout, query, ALL, salt="halves"))
+        with pytest.raises(ValueError, match="salt must name a space"):
+            engine.generate(layout, query, ALL)
 
     def test_a_neighbour_in_the_batch_notices_nothing(self, engine: Any) -> None:
         """Plain requests with the very same tokens run while loads of the exact space fail."""

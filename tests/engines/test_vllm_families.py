@@ -11,12 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine, Generation, Sampling, partial_ranges
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.engines.open import open_engine
 from ctxwin.errors import UnsupportedModel
+from ctxwin.kv.merge import merge, merged_slots
 from ctxwin.store import Store, open_store
 from engines import models
 from engines.conformance import HEADER, QUERY, EngineConformance, difference, laid, picture, with_spans
@@ -77,6 +79,28 @@ class OnVLLM(EngineConformance):
         assert ours.token_ids == theirs.token_ids and gap(ours, theirs) < CLOSE
         for i, span in theirs.captured.items():
             assert difference(ours.captured[i].v, span.v) < 1e-4  # an MLA model's keys are in another order there
+
+        header, *seen = [reference.encode_system_prompt(HEADER), *(reference.encode(c) for c in chunks)]
+        front = laid([header])
+        sums = [reference.attended(front, each, header.advance).sums for each in seen]
+        ours, theirs = (
+            self.merged(side, chunks, made, sums, salt) for side, made in zip((engine, reference), made, strict=True)
+        )
+        assert ours.token_ids == theirs.token_ids and gap(ours, theirs) < CLOSE
+
+    @staticmethod
+    def merged(
+        engine: Engine, chunks: list[Chunk], whole: Generation, sums: list[torch.Tensor], salt: str
+    ) -> Generation:
+        """The answer over chunks in half their slots, with one computed between them."""
+        encoded = [engine.encode_system_prompt(HEADER), *(engine.encode(c) for c in chunks), engine.encode(chunks[0])]
+        segments = with_spans(laid(encoded), whole.captured)
+        for i, attended in enumerate(sums, start=1):
+            span = merge(whole.captured[i], attended, merged_slots(0.5, encoded[i].tokens))
+            segments[i] = replace(segments[i], span=span, merged=True, approximate=True, span_key=f"{salt}-half-{i}")
+        got = engine.generate(segments, engine.encode_query(QUERY), ALL, salt=f"{salt}-merged")
+        assert sorted(got.captured) == [len(segments) - 1] and not got.fallbacks
+        return got
 
     @staticmethod
     def linked(engine: Engine, chunks: list[Chunk], salt: str) -> Generation:

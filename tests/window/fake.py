@@ -16,6 +16,7 @@ import torch
 
 from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
 from ctxwin.engines.base import (
+    AttendedKV,
     Encoded,
     Engine,
     EngineCounters,
@@ -144,7 +145,7 @@ class FakeEngine(Engine):
                     made.append(self._forward([*spans, *made], part.encoded, segment.start))
                     tokens += part.tokens
             k, v = (torch.cat([getattr(span, name) for span in made], 1) for name in "kv")
-            spans.append(SpanKV(k, v, torch.from_numpy(segment.encoded.positions.copy()), segment.start))
+            spans.append(SpanKV(k, v, torch.from_numpy(segment.places.copy()), segment.start))
             if segment.capture and (segment.span is None or segment.recompute):
                 captured[i] = spans[-1]
         return spans, captured, tokens, loaded
@@ -168,6 +169,13 @@ class FakeEngine(Engine):
             tally.forwards += 1
             tally.tokens += tokens + target.tokens
         return self._forward(spans, target, start)
+
+    def attended(
+        self, context: Sequence[Segment], target: Encoded, start: int, *, tally: Tally | None = None
+    ) -> AttendedKV:
+        """Tokens count by their id."""
+        span = self.prefill(context, target, start, background=True, tally=tally)
+        return AttendedKV(span, torch.tensor([target.token_ids] * LAYERS, dtype=torch.float32))
 
     def generate(
         self, layout: Sequence[Segment], query: Encoded, sampling: Sampling, *, salt: str = "", capture_query: bool = False,

@@ -113,7 +113,7 @@ class TellingEngine(FakeEngine):
         if not self.failures or all(segment.span is None for segment in segments):
             return list(segments), 0
         self.failures -= 1
-        return [replace(s, span=None, patch=None, approximate=False, recompute=()) for s in segments], 1
+        return [replace(s, span=None, patch=None, approximate=False, recompute=(), merged=False) for s in segments], 1
 
     def prefill(
         self,

@@ -28,11 +28,12 @@ FIDELITIES = {
     "refresh": Fidelity("patched", rank=2, survivors="refresh", orbit=True),
     "blind": Fidelity("blind"),
     "partial": Fidelity("patched", rank=2, recompute=0),
+    "merged": Fidelity("patched", rank=2, merge=0.5),
     "full": Fidelity("patched", rank=64, survivors="removal", orbit=True),
 }
 KV = ("span/", "patch/", "orbit/")
 PICTURES = [Chunk.image(np.full((4, 4, 3), 9 + i, np.uint8), text="p") for i in range(2)]
-CHUNKS = [Chunk.text("a"), Chunk.text("b"), Chunk.text("ab"), Chunk.text("cc"), *PICTURES]
+CHUNKS = [Chunk.text("a"), Chunk.text("b"), Chunk.text("ab"), Chunk.text("cc"), Chunk.text("dcab"), *PICTURES]
 WHICH = st.integers(0, 9)
 READS = st.lists(st.sampled_from(["", "lose", "damage"]), max_size=4)
 
@@ -103,6 +104,15 @@ class ExactBit(RuleBasedStateMachine):
         self.faults(reads, 0, 0)
         self.at(which).compress()
         self.faults([], 0, 0)
+
+    @rule(which=WHICH, chunk=WHICH, share=st.sampled_from([None, 0.8, 1]), reads=READS, failures=st.integers(0, 1))
+    def merge(self, which: int, chunk: int, share: float | None, reads: list[str], failures: int) -> None:
+        window = self.at(which)
+        ids = [entry.id for entry in window.chunks if entry.conditioned] + list(window.evicted)
+        if ids and window.fidelity.allows("merged"):
+            self.faults(reads, 0, failures)
+            window.merge(ids[chunk % len(ids)], share)
+            self.faults([], 0, 0)
 
     @rule(which=WHICH, front=st.integers(1, 2), seed=WHICH, failures=st.integers(0, 2))
     def prepare_orbit(self, which: int, front: int, seed: int, failures: int) -> None:

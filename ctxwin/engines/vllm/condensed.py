@@ -34,8 +34,6 @@ def condensed(segments: Sequence[Segment], base: int, salt: str, kv: KVSpec) -> 
         The segments, the position that the first prompt token stands for now, their space, and how many prompt tokens are there
         to be loaded only: computed, they would be wrong. The space holds the turn, which differs between requests of a layout.
     """
-    if not salt:
-        raise ValueError("salt must name a space of the layout's own: merged KV is no exact one, got ''")
     last = max(i for i, segment in enumerate(segments) if segment.merged)
     made = [_filled(segment) for segment in segments]
     slots = sum(segment.encoded.tokens for segment in made[: last + 1])

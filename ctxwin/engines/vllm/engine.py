@@ -380,9 +380,13 @@ class VLLMEngine(EncodingEngine):
         if self._closed:
             raise EngineFailed("the engine is closed; open a new one")
         base = self._core.check(layout, ask.tail, ask.sampling)
+        if not ask.salt and any(segment.merged for segment in layout):
+            raise ValueError("salt must name a space of the layout's own, since merged KV is not exact, got ''")
         made = Generation()
         # Without spans everything is computed in place, which is exact, so it belongs to (and may use) the exact space.
-        bare = [replace(segment, span=None, patch=None, approximate=False, recompute=()) for segment in layout]
+        bare = [
+            replace(segment, span=None, patch=None, approximate=False, recompute=(), merged=False) for segment in layout
+        ]
         tries = [*[(layout, ask)] * (3 if ask.salt else 2), (bare, replace(ask, salt=""))]
         for left, (segments, asked) in zip(range(len(tries) - 1, -1, -1), tries, strict=True):
             try:
@@ -426,10 +430,10 @@ class VLLMEngine(EncodingEngine):
             wanted_here = segment.capture and (segment.span is None or segment.recompute)
             if wanted_here and all(j in captured for j in places if whole[j].span is None):
                 here = [captured.get(j) or whole[j].span for j in places]
-                made.captured[i] = self._merged(here, segment.encoded, segment.start - base)
+                made.captured[i] = self._joined(here, segment.encoded, segment.start - base)
         return outcome
 
-    def _merged(self, spans: Sequence[SpanKV | None], encoded: Encoded, start: int) -> SpanKV:
+    def _joined(self, spans: Sequence[SpanKV | None], encoded: Encoded, start: int) -> SpanKV:
         """The parts of a chunk as one span in the frame ``start``."""
         moved = [relocate(span, self.spec.kv, start) for span in spans if span is not None]
         if len(moved) == 1:

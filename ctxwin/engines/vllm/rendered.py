@@ -249,8 +249,10 @@ class PromptEngine(VLLMEngine):
     def hand_over(self, layout: Sequence[Segment], salt: str) -> HandedOver:
         """What vLLM's server needs to answer behind ``layout``; runs what has to be computed in front of held KV.
 
-        `take_back` must follow. Raises like `generate`, and LoadError.
+        `take_back` must follow. Raises like `generate`, LoadError, and NotAWindow for merged segments.
         """
+        if any(segment.merged for segment in layout):
+            raise NotAWindow("a chunk is merged, but the request's own prompt has all of its tokens")
         ask = _Ask(None, Sampling(max_tokens=1), salt)
         base = self._core.check(layout, (), ask.sampling)
         made = Generation()

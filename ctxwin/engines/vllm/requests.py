@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctxwin.engines.base import Sampling, ScoredToken
 from ctxwin.engines.vllm.transport.base import PARAM, Transfer, Transport
-from ctxwin.errors import AnswerStopped, EngineFailed
+from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
 
 if TYPE_CHECKING:
     import torch
@@ -271,8 +271,10 @@ def _parameters(sampling: Sampling, ending: Sequence[int], handle: str, forced: 
 def check(driver: Driver, sampling: Sampling) -> None:
     """Raises ValueError for what vLLM would refuse: ids and counts beyond the vocabulary, a schema that it cannot enforce.
 
-    Cost: compiling the schema, which is cheap beside an answer.
+    UnsupportedModel: an answer that drops what it has computed. Cost: compiling the schema, which is cheap beside an answer.
     """
+    if sampling.hold < 1:
+        raise UnsupportedModel("vLLM keeps every token that it has computed; eliminate them on transformers (hf:MODEL)")
     if sampling.json_schema is None and sampling.logprobs <= 0 and not sampling.stop_ids:
         return
     config = driver.config
