@@ -97,6 +97,8 @@ class Policy(ABC):
 
     watched: ClassVar[Literal["question", "everything", "nothing"]] = "everything"
     """Which passes' attention decides what is kept."""
+    attention: ClassVar[type[Attended]] = Attended
+    """How it is added up."""
 
     def of(self, items: Sequence[int]) -> Self:
         """The policy for some items of the batch."""
@@ -136,7 +138,7 @@ class Keeper:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.attended = Attended(policy.seen)
+        self.attended = policy.attention(policy.seen)
         self.head = 0 if policy.window is None else policy.window.head
         self._asked = False
         self._tokens = self._least = self._beside = self._made = 0
@@ -182,7 +184,7 @@ class Keeper:
 class Elastic(Policy):
     """Merging around anchors; then elimination at a fixed distance from the newest token (algorithm 1)."""
 
-    watched = "question"
+    watched: ClassVar[Literal["question", "everything", "nothing"]] = "question"
 
     @property
     def least(self) -> int:

@@ -108,7 +108,7 @@ class Conversations:
         forwards of what is new in front of what is held.
         """
         fidelity = fidelity if fidelity.mode != "auto" else resolve(fidelity, engine.spec.model)
-        # vLLM's own request is the only one of a turn, so nothing can be computed between what is loaded, and has all of its tokens.
+        # vLLM's own request is the only one of a turn, with all tokens: nothing is computed between what is loaded.
         fidelity = fidelity.model_copy(update={"recompute": None, "merge": None})
         conversation, state, made = self._bring(engine, name, fidelity)
         assembly, work = Assembly(engine, before=conversation.before), Work()

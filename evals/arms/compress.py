@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 WEIGHTS_AT_ONCE = 1 << 26
 """Attention weights of a layer that are held at once, at most."""
 
-_ATTENTION: WeakKeyDictionary[Group, Tensor] = WeakKeyDictionary()
+_ATTENTION: WeakKeyDictionary[Group, dict[type[Attended], Tensor]] = WeakKeyDictionary()
 """See `attention_of`; computed once for all arms."""
 _HELD: WeakKeyDictionary[Group, dict[_Compressed, list[Served | None]]] = WeakKeyDictionary()
 """Chunks thinned out before the question came; they are stored in that form, so an ask finds them."""
@@ -86,30 +86,31 @@ class MostRecent(_Compressed, form="local:B", source="Elastic Cache, section 4.1
 
 def thinned(kind: type[Policy], share: float, group: Group) -> tuple[Memory, Policy]:
     """The placed chunks' exact KV thinned out before a question comes, and the policy from then on; for the whole group."""
-    seen, lead = attention_of(group), group.system_prompt_span.tokens
-    tokens, attended = group.context_tokens, Attended(seen[:, :, lead:])
+    seen, lead = attention_of(group, kind.attention), group.system_prompt_span.tokens
+    tokens, attended = group.context_tokens, kind.attention(seen[:, :, lead:])
     whole = group.decoder.memory(group.exact)
     kept = kind(share, seen, Window(lead, tokens, tokens)).compress(whole, attended)
     left = torch.cat([seen[:, :, :lead], attended.sums], 2)
     return kept, kind(share, left, Window(lead, tokens, kept.slots))
 
 
-def attention_of(group: Group) -> Tensor:
+def attention_of(group: Group, kind: type[Attended] = Attended) -> Tensor:
     """Attention that system prompt and placed chunks give each other, by slot: float32 ``[L, B, system prompt + context]``.
 
-    Summed over all queries, averaged over heads (section 3.3). Cost: one eager pass for each group, in blocks of rows; a
-    server would add it up in the pass that conditions the chunks.
+    Summed over all queries, averaged over heads (section 3.3), or as ``kind`` has it. Cost: one eager pass for each group, in
+    blocks of rows; a server would add it up in the pass that conditions the chunks.
     """
-    if group not in _ATTENTION:
+    known = _ATTENTION.setdefault(group, {})
+    if kind not in known:
         decoder, batch = group.decoder, len(group)
         tokens = concatenated([decoder.tokens([group.system_prompt] * batch), group.context])
         empty = group.behind_system_prompt(batch)
         memory = Memory(empty.k[:, :, :, :0], empty.v[:, :, :, :0]).grown(tokens.count)
-        seen = Attended(torch.zeros(decoder.layers, batch, tokens.count, device=memory.k.device))
+        seen = kind(torch.zeros(decoder.layers, batch, tokens.count, device=memory.k.device))
         heads = int(decoder.engine.text_model.config.num_attention_heads)
         rows = max(1, WEIGHTS_AT_ONCE // (batch * heads * tokens.count))
         for begin in range(0, tokens.count, rows):
             at = torch.arange(begin, min(begin + rows, tokens.count), device=memory.k.device)
             decoder.run(tokens.pick(at[None].expand(batch, -1)), memory, at, watch=seen.watch)
-        _ATTENTION[group] = seen.sums
-    return _ATTENTION[group]
+        known[kind] = seen.sums
+    return known[kind]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ctxwin.evals.benchmarks.base import DataOptions
 from ctxwin.evals.items import Task
+from ctxwin.evals.tasks import pages
 from ctxwin.evals.tasks.tiny import TASKS, WORLD_TASKS, TinyOptions, TinyTask
 
 _SLIDES = ("slide_distractor", "slide_needed", "slide_repeated")
@@ -65,6 +66,8 @@ def open_task(name: str, options: TaskOptions | None = None) -> Task:
         return ProtocolTask(protocol, open_task(base, options), options.tiny.seed)
     if name.startswith("tiny/"):
         return TinyTask(name, options.tiny)
+    if name in pages.NAMES:
+        return pages.TwoPages(name, options.tiny.seed)
     if name in BENCHMARKS:
         return benchmark(name, options.data)
     raise ValueError(f"a task must be one of {', '.join(task_names())}; got {name!r}")
@@ -74,7 +77,7 @@ def task_names() -> list[str]:
     """Every task, at each amount it lists; protocols on other tasks' items are not listed (see `open_task`)."""
     from ctxwin.evals.benchmarks import BENCHMARKS
 
-    return [*_tiny(*TASKS), *BENCHMARKS]
+    return [*_tiny(*TASKS), *pages.NAMES, *BENCHMARKS]
 
 
 def expand(text: str) -> list[str]:

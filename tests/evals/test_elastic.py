@@ -260,3 +260,23 @@ def test_a_single_exchange_has_no_interval_to_draw(engine: HFEngine, tmp_path: P
     assert result["full"]["ppl_ci95"] is None
     plot_quality(result, tmp_path / "one.png")
     assert (tmp_path / "one.png").stat().st_size > 1000
+
+
+def test_every_ablation_is_measured(tiny: HFEngine) -> None:
+    from ctxwin.evals.studies.elastic.ablations import ABLATIONS
+
+    result = measure_quality(tiny, generated(1, 3), QualitySettings(methods=tuple(ABLATIONS), budgets=(1.0, 0.5)))
+    for name, cells in result["methods"].items():
+        assert cells["1"]["same"] == 1 and 0.49 < cells["0.5"]["kv_share"] < 0.52, name
+    table = quality_table(result)
+    assert table.row_count == 1 + 2 * len(ABLATIONS)
+
+
+def test_merged_windows_are_measured(tiny: HFEngine) -> None:
+    from ctxwin.evals.studies import merged
+
+    rows = merged.measure(tiny, [0.5], 2, 0.8, lambda done: None)
+    assert [(r["merged"], r["n"]) for r in rows] == [(which, 2) for which in merged.WHICH]
+    assert rows[0]["bytes"] < rows[1]["bytes"] < rows[2]["bytes"] < 1 and rows[0]["whole_right"] == 1
+    (table,) = merged.tables({"tiny": rows})
+    assert table.row_count == 3

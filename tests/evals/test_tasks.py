@@ -178,3 +178,29 @@ def test_options_reach_the_items() -> None:
     task = open_task("tiny/multi_hop", TaskOptions(TinyOptions(seed=3, frames=(4,))))
     assert isinstance(task, TinyTask) and len(task.item(0).placed) == 4
     assert task.config()["seed"] == 3
+
+
+def test_two_page_documents() -> None:
+    """Each page is needed: the first names the department, the second its room; the control asks for the department itself."""
+    task, control = open_task("two-page"), open_task("two-page/one")
+    assert not task.control and control.control and "two-page" in task_names()
+    answers = set()
+    for index in range(20):
+        item, alone = task.items(20)[index], control.items(20)[index]
+        (_, staff), (_, rooms) = item.load.args[0]  # type: ignore[attr-defined]
+        who = item.query.removeprefix("Which room does the department of ").split(" use?")[0]
+        department = dict(row.split(": ") for row in staff)[who]
+        assert dict(row.split(": room ") for row in rooms)[department] == item.target == alone.target
+        assert f"the {department} department" in alone.query
+        assert len({row.split(": ")[1] for row in staff}) == 8, "one person a department"
+        answers.add(item.target)
+        assert item.digest == open_task("two-page").items(20)[index].digest != alone.digest
+    assert len(answers) > 15
+    first, second = item.load()
+    assert first.id != second.id and [c.id for c in item.load()] == [first.id, second.id]
+    other = next(room for room in item.meta["decoys"] if room != item.target)
+    said = [f"Room {item.target}.", f"it is {other}", "I do not know", f"{item.target}7"]
+    scored = [task.score(text, item.target, item.meta) for text in said]
+    assert [s.score for s in scored] == [1, 0, 0, 0] and [s.metrics["decoy"] for s in scored] == [0, 1, 0, 0]
+    with pytest.raises(ValueError, match="n must be given"):
+        task.items()

@@ -12,6 +12,7 @@ from ctxwin.evals.arms.base import SHARE
 from ctxwin.evals.console import Device, Dtype, Json, Threads, errors, open_model, progress, show, write_result
 from ctxwin.evals.metrics import rouge_l
 
+from .ablations import ABLATIONS
 from .exchanges import generated, read_exchanges
 from .quality import QualitySettings, measure_quality
 from .report import plot_quality, quality_table, speed_table
@@ -25,7 +26,12 @@ def main(
     ] = None,
     n: Annotated[int, typer.Option(help="Exchanges; 0: all of the file.", min=0)] = 32,
     seed: Annotated[int, typer.Option(help="Seed of generated exchanges and of timed prompts.", min=0)] = 0,
-    methods: Annotated[str, typer.Option(help="Comma-separated: elastic, h2o, local.")] = "elastic,h2o,local",
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated: elastic, h2o, local, and the ablations' names.")
+    ] = "elastic,h2o,local",
+    ablations: Annotated[
+        bool, typer.Option(help="The paper's table 3 and figure 3 instead, at a budget of 0.5.")
+    ] = False,
     budgets: Annotated[str, typer.Option(help="Comma-separated KV budgets, 0 to 1.")] = "1.0,0.8,0.6,0.5,0.4,0.2",
     moment: Annotated[
         str, typer.Option(help="prompt: thin out behind the first question, as the paper; window: before it.")
@@ -51,6 +57,8 @@ def main(
     ROUGE-L is against the full cache's own greedy answers.
     """
     with errors():
+        if ablations:
+            methods, budgets = ",".join(["elastic", *ABLATIONS]), "0.5"
         names = tuple(m.strip() for m in methods.split(",") if m.strip())
         settings = QualitySettings(names, _budgets(budgets), moment, system_prompt, max_tokens)  # type: ignore[arg-type]
         shapes = tuple(Shape.parse(part) for part in speed.split(",") if part.strip())

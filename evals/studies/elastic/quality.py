@@ -24,6 +24,7 @@ from ctxwin.evals.metrics import rouge_l
 from ctxwin.evals.patching import Patcher
 from ctxwin.evals.stats import bootstrap_mean, bootstrap_ratio
 
+from .ablations import ABLATIONS
 from .exchanges import Exchange, Script, script
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 BATCH = 32
 FULL = "full"
+POLICIES = METHODS | ABLATIONS
 Moment = Literal["prompt", "window"]
 
 
@@ -39,7 +41,7 @@ class QualitySettings:
     """What is measured.
 
     Attributes:
-        methods: of `METHODS`.
+        methods: of `METHODS` and `ABLATIONS`.
         budgets: KV budgets, 0..1.
         moment: ``prompt``: the paper's, behind the first question; ``window``: the chunks, before it.
         system_prompt: system prompt.
@@ -53,9 +55,9 @@ class QualitySettings:
     max_tokens: int = 128
 
     def __post_init__(self) -> None:
-        unknown = [m for m in self.methods if m not in METHODS]
+        unknown = [m for m in self.methods if m not in POLICIES]
         if unknown or not self.methods:
-            raise ValueError(f"methods must be of {', '.join(METHODS)}, got {', '.join(unknown) or 'none'}")
+            raise ValueError(f"methods must be of {', '.join(POLICIES)}, got {', '.join(unknown) or 'none'}")
         for name, values in (("methods", self.methods), ("budgets", self.budgets)):
             if len(set(values)) < len(values):
                 raise ValueError(f"{name} must be named once each, got {', '.join(map(str, values))}")
@@ -114,9 +116,9 @@ class _Batch:
     def _served(self, method: str, budget: float) -> tuple[Memory, Policy | None]:
         if method == FULL:
             return self.exact, None
-        kind: type[Policy] = METHODS[method]
+        kind: type[Policy] = POLICIES[method]
         if self.settings.moment == "prompt":
-            return self.exact, kind(budget, attention_of(self.group))
+            return self.exact, kind(budget, attention_of(self.group, kind.attention))
         kept, policy = thinned(kind, budget, self.group)
         lead = self.group.behind_system_prompt(len(self.group))
         return Memory(torch.cat([lead.k, kept.k], 3), torch.cat([lead.v, kept.v], 3)), policy

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .ablations import ABLATIONS
+
 if TYPE_CHECKING:
     from rich.table import Table
 
-NAMES = {"elastic": "Elastic Cache", "h2o": "H2O", "local": "Local"}
+NAMES = {"elastic": "Elastic Cache", "h2o": "H2O", "local": "Local"} | {name: f"- {name}" for name in ABLATIONS}
 
 
 def quality_table(result: dict[str, Any]) -> Table:
