@@ -77,10 +77,10 @@ def _assess(name: str, as_json: bool) -> None:
         lines += [f"KV: {escape(found.layout)}; {found.token_bytes:,} bytes a token"]
         lines += [
             f"a chunk of 256 tokens {256 * found.token_bytes / 1e6:.1f} MB, of 1,024 {1024 * found.token_bytes / 1e6:.1f} MB"
+            + (f", and {found.state_bytes / 1e6:.1f} MB of states each" if found.state_bytes else "")
         ]
-        lines += [
-            "ways to serve: exact and position-free; blind, patched and kept ones where a probe or audits allow them"
-        ]
+        ways = "position-free; blind, patched and kept ones where a probe or audits allow them"
+        lines += [f"ways to serve: exact{'' if found.state_bytes else f' and {ways}'}"]
         lines += [escape(found.reason)] if found.reason else []
         lines += (
             ["its family is compared with transformers by the tests"]

@@ -24,6 +24,7 @@ TESTED = {
     **_each("qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe internvl glm4v glm4v_moe", _BOTH),
     **_each("qwen2 llama deepseek_v2 deepseek_v3", _BOTH),
     **_each("gemma glm4 granite mistral mixtral phi3 qwen2_moe qwen3 qwen3_moe stablelm", _BOTH),
+    **_each("qwen3_5 qwen3_5_text qwen3_5_moe_text qwen3_next", _HF),
     **_each("kimi_k25 apertus cohere ernie4_5 exaone4 granitemoe nemotron olmo2 olmoe phi", _HF),
 }
 """By ``model_type``: the engines on which a test holds it against transformers (``tests/engines/test_*families.py``)."""
@@ -42,6 +43,7 @@ class Assessment:
         engines: where it would be opened: ``hf``, ``vllm``.
         layout: of its KV: family, layers, heads, numbers a head, positions.
         token_bytes: KV of one token as served; a chunk has as many times that.
+        state_bytes: what each chunk has beside it, of recurrent layers; 0 for a model without.
     """
 
     model: str
@@ -51,6 +53,7 @@ class Assessment:
     engines: tuple[str, ...] = ()
     layout: str = ""
     token_bytes: int = 0
+    state_bytes: int = 0
 
 
 def assess(name: str | Path) -> Assessment:
@@ -86,6 +89,13 @@ def assess_config(config: Any, name: str = "") -> Assessment:
     heads = f"{kv.heads} KV head{'s' * (kv.heads > 1)} of {kv.k_dim} and {kv.v_dim}"
     layout = f"{kv.family}, {kv.layers} layers, {heads}, {form} over {kv.rope.rotary_dim} dimensions, {dtype}"
     why = REFUSED.get(kind, "")
+    if kv.recurrent:
+        layout += f", beside recurrent layers with states of {kv.state_bytes:,} bytes a chunk: served exactly only"
+        why = why or "the states of recurrent layers are kept on transformers only so far"
     engines = TESTED.get(kind, _HF if why else _BOTH)
+    if why and kind not in TESTED:
+        engines = _HF
     standing: Standing = "tested" if kind in TESTED else "measured"
-    return Assessment(name, kind, standing, f"not on vLLM: {why}" if why else "", engines, layout, kv.token_bytes)
+    return Assessment(
+        name, kind, standing, f"not on vLLM: {why}" if why else "", engines, layout, kv.token_bytes, kv.state_bytes
+    )

@@ -4,7 +4,8 @@ Inverse frequencies come from transformers' own functions. What cannot be moved 
 
 - frequencies that depend on the length of the sequence (dynamic NTK, LongRoPE), so a key has no one rotation to undo;
 - positions that are no rotation of the key (ALiBi, learned absolute, none at all);
-- state that is no KV of tokens (linear attention, state space, convolution layers);
+- state that is no KV of tokens (linear attention, state space, convolution layers), but for hybrids whose states are known:
+  Gated DeltaNet beside full attention;
 - windowed layers (sliding, chunked): the mathematics would allow them, since a cached span depends on its antecedents
   only, but engines drop what left the window, so such a span can neither be read back whole nor be written in place. A
   window that is configured but never in effect (Qwen2 with ``use_sliding_window`` false, or a window no shorter than
@@ -32,18 +33,22 @@ _LEARNED = _names(
 )
 _RECURRENT = _names(
     "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h "
-    "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2"
+    "olmo_hybrid recurrent_gemma rwkv xlstm zamba zamba2"
 )
+_DELTANET = _names("qwen3_5_moe_text qwen3_5_text qwen3_next")
+"""Hybrids of Gated DeltaNet and full attention layers, whose states are kept with the KV."""
 _ALIBI = frozenset(("bloom", "mpt"))
 # Models that turn neighbouring dimensions (2i, 2i + 1) and leave them where they are. DeepSeek-V3 and its kin also pair
 # neighbours, but transformers caches their keys de-interleaved (half), vLLM as they were (interleaved).
 _INTERLEAVED = _names(
     "cohere cohere2 cohere2_moe deepseek_v2 ernie4_5 ernie4_5_moe glm glm4 glm4v_text glm_ocr_text helium"
 )
-_CYCLING_MROPE = ("qwen3_vl", "qwen3_omni")
+_CYCLING_MROPE = ("qwen3_vl", "qwen3_omni", "qwen3_5")
 _BLOCKED_MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "glm_ocr", "paddleocr_vl")
 # Sections that the modelling code falls back to where the config names none.
-_DEFAULT_SECTIONS = {"qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
+_DEFAULT_SECTIONS = {
+    "qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20), "qwen3_5": (11, 11, 10),
+}  # fmt: skip
 _STATE_LAYERS = {
     "linear_attention": "linear attention layers",
     "mamba": "state space layers",
@@ -68,6 +73,7 @@ def check_supported(config: Any) -> None:
         return getattr(text, name, None)
 
     kind, types = str(has("model_type") or ""), set(has("layer_types") or ())
+    types -= {"linear_attention"} if kind in _DELTANET else set()
     states = [label for name, label in _STATE_LAYERS.items() if any(name in t for t in types)]
     others = sorted(types - {"full_attention", "sliding_attention", "attention"})
     window, longest = has("sliding_window"), has("max_position_embeddings")
@@ -162,6 +168,14 @@ def kv_spec_from_config(config: Any, identity: str, dtype: str, engine: Engine =
     rope = rope_spec_from_config(config, engine)
     text = text_config(config)
     layers, queries = int(text.num_hidden_layers), int(text.num_attention_heads)
+    states = 0
+    if str(text.model_type) in _DELTANET:
+        if engine == "vllm":
+            raise _refusal(
+                text.model_type, "linear attention layers", "their states are kept on transformers only so far"
+            )
+        recurrent = sum(kind == "linear_attention" for kind in text.layer_types)
+        layers, states = layers - recurrent, recurrent * _deltanet_bytes(text, dtype)
     family: Family = "mla"
     if getattr(text, "kv_lora_rank", None):
         heads, k_dim, v_dim = 1, int(text.qk_rope_head_dim), int(text.kv_lora_rank)
@@ -170,7 +184,22 @@ def kv_spec_from_config(config: Any, identity: str, dtype: str, engine: Engine =
         family = "mha" if heads == queries else "gqa"
         k_dim = int(getattr(text, "head_dim", None) or text.hidden_size // queries)
         v_dim = int(getattr(text, "v_head_dim", None) or k_dim)
-    return KVSpec(identity, family, layers, heads, k_dim, v_dim, rope, dtype)
+    return KVSpec(identity, family, layers, heads, k_dim, v_dim, rope, dtype, states)
+
+
+def attention_layers(config: Any) -> tuple[int, ...]:
+    """Indices of the decoder layers that keep KV."""
+    text = text_config(config)
+    every = range(int(text.num_hidden_layers))
+    return tuple(i for i in every if str(text.model_type) not in _DELTANET or text.layer_types[i] != "linear_attention")
+
+
+def _deltanet_bytes(text: Any, dtype: str) -> int:
+    """Bytes of the state of one Gated DeltaNet layer: a float32 matrix a value head, and a convolution's last inputs."""
+    keys, values = (int(getattr(text, f"linear_num_{what}_heads")) for what in ("key", "value"))
+    k, v = (int(getattr(text, f"linear_{what}_head_dim")) for what in ("key", "value"))
+    inputs = (2 * keys * k + values * v) * int(text.linear_conv_kernel_dim)
+    return 4 * values * k * v + inputs * {"float64": 8, "float32": 4}.get(dtype, 2)
 
 
 def _rope_view(text: Any, kind: str) -> Any:

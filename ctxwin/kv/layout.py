@@ -9,6 +9,10 @@ channel, which it never touches (seed: Kamera, section 3, "One mechanism for MLA
 | mla      | decoupled ``k_pe [L, T, 1, D_r]``| latent ``c_KV [L, T, 1, rank]``|
 
 With partial rotary embedding only the first ``rotary_dim`` of the key's last axis turns.
+
+In a hybrid some layers keep no KV but a state of everything so far (Gated DeltaNet: a matrix a head, and the last inputs of a
+convolution). Such a span also holds the states behind its last token. They have no positions, and are of all that stood in front:
+a state is right only where exactly that stands in front again.
 """
 
 from __future__ import annotations
@@ -51,7 +55,9 @@ class KVSpec:
 
     Attributes:
         identity: digest of everything that makes KV of this model interchangeable (name, weights, dtype, rope, ...).
+        layers: those that keep KV.
         dtype: name of the dtype that KV is served in, e.g. ``bfloat16``.
+        state_bytes: of the states of recurrent layers behind a token; 0 for a model that has none.
     """
 
     identity: str
@@ -62,6 +68,12 @@ class KVSpec:
     v_dim: int
     rope: RopeSpec
     dtype: str
+    state_bytes: int = 0
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some of its layers keep a state in place of KV."""
+        return self.state_bytes > 0
 
     @property
     def width(self) -> int:
@@ -90,6 +102,7 @@ class SpanKV:
         start: the position at which the keys are rotated now; 0 is the canonical frame.
         outputs: what else the forward gave for each token, ``[T, ...]`` by name, where the engine keeps it; see
             `ctxwin.engines.outputs`.
+        states: of recurrent layers behind the last token, by name; empty in a part that ends earlier.
         blob: the checked bytes (`ctxwin.store.codec`) that the tensors are views of, where a store read them. It can be
             handed on as it is; a span made from another one has none.
     """
@@ -99,6 +112,7 @@ class SpanKV:
     positions: torch.Tensor
     start: int
     outputs: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+    states: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     blob: bytes | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -108,8 +122,8 @@ class SpanKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
-        return self.k.numel() * self.k.element_size() + self.v.numel() * self.v.element_size()
+        """Bytes of all keys, values and states."""
+        return sum(x.numel() * x.element_size() for x in (self.k, self.v, *self.states.values()))
 
     def validate(self, spec: KVSpec) -> None:
         """Raises ValueError where shapes do not fit ``spec``; O(1)."""
@@ -129,4 +143,5 @@ class SpanKV:
         """The tokens ``[begin, end)``, sharing memory; same frame."""
         outputs = {name: rows[begin:end] for name, rows in self.outputs.items()}
         k, v, positions = self.k[:, begin:end], self.v[:, begin:end], self.positions[:, begin:end]
-        return replace(self, k=k, v=v, positions=positions, outputs=outputs)
+        states = self.states if begin <= end == self.tokens else {}
+        return replace(self, k=k, v=v, positions=positions, outputs=outputs, states=states)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _OUTPUT: Final = "output."
+_STATE: Final = "state."
 _PATCHES: Final = ("patch", "orbit")
 _FARTHEST: Final = 1 << 31
 _UNSERVED: Final = 1 << 16  # patches remembered as not yet served
@@ -118,8 +119,11 @@ class SpanRepository:
 
         def decode(blob: bytes) -> tuple[SpanKV, dict[str, Any]]:
             tensors, header = codec.decode_tensors(blob, checked=False)
-            outputs = {name.removeprefix(_OUTPUT): t for name, t in tensors.items() if name.startswith(_OUTPUT)}
-            span = SpanKV(tensors["k"], tensors["v"], tensors["positions"], int(header["start"]), outputs)
+            outputs, states = (
+                {name.removeprefix(kind): t for name, t in tensors.items() if name.startswith(kind)}
+                for kind in (_OUTPUT, _STATE)
+            )
+            span = SpanKV(tensors["k"], tensors["v"], tensors["positions"], int(header["start"]), outputs, states)
             _check_span(span, self.spec)
             if len(header["user"]["token_ids"]) != span.tokens:
                 raise StoreCorrupt(f"a span must have one token id per token, got {len(header['user']['token_ids'])}")
@@ -152,6 +156,7 @@ class SpanRepository:
         header = {"start": int(span.start), "user": {**meta, "token_ids": [int(i) for i in ids]}}
         tensors = {"k": span.k, "v": span.v, "positions": span.positions}
         tensors |= {_OUTPUT + name: rows for name, rows in span.outputs.items()}
+        tensors |= {_STATE + name: state for name, state in span.states.items()}
         return self._put(_key(key, "span"), "span", header, tensors)
 
     def get_patch(self, key: str) -> Patch | None:
@@ -440,7 +445,9 @@ def _check_span(span: SpanKV, spec: KVSpec | None) -> None:
         )
     if span.tokens and not 0 <= int(span.positions.min()) <= int(span.positions.max()) < _FARTHEST:
         raise StoreCorrupt(f"a span's positions must be in [0, {_FARTHEST}), got {span.positions.aminmax()}")
-    _check_finite(span.k, span.v, *span.outputs.values())
+    _check_finite(span.k, span.v, *span.outputs.values(), *span.states.values())
+    if spec is not None and spec.recurrent and span.tokens and not span.states:
+        raise StoreCorrupt("a span of this model must hold the states behind its last token, got none")
     if any(rows.shape[:1] != (span.tokens,) for rows in span.outputs.values()):
         raise StoreCorrupt(f"a span's outputs must have {span.tokens} rows")
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ctxwin.errors import UnsupportedModel
 from ctxwin.fidelity import Fidelity
 from ctxwin.profiles import find_profile, overriding, resolve
 from ctxwin.trust.auditor import Auditor, Job, auditor_of, enabled, forgets
@@ -67,7 +68,16 @@ class WindowTrust:
     ) -> None:
         self._engine, self._asked, self._told = engine, asked, told
         self._fixed = resolve(asked, engine.spec.model)
-        self.earns = asked.mode == "auto" and enabled() and find_profile(engine.spec.model) is None
+        recurrent = engine.spec.kv.recurrent
+        if recurrent and asked.mode == "auto":
+            self._fixed = asked.model_copy(update={"mode": "exact"})
+        if recurrent and self._fixed.mode != "exact":
+            raise UnsupportedModel(
+                f"{engine.spec.model} has recurrent layers, whose states are of all that stood in front: mode must be 'exact' "
+                f"or 'auto', got {asked.mode!r}"
+            )
+        profiled = find_profile(engine.spec.model) is not None
+        self.earns = asked.mode == "auto" and enabled() and not recurrent and not profiled
         self.due: Answer | None = None
         self._exact: frozenset[str] = frozenset()
         self._lock = threading.Lock()

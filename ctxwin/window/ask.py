@@ -345,6 +345,8 @@ def _finished(
         replace(segment, span=generation.captured[i], recompute=()) if i in generation.captured else segment
         for i, segment in enumerate(laid.segments)
     ]
+    if core.engine.spec.kv.recurrent and not head.states:  # cut at a stop text: there is no state of that place
+        return core.engine.prefill(segments, exchange, start, salt=laid.salt, tally=work)
     shift = int(exchange.positions[:, n].min())
     first = replace(exchange, token_ids=exchange.token_ids[:n], positions=exchange.positions[:, :n], advance=shift)
     rest = replace(exchange, token_ids=exchange.token_ids[n:], positions=exchange.positions[:, n:] - shift)
@@ -353,7 +355,8 @@ def _finished(
     tail = core.engine.prefill(front, rest, start + shift, salt=laid.salt, tally=work)
     positions = torch.from_numpy(exchange.positions.copy())
     k, v = torch.cat([head.k, tail.k], 1), torch.cat([head.v, tail.v], 1)
-    return replace(head, k=k, v=v, positions=positions, outputs=joined([head.outputs, tail.outputs]))
+    outputs = joined([head.outputs, tail.outputs])
+    return replace(head, k=k, v=v, positions=positions, outputs=outputs, states=tail.states)
 
 
 def disposable(core: WindowCore, placement: str, query: str, max_tokens: int, *, clean: bool) -> Disposability:

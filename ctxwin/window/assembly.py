@@ -144,8 +144,7 @@ class Assembly:
         """What an ask of ``state`` would do; reads no KV."""
         kv, prices, has = self.engine.spec.kv, self.prices, cache(self.has)
         choices = choose(state, fidelity, has, prices, self.before)
-        token_bytes = kv.span_bytes(1, 4 if kv.dtype == "float32" else 2)
-        return plan_of(state, choices, token_bytes, _system_prompt_key(state), has, prices)
+        return plan_of(state, choices, kv, _system_prompt_key(state), has, prices)
 
     @property
     def prices(self) -> Prices:

@@ -349,7 +349,7 @@ def demand_of(engine: Engine) -> Demand:
         return Demand()
     with _opening:
         cores = [core for core in _open.get(engine.repo, ()) if not core.closed and not core.read_only]
-    return Demand.of((core.state for core in cores), engine.spec.kv.token_bytes, limit)
+    return Demand.of((core.state for core in cores), engine.spec.kv, limit)
 
 
 def restored(engine: Engine, state: State | dict[str, Any] | str, seed: str | None = None) -> WindowCore:

@@ -19,9 +19,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from ctxwin.window.state import Placed, State
+
+if TYPE_CHECKING:
+    from ctxwin.kv.layout import KVSpec
 
 ROOM: Final = 0.75
 """Share of a store that conditioned KV may take; the rest is for embeddings, sources and what comes back."""
@@ -44,8 +47,8 @@ class Demand:
     contexts: dict[tuple[str, str], set[str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, states: Iterable[State], token_bytes: int, limit: int) -> Demand:
-        """Of windows in these states, where a token's KV takes ``token_bytes``. Cost: O(placed chunks)."""
+    def of(cls, states: Iterable[State], kv: KVSpec, limit: int) -> Demand:
+        """Of windows in these states on a model of this layout. Cost: O(placed chunks)."""
         contexts: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
         total = 0
         for state in states:
@@ -54,7 +57,7 @@ class Demand:
                 context = p.kv.provenance if p.kv else f"{state.window}/{p.id}"
                 if context not in known:
                     known.add(context)
-                    total += p.tokens * token_bytes
+                    total += p.tokens * kv.token_bytes + kv.state_bytes
         return cls(total, limit, dict(contexts))
 
     @property

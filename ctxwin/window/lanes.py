@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,6 +38,9 @@ from ctxwin.window.state import (
     provenance_of,
     span_key,
 )
+
+if TYPE_CHECKING:
+    from ctxwin.kv.layout import KVSpec
 
 Has = Callable[[str], bool]
 MAX_ORBIT = 64
@@ -381,10 +385,9 @@ def patched(here: Conditioning, lane: Lane, base: str, patch: str) -> Conditioni
     return here.model_copy(update=update)
 
 
-def plan_of(
-    state: State, choices: Sequence[Choice], token_bytes: int, system_prompt: str, has: Has, prices: Prices
-) -> Plan:
-    """What ``choices`` cost; ``token_bytes`` is the KV bytes of one token, the rest as in `steps_of`."""
+def plan_of(state: State, choices: Sequence[Choice], kv: KVSpec, system_prompt: str, has: Has, prices: Prices) -> Plan:
+    """What ``choices`` cost on a model of this layout; the rest as in `steps_of`."""
+    token_bytes = kv.span_bytes(1, 4 if kv.dtype == "float32" else 2)
     entries, offset = [], state.system_prompt_tokens
     canonicals: set[str] = set()  # placed twice, one is formed once
     for choice, start in zip(choices, state.starts(), strict=True):
@@ -402,7 +405,7 @@ def plan_of(
                 offset=offset,
                 start=start,
                 compute=compute,
-                bytes=0 if choice.compute else choice.slots * token_bytes,
+                bytes=0 if choice.compute else choice.slots * token_bytes + kv.state_bytes,
                 exact=choice.served.exact,
                 depth=choice.served.depth,
                 ms=choice.ms,

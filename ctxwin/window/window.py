@@ -16,6 +16,7 @@ from typing import Any, Self, Unpack
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Engine
+from ctxwin.errors import UnsupportedModel
 from ctxwin.fidelity import Fidelity
 from ctxwin.policies.base import Eviction, Placement, Retrieval, Searchable
 from ctxwin.policies.eviction import LeastRecentlyRead
@@ -119,8 +120,9 @@ class Window:
 
     @property
     def bytes(self) -> int:
-        """KV bytes of system prompt and placed chunks, as they are served."""
-        return self.core.state.tokens * self.engine.spec.kv.token_bytes
+        """KV bytes of system prompt and placed chunks, as they are served, recurrent layers' states included."""
+        kv, state = self.engine.spec.kv, self.core.state
+        return state.tokens * kv.token_bytes + (1 + len(state.placed)) * kv.state_bytes
 
     @property
     def version(self) -> int:
@@ -346,8 +348,13 @@ class Window:
     def toggle(self, placement: str, *, conditioned: bool) -> None:
         """Switches a chunk to its context-clean view (``conditioned=False``) or back to the same lane and bytes.
 
-        Kamera, appendix E. Raises UnknownChunk. Cost at the next ask: one forward where the canonical is not held.
+        Kamera, appendix E. Raises UnknownChunk, UnsupportedModel on a model with recurrent layers. Cost at the next ask: one
+        forward where the canonical is not held.
         """
+        if self.engine.spec.kv.recurrent and not conditioned:
+            raise UnsupportedModel(
+                "a chunk of a model with recurrent layers has no view without its context, got conditioned=False"
+            )
         with self.core.writing() as state:
             if state.placed[state.index(placement)].conditioned != conditioned:
                 new, note = (

@@ -170,7 +170,7 @@ def test_the_command_exits_by_what_it_finds(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_would_become_of_a_model(tmp_path: Path) -> None:
     """From its config alone: there are no weights in the folder."""
-    from transformers import MiniMaxM2Config, Qwen3NextConfig
+    from transformers import JambaConfig, MiniMaxM2Config, Qwen3NextConfig
 
     served = CliRunner().invoke(app, ["doctor", "tiny", "--json"])
     found = json.loads(served.stdout)
@@ -181,6 +181,10 @@ def test_what_would_become_of_a_model(tmp_path: Path) -> None:
     assert unseen.exit_code == 0 and "measured when it is opened" in unseen.stdout
     Qwen3NextConfig().save_pretrained(tmp_path / "hybrid")
     hybrid = CliRunner().invoke(app, ["doctor", str(tmp_path / "hybrid")])
-    assert hybrid.exit_code == 1 and "linear attention" in hybrid.stdout
+    assert hybrid.exit_code == 0 and "on transformers only" in hybrid.stdout and "MB of states each" in hybrid.stdout
+    assert "ways to serve: exact\n" in hybrid.stdout and "on hf\n" in hybrid.stdout
+    JambaConfig().save_pretrained(tmp_path / "recurrent")
+    refused = CliRunner().invoke(app, ["doctor", str(tmp_path / "recurrent")])
+    assert refused.exit_code == 1 and "state space" in refused.stdout
     missing = CliRunner().invoke(app, ["doctor", str(tmp_path / "missing")])
     assert missing.exit_code == 1 and "unknown" in missing.stdout

@@ -83,6 +83,7 @@ class EngineConformance:
     """Subclasses set `vision` (and `picture_tokens`), give a class-scoped fixture ``model_dir`` and `make_engine`."""
 
     vision = True
+    fidelity = Fidelity("patched")
     picture_tokens = (9, 4)  # of the 84 px and the 56 px picture
     block = 1  # exact KV that would fill less than a block may be computed with what is new
 
@@ -492,7 +493,7 @@ class EngineConformance:
         """Encoding and decoding meet from several threads; a lock taken in another order would hang here."""
 
         def agent(i: int) -> list[str]:
-            with Window(engine, HEADER, fidelity=Fidelity("patched")) as window:
+            with Window(engine, HEADER, fidelity=self.fidelity) as window:
                 said = []
                 for step in range(4):
                     part = Chunk.image(picture(10 + step)) if self.vision else Chunk.text(f"note {step}")

@@ -119,6 +119,10 @@ def write_vision_model(folder: Path, kind: str = "qwen2_5_vl") -> Path:
             initializer_range=0.15,
         )  # fmt: skip
         name = "Qwen2_5_VL"
+    elif kind == "qwen3_5":
+        vision |= dict(intermediate_size=48, out_hidden_size=64, num_position_embeddings=36, initializer_range=0.15)
+        text = _hybrid_fields(len(tokenizer))
+        rope, name = text.pop("rope_parameters"), "Qwen3_5"
     elif kind.startswith("qwen3_vl"):
         vision |= dict(
             intermediate_size=48, out_hidden_size=64, num_position_embeddings=36, deepstack_visual_indexes=[0, 1],
@@ -141,7 +145,7 @@ def write_vision_model(folder: Path, kind: str = "qwen2_5_vl") -> Path:
     if kind == "qwen3_vl_moe":
         _as_published(folder)
     size = {"shortest_edge": 28 * 28, "longest_edge": 84 * 84}
-    newest = kind.startswith("qwen3_vl")
+    newest = kind.startswith("qwen3")
     # Qwen3-VL's processor counts the pixels of all frames together.
     video_size = size | {"longest_edge": 84 * 84 * 8} if newest else size
     processor = getattr(transformers, "Qwen3VLProcessor" if newest else f"{name}Processor")(
@@ -153,6 +157,35 @@ def write_vision_model(folder: Path, kind: str = "qwen2_5_vl") -> Path:
         chat_template=CHATML,
     )
     processor.save_pretrained(folder)
+    return folder
+
+
+def _hybrid_fields(vocab: int) -> dict[str, Any]:
+    """Three Gated DeltaNet layers in front of each of two attention layers, a quarter of whose heads turns."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    return _text_fields(vocab) | dict(
+        num_hidden_layers=8, head_dim=16, linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_conv_kernel_dim=4, rope_parameters=rope,
+    )  # fmt: skip
+
+
+def write_hybrid(folder: Path, kind: str = "Qwen3_5Text") -> Path:
+    """A random text hybrid: Qwen3.5 (``Qwen3_5Text``, ``Qwen3_5MoeText``) or ``Qwen3Next``."""
+    import torch
+    import transformers
+
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    fields = _hybrid_fields(len(tokenizer)) | dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
+    )
+    if kind == "Qwen3Next":
+        fields["rope_parameters"] = {n: v for n, v in fields["rope_parameters"].items() if n != "mrope_section"}
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
+    _randomise(model)
+    _save(model, folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -40,9 +40,11 @@ def teacher_forced(engine: HFEngine, layout: Sequence[Segment], query: Encoded, 
     return torch.stack(rows)
 
 
-def assert_answers(engine: HFEngine, encoded: list[Encoded], want: tuple[list[int], torch.Tensor]) -> None:
+def assert_answers(
+    engine: HFEngine, encoded: list[Encoded], want: tuple[list[int], torch.Tensor], tolerance: float = 1e-5
+) -> None:
     query = engine.encode_query(QUERY)
     got = engine.generate(laid(encoded), query, Sampling(max_tokens=6, logprobs=-1))
     assert got.token_ids == want[0]
     logprobs = torch.tensor([got.logprobs[i] for i in range(len(want[1]))])
-    assert float((logprobs - want[1]).abs().max()) <= 1e-5
+    assert float((logprobs - want[1]).abs().max()) <= tolerance

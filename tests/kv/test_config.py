@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 
 from ctxwin.errors import UnsupportedModel
-from ctxwin.kv.config import kv_spec_from_config, rope_spec_from_config
+from ctxwin.kv.config import attention_layers, kv_spec_from_config, rope_spec_from_config
 
 SMALL = dict(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, intermediate_size=64, vocab_size=50)
 LLAMA3 = dict(
@@ -41,7 +41,7 @@ def refused(config) -> str:
         (tf.MambaConfig(hidden_size=64, num_hidden_layers=2), "state space"),
         (tf.JambaConfig(**SMALL), "state space"),
         (tf.RwkvConfig(hidden_size=64, num_hidden_layers=2), "state space"),
-        (tf.Qwen3NextConfig(**SMALL), "linear attention"),
+        (tf.Lfm2Config(**SMALL), "state space"),
         (tf.MistralConfig(**SMALL, sliding_window=128), "sliding window"),
         (
             tf.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=128, max_window_layers=1),
@@ -179,3 +179,16 @@ def test_legacy_mrope_type():
     )  # fmt: skip
     rope = rope_spec_from_config(loose)
     assert (rope.sections, rope.rotary_dim) == ((16, 24, 24), 128)
+
+
+def test_hybrids_keep_kv_in_their_attention_layers_only():
+    config = tf.Qwen3_5TextConfig(num_hidden_layers=8)
+    spec = kv_spec_from_config(config, "id", "bfloat16")
+    assert attention_layers(config) == (3, 7) and spec.layers == 2 and spec.recurrent
+    assert spec.rope.sections == (11, 11, 10) and spec.rope.mrope_interleaved and spec.rope.rotary_dim == 64
+    heads, key, value = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    inputs = 2 * config.linear_num_key_heads * key + heads * value
+    assert spec.state_bytes == 6 * (4 * heads * key * value + 2 * 4 * inputs)
+    with pytest.raises(UnsupportedModel, match="kept on transformers only"):
+        kv_spec_from_config(config, "id", "bfloat16", "vllm")
+    assert attention_layers(tf.LlamaConfig(**SMALL)) == (0, 1)

@@ -41,6 +41,8 @@ FAMILIES = {
     "qwen2_5_vl": Family(video=True),
     "qwen3_vl": Family(video=True, stamps=True),
     "qwen3_vl_moe": Family(video=True, stamps=True),
+    "qwen3_5": Family(video=True, stamps=True),
+    "qwen3_5_moe": Family(video=True, stamps=True),
     "internvl": Family(tiles=True),
     "kimi_k25": Family(),
     "glm4v": Family(),

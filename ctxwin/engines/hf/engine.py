@@ -37,7 +37,7 @@ from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.hf import model as hf_model
 from ctxwin.engines.outputs import joined, outputs_identity, rows_of
 from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
-from ctxwin.kv.config import kv_spec_from_config
+from ctxwin.kv.config import attention_layers, kv_spec_from_config
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.merge import budget_slots
 from ctxwin.kv.patch import apply_patch
@@ -63,6 +63,7 @@ class _Pass:
     cache: Any
     tokens: int = 0
     slices: list[tuple[int, int]] = field(default_factory=list)
+    states: dict[int, hf_model.States] = field(default_factory=dict)  # by how many slots stand in front
     logits: torch.Tensor | None = None
     outputs: list[Mapping[str, torch.Tensor]] = field(default_factory=list)
     computed: int = 0
@@ -118,6 +119,7 @@ class HFEngine(EncodingEngine):
         self._checkpoint = checkpoint
         self._dtype = getattr(torch, name)
         self._deep = hf_model.deep_layers(checkpoint.config)
+        self._attention = attention_layers(checkpoint.config)
         self._lock = threading.RLock()
         self._waiting, self._waited, self._counting = 0, -math.inf, threading.Lock()
         check_relocation(kv, self._probe, max(1, min(_FAR, self.spec.max_tokens - _PROBED)))
@@ -159,6 +161,8 @@ class HFEngine(EncodingEngine):
         check_sampling(sampling)
         if sampling.json_schema is not None or sampling.repetition_penalty != 1:
             raise UnsupportedModel("the hf engine has no JSON schemas and no repetition_penalty; open it as vllm:MODEL")
+        if sampling.hold < 1 and self.spec.kv.recurrent:
+            raise UnsupportedModel("a recurrent state cannot drop a token: hold must be 1, got less")
         if sampling.hold < 1 and capture_query:
             raise UnsupportedModel("an exchange is remembered with all of its KV: hold must be 1, got less")
         begun = time.perf_counter()
@@ -184,6 +188,8 @@ class HFEngine(EncodingEngine):
     def attended(
         self, context: Sequence[Segment], target: Encoded, start: int, *, tally: Tally | None = None
     ) -> AttendedKV:
+        if self.spec.kv.recurrent:
+            raise UnsupportedModel(f"{self.spec.model} has recurrent layers, whose states cannot be merged")
         with self._turn(background=True), self._lock:
             done = self._begun([*context, Segment(target, start)])
             self._check([*context, Segment(target, start)], 0)
@@ -221,8 +227,9 @@ class HFEngine(EncodingEngine):
             try:
                 self._fill(done, layout, 1, stopped)
                 for (_, answer), tail in zip(asked, tails, strict=True):
+                    before = hf_model.states_of(done.cache) if self.spec.kv.recurrent else {}
                     self._fill(done, [replace(tail[0], encoded=_joined(tail))], len(answer) + 1, stopped)
-                    done.cache.crop(-sum(part.tokens for part in tail))
+                    self._taken_back(done, sum(part.tokens for part in tail), before)
                     made.append(hf_model.rows(_usable(done), answer, best))
             finally:
                 if tally is not None:
@@ -287,6 +294,8 @@ class HFEngine(EncodingEngine):
         ``stopped`` is asked before each forward, which is then over one segment only; once it is true, AnswerStopped is raised.
         """
         filled = (part for segment in segments if segment.tokens for part in segment.parts())
+        if self.spec.kv.recurrent:
+            self._check_exact(segments)
         try:
             with torch.no_grad():
                 for loaded, grouped in itertools.groupby(filled, lambda segment: segment.span is not None):
@@ -294,10 +303,15 @@ class HFEngine(EncodingEngine):
                     if loaded:
                         self._load(done, run)
                         continue
-                    for part in [run] if stopped is None else [[segment] for segment in run]:
+                    apart = (
+                        stopped is not None or self.spec.kv.recurrent
+                    )  # a state is there at the end of a forward only
+                    for part in [[segment] for segment in run] if apart else [run]:
                         if stopped is not None and stopped():
                             raise AnswerStopped("the engine is wanted for other work")
                         self._forward(done, part, keep)
+                        if self.spec.kv.recurrent and part[-1].capture:
+                            done.states[self._held(done)] = hf_model.states_of(done.cache)
         except RuntimeError as error:  # torch's own: out of memory, a failed kernel
             if isinstance(error, AnswerStopped):
                 raise
@@ -338,8 +352,37 @@ class HFEngine(EncodingEngine):
         k, v = torch.cat(keys, dim=1).transpose(1, 2), torch.cat(values, dim=1).transpose(1, 2)
         # Transformers caches MLA's latent as "keys" and its decoupled rope keys as "values".
         first, second = (v, k) if self.spec.kv.family == "mla" else (k, v)
-        for layer in range(self.spec.kv.layers):
-            done.cache.update(first[layer][None], second[layer][None], layer)
+        for i, layer in enumerate(self._attention):
+            done.cache.update(first[i][None], second[i][None], layer)
+        if self.spec.kv.recurrent and segments[-1].span is not None:
+            hf_model.set_states(done.cache, segments[-1].span.states)
+
+    def _check_exact(self, segments: Sequence[Segment]) -> None:
+        """Raises UnsupportedModel for KV that was computed behind others: its states would be of what does not stand there."""
+        for segment in segments:
+            changed = segment.patch is not None or segment.merged or segment.recompute
+            if segment.span is not None and (segment.approximate or changed):
+                raise UnsupportedModel(
+                    f"{self.spec.model} has recurrent layers, whose states are of all that stood in front: its KV is served "
+                    "behind exactly that; use Fidelity('exact')"
+                )
+            if segment.span is not None and segment.span.tokens and not segment.span.states:
+                raise ValueError(
+                    f"the span of chunk {segment.encoded.chunk_id[:12]} must hold the states behind it, got none"
+                )
+
+    def _held(self, done: _Pass) -> int:
+        """Slots in the cache."""
+        return int(done.cache.get_seq_length(self._attention[0]))
+
+    def _taken_back(self, done: _Pass, count: int, states: hf_model.States) -> None:
+        """Takes the last ``count`` tokens out of the cache; ``states`` were those in front of them."""
+        if not self.spec.kv.recurrent:
+            done.cache.crop(-count)
+            return
+        for layer in self._attention:
+            done.cache.layers[layer].crop(-count)
+        hf_model.set_states(done.cache, states)
 
     def _forward(self, done: _Pass, segments: Sequence[Segment], keep: int = 1) -> None:
         """One forward over neighbouring segments behind everything in the cache."""
@@ -354,7 +397,7 @@ class HFEngine(EncodingEngine):
 
     def _feed(self, done: _Pass, fed: hf_model.Inputs, positions: torch.Tensor, keep: int = 1) -> None:
         """Runs T tokens at ``positions [3, T]``; the logits of the last ``keep`` are then in ``done``."""
-        past, new = int(done.cache.get_seq_length()), int(fed.embeds.shape[0])
+        past, new = self._held(done), int(fed.embeds.shape[0])
         # Explicit, since transformers would otherwise guess packed sequences from positions that jump.
         mask = torch.ones(new, past + new, dtype=torch.bool, device=self._device).tril(past)
         places = positions.to(self._device)
@@ -365,7 +408,11 @@ class HFEngine(EncodingEngine):
             past_key_values=done.cache,
             use_cache=True,
         )
-        if fed.deep is None:
+        if self.spec.kv.recurrent:
+            masks = {"full_attention": mask[None, None], "linear_attention": None}
+            out = self.text_model(**{**run, "attention_mask": masks})
+            logits = self.lm_head(out.last_hidden_state[:, -keep:])
+        elif fed.deep is None:
             logits = self._model(**run, logits_to_keep=keep).logits
         else:  # the whole model takes such features from pixels only, its decoder takes them as they are
             every = torch.ones(1, new, dtype=torch.bool, device=self._device)
@@ -468,22 +515,26 @@ class HFEngine(EncodingEngine):
                 self._feed(done, hf_model.Inputs(self._words([token])), torch.full((3, 1), at + fed))
                 fed += 1
                 logits = done.last
-                if sampling.hold < 1 and int(done.cache.get_seq_length()) > max(
-                    held, budget_slots(sampling.hold, done.tokens + fed)
-                ):
+                if sampling.hold < 1 and self._held(done) > max(held, budget_slots(sampling.hold, done.tokens + fed)):
                     hf_model.drop_slot(done.cache, head)
 
     def _span(self, done: _Pass, part: tuple[int, int], positions: np.ndarray, start: int) -> SpanKV:
         """A copy, on the CPU, of part of the cache, in the frame it was computed in."""
 
         def take(name: str) -> torch.Tensor:
-            layers = [getattr(layer, name)[0, :, part[0] : part[1]] for layer in done.cache.layers]
+            layers = [getattr(done.cache.layers[i], name)[0, :, part[0] : part[1]] for i in self._attention]
             return torch.stack(layers).transpose(1, 2).contiguous().to("cpu")
 
         rope, content = ("values", "keys") if self.spec.kv.family == "mla" else ("keys", "values")
         outputs = joined(done.outputs) if self.spec.outputs else {}
         rows = {name: all_of_it[part[0] : part[1]].clone() for name, all_of_it in outputs.items()}
-        span = SpanKV(take(rope), take(content), torch.tensor(positions), start, rows)
+        states: hf_model.States = {}
+        if self.spec.kv.recurrent:
+            found = done.states.get(part[1])
+            if found is None and part[1] == self._held(done):
+                found = hf_model.states_of(done.cache)
+            states = {name: state.to("cpu") for name, state in (found or {}).items()}
+        span = SpanKV(take(rope), take(content), torch.tensor(positions), start, rows, states)
         span.validate(self.spec.kv)
         return span
 
