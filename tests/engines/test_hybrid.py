@@ -48,7 +48,7 @@ def opened(folder: Path, **options: object) -> HFEngine:
 
 def refused(test: Callable[..., None], *given: object) -> None:
     """What the suite holds of approximations: a state is of all that stood in front, and of nothing else."""
-    with pytest.raises((UnsupportedModel, ValueError), match="recurrent layers|must hold the states behind it"):
+    with pytest.raises((UnsupportedModel, ValueError), match=r"recurrent layers|must hold the states behind it"):
         test(*given)
 
 

@@ -242,6 +242,16 @@ def test_disposable_is_told_once_beside_the_branches_it_asks(window: Window, tol
     assert all(e.parent == window.id for e in asks)
 
 
+def test_merging_tells_the_slots(engine: FakeEngine) -> None:
+    told = Told()
+    with Window(engine, "header", fidelity=Fidelity("patched", merge=0.5)) as window:
+        placed = window.append(Chunk.text("abcdefgh"))
+        window.observe(told)
+        assert window.merge(placed) == 4
+        event = one(told, window, "merge")
+        assert (event.ids, event.note) == ((placed,), "4")
+
+
 def test_closing_is_told_once(window: Window, told: Told) -> None:
     window.close()
     window.close()
@@ -250,8 +260,8 @@ def test_closing_is_told_once(window: Window, told: Told) -> None:
 
 def test_every_kind_of_event_is_covered_here() -> None:
     covered = {
-        "append", "insert", "evict", "forget", "slide", "recall", "look_back", "reorder", "toggle", "pin", "touch", "fork",
-        "adopt", "undo", "ask", "audit", "disposable", "prepare_orbit", "refresh", "compress", "close",
+        "append", "insert", "evict", "forget", "slide", "recall", "look_back", "reorder", "toggle", "pin", "touch", "merge",
+        "fork", "adopt", "undo", "ask", "audit", "disposable", "prepare_orbit", "refresh", "compress", "close",
     }  # fmt: skip
     assert set(get_args(Op)) == covered, "a new kind of event needs a test above"
 

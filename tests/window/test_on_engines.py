@@ -60,31 +60,6 @@ def close(a: dict[int, float], b: dict[int, float], tolerance: float) -> bool:
     return a.keys() == b.keys() and max(abs(a[t] - b[t]) for t in a) <= tolerance
 
 
-def test_merged_chunks_on_both_engines(engine: Engine) -> None:
-    with Window(engine, HEADER, fidelity=Fidelity("patched", merge=0.5)) as window:
-        window.extend([chunk(i) for i in range(4)])
-        whole = ask(window, QUESTIONS[0])
-        tokens = [entry.tokens for entry in window.chunks]
-        assert [window.merge(i) for i in window.ids[1:3]] == [-(-t // 2) for t in tokens[1:3]]
-        assert [e.lane for e in window.chunks] == ["resident", "merged", "merged", "resident"]
-        half = ask(window, QUESTIONS[0])
-        assert half.usage.computed_tokens == engine.encode_query(QUESTIONS[0]).tokens and not half.usage.fallbacks
-        assert not half.usage.exact and not close(half.first_token_logprobs, whole.first_token_logprobs, 1e-5)
-        window.append(chunk(4))
-        window.slide(1)
-        assert [e.lane for e in window.chunks] == ["survivor"] * 3 + ["computed"]
-        moved = ask(window, QUESTIONS[1])
-        with Window(engine, HEADER, fidelity=Fidelity("patched", merge=0.5)) as other:
-            other.adopt(window, force=True)
-            assert close(ask(other, QUESTIONS[1]).first_token_logprobs, moved.first_token_logprobs, 1e-5)
-        for placement in window.ids[:2]:
-            window.merge(placement, 1)
-        window.refresh()
-        exact = ask(window, QUESTIONS[1])
-        assert exact.usage.exact
-        assert close(exact.first_token_logprobs, reprefill(engine, window, QUESTIONS[1]), 1e-5)
-
-
 def test_an_exact_window_answers_like_a_re_prefill_after_every_edit(engine: Engine) -> None:
     with window_on(engine, "exact") as window:
         a, b, c, d = window.ids
@@ -420,3 +395,31 @@ def test_a_prefilled_frame_leaves_only_the_question_to_the_answer(engine: Engine
         assert close(answer.first_token_logprobs, usual.first_token_logprobs, 1e-4)
         if mode == "exact":
             assert close(answer.first_token_logprobs, reprefill(engine, window, QUESTIONS[1]), 1e-4)
+
+
+def test_merged_chunks_on_both_engines(engine: Engine) -> None:
+    def own(i: int) -> Chunk:  # whole KV that other tests have left would be served in its place
+        return Chunk.image(world.render(FRAMES[i]), text=f"merged {i}")
+
+    with Window(engine, HEADER, fidelity=Fidelity("patched", merge=0.5)) as window:
+        window.extend([own(i) for i in range(4)])
+        whole = ask(window, QUESTIONS[0])
+        tokens = [entry.tokens for entry in window.chunks]
+        assert [window.merge(i) for i in window.ids[1:3]] == [-(-t // 2) for t in tokens[1:3]]
+        assert [e.lane for e in window.chunks] == ["resident", "merged", "merged", "resident"]
+        half = ask(window, QUESTIONS[0])
+        assert half.usage.computed_tokens == engine.encode_query(QUESTIONS[0]).tokens and not half.usage.fallbacks
+        assert not half.usage.exact and not close(half.first_token_logprobs, whole.first_token_logprobs, 1e-5)
+        window.append(own(4))
+        window.slide(1)
+        assert [e.lane for e in window.chunks] == ["survivor"] * 3 + ["computed"]
+        moved = ask(window, QUESTIONS[1])
+        with Window(engine, HEADER, fidelity=Fidelity("patched", merge=0.5)) as other:
+            other.adopt(window, force=True)
+            assert close(ask(other, QUESTIONS[1]).first_token_logprobs, moved.first_token_logprobs, 1e-5)
+        for placement in window.ids[:2]:
+            window.merge(placement, 1)
+        window.refresh()
+        exact = ask(window, QUESTIONS[1])
+        assert exact.usage.exact
+        assert close(exact.first_token_logprobs, reprefill(engine, window, QUESTIONS[1]), 1e-5)
