@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +24,7 @@ import numpy as np
 import typer
 
 from ctxwin.chunk import Chunk
+from ctxwin.engines.base import Sampling, Segment
 from ctxwin.evals.bench.model import SMALL, Sizes, ensure_model
 from ctxwin.evals.bench.moves import QUERY, SYSTEM_PROMPT, make_chunk
 from ctxwin.evals.console import Json, errors, new_table, numbers, progress, show, write_result
@@ -99,6 +101,52 @@ def speed(
                 "ratio": median(ratios), "ratio_range": [min(ratios), max(ratios)], "runs": runs,
             })  # fmt: skip
     return rows
+
+
+def scattered(
+    engine: Engine, shares: Sequence[float], pictures: int, tokens: int, runs: int, done: Callable[[int], None]
+) -> list[dict[str, Any]]:
+    """First tokens where a share of each file's tokens is computed that stands apart, as those that deviate most do
+    (CacheBlend-r, without what it takes to find them), beside as many in a row."""
+    chunks = shelf(engine, pictures, tokens, 700_000)
+    rows: list[dict[str, Any]] = []
+    prompt = engine.encode_system_prompt(SYSTEM_PROMPT)
+    query, rng = engine.encode_query(QUERY), np.random.default_rng(5)
+    encoded = [engine.encode(chunk) for chunk in chunks]
+    front = Segment(prompt, 0, span=engine.prefill([], prompt, 0), span_key="prompt")
+    spans = [engine.prefill([front], each, prompt.advance) for each in encoded]
+    for share in shares:
+        for name in ("in a row", "apart"):
+            found = []
+            for run in range(runs + 1):
+                layout, at = [front], prompt.advance
+                for i in (int(j) for j in rng.permutation(pictures)):
+                    count = round(share * encoded[i].tokens)
+                    chosen = np.arange(count) if name == "in a row" else rng.permutation(encoded[i].tokens)[:count]
+                    key = f"{name}-{share}-{run}-{i}"
+                    segment = Segment(encoded[i], at, spans[i], span_key=key, approximate=True)
+                    layout.append(replace(segment, recompute=ranges_of(chosen)))
+                    at += encoded[i].advance
+                made = engine.generate(layout, query, Sampling(max_tokens=1), salt=f"{name}-{share}-{run}")
+                if run:
+                    found.append(made)
+            rows.append({
+                "share": share, "where": name, "requests": median(m.forwards for m in found),
+                "computed": median(m.computed_tokens for m in found), "first_token_ms": 1e3 * median(m.ttft_s for m in found),
+            })  # fmt: skip
+            done(1)
+    return rows
+
+
+def ranges_of(tokens: Sequence[int] | np.ndarray) -> tuple[tuple[int, int], ...]:
+    """Different tokens as ascending ranges apart."""
+    made: list[tuple[int, int]] = []
+    for token in sorted(int(t) for t in tokens):
+        if made and made[-1][1] == token:
+            made[-1] = (made[-1][0], token + 1)
+        else:
+            made.append((token, token + 1))
+    return tuple(made)
 
 
 class SlowStore(MemoryStore):
@@ -226,7 +274,7 @@ def answers(
 
 def main(
     parts: Annotated[
-        str, typer.Option(help="speed, reading, rates, answers; comma-separated.")
+        str, typer.Option(help="speed, scattered, reading, rates, answers; comma-separated.")
     ] = "speed,reading,rates,answers",
     model: Annotated[str, typer.Option(help="half (0.5 B) or small (79 M), both random: of speed and rates.")] = "half",
     trained: Annotated[str, typer.Option(help="Models of the bundled world, comma-separated.")] = "tiny",
@@ -251,15 +299,20 @@ def main(
     levels = [float(x) for x in at.split(",")]
     result: dict[str, Any] = {"config": {"model": model, "tokens": tokens, "k": counts, "conflict": conflict}}
     with errors():
-        if unknown := set(wanted) - {"speed", "reading", "rates", "answers"}:
-            raise typer.BadParameter(f"parts must be speed, reading, rates and answers, got {sorted(unknown)}")
-        if {"speed", "reading", "rates"} & set(wanted):
+        if unknown := set(wanted) - {"speed", "scattered", "reading", "rates", "answers"}:
+            raise typer.BadParameter(
+                f"parts must be speed, scattered, reading, rates and answers, got {sorted(unknown)}"
+            )
+        if {"speed", "scattered", "reading", "rates"} & set(wanted):
             folder, _ = ensure_model(SMALL if model == "small" else Sizes(), 0)
             store = SlowStore()
             with open_engine(f"vllm:{folder}", dtype="bfloat16", store=store) as engine:
                 if "speed" in wanted:
                     with progress("orders", len(many) * (runs + 1)) as done:
                         result["speed"] = speed(engine, counts, many, tokens, runs, done)
+                if "scattered" in wanted:
+                    with progress("shares", 4) as done:
+                        result["scattered"] = scattered(engine, (0.05, 0.15), many[-1], tokens, runs, done)
                 if "reading" in wanted:
                     with progress("reads", runs + 2) as done:
                         result["reading"] = reading(engine, store, tokens, runs, done)
@@ -284,6 +337,12 @@ def tables(result: dict[str, Any]) -> list[Table]:
             share = f"{row['computed']:.0f} / {row['prompt']}"
             ratio = f"{row['ratio']:.2f} [{low:.2f}, {high:.2f}]"
             table.add_row(str(row["pictures"]), row["arm"], share, f"{row['first_token_ms']:.0f}", ratio)
+        made.append(table)
+    if "scattered" in result:
+        table = new_table("Tokens apart", "share|where|requests|computed|first token, ms", left=(1,))
+        for row in result["scattered"]:
+            shown = (f"{row[name]:.0f}" for name in ("requests", "computed", "first_token_ms"))
+            table.add_row(f"{row['share']:g}", row["where"], *shown)
         made.append(table)
     if "reading" in result:
         table = new_table("Reading beside computing", "computing alone, ms|reading alone|both|of the longer one")
