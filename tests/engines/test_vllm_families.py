@@ -190,7 +190,8 @@ DECODERS: dict[str, dict[str, object]] = {
     "Gemma": dict(head_dim=32), "Glm4": dict(head_dim=32, attention_bias=True), "Granite": {},
     "Mistral": dict(sliding_window=None), "Mixtral": dict(num_local_experts=4), "Phi3": {},
     "Qwen2Moe": EXPERTS, "Qwen3": dict(head_dim=32), "StableLm": {},
-    "Qwen3Moe": EXPERTS | dict(head_dim=32, tie_word_embeddings=False),
+    # It has no shared expert: told of one, vLLM would make it and find no weights for it.
+    "Qwen3Moe": EXPERTS | dict(head_dim=32, tie_word_embeddings=False, shared_expert_intermediate_size=0),
 }  # fmt: skip
 
 
