@@ -202,7 +202,7 @@ def program(engine: Engine, seed: int) -> None:
         window.check()
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(300, marks=pytest.mark.slow)])
 def test_random_edits_against_a_re_prefill(count: int, folders: Callable[[str], Path]) -> None:
     engine = opened(folders("qwen3_5_text"))
     for seed in range(count):

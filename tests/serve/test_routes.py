@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -167,9 +168,16 @@ def test_an_answer_carries_its_audit_to_who_waits_for_it(client: OpenAI, server:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_stops_its_answer(client: OpenAI, server: Server, stream: bool) -> None:
+def test_a_client_that_leaves_stops_its_answer(
+    client: OpenAI, server: Server, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with RemoteWindow(client, "h", 4000) as window:
         ids = window.extend(CHUNKS[:2])
+        with server.service.space("").windows.using(window.id) as local:
+            engine: Any = local.engine
+        plain = engine._checkpoint
+        # An answer that goes on for half a minute.
+        monkeypatch.setattr(engine, "_checkpoint", replace(plain, eos=frozenset()))
         body = {"query": "go on", "max_tokens": 3500, "remember": True, "temperature": 2.0, "seed": 1, "stream": stream}
         address = server.url.removeprefix("http://")
         connection = http.client.HTTPConnection(address)
@@ -177,7 +185,10 @@ def test_a_client_that_leaves_stops_its_answer(client: OpenAI, server: Server, s
         windows = server.service.space("").windows
         wait_for(lambda: windows._held[window.id].users == 1)
         connection.close()
+        left = time.monotonic()
         wait_for(lambda: windows._held[window.id].users == 0)
+        assert time.monotonic() - left < 10
+        monkeypatch.setattr(engine, "_checkpoint", plain)
         assert list(window.ids) == ids and window.ask(QUESTION, 2).text
 
 
