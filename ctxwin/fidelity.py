@@ -10,6 +10,8 @@ Mode = Literal["auto", "exact", "patched", "blind"]
 Lane = Literal["computed", "resident", "survivor", "orbit", "patched", "formed", "partial", "merged", "canonical"]
 Reference = Literal["stricter", "window", "stream", "nearer"]
 LANES: tuple[Lane, ...] = get_args(Lane)
+KV_ONLY: tuple[Lane, ...] = ("patched", "orbit", "partial", "merged")
+"""Lanes that change KV and say nothing of the states that a hybrid's recurrent layers keep."""
 
 
 class Fidelity(BaseModel):

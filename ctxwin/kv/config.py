@@ -14,10 +14,12 @@ Inverse frequencies come from transformers' own functions. What cannot be moved 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 from ctxwin.errors import UnsupportedModel
+from ctxwin.hashing import digest
 from ctxwin.kv.layout import Family, KVSpec, RopeSpec
 
 Engine = Literal["hf", "vllm"]
@@ -192,6 +194,15 @@ def attention_layers(config: Any) -> tuple[int, ...]:
     text = text_config(config)
     every = range(int(text.num_hidden_layers))
     return tuple(i for i in every if str(text.model_type) not in _DELTANET or text.layer_types[i] != "linear_attention")
+
+
+def with_maps(kv: KVSpec, config: Any) -> KVSpec:
+    """The layout of a hybrid whose spans also hold their maps on the recurrent states; another model's, as to its identity."""
+    text = text_config(config)
+    heads, k, v = (int(getattr(text, f"linear_{n}")) for n in ("num_value_heads", "key_head_dim", "value_head_dim"))
+    recurrent = int(text.num_hidden_layers) - kv.layers
+    maps = 4 * recurrent * heads * k * (k + v)
+    return replace(kv, identity=digest("maps", kv.identity), state_bytes=kv.state_bytes + maps, maps=True)
 
 
 def _deltanet_bytes(text: Any, dtype: str) -> int:

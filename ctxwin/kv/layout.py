@@ -58,6 +58,7 @@ class KVSpec:
         layers: those that keep KV.
         dtype: name of the dtype that KV is served in, e.g. ``bfloat16``.
         state_bytes: of the states of recurrent layers behind a token; 0 for a model that has none.
+        maps: whether a span also has its map on them, so that it may stand behind others (`ctxwin.kv.states`).
     """
 
     identity: str
@@ -69,6 +70,7 @@ class KVSpec:
     rope: RopeSpec
     dtype: str
     state_bytes: int = 0
+    maps: bool = False
 
     @property
     def recurrent(self) -> bool:

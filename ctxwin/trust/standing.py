@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ctxwin.errors import UnsupportedModel
-from ctxwin.fidelity import Fidelity
+from ctxwin.fidelity import KV_ONLY, Fidelity, Lane
 from ctxwin.profiles import find_profile, overriding, resolve
 from ctxwin.trust.auditor import Auditor, Job, auditor_of, enabled, forgets
 from ctxwin.trust.evidence import WAYS, Ledger
@@ -68,16 +68,17 @@ class WindowTrust:
     ) -> None:
         self._engine, self._asked, self._told = engine, asked, told
         self._fixed = resolve(asked, engine.spec.model)
-        recurrent = engine.spec.kv.recurrent
-        if recurrent and asked.mode == "auto":
+        self._recurrent = engine.spec.kv.recurrent
+        stays = self._recurrent and not engine.spec.kv.maps
+        if self._recurrent and asked.mode == "auto":
             self._fixed = asked.model_copy(update={"mode": "exact"})
-        if recurrent and self._fixed.mode != "exact":
+        if stays and self._fixed.mode != "exact":
             raise UnsupportedModel(
                 f"{engine.spec.model} has recurrent layers, whose states are of all that stood in front: mode must be 'exact' "
-                f"or 'auto', got {asked.mode!r}"
+                f"or 'auto', got {asked.mode!r}; open it with position_free=True for others"
             )
         profiled = find_profile(engine.spec.model) is not None
-        self.earns = asked.mode == "auto" and enabled() and not recurrent and not profiled
+        self.earns = asked.mode == "auto" and enabled() and not stays and (self._recurrent or not profiled)
         self.due: Answer | None = None
         self._exact: frozenset[str] = frozenset()
         self._lock = threading.Lock()
@@ -98,18 +99,22 @@ class WindowTrust:
     def way(self) -> str | None:
         """The promoted way that the window is served by; None where it is exact, or its fidelity was chosen."""
         name = self._ledger.promoted() if self.earns else None
-        return None if name is None or WAYS[name].lane in self._asked.forbid else name
+        return None if name is None or WAYS[name].lane in self._forbidden else name
 
     @property
     def fidelity(self) -> Fidelity:
         """The one in force."""
         return self._of(self.way)
 
+    @property
+    def _forbidden(self) -> tuple[Lane, ...]:
+        return (*self._asked.forbid, *(KV_ONLY if self._recurrent else ()))
+
     def _of(self, way: str | None) -> Fidelity:
         if way is None:
-            return self._fixed
+            return self._fixed.model_copy(update={"forbid": self._forbidden}) if self._recurrent else self._fixed
         known = WAYS[way].fidelity
-        forbid = tuple(dict.fromkeys((*known.forbid, *self._asked.forbid)))
+        forbid = tuple(dict.fromkeys((*known.forbid, *self._forbidden)))
         return overriding(known, self._asked).model_copy(update={"forbid": forbid})
 
     def in_force(self) -> tuple[str | None, Fidelity]:

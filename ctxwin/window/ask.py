@@ -345,7 +345,8 @@ def _finished(
         replace(segment, span=generation.captured[i], recompute=()) if i in generation.captured else segment
         for i, segment in enumerate(laid.segments)
     ]
-    if core.engine.spec.kv.recurrent and not head.states:  # cut at a stop text: there is no state of that place
+    kv = core.engine.spec.kv
+    if kv.maps or (kv.recurrent and not head.states):  # cut at a stop text there is no state, and never a map
         return core.engine.prefill(segments, exchange, start, salt=laid.salt, tally=work)
     shift = int(exchange.positions[:, n].min())
     first = replace(exchange, token_ids=exchange.token_ids[:n], positions=exchange.positions[:, :n], advance=shift)

@@ -351,9 +351,11 @@ class Window:
         Kamera, appendix E. Raises UnknownChunk, UnsupportedModel on a model with recurrent layers. Cost at the next ask: one
         forward where the canonical is not held.
         """
-        if self.engine.spec.kv.recurrent and not conditioned:
+        kv = self.engine.spec.kv
+        if kv.recurrent and not kv.maps and not conditioned:
             raise UnsupportedModel(
-                "a chunk of a model with recurrent layers has no view without its context, got conditioned=False"
+                "a chunk of a model with recurrent layers has no view without its context, got conditioned=False; open it with "
+                "position_free=True"
             )
         with self.core.writing() as state:
             if state.placed[state.index(placement)].conditioned != conditioned:

@@ -58,6 +58,8 @@ def _randomise(model: Any) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            if name.endswith("A_log"):  # states that last, as trained ones do: so that nothing passes because they fade
+                parameter.copy_((torch.rand(parameter.shape, generator=generator) * 0.1 + 0.005).log())
 
 
 def write_text_model(folder: Path, chat_template: str | None = CHATML) -> Path:

@@ -14,6 +14,7 @@ from ctxwin import Chunk, Fidelity, Window
 from ctxwin.engines.base import Encoded, Engine, Generation, Sampling, Segment
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.errors import UnsupportedModel
+from ctxwin.kv.states import composed
 from ctxwin.store import Store, open_store
 from engines.conformance import ALL, QUERY, EngineConformance, laid, picture, with_spans
 from engines.models import write_hybrid, write_vision_model
@@ -309,3 +310,94 @@ def test_vllm_says_what_is_missing(folders: Callable[[str], Path]) -> None:
 
     with pytest.raises(UnsupportedModel, match="kept on transformers only"):
         open_engine(f"vllm:{folders('qwen3_5_text')}")
+
+
+def free(folder: Path, **options: object) -> HFEngine:
+    return opened(folder, position_free=True, **options)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])
+def test_chunks_are_maps_on_the_states(kind: str, folders: Callable[[str], Path]) -> None:
+    """Composed behind the very same antecedents, states are those of one forward, and so is what follows."""
+    engine, exact = free(folders(kind)), opened(folders(kind))
+    assert engine.spec.kv.maps and engine.spec.identity != exact.spec.identity
+    encoded = [
+        engine.encode_system_prompt("watch"),
+        *(engine.encode(chunk(i)) for i in range(4)),
+        engine.encode(Chunk.text("x")),
+    ]
+    query = engine.encode_query(QUERY)
+    whole = engine.generate(laid(encoded, capture=True), query, ALL)
+    assert gap(whole.logprobs, exact.generate(laid(encoded), query, ALL).logprobs) < CLOSE
+    layout = with_spans(laid(encoded), whole.captured)
+    apart = [replace(segment, approximate=i > 0) for i, segment in enumerate(layout)]  # states from maps alone
+    assert gap(engine.generate(apart, query, ALL).logprobs, whole.logprobs) < CLOSE
+    last = whole.captured[len(encoded) - 1]
+    assert sum(state.nbytes for state in last.states.values()) == engine.spec.kv.state_bytes
+    states: dict[str, torch.Tensor] = {}
+    for i in range(len(encoded)):
+        states = composed(states, whole.captured[i].states)
+    for name, state in states.items():
+        torch.testing.assert_close(state, last.states[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_map_is_the_same_behind_other_states(folders: Callable[[str], Path]) -> None:
+    """In the first layer nothing is conditioned but by the convolution, which reaches over three tokens."""
+    engine = free(folders("qwen3_5_text"))
+    header = engine.encode_system_prompt("watch")
+    front = [
+        engine.encode(Chunk.text("the number is nine. now look:")),
+        engine.encode(Chunk.text("no, it is blue. now look:")),
+    ]
+    target = engine.encode(chunk(3))
+    spans = []
+    for each in front:
+        segments = laid([header, each])
+        spans.append(engine.prefill(segments, target, segments[-1].start + each.advance))
+    ours, theirs = (span.states for span in spans)
+    torch.testing.assert_close(ours["0.map"], theirs["0.map"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours["0.own"], theirs["0.own"], rtol=1e-4, atol=1e-5)
+    apart = {name: float((ours[name] - theirs[name]).abs().max()) for name in ("0.own", "0.recurrent", "4.own")}
+    assert apart["0.recurrent"] > 10 * apart["0.own"], "the states are of what stood in front"
+    assert apart["4.own"] > 10 * apart["0.own"], "deeper layers see what was conditioned"
+    moved = composed(
+        {"0.recurrent": torch.zeros_like(ours["0.recurrent"])}, {k: v for k, v in ours.items() if k.startswith("0.")}
+    )
+    torch.testing.assert_close(moved["0.recurrent"], ours["0.own"], rtol=1e-5, atol=1e-6)
+
+
+def test_windows_move_chunks_without_a_forward(folders: Callable[[str], Path]) -> None:
+    engine = free(folders("qwen3_5_text"))
+    query = engine.encode_query(QUERY).tokens
+    keeps = Fidelity("patched", survivors="keep")
+    with window_on(engine, keeps) as window:
+        window.extend([chunk(i) for i in range(4)])
+        whole = window.ask(QUERY, logprobs=-1)
+        assert {"patched", "orbit", "partial", "merged"} <= set(window.fidelity.forbid)
+        window.slide(1)
+        slid = window.ask(QUERY, logprobs=-1)
+        assert slid.usage.computed_tokens == query and [e.lane for e in window.chunks] == ["survivor"] * 3
+        exact = reprefill(engine, window)
+        assert 0 < gap(slid.first_token_logprobs, exact) < gap(whole.first_token_logprobs, exact) + 5
+        middle = window.ids[1]
+        window.toggle(middle, conditioned=False)
+        assert window.chunks[1].lane == "canonical"
+        window.ask(QUERY)
+        window.toggle(middle, conditioned=True)
+        assert window.chunks[1].lane == "survivor"
+        window.ask(QUERY)
+        window.ask(QUERY, remember=True)
+        assert window.ask(QUERY).usage.computed_tokens == query
+    with window_on(engine, Fidelity("blind")) as blind:
+        blind.extend([chunk(i) for i in range(3)])
+        blind.ask(QUERY)
+        blind.reorder(blind.ids[::-1])
+        assert blind.ask(QUERY).usage.computed_tokens == query
+    with window_on(engine) as auto:
+        assert auto.fidelity.mode == "exact"
+
+
+def test_exact_windows_are_exact_with_maps_too(folders: Callable[[str], Path]) -> None:
+    engine = free(folders("qwen3_5_text"))
+    for seed in range(3):
+        program(engine, seed)

@@ -35,13 +35,15 @@ from ctxwin.engines.base import (
 from ctxwin.engines.encoding.checkpoint import open_checkpoint
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.hf import model as hf_model
+from ctxwin.engines.hf import recurrent
 from ctxwin.engines.outputs import joined, outputs_identity, rows_of
 from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
-from ctxwin.kv.config import attention_layers, kv_spec_from_config
+from ctxwin.kv.config import attention_layers, kv_spec_from_config, with_maps
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.merge import budget_slots
 from ctxwin.kv.patch import apply_patch
 from ctxwin.kv.relocate import check_relocation, relocate
+from ctxwin.kv.states import States, composed, has_maps
 from ctxwin.store import open_store
 from ctxwin.store.spans import SpanRepository
 
@@ -63,7 +65,7 @@ class _Pass:
     cache: Any
     tokens: int = 0
     slices: list[tuple[int, int]] = field(default_factory=list)
-    states: dict[int, hf_model.States] = field(default_factory=dict)  # by how many slots stand in front
+    states: dict[int, States] = field(default_factory=dict)  # by how many slots stand in front
     logits: torch.Tensor | None = None
     outputs: list[Mapping[str, torch.Tensor]] = field(default_factory=list)
     computed: int = 0
@@ -87,6 +89,9 @@ class HFEngine(EncodingEngine):
         dtype: ``float32``, ``bfloat16`` or ``float16`` (or the torch dtype); None takes the checkpoint's own.
         store: where spans, embeddings and sources are kept; None opens a store in memory.
         outputs: whether what the decoder gives for each token is kept beside its KV.
+        position_free: of a hybrid, whether chunks' maps on the recurrent states are kept as well (`ctxwin.kv.states`), so that a
+            chunk may stand behind others than it was computed behind; three times the bytes of its states, and its recurrent
+            layers run twice.
 
     Raises:
         UnsupportedModel: a model whose KV cannot be moved, by its config or as measured on the model at hand (two forwards
@@ -102,11 +107,15 @@ class HFEngine(EncodingEngine):
         dtype: str | torch.dtype | None = None,
         store: Store | None = None,
         outputs: bool = False,
+        position_free: bool = False,
     ) -> None:
         checkpoint = open_checkpoint(model)
         name = checkpoint.dtype(dtype, "float32")
         identity = outputs_identity(checkpoint.identity(name, "transformers"), outputs)
         kv = kv_spec_from_config(checkpoint.config, identity, name, "hf")
+        if position_free and kv.recurrent:
+            kv = with_maps(kv, checkpoint.config)
+            identity = kv.identity
         self._device, self._model = hf_model.load(checkpoint, device, name)
         longest, sees = int(checkpoint.text_config.max_position_embeddings), checkpoint.media is not None
         self.spec = EngineSpec("hf", str(model), identity, kv, longest, sees, outputs)
@@ -120,6 +129,9 @@ class HFEngine(EncodingEngine):
         self._dtype = getattr(torch, name)
         self._deep = hf_model.deep_layers(checkpoint.config)
         self._attention = attention_layers(checkpoint.config)
+        self._recurrent = tuple(i for i in range(len(self.text_model.layers)) if i not in self._attention)
+        if kv.maps:
+            recurrent.attend_to(self.text_model)
         self._lock = threading.RLock()
         self._waiting, self._waited, self._counting = 0, -math.inf, threading.Lock()
         check_relocation(kv, self._probe, max(1, min(_FAR, self.spec.max_tokens - _PROBED)))
@@ -227,7 +239,7 @@ class HFEngine(EncodingEngine):
             try:
                 self._fill(done, layout, 1, stopped)
                 for (_, answer), tail in zip(asked, tails, strict=True):
-                    before = hf_model.states_of(done.cache) if self.spec.kv.recurrent else {}
+                    before = recurrent.states_of(done.cache) if self.spec.kv.recurrent else {}
                     self._fill(done, [replace(tail[0], encoded=_joined(tail))], len(answer) + 1, stopped)
                     self._taken_back(done, sum(part.tokens for part in tail), before)
                     made.append(hf_model.rows(_usable(done), answer, best))
@@ -309,9 +321,7 @@ class HFEngine(EncodingEngine):
                     for part in [[segment] for segment in run] if apart else [run]:
                         if stopped is not None and stopped():
                             raise AnswerStopped("the engine is wanted for other work")
-                        self._forward(done, part, keep)
-                        if self.spec.kv.recurrent and part[-1].capture:
-                            done.states[self._held(done)] = hf_model.states_of(done.cache)
+                        self._computed(done, part, keep)
         except RuntimeError as error:  # torch's own: out of memory, a failed kernel
             if isinstance(error, AnswerStopped):
                 raise
@@ -354,14 +364,29 @@ class HFEngine(EncodingEngine):
         first, second = (v, k) if self.spec.kv.family == "mla" else (k, v)
         for i, layer in enumerate(self._attention):
             done.cache.update(first[i][None], second[i][None], layer)
-        if self.spec.kv.recurrent and segments[-1].span is not None:
-            hf_model.set_states(done.cache, segments[-1].span.states)
+        if self.spec.kv.recurrent:
+            behind: States = recurrent.states_of(done.cache)
+            for segment in segments:
+                assert segment.span is not None
+                own = {name: state.to(self._device) for name, state in segment.span.states.items()}
+                behind = composed(behind, own) if segment.approximate else own
+            recurrent.set_states(done.cache, behind)
+
+    def _computed(self, done: _Pass, segments: Sequence[Segment], keep: int) -> None:
+        """`_forward`, with the states behind it where they are captured, or behind the last segment."""
+        if not self.spec.kv.recurrent:
+            self._forward(done, segments, keep)
+            return
+        with recurrent.hearing(self._recurrent if self.spec.kv.maps else ()) as maps:
+            self._forward(done, segments, keep)
+        if segments[-1].capture or self.spec.kv.maps:
+            done.states[self._held(done)] = {**recurrent.states_of(done.cache), **maps}
 
     def _check_exact(self, segments: Sequence[Segment]) -> None:
         """Raises UnsupportedModel for KV that was computed behind others: its states would be of what does not stand there."""
         for segment in segments:
             changed = segment.patch is not None or segment.merged or segment.recompute
-            if segment.span is not None and (segment.approximate or changed):
+            if segment.span is not None and (changed or (segment.approximate and not has_maps(segment.span.states))):
                 raise UnsupportedModel(
                     f"{self.spec.model} has recurrent layers, whose states are of all that stood in front: its KV is served "
                     "behind exactly that; use Fidelity('exact')"
@@ -375,14 +400,14 @@ class HFEngine(EncodingEngine):
         """Slots in the cache."""
         return int(done.cache.get_seq_length(self._attention[0]))
 
-    def _taken_back(self, done: _Pass, count: int, states: hf_model.States) -> None:
+    def _taken_back(self, done: _Pass, count: int, states: States) -> None:
         """Takes the last ``count`` tokens out of the cache; ``states`` were those in front of them."""
         if not self.spec.kv.recurrent:
             done.cache.crop(-count)
             return
         for layer in self._attention:
             done.cache.layers[layer].crop(-count)
-        hf_model.set_states(done.cache, states)
+        recurrent.set_states(done.cache, states)
 
     def _forward(self, done: _Pass, segments: Sequence[Segment], keep: int = 1) -> None:
         """One forward over neighbouring segments behind everything in the cache."""
@@ -528,11 +553,11 @@ class HFEngine(EncodingEngine):
         rope, content = ("values", "keys") if self.spec.kv.family == "mla" else ("keys", "values")
         outputs = joined(done.outputs) if self.spec.outputs else {}
         rows = {name: all_of_it[part[0] : part[1]].clone() for name, all_of_it in outputs.items()}
-        states: hf_model.States = {}
+        states: States = {}
         if self.spec.kv.recurrent:
             found = done.states.get(part[1])
             if found is None and part[1] == self._held(done):
-                found = hf_model.states_of(done.cache)
+                found = recurrent.states_of(done.cache)
             states = {name: state.to("cpu") for name, state in (found or {}).items()}
         span = SpanKV(take(rope), take(content), torch.tensor(positions), start, rows, states)
         span.validate(self.spec.kv)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -149,35 +149,6 @@ def rows(logits: torch.Tensor, answer: Sequence[int], best: int) -> list[dict[in
     found = logits.log_softmax(-1)
     own: list[dict[int, float]] = [{int(token): float(found[i, token])} for i, token in enumerate(answer)]
     return [top_logprobs(row, best) | extra for row, extra in zip(found, [*own, {}], strict=True)]
-
-
-States = Mapping[str, torch.Tensor]
-"""Of recurrent layers: ``LAYER.conv`` (last inputs, ``[channels, kernel]``) and ``LAYER.recurrent`` (``[heads, k, v]``)."""
-
-
-def states_of(cache: Any) -> States:
-    """A copy of the states of a cache's recurrent layers."""
-    found = {}
-    for i, layer in enumerate(cache.layers):
-        for name in ("conv", "recurrent"):
-            held = getattr(layer, f"{name}_states", {}).get(0)
-            if held is not None:
-                found[f"{i}.{name}"] = held[0].clone()
-    return found
-
-
-def set_states(cache: Any, states: States) -> None:
-    """Puts states into a cache's recurrent layers, as a forward over all that they are of would have."""
-    for name, state in states.items():
-        number, _, kind = name.partition(".")
-        layer, full = cache.layers[int(number)], state[None]
-        if kind == "conv":
-            layer.lazy_initialization(conv_states=full)
-            layer.conv_states[0].copy_(full)
-            layer.has_previous_state[0] = True
-        else:
-            layer.lazy_initialization(recurrent_states=full)
-            layer.recurrent_states[0].copy_(full)
 
 
 def drop_slot(cache: Any, head: int) -> None:
