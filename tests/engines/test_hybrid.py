@@ -401,3 +401,11 @@ def test_exact_windows_are_exact_with_maps_too(folders: Callable[[str], Path]) -
     engine = free(folders("qwen3_5_text"))
     for seed in range(3):
         program(engine, seed)
+
+
+def test_what_moving_by_maps_takes_is_measured(folders: Callable[[str], Path]) -> None:
+    from ctxwin.evals.studies.states import measure, table
+
+    rows = measure(free(folders("qwen3_5_text")), [5, 40], 60, 1, lambda done: None)
+    assert [row["tokens"] for row in rows] == [5, 40] and all(row["error"] < 1e-4 for row in rows)
+    assert table(rows).row_count == 2
