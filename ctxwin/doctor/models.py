@@ -90,7 +90,7 @@ def assess_config(config: Any, name: str = "") -> Assessment:
     layout = f"{kv.family}, {kv.layers} layers, {heads}, {form} over {kv.rope.rotary_dim} dimensions, {dtype}"
     why = REFUSED.get(kind, "")
     if kv.recurrent:
-        layout += f", beside recurrent layers with states of {kv.state_bytes:,} bytes a chunk: served exactly only"
+        layout += f", beside recurrent layers with states of {kv.state_bytes:,} bytes a chunk"
         why = why or "the states of recurrent layers are kept on transformers only so far"
     engines = TESTED.get(kind, _HF if why else _BOTH)
     if why and kind not in TESTED:
