@@ -500,6 +500,20 @@ class TestFaults:
             engine.generate(laid(parts), query, ALL)
         assert engine.generate(laid(parts), query, ALL).token_ids
 
+    def test_kv_that_is_no_number_is_an_error(self, engine: Any) -> None:
+        """vLLM answers with the first token of its vocabulary then."""
+        parts, query = encoded(engine, [1]), engine.encode_query("what color")
+        paged = engine._core.transport.paged
+        plain = paged.read
+
+        def broken(*given: Any) -> Any:
+            k, v = plain(*given)
+            return k, v.fill_(float("nan"))
+
+        with mock.patch.object(paged, "read", broken), pytest.raises(EngineFailed, match="not finite"):
+            engine.generate([replace(s, capture=True) for s in laid(parts)], query, ALL, salt="broken")
+        assert engine.generate(laid(parts), query, ALL).token_ids
+
     def test_options_that_spans_cannot_follow_are_refused(self, model_dir: Path) -> None:
         from ctxwin.engines.vllm.engine import VLLMEngine
         from ctxwin.engines.vllm.transport.local import find

@@ -605,6 +605,8 @@ class VLLMEngine(EncodingEngine):
         if name not in transfer.captured:
             raise EngineFailed(f"the KV of segment {name} was not captured; vLLM ended the request early")
         k, v = transfer.captured[name]
+        if not all(bool(bound.isfinite()) for x in (k, v) if x.numel() for bound in x.aminmax()):
+            raise EngineFailed(f"{self.spec.model} gave KV that is not finite (NaN), so its answers mean nothing")
         extra = int(k.shape[1]) - encoded.tokens
         behind = np.tile(np.arange(encoded.advance, encoded.advance + extra, dtype=np.int64), (3, 1))
         positions = torch.from_numpy(np.concatenate([encoded.positions, behind], axis=1))
