@@ -129,7 +129,8 @@ class HFEngine(EncodingEngine):
         self._dtype = getattr(torch, name)
         self._deep = hf_model.deep_layers(checkpoint.config)
         self._attention = attention_layers(checkpoint.config)
-        self._recurrent = tuple(i for i in range(len(self.text_model.layers)) if i not in self._attention)
+        every = range(int(checkpoint.text_config.num_hidden_layers))
+        self._recurrent = tuple(i for i in every if i not in self._attention)
         if kv.maps:
             recurrent.attend_to(self.text_model)
         self._lock = threading.RLock()
