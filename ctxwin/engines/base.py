@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from ctxwin.engines.cost import CostModel
 from ctxwin.errors import UnsupportedModel
+from ctxwin.kv.states import has_maps
 
 if TYPE_CHECKING:
     import numpy as np
@@ -263,6 +264,22 @@ def check_sampling(sampling: Sampling) -> None:
         raise ValueError(
             f"max_tokens must be >= 1 and temperature >= 0, got {sampling.max_tokens} and {sampling.temperature}"
         )
+
+
+def check_states(model: str, segments: Sequence[Segment]) -> None:
+    """Raises UnsupportedModel for KV of a hybrid that was computed behind others: its states would be of what does not stand
+    there. ValueError for a span without any."""
+    for segment in segments:
+        changed = segment.patch is not None or segment.merged or segment.recompute
+        if segment.span is not None and (changed or (segment.approximate and not has_maps(segment.span.states))):
+            raise UnsupportedModel(
+                f"{model} has recurrent layers, whose states are of all that stood in front: its KV is served "
+                "behind exactly that; use Fidelity('exact')"
+            )
+        if segment.span is not None and segment.span.tokens and not segment.span.states:
+            raise ValueError(
+                f"the span of chunk {segment.encoded.chunk_id[:12]} must hold the states behind it, got none"
+            )
 
 
 class ScoredToken(int):

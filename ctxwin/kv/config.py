@@ -172,12 +172,8 @@ def kv_spec_from_config(config: Any, identity: str, dtype: str, engine: Engine =
     layers, queries = int(text.num_hidden_layers), int(text.num_attention_heads)
     states = 0
     if str(text.model_type) in _DELTANET:
-        if engine == "vllm":
-            raise _refusal(
-                text.model_type, "linear attention layers", "their states are kept on transformers only so far"
-            )
         recurrent = sum(kind == "linear_attention" for kind in text.layer_types)
-        layers, states = layers - recurrent, recurrent * _deltanet_bytes(text, dtype)
+        layers, states = layers - recurrent, recurrent * _deltanet_bytes(text, dtype, engine)
     family: Family = "mla"
     if getattr(text, "kv_lora_rank", None):
         heads, k_dim, v_dim = 1, int(text.qk_rope_head_dim), int(text.kv_lora_rank)
@@ -205,11 +201,14 @@ def with_maps(kv: KVSpec, config: Any) -> KVSpec:
     return replace(kv, identity=digest("maps", kv.identity), state_bytes=kv.state_bytes + maps, maps=True)
 
 
-def _deltanet_bytes(text: Any, dtype: str) -> int:
-    """Bytes of the state of one Gated DeltaNet layer: a float32 matrix a value head, and a convolution's last inputs."""
+def _deltanet_bytes(text: Any, dtype: str, engine: Engine) -> int:
+    """Bytes of the state of one Gated DeltaNet layer: a float32 matrix a value head, and a convolution's last inputs.
+
+    Of these transformers keeps one more than vLLM. Some checkpoints have vLLM keep the matrix in fewer bytes.
+    """
     keys, values = (int(getattr(text, f"linear_num_{what}_heads")) for what in ("key", "value"))
     k, v = (int(getattr(text, f"linear_{what}_head_dim")) for what in ("key", "value"))
-    inputs = (2 * keys * k + values * v) * int(text.linear_conv_kernel_dim)
+    inputs = (2 * keys * k + values * v) * (int(text.linear_conv_kernel_dim) - (engine == "vllm"))
     return 4 * values * k * v + inputs * {"float64": 8, "float32": 4}.get(dtype, 2)
 
 

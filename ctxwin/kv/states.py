@@ -13,12 +13,28 @@ in its ``N``. The transition is never inverted to take a chunk out; its conditio
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-States = Mapping[str, torch.Tensor]
+States = Mapping[str, "torch.Tensor"]
 """Of recurrent layers, behind a span's last token: ``LAYER.conv`` (last inputs, ``[channels, kernel]``) and ``LAYER.recurrent``
-(``[heads, k, v]``). Where its map is kept, also ``LAYER.map`` (M, ``[heads, k, k]``) and ``LAYER.own`` (N, ``[heads, k, v]``)."""
+(``[heads, k, v]``). Where its map is kept, also ``LAYER.map`` (M, ``[heads, k, k]``) and ``LAYER.own`` (N, ``[heads, k, v]``).
+vLLM's are as its kernels lay them out."""
+
+
+_PREFIX: Final = "state."
+
+
+def named(states: States) -> dict[str, torch.Tensor]:
+    """States as tensors of a record, beside others."""
+    return {_PREFIX + name: state for name, state in states.items()}
+
+
+def states_in(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The states among a record's tensors, see `named`."""
+    return {name.removeprefix(_PREFIX): t for name, t in tensors.items() if name.startswith(_PREFIX)}
 
 
 def has_maps(states: States) -> bool:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ctxwin.errors import StoreCorrupt
 from ctxwin.kv.layout import KVSpec, SpanKV
+from ctxwin.kv.states import named, states_in
 from ctxwin.store import codec
 from ctxwin.store.base import Store
 from ctxwin.store.recent import Recent
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _OUTPUT: Final = "output."
-_STATE: Final = "state."
 _PATCHES: Final = ("patch", "orbit")
 _FARTHEST: Final = 1 << 31
 _UNSERVED: Final = 1 << 16  # patches remembered as not yet served
@@ -119,11 +119,9 @@ class SpanRepository:
 
         def decode(blob: bytes) -> tuple[SpanKV, dict[str, Any]]:
             tensors, header = codec.decode_tensors(blob, checked=False)
-            outputs, states = (
-                {name.removeprefix(kind): t for name, t in tensors.items() if name.startswith(kind)}
-                for kind in (_OUTPUT, _STATE)
-            )
-            span = SpanKV(tensors["k"], tensors["v"], tensors["positions"], int(header["start"]), outputs, states)
+            outputs = {name.removeprefix(_OUTPUT): t for name, t in tensors.items() if name.startswith(_OUTPUT)}
+            kv = tensors["k"], tensors["v"], tensors["positions"]
+            span = SpanKV(*kv, int(header["start"]), outputs, states_in(tensors))
             _check_span(span, self.spec)
             if len(header["user"]["token_ids"]) != span.tokens:
                 raise StoreCorrupt(f"a span must have one token id per token, got {len(header['user']['token_ids'])}")
@@ -156,7 +154,7 @@ class SpanRepository:
         header = {"start": int(span.start), "user": {**meta, "token_ids": [int(i) for i in ids]}}
         tensors = {"k": span.k, "v": span.v, "positions": span.positions}
         tensors |= {_OUTPUT + name: rows for name, rows in span.outputs.items()}
-        tensors |= {_STATE + name: state for name, state in span.states.items()}
+        tensors |= named(span.states)
         return self._put(_key(key, "span"), "span", header, tensors)
 
     def get_patch(self, key: str) -> Patch | None:

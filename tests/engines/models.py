@@ -164,10 +164,10 @@ def write_vision_model(folder: Path, kind: str = "qwen2_5_vl") -> Path:
 
 def _hybrid_fields(vocab: int) -> dict[str, Any]:
     """Three Gated DeltaNet layers in front of each of two attention layers, a quarter of whose heads turns."""
-    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
     return _text_fields(vocab) | dict(
-        num_hidden_layers=8, head_dim=16, linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2,
-        linear_num_value_heads=4, linear_conv_kernel_dim=4, rope_parameters=rope,
+        num_hidden_layers=8, head_dim=32, linear_key_head_dim=64, linear_value_head_dim=64, linear_num_key_heads=1,
+        linear_num_value_heads=2, linear_conv_kernel_dim=4, rope_parameters=rope,
     )  # fmt: skip
 
 
@@ -181,7 +181,8 @@ def write_hybrid(folder: Path, kind: str = "Qwen3_5Text") -> Path:
     fields = _hybrid_fields(len(tokenizer)) | dict(
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
     )
-    if kind == "Qwen3Next":
+    if kind == "Qwen3Next":  # vLLM does not tie its words
+        fields["tie_word_embeddings"] = False
         fields["rope_parameters"] = {n: v for n, v in fields["rope_parameters"].items() if n != "mrope_section"}
     config = getattr(transformers, f"{kind}Config")(**fields)
     model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)

@@ -90,6 +90,8 @@ class Batch:
         ids: [B, T].
         positions: [B, 3, T].
         mask: bool [B, 1, T, T].
+        real: Which tokens of the contexts are no padding, bool [B, tokens of the longest one].
+        length: Tokens of a question and its answer.
         scenes: Flat indices (into B * T) of the image tokens of scenes, [S].
         scene_colors: Distribution over the 9 colours at those tokens, [S, 9].
         numbers: Flat indices of the questions' number tokens, [Q].
@@ -103,6 +105,8 @@ class Batch:
     ids: Tensor
     positions: Tensor
     mask: Tensor
+    real: Tensor
+    length: int
     scenes: Tensor
     scene_colors: Tensor
     numbers: Tensor
@@ -110,6 +114,10 @@ class Batch:
     last: Tensor
     targets: Tensor
     bound: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device."""
+        return Batch(**{n: v.to(device) if isinstance(v, Tensor) else v for n, v in vars(self).items()})
 
 
 def through_clip(pictures: Sequence[NDArray[np.uint8]], rng: np.random.Generator) -> list[NDArray[np.uint8]]:
@@ -219,6 +227,8 @@ def make_batch(vocabulary: Vocabulary, rng: np.random.Generator, spec: BatchSpec
         ids=torch.from_numpy(ids),
         positions=torch.from_numpy(positions),
         mask=torch.from_numpy(mask)[:, None],
+        real=torch.from_numpy(owner[:, :width] == -1),
+        length=length,
         scenes=torch.from_numpy(image_at[is_scene].ravel()),
         scene_colors=torch.from_numpy(color_distribution(truth, drawn)[is_scene].reshape(-1, len(COLORS))),
         numbers=torch.from_numpy(first + NUMBER_AT),

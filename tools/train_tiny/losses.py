@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from ctxwin.tiny.sprites import COLORS, GREY, N_SHAPES
 from train_tiny.data import Batch, Vocabulary
-from train_tiny.forward import decode, encode_pictures
+from train_tiny.forward import decode
+from train_tiny.hybrid import decode_questions, pictures_of
 from train_tiny.model import LAYERS
 from train_tiny.recipe import Recipe
 
@@ -34,7 +35,7 @@ def decoder_losses(
     text = model.model.language_model
     words = text.embed_tokens.weight
     with torch.no_grad():
-        pictures = encode_pictures(model.model.visual, batch.pixels)
+        pictures = pictures_of(model, batch.pixels)
     x = functional.embedding(batch.ids, words)
     x = x.masked_scatter((batch.ids == vocabulary.image)[..., None], pictures)
     mask = torch.zeros(batch.mask.shape, device=x.device).masked_fill_(~batch.mask, float("-inf"))
@@ -44,10 +45,14 @@ def decoder_losses(
     def watch(layer: int, queries: Tensor, keys: Tensor) -> None:
         if chains and layer == 0:
             lookups.append(_lookup_loss(queries, keys, mask, batch.numbers, batch.things))
-        elif not chains and stage == 3 and layer >= LAYERS - 2:
+        elif not chains and (stage == 3 or recipe.hybrid) and layer >= LAYERS - 2:
             lookups.extend(_lookup_loss(queries, keys, mask, at, batch.things) for at in (batch.numbers, batch.last))
 
-    hidden = decode(text, x, batch.positions, mask, probe=watch)[0].flatten(0, 1)
+    if recipe.hybrid:
+        every = decode_questions(text, x, batch.positions, mask, batch.real, batch.length, watch)
+    else:
+        every = decode(text, x, batch.positions, mask, probe=watch)[0]
+    hidden = every.flatten(0, 1)
 
     answers = torch.tensor(vocabulary.colors + vocabulary.shapes, device=x.device)
     is_color = batch.targets[:, : len(COLORS)].sum(-1, keepdim=True)

@@ -96,10 +96,11 @@ def save_model(model: Any, tokenizer: Any, out: Path) -> None:
     image_processor = library.Qwen2VLImageProcessor(
         patch_size=14, merge_size=2, temporal_patch_size=2, min_pixels=4 * 28 * 28, max_pixels=FRAME * FRAME
     )
-    video_processor = library.Qwen2VLVideoProcessor(
+    newer = model.config.model_type == "qwen3_5"
+    video_processor = getattr(library, "Qwen3VLVideoProcessor" if newer else "Qwen2VLVideoProcessor")(
         patch_size=14, merge_size=2, temporal_patch_size=2, cap_pixels_per_frame=False
     )
-    library.Qwen2_5_VLProcessor(
+    getattr(library, "Qwen3VLProcessor" if newer else "Qwen2_5_VLProcessor")(
         image_processor=image_processor,
         tokenizer=tokenizer,
         video_processor=video_processor,

@@ -41,6 +41,8 @@ class Recipe:
         apart: Share of the decoder's steps in which every frame sees the header and itself only.
         init: Folder of weights whose vision tower and word embeddings are taken over, so that stage 1 is left out.
         init_decoder: Whether the layers of that model's decoder are taken over too.
+        hybrid: Whether to make a model of Qwen3.5's architecture, recurrent layers beside attention. Its one attention layer
+            is trained to look things up in stage 2 already.
     """
 
     seed: int = 0
@@ -62,6 +64,7 @@ class Recipe:
     apart: float = 0.0
     init: Path | None = None
     init_decoder: bool = False
+    hybrid: bool = False
 
 
 def batch_spec(recipe: Recipe, stage: int, step: int, rng: np.random.Generator) -> BatchSpec:

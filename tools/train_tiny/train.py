@@ -26,8 +26,8 @@ from torch.nn import functional
 from ctxwin.tiny.sprites import GREY, N_APPEARANCES, N_MARKS, N_SHAPES
 from ctxwin.tiny.world import Frame, Role, render, sample_frames
 from train_tiny.checkpoint import load_checkpoint, save_checkpoint
-from train_tiny.data import Batch, Vocabulary, make_batch, through_clip
-from train_tiny.forward import encode_pictures
+from train_tiny.data import Vocabulary, make_batch, through_clip
+from train_tiny.hybrid import build_hybrid, pictures_of
 from train_tiny.losses import decoder_losses
 from train_tiny.model import HIDDEN, build_model, save_model
 from train_tiny.recipe import Recipe, batch_spec
@@ -108,10 +108,10 @@ def vision_batch(rng: np.random.Generator, count: int) -> tuple[Tensor, Tensor]:
 
 def train_vision(run: Run, optimizer: torch.optim.AdamW) -> None:
     """Stage 1: the vision tower under linear heads for shape, appearance and mark."""
-    recipe, visual = run.recipe, run.model.model.visual
+    recipe = run.recipe
     for step in range(run.step, recipe.vision_steps):
         pixels, labels = (t.to(run.device) for t in vision_batch(_rng(run, 1, step), recipe.vision_frames))
-        merged = encode_pictures(visual, pixels).flatten(0, 1)
+        merged = pictures_of(run.model, pixels).flatten(0, 1)
         scores = [head(merged) for head in run.heads]
         losses = [functional.cross_entropy(s, labels[..., i].flatten()) for i, s in enumerate(scores)]
         _update(optimizer, torch.stack(losses).sum(), _rate(recipe, 1, step))
@@ -131,8 +131,8 @@ def copy_heads(run: Run, vocabulary: Vocabulary) -> None:
         words[vocabulary.colors] = appearance[: GREY + 1]
         words[vocabulary.numbers] = mark[:N_MARKS]
         pixels, _ = vision_batch(_rng(run, 1, run.recipe.vision_steps), 8)
-        scale = PICTURE_NORM / encode_pictures(run.model.model.visual, pixels.to(run.device)).norm(dim=-1).mean()
-        last = run.model.model.visual.merger.mlp[2]
+        scale = PICTURE_NORM / pictures_of(run.model, pixels.to(run.device)).norm(dim=-1).mean()
+        last = list(run.model.model.visual.merger.modules())[-1]
         last.weight.mul_(scale)
         last.bias.mul_(scale)
 
@@ -162,7 +162,7 @@ def train_decoder(run: Run, optimizer: torch.optim.AdamW, vocabulary: Vocabulary
     for step in range(run.step, recipe.steps if run.stage == 2 else recipe.finish_steps):
         rng = _rng(run, run.stage, step)
         batch = make_batch(vocabulary, rng, batch_spec(recipe, run.stage, step, rng))
-        batch = Batch(**{name: value.to(run.device) for name, value in vars(batch).items()})
+        batch = batch.to(run.device)
         loss, figures = decoder_losses(run.model, vocabulary, batch, recipe, run.stage)
         _update(optimizer, loss, _rate(recipe, run.stage, step))
         recent.append({"loss": loss.item(), **figures})
@@ -203,7 +203,8 @@ def train(recipe: Recipe, out: Path, device: str = "cpu", resume: bool = False) 
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
     vocabulary = Vocabulary(tokenizer)
-    run = Run(recipe, out, torch.device(device), build_model(tokenizer, recipe.seed), tokenizer)
+    build = build_hybrid if recipe.hybrid else build_model
+    run = Run(recipe, out, torch.device(device), build(tokenizer, recipe.seed), tokenizer)
     run.heads = nn.ModuleList(nn.Linear(HIDDEN, n) for n in (N_SHAPES, N_APPEARANCES, N_MARKS + 1))
     run.model.to(run.device)
     run.heads.to(run.device)
@@ -249,6 +250,8 @@ def main() -> None:
     parser.add_argument("--apart", type=float, default=Recipe.apart, help="share of steps in which frames stand alone")
     parser.add_argument("--init", type=Path, help="weights whose vision tower and words are taken over")
     parser.add_argument("--init-decoder", action="store_true", help="take over their decoder too")
+    parser.add_argument("--hybrid", action="store_true", help="Qwen3.5's architecture: recurrent layers beside attention")
+    parser.add_argument("--lookup-weight", type=float, default=Recipe.lookup_weight)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
     parser.add_argument("--resume", action="store_true")
@@ -269,5 +272,7 @@ def main() -> None:
         apart=options.apart,
         init=options.init,
         init_decoder=options.init_decoder,
+        hybrid=options.hybrid,
+        lookup_weight=options.lookup_weight,
     )
     train(recipe, options.out, options.device, options.resume)

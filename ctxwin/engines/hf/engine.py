@@ -43,7 +43,7 @@ from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.merge import budget_slots
 from ctxwin.kv.patch import apply_patch
 from ctxwin.kv.relocate import check_relocation, relocate
-from ctxwin.kv.states import States, composed, has_maps
+from ctxwin.kv.states import States, composed
 from ctxwin.store import open_store
 from ctxwin.store.spans import SpanRepository
 
@@ -308,7 +308,7 @@ class HFEngine(EncodingEngine):
         """
         filled = (part for segment in segments if segment.tokens for part in segment.parts())
         if self.spec.kv.recurrent:
-            self._check_exact(segments)
+            check_states(self.spec.model, segments)
         try:
             with torch.no_grad():
                 for loaded, grouped in itertools.groupby(filled, lambda segment: segment.span is not None):
@@ -382,20 +382,6 @@ class HFEngine(EncodingEngine):
             self._forward(done, segments, keep)
         if segments[-1].capture or self.spec.kv.maps:
             done.states[self._held(done)] = {**recurrent.states_of(done.cache), **maps}
-
-    def _check_exact(self, segments: Sequence[Segment]) -> None:
-        """Raises UnsupportedModel for KV that was computed behind others: its states would be of what does not stand there."""
-        for segment in segments:
-            changed = segment.patch is not None or segment.merged or segment.recompute
-            if segment.span is not None and (changed or (segment.approximate and not has_maps(segment.span.states))):
-                raise UnsupportedModel(
-                    f"{self.spec.model} has recurrent layers, whose states are of all that stood in front: its KV is served "
-                    "behind exactly that; use Fidelity('exact')"
-                )
-            if segment.span is not None and segment.span.tokens and not segment.span.states:
-                raise ValueError(
-                    f"the span of chunk {segment.encoded.chunk_id[:12]} must hold the states behind it, got none"
-                )
 
     def _held(self, done: _Pass) -> int:
         """Slots in the cache."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from ctxwin.engines.base import check_sampling
+from ctxwin.engines.base import check_sampling, check_states
 from ctxwin.engines.outputs import outputs_identity
 from ctxwin.engines.vllm import requests
 from ctxwin.engines.vllm.drivers import Driver, LoopDriver, StepDriver
@@ -27,6 +27,7 @@ from ctxwin.engines.vllm.stage_outputs import StageOutputs
 from ctxwin.engines.vllm.transport import PARAM, LocalTransport, SharedMemoryTransport, Transport
 from ctxwin.engines.vllm.vision import Vision, remote, see
 from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.hashing import digest
 from ctxwin.kv.config import kv_spec_from_config
 from ctxwin.kv.layout import KVSpec
 
@@ -55,7 +56,21 @@ def read_model(model: str | Path, dtype: Any = "auto", cache: Any = "auto") -> t
         raise UnsupportedModel(f"{kind!r} cannot be served on vLLM: {reason}; open it as hf:MODEL")
     name = checkpoint.dtype(None if dtype == "auto" else dtype, "bfloat16")
     rounded = f" in {'fp8_e4m3' if cache == 'fp8' else cache}" if cache in FP8 else ""
-    return checkpoint, kv_spec_from_config(checkpoint.config, checkpoint.identity(name, f"vllm{rounded}"), name, "vllm")
+    kv = kv_spec_from_config(checkpoint.config, checkpoint.identity(name, f"vllm{rounded}"), name, "vllm")
+    if kv.recurrent:
+        kv = _of_hybrid(kv)
+    return checkpoint, kv
+
+
+def _of_hybrid(kv: KVSpec) -> KVSpec:
+    """Its layout as vLLM serves it here: processors lay states out otherwise than GPUs, so they do not serve each other's."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and kv.dtype != "bfloat16":
+        raise UnsupportedModel(
+            f"vLLM's CPU kernels for recurrent layers take bfloat16 only, got {kv.dtype}; open it with dtype='bfloat16', or as hf:MODEL"
+        )
+    return replace(kv, identity=digest("states", current_platform.device_type, kv.identity))
 
 
 def engine_arguments(model: str | Path, options: dict[str, Any]) -> dict[str, Any]:
@@ -235,6 +250,8 @@ class Core:
         """
         check_sampling(sampling)
         requests.check(self.driver, sampling)
+        if self.kv.recurrent:
+            check_states(self.model, layout)
         at = base = layout[0].start if layout else 0
         for i, segment in enumerate(layout):
             span, encoded = segment.span, segment.encoded

@@ -313,6 +313,8 @@ class VLLMEngine(EncodingEngine):
         from ctxwin.engines.vllm.transport import LocalTransport
 
         transport = self._core.transport
+        if self.spec.kv.recurrent:
+            raise UnsupportedModel(f"{self.spec.model} has recurrent layers, whose states cannot be merged")
         if not isinstance(transport, LocalTransport) or transport.paged is None or self.spec.kv.family == "mla":
             raise UnsupportedModel(
                 "chunks are merged by their attention, which vLLM shows in one process (processes='single') and for GQA or "
@@ -387,6 +389,9 @@ class VLLMEngine(EncodingEngine):
         bare = [
             replace(segment, span=None, patch=None, approximate=False, recompute=(), merged=False) for segment in layout
         ]
+        if self.spec.kv.recurrent:  # to read states back from in front of others, spans have to be loaded
+            last = len(bare) - 1 if not ask.tail else -1
+            bare = [replace(segment, capture=segment.capture and i == last) for i, segment in enumerate(bare)]
         tries = [*[(layout, ask)] * (3 if ask.salt else 2), (bare, replace(ask, salt=""))]
         for left, (segments, asked) in zip(range(len(tries) - 1, -1, -1), tries, strict=True):
             try:
@@ -449,7 +454,8 @@ class VLLMEngine(EncodingEngine):
         """The layout with spans in front of every span, its space, and how many tokens have been computed for that.
 
         vLLM takes external KV as one prefix only, so a missing segment with spans behind it is computed by a request of
-        its own and then loaded with the others.
+        its own and then loaded with the others. A hybrid's states are read back where a request ends, so each missing segment
+        whose KV is wanted has one of its own.
         """
         segments = list(layout)
         for i, segment in enumerate(segments):
@@ -458,9 +464,13 @@ class VLLMEngine(EncodingEngine):
                 segments[i] = replace(segment, span=empty)
         space = self._space(segments, ask.salt)
         last = max((i for i, segment in enumerate(segments) if segment.span is not None), default=0)
+        each = self.spec.kv.recurrent
+        if each:
+            last = len(segments) if ask.tail else len(segments) - 1
         seen = 0
         for i, segment in enumerate(segments[:last]):
-            if segment.span is None and segments[i + 1].span is not None:
+            loaded_behind = i + 1 < len(segments) and segments[i + 1].span is not None
+            if segment.span is None and (loaded_behind or (each and segment.capture)):
                 run = [j for j in range(i + 1) if segments[j].span is None]
                 front, rest = self._ended(segments, i + 1)
                 part = _Ask(rest, Sampling(max_tokens=1), ask.salt, background=ask.background)
@@ -605,12 +615,13 @@ class VLLMEngine(EncodingEngine):
         if name not in transfer.captured:
             raise EngineFailed(f"the KV of segment {name} was not captured; vLLM ended the request early")
         k, v = transfer.captured[name]
-        if not all(bool(bound.isfinite()) for x in (k, v) if x.numel() for bound in x.aminmax()):
+        states = transfer.states.get(name, {})
+        if not all(bool(bound.isfinite()) for x in (k, v, *states.values()) if x.numel() for bound in x.aminmax()):
             raise EngineFailed(f"{self.spec.model} gave KV that is not finite (NaN), so its answers mean nothing")
         extra = int(k.shape[1]) - encoded.tokens
         behind = np.tile(np.arange(encoded.advance, encoded.advance + extra, dtype=np.int64), (3, 1))
         positions = torch.from_numpy(np.concatenate([encoded.positions, behind], axis=1))
-        return SpanKV(k.to("cpu"), v.to("cpu"), positions, start, transfer.outputs.get(name, {}))
+        return SpanKV(k.to("cpu"), v.to("cpu"), positions, start, transfer.outputs.get(name, {}), states)
 
     def _empty_span(self, start: int) -> SpanKV:
         kv = self.spec.kv

@@ -55,7 +55,7 @@ class PagedKV:
         self, layers: Mapping[str, Any], kv: KVSpec, block_size: int, kernel: Kernel | None = None, alone: bool = False
     ) -> None:
         self.kv = kv
-        self.layers = _ordered(layers)
+        self.layers = _ordered(layers, kv.recurrent)
         self.block_size = block_size
         if len(self.layers) != kv.layers:
             raise UnsupportedModel(
@@ -121,6 +121,11 @@ class PagedKV:
         for layer, (k, v) in zip(self.layers, computed, strict=True):
             _update(layer, k, v, layer.kv_cache, slots)
         return placing.nbytes
+
+    def clear(self, block: int) -> None:
+        """Zeros one block."""
+        for layer in self.layers:
+            layer.kv_cache[block].zero_()
 
     def place(self, parts: Sequence[Part], kv: KVSpec, heads: slice | None) -> Placing:
         """What `write` takes, for parts of the layout ``kv`` (the whole model's) of which ``heads`` are this cache's."""
@@ -260,13 +265,15 @@ def _update(layer: Any, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, s
         layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
 
 
-def _ordered(layers: Mapping[str, Any]) -> list[Any]:
-    """Decoder attention layers that have a cache, in the order of their index within the model."""
+def _ordered(layers: Mapping[str, Any], hybrid: bool) -> list[Any]:
+    """Decoder attention layers that have a cache, in the order of their index within the model; a hybrid's others have states."""
     found = []
     for name, layer in layers.items():
         cache = getattr(layer, "kv_cache", None)
         if cache is None or (isinstance(cache, torch.Tensor) and cache.numel() == 0):
             continue  # an encoder's layer
+        if hybrid and isinstance(cache, tuple):
+            continue  # see `paged_states`
         if not isinstance(cache, torch.Tensor) or not hasattr(getattr(layer, "impl", None), "do_kv_cache_update"):
             # A recurrent state, a sparse indexer's keys: they would stay behind where the KV moves.
             raise UnsupportedModel(

@@ -96,6 +96,8 @@ def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     plain = drafter is None or method in map(repr, BARE_DRAFTERS)
     reason = "another drafter keeps KV of its own, which no span holds"
     yield "speculative_config", f"unset, or of a method among {', '.join(BARE_DRAFTERS)}", method, plain, reason
+    if model.is_hybrid:
+        yield from _hybrid_rules(config)
     known = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("lora", False)
     fits = config.lora_config is None or known
     yield (
@@ -105,3 +107,19 @@ def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
         fits,
         "an adapter makes KV that is another model's; open it as VLLMEngine(lora=...)",
     )
+
+
+def _hybrid_rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
+    """What a model with recurrent layers needs beside."""
+    cached = bool(config.cache_config.enable_prefix_caching)
+    reason = "vLLM would keep recurrent states at block boundaries only, and copy them before a load has brought them"
+    yield "enable_prefix_caching", "False for a model with recurrent layers", cached, not cached, reason
+    ranks = config.parallel_config.tensor_parallel_size
+    reason = "recurrent states are not split among ranks yet; serve from replicas, or on transformers"
+    yield "tensor_parallel_size", "1 for a model with recurrent layers", ranks, ranks == 1, reason
+    drafter = getattr(config.speculative_config, "method", None)
+    reason = "a state cannot take back the tokens of a draft that was not accepted"
+    yield "speculative_config", "unset for a model with recurrent layers", repr(drafter), drafter is None, reason
+    ahead = bool(config.scheduler_config.async_scheduling)
+    reason = "a state would be a step ahead of the tokens that it is read back with"
+    yield "async_scheduling", "False for a model with recurrent layers", ahead, not ahead, reason

@@ -14,13 +14,19 @@ approximate.
 earlier steps, of chunked prefill and of vLLM's own prefix cache are all there, and the time to the first token is unaffected.
 In the engine's own process the blocks are read at once; elsewhere vLLM keeps them until the workers have written them out in
 the next step.
+
+**Hybrids** (recurrent layers beside attention) take part in vLLM's hybrid memory allocator: a request has blocks in several
+groups. KV and the states behind it (`paged_states`) are loaded together, in the background, or the request fails; both are read
+back together. vLLM's own prefix cache is off for them, since it keeps states at block boundaries only.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from ctxwin.engines.vllm.connector.scheduler import SchedulerHalf, Step
 from ctxwin.engines.vllm.connector.worker import WorkerHalf
@@ -34,17 +40,21 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1):  # type: ignore[misc]  # mypy sees vLLM as untyped
+class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # mypy sees vLLM as untyped
     """Loads and captures the spans of the requests that carry a ctxwin handle."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         source = self._kv_transfer_config.kv_connector_extra_config.get(PARAM, "")
         endpoint, block_size = connect(source), int(vllm_config.cache_config.block_size)
-        SchedulerHalf.__init__(self, endpoint, source, block_size)
+        self._groups = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
+        holds_kv = [i for i, g in enumerate(kv_cache_config.kv_cache_groups) if not isinstance(g.kv_cache_spec, MambaSpec)]
+        SchedulerHalf.__init__(self, endpoint, source, block_size, holds_kv[0])
         WorkerHalf.__init__(self, endpoint, block_size)
         try:
             check_config(vllm_config)
+            if len(holds_kv) > 1:
+                raise UnsupportedModel(f"all layers with KV must share one block table, got {len(holds_kv)} of them")
         except UnsupportedModel as error:
             endpoint.refuse(error)
             raise
@@ -55,7 +65,8 @@ class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1):  # type: i
         return False
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.endpoint.open_cache(self._vllm_config.compilation_config.static_forward_context, self.block_size)
+        layers = self._vllm_config.compilation_config.static_forward_context
+        self.endpoint.open_cache(layers, self.block_size, self._groups)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._get_connector_metadata()

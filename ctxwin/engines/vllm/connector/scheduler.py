@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +51,9 @@ _IDLE = Step()  # of steps with nothing to do, the many; nobody writes to it
 class SchedulerHalf:
     """What vLLM's scheduler calls; names and arguments are vLLM's."""
 
-    def __init__(self, endpoint: Endpoint, source: str, block_size: int) -> None:
+    def __init__(self, endpoint: Endpoint, source: str, block_size: int, attention: int = 0) -> None:
         self.endpoint = endpoint
+        self._attention = attention  # the group of layers whose blocks hold KV; a hybrid's others hold states
         self.source = source
         self.block_size = block_size
         self._step = Step()
@@ -76,7 +78,11 @@ class SchedulerHalf:
         if self._asked.get(request.request_id) != asked:  # vLLM asks about a request that waits for room in every step
             self._asked[request.request_id] = asked
             self.endpoint.seen(handle, num_computed_tokens, count)
-        return count, count > 0 and job.background(num_computed_tokens)
+        return count, count > 0 and self._background(job, num_computed_tokens)
+
+    def _background(self, job: Job, hit: int) -> bool:
+        """Whether a load goes on outside the steps: for a hybrid vLLM fails single requests only then."""
+        return self.endpoint.kv.recurrent or job.background(hit)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plans the load; called a second time, with no tokens, when a background load is done."""
@@ -84,9 +90,11 @@ class SchedulerHalf:
         if asked is None or not num_external_tokens:
             return
         begin, handle, job = asked
-        (ids,) = blocks.get_block_ids()
-        end, background = begin + num_external_tokens, job.background(begin)
-        self._step.loads.append(Load(self.source, handle, request.request_id, tuple(ids), begin, end, background))
+        ids, states = self._split(blocks.get_block_ids())
+        end, background = begin + num_external_tokens, self._background(job, begin)
+        self._step.loads.append(
+            Load(self.source, handle, request.request_id, tuple(ids), begin, end, background, states)
+        )
         if not background:
             first = begin // self.block_size
             self._unproven.append(_Unproven(self._steps, request.request_id, first, set(ids[first:])))
@@ -119,7 +127,14 @@ class SchedulerHalf:
                 self._pool.evict_blocks(load.blocks)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished_all_groups`, of a model that has one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, groups: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Reads the captures back, or has vLLM keep the blocks until the workers have."""
+        block_ids, states = self._split(groups)
         self._asked.pop(request.request_id, None)
         self._orphans.pop(request.request_id, None)
         for load in self._unproven:
@@ -133,11 +148,16 @@ class SchedulerHalf:
         computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         ranges = {n: (begin, computed if end is None else end) for n, (begin, end) in job.captures.items()}
         ranges = {name: r for name, r in ranges.items() if r[0] < r[1] <= computed}
-        save = Save(self.source, handle, request.request_id, tuple(block_ids), ranges)
+        save = Save(self.source, handle, request.request_id, tuple(block_ids), ranges, states, computed)
         if self.endpoint.read_now(save, job):
             return False, None
         self._step.saves.append(save)
         return True, None
+
+    def _split(self, groups: Sequence[list[int]]) -> tuple[list[int], tuple[int, ...]]:
+        """A request's blocks of KV, and of a hybrid its block in each group, which for recurrent layers is the one of states."""
+        states = tuple(ids[0] if ids else -1 for ids in groups) if len(groups) > 1 else ()
+        return groups[self._attention], states
 
     def _job(self, request: Request) -> tuple[str, Job] | None:
         handle = (request.kv_transfer_params or {}).get(PARAM)

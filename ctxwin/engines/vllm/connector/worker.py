@@ -6,6 +6,8 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
 from ctxwin.engines.vllm.transport import Endpoint, Load, connect
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ class WorkerHalf:
         self.endpoint = endpoint
         self.block_size = block_size
         self._failed_blocks: set[int] = set()
+        self._failed: set[str] = set()  # of a hybrid: which blocks, vLLM cannot be told there
         self._received: set[str] = set()
         self._sent: set[str] = set()
 
@@ -42,7 +45,10 @@ class WorkerHalf:
             with contextlib.suppress(RuntimeError):  # told before vLLM ends the request, if the engine is still there
                 connect(load.source).fail(load.handle, error)
             size = self.block_size
-            self._failed_blocks.update(load.blocks[load.begin // size : -(-load.end // size)])
+            if load.states:
+                self._failed.add(load.request)
+            else:
+                self._failed_blocks.update(load.blocks[load.begin // size : -(-load.end // size)])
             _log.warning("loading tokens [%d, %d) into the paged cache failed: %s", load.begin, load.end, error)
         if load.background:
             self._received.add(load.request)
@@ -54,6 +60,12 @@ class WorkerHalf:
         sent, received = self._sent, self._received
         self._sent, self._received = set(), set()
         return sent or None, received or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """`get_finished`, and which loads have failed."""
+        sent, received = self.get_finished(finished_req_ids)
+        failed, self._failed = self._failed, set()
+        return KVConnectorTransferResults(sent or set(), received or set(), failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose load has failed since the last call."""

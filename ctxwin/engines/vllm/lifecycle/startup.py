@@ -201,6 +201,8 @@ def _arguments(transport: Transport, options: dict[str, Any]) -> dict[str, Any]:
                 f"{name} must be 1, got {options[name]!r}: {reason}; use tensor_parallel_size, or serve from several replicas"
             )
     fixed, unset = dict(_FIXED), ["kv_transfer_config", "kv_offloading_size"]
+    if transport.kv.recurrent:  # see `refusals`
+        fixed |= {"enable_prefix_caching": False, "async_scheduling": False}
     between = isinstance(transport, SharedMemoryTransport)
     if between:
         fixed["worker_extension_cls"] = "ctxwin.engines.vllm.vision.WorkerExtension"

@@ -20,6 +20,7 @@ from ctxwin.kv.kernels import Part
 
 if TYPE_CHECKING:
     from ctxwin.engines.vllm.paged import PagedKV
+    from ctxwin.engines.vllm.paged_states import PagedStates
     from ctxwin.kv.layout import KVSpec
 
 PARAM = "ctxwin"
@@ -88,6 +89,7 @@ class Transfer(Job):
         loaded_tokens: prompt tokens that it wrote.
         bytes_loaded: bytes of KV that the connector wrote.
         captured: ``(k, v)`` of each capture, ``[layers, tokens, heads, dim]``, keys as they lie in the cache.
+        states: of a hybrid's recurrent layers behind the captures that its request ended with.
         outputs: what else the forwards gave for the tokens of each capture, where the engine keeps it.
         queries_of: the capture whose queries are wanted, too; "" for none.
         queries: those, ``[tokens, layers, heads, dim]``.
@@ -102,6 +104,7 @@ class Transfer(Job):
     loaded_tokens: int = 0
     bytes_loaded: int = 0
     captured: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     outputs: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     queries_of: str = ""
     queries: torch.Tensor | None = None
@@ -118,6 +121,7 @@ class Load:
     Attributes:
         source: the transport that knows ``handle``; engines of one process share vLLM's worker-side connector.
         background: whether the request waits for it outside the steps.
+        states: of a hybrid, the request's block in each group of layers.
     """
 
     source: str
@@ -127,17 +131,25 @@ class Load:
     begin: int
     end: int
     background: bool
+    states: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Save:
-    """Token ranges of one ended request, to be read out of its blocks, by name."""
+    """Token ranges of one ended request, to be read out of its blocks, by name.
+
+    Attributes:
+        states: of a hybrid, the request's block in each group of layers.
+        computed: tokens of the request whose KV is there, and behind which its states are.
+    """
 
     source: str
     handle: str
     request: str
     blocks: tuple[int, ...]
     ranges: dict[str, tuple[int, int]]
+    states: tuple[int, ...] = ()
+    computed: int = 0
 
 
 class Transport(ABC):
@@ -178,11 +190,13 @@ class Endpoint(ABC):
     Attributes:
         kv: layout of the model's KV (all heads).
         paged: the worker's paged cache, once it is there.
+        states: a hybrid's recurrent layers beside it.
         heads: the KV heads that the worker has; None is all of them.
     """
 
     kv: KVSpec
     paged: PagedKV | None = None
+    states: PagedStates | None = None
     heads: slice | None = None
 
     @abstractmethod
@@ -204,8 +218,18 @@ class Endpoint(ABC):
     def refuse(self, error: BaseException) -> None:  # noqa: B027  # in one process the engine sees the error itself
         """Tells the engine why this process cannot serve its model, before it dies of ``error``."""
 
-    def open_cache(self, layers: Mapping[str, Any], block_size: int) -> None:  # noqa: B027  # see `LocalTransport.paged`
-        """Learns the packing of the worker's cache. Raises UnsupportedModel."""
+    def open_cache(self, layers: Mapping[str, Any], block_size: int, groups: Sequence[Sequence[str]] = ()) -> None:
+        """Learns the packing of the worker's cache. Raises UnsupportedModel.
+
+        Args:
+            layers: by name, as in ``compilation_config.static_forward_context``.
+            block_size: tokens in a block of KV.
+            groups: the names of the layers that share a block table, each.
+        """
+        if self.kv.recurrent:
+            from ctxwin.engines.vllm.paged_states import PagedStates
+
+            self.states = PagedStates(layers, groups)
 
     @abstractmethod
     def parts(self, handle: str, begin: int, end: int) -> list[Part]:
@@ -216,7 +240,12 @@ class Endpoint(ABC):
         if self.paged is None:
             raise RuntimeError("the engine is not up yet")
         parts = self.parts(load.handle, load.begin, load.end)
-        self.loaded(load, write(self.paged, parts, self.kv, load, self.heads))
+        # States first: what they lack is told before anything is written.
+        nbytes = 0 if self.states is None else self.states.write(load.states, parts[-1].span.states)
+        if self.states is not None and load.end % self.paged.block_size:
+            # Its pages are states' at other times: read as KV, what a load leaves of its last block would be NaN.
+            self.paged.clear(load.blocks[load.end // self.paged.block_size])
+        self.loaded(load, nbytes + write(self.paged, parts, self.kv, load, self.heads))
 
     def loaded(self, load: Load, nbytes: int) -> None:  # noqa: B027  # the other processes' engine counts by itself
         """Called when a load is written."""

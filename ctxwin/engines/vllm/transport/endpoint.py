@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.kernels import Part
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch
+from ctxwin.kv.states import States, named, states_in
 from ctxwin.store import codec
 from ctxwin.store.recent import Recent
 
@@ -68,7 +69,7 @@ class SharedMemoryEndpoint(Endpoint):
     def refuse(self, error: BaseException) -> None:
         write_json(self.path / "refused.json", {"error": str(error)})
 
-    def open_cache(self, layers: Mapping[str, Any], block_size: int) -> None:
+    def open_cache(self, layers: Mapping[str, Any], block_size: int, groups: Sequence[Sequence[str]] = ()) -> None:
         from ctxwin.engines.vllm.internals import tensor_parallel
         from ctxwin.engines.vllm.paged import PagedKV
 
@@ -76,6 +77,7 @@ class SharedMemoryEndpoint(Endpoint):
             self._rank, size = tensor_parallel()
             self.heads = own_heads(self.kv.heads, self._rank, size)
             own = replace(self.kv, heads=self.heads.stop - self.heads.start)
+            super().open_cache(layers, block_size, groups)
             self.paged = PagedKV(layers, own, block_size)
         except Exception as error:
             self.refuse(error)
@@ -91,7 +93,7 @@ class SharedMemoryEndpoint(Endpoint):
             entry = entries[i]
             basis = entry["basis"] and self._get(entry["basis"], lambda t, m: SharedBasis.from_tensors(t, m["basis"]))
             patch = entry["patch"] and self._get(entry["patch"], partial(_patch, basis))
-            span = self._get(entry["span"], lambda t, m: SpanKV(t["k"], t["v"], t["positions"], int(m["start"])))
+            span = self._get(entry["span"], _span)
             if span.tokens != entry["tokens"]:
                 raise ValueError(f"{entry['span'][0]} must hold {entry['tokens']} tokens, got {span.tokens}")
             found.append(Part(span, entry["start"], patch, first, last))
@@ -108,15 +110,17 @@ class SharedMemoryEndpoint(Endpoint):
             assert self.paged is not None
             for name, (begin, end) in save.ranges.items():
                 k, v = self.paged.read(save.blocks, begin, end)
-                self.give(save.handle, name, k, v)
+                here = self.states is not None and end == save.computed
+                states = self.states.read(save.states) if here and self.states is not None else {}
+                self.give(save.handle, name, k, v, states)
         except Exception as error:
             self.fail(save.handle, error)
             _log.warning("reading spans back from the paged cache failed: %s", error)
 
-    def give(self, handle: str, name: str, k: torch.Tensor, v: torch.Tensor) -> None:
+    def give(self, handle: str, name: str, k: torch.Tensor, v: torch.Tensor, states: States) -> None:
         """Returns a capture (this rank's heads). Raises OSError where there is no room for it."""
         if self._wanted(handle):
-            blob = codec.encode_tensors({"k": k, "v": v})
+            blob = codec.encode_tensors({"k": k, "v": v, **named(states)})
             check_room(self.path, len(blob))
             self._report(handle, f"out-{handle}-{name}.{self._rank}", blob)
 
@@ -170,6 +174,10 @@ def open_endpoint(source: str) -> SharedMemoryEndpoint:
         _endpoints[source] = found = SharedMemoryEndpoint(source)
         watchdog.end_with_owner(found.path)
     return found
+
+
+def _span(tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> SpanKV:
+    return SpanKV(tensors["k"], tensors["v"], tensors["positions"], int(meta["start"]), states=states_in(tensors))
 
 
 def _patch(basis: SharedBasis | None, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> Patch:

@@ -112,6 +112,8 @@ class LocalTransport(Transport, Endpoint):
             assert self.paged is not None
             for name, (begin, end) in save.ranges.items():
                 transfer.captured[name] = self.paged.read(save.blocks, begin, end)
+                if self.states is not None and end == save.computed:
+                    transfer.states[name] = self.states.read(save.states)
                 slots = self.paged.slots(save.blocks, begin, end)
                 if self.outputs is not None:
                     transfer.outputs[name] = self.outputs.read(slots)

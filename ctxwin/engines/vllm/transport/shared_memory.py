@@ -63,6 +63,7 @@ from ctxwin.hashing import digest
 from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.patch import Patch
+from ctxwin.kv.states import named, states_in
 from ctxwin.store import codec
 
 if TYPE_CHECKING:
@@ -270,6 +271,8 @@ class SharedMemoryTransport(Transport):
             return
         heads = self.kv.heads
         transfer.captured[name] = gather([p["k"] for p in parts], heads), gather([p["v"] for p in parts], heads)
+        if states := states_in(parts[0]):
+            transfer.states[name] = states
 
 
 def _contents(segment: Segment) -> Iterator[tuple[str, str, torch.Tensor, Callable[[], bytes]]]:
@@ -287,7 +290,7 @@ def encode_span(span: SpanKV) -> bytes:
     """A span as the store frames it; the bytes that it was read from where it is unchanged."""
     if span.blob is not None:
         return span.blob
-    tensors = {"k": span.k, "v": span.v, "positions": span.positions}
+    tensors = {"k": span.k, "v": span.v, "positions": span.positions, **named(span.states)}
     return codec.encode_tensors(tensors, {"start": span.start}, checked=False)
 
 
