@@ -31,6 +31,7 @@ GUARDS = (
     "engines/test_vllm_compiled.py::",
     "engines/test_vllm_encoder_cache_windows.py::",
     "engines/test_vllm_failures.py::",
+    "engines/test_vllm_hybrid.py::",
     "engines/test_vllm_families.py::TestGLM4V::",
     "engines/test_vllm_families.py::TestInternVL::",
     "engines/test_vllm_families.py::test_deepseek_v3_against_transformers",

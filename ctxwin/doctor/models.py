@@ -24,7 +24,7 @@ TESTED = {
     **_each("qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe internvl glm4v glm4v_moe", _BOTH),
     **_each("qwen2 llama deepseek_v2 deepseek_v3", _BOTH),
     **_each("gemma glm4 granite mistral mixtral phi3 qwen2_moe qwen3 qwen3_moe stablelm", _BOTH),
-    **_each("qwen3_5 qwen3_5_text qwen3_5_moe_text qwen3_next", _HF),
+    **_each("qwen3_5 qwen3_5_text qwen3_5_moe_text qwen3_next", _BOTH),
     **_each("kimi_k25 apertus cohere ernie4_5 exaone4 granitemoe nemotron olmo2 olmoe phi", _HF),
 }
 """By ``model_type``: the engines on which a test holds it against transformers (``tests/engines/test_*families.py``)."""
@@ -91,7 +91,6 @@ def assess_config(config: Any, name: str = "") -> Assessment:
     why = REFUSED.get(kind, "")
     if kv.recurrent:
         layout += f", beside recurrent layers with states of {kv.state_bytes:,} bytes a chunk"
-        why = why or "the states of recurrent layers are kept on transformers only so far"
     engines = TESTED.get(kind, _HF if why else _BOTH)
     if why and kind not in TESTED:
         engines = _HF

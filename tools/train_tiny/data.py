@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,8 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device."""
-        return Batch(**{n: v.to(device) if isinstance(v, Tensor) else v for n, v in vars(self).items()})
+        moved: dict[str, Any] = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
 
 def through_clip(pictures: Sequence[NDArray[np.uint8]], rng: np.random.Generator) -> list[NDArray[np.uint8]]:

@@ -121,14 +121,14 @@ def _recur(layer: Any, h: Tensor, valid: Tensor | None, front: tuple[Tensor, Ten
     passed = functional.silu(
         functional.conv1d(mixed.transpose(1, 2), layer.conv1d.weight, groups=layer.conv_dim).transpose(1, 2)
     )
-    q, k, v = passed.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
+    q, k, v = torch.split(passed, [layer.key_dim, layer.key_dim, layer.value_dim], -1)
     beta = layer.in_proj_b(h).sigmoid()
     decay = -layer.A_log.exp() * functional.softplus(layer.in_proj_a(h) + layer.dt_bias)
     length = torch.full((len(h),), h.shape[1], device=h.device) if valid is None else valid.sum(1)
     if valid is not None:
         beta, decay = beta * valid[..., None], decay * valid[..., None]
     read, state = torch_chunk_gated_delta_rule(
-        *(t.unflatten(-1, (STATES, STATE_WIDTH)) for t in (q, k, v)),
+        *(t.reshape(*t.shape[:2], STATES, STATE_WIDTH) for t in (q, k, v)),
         decay,
         beta,
         chunk_size=64 if h.shape[1] > 32 else h.shape[1],

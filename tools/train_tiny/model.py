@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ctxwin.tiny.sprites import FRAME
+from ctxwin.tiny.sprites import FRAME, N_MARKS
 from train_tiny.tokenizer import SPECIAL_TOKENS, transformers
 
 HIDDEN = 128
@@ -81,6 +81,20 @@ def build_model(tokenizer: Any, seed: int) -> Any:
     return model
 
 
+def keep_marks_whole(model: Any, tokenizer: Any) -> None:
+    """Makes each mark a token that no tokenizer cuts: transformers reads every Qwen3.5 with one that splits all digits.
+
+    Both are changed in place; the new tokens have the rows of those that the model was trained on.
+    """
+    marks = [f" {mark:02d}" for mark in range(N_MARKS)]
+    known = [tokenizer.encode(mark, add_special_tokens=False) for mark in marks]
+    rows = model.get_input_embeddings().weight.detach()[torch.tensor(known)[:, 0]].clone()
+    tokenizer.add_tokens(marks)
+    model.resize_token_embeddings((len(tokenizer) + 7) // 8 * 8, mean_resizing=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids(marks)] = rows
+
+
 def save_model(model: Any, tokenizer: Any, out: Path) -> None:
     """Write weights (bfloat16 safetensors), configuration, tokenizer and processor.
 
@@ -90,16 +104,19 @@ def save_model(model: Any, tokenizer: Any, out: Path) -> None:
     """
     library = transformers()
     out.mkdir(parents=True, exist_ok=True)
+    newer = model.config.model_type == "qwen3_5"
+    if newer:
+        keep_marks_whole(model, tokenizer)
     model.to(torch.bfloat16).save_pretrained(out)
     model.to(torch.float32)
     model.config.dtype = torch.float32
     image_processor = library.Qwen2VLImageProcessor(
         patch_size=14, merge_size=2, temporal_patch_size=2, min_pixels=4 * 28 * 28, max_pixels=FRAME * FRAME
     )
-    newer = model.config.model_type == "qwen3_5"
     video_processor = getattr(library, "Qwen3VLVideoProcessor" if newer else "Qwen2VLVideoProcessor")(
-        patch_size=14, merge_size=2, temporal_patch_size=2, cap_pixels_per_frame=False
-    )
+        patch_size=14, merge_size=2, temporal_patch_size=2, cap_pixels_per_frame=False,
+        image_mean=image_processor.image_mean, image_std=image_processor.image_std,
+    )  # fmt: skip
     getattr(library, "Qwen3VLProcessor" if newer else "Qwen2_5_VLProcessor")(
         image_processor=image_processor,
         tokenizer=tokenizer,

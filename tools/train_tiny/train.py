@@ -250,7 +250,9 @@ def main() -> None:
     parser.add_argument("--apart", type=float, default=Recipe.apart, help="share of steps in which frames stand alone")
     parser.add_argument("--init", type=Path, help="weights whose vision tower and words are taken over")
     parser.add_argument("--init-decoder", action="store_true", help="take over their decoder too")
-    parser.add_argument("--hybrid", action="store_true", help="Qwen3.5's architecture: recurrent layers beside attention")
+    parser.add_argument(
+        "--hybrid", action="store_true", help="Qwen3.5's architecture: recurrent layers beside attention"
+    )
     parser.add_argument("--lookup-weight", type=float, default=Recipe.lookup_weight)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")

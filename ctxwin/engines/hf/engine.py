@@ -31,6 +31,7 @@ from ctxwin.engines.base import (
     Segment,
     Tally,
     check_sampling,
+    check_states,
 )
 from ctxwin.engines.encoding.checkpoint import open_checkpoint
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine

@@ -18,10 +18,11 @@ from ctxwin.engines.outputs import outputs_identity
 from ctxwin.engines.vllm import requests
 from ctxwin.engines.vllm.drivers import Driver, LoopDriver, StepDriver
 from ctxwin.engines.vllm.inputs import Inputs, joined
-from ctxwin.engines.vllm.internals import bare_model, worker_model
+from ctxwin.engines.vllm.internals import bare_model, layer_groups, worker_model
 from ctxwin.engines.vllm.lifecycle import folders, startup
 from ctxwin.engines.vllm.lora import Adapter, options_for
 from ctxwin.engines.vllm.paged import FP8, PagedKV
+from ctxwin.engines.vllm.paged_states import PagedStates
 from ctxwin.engines.vllm.relocation import refusal
 from ctxwin.engines.vllm.stage_outputs import StageOutputs
 from ctxwin.engines.vllm.transport import PARAM, LocalTransport, SharedMemoryTransport, Transport
@@ -68,7 +69,8 @@ def _of_hybrid(kv: KVSpec) -> KVSpec:
 
     if current_platform.is_cpu() and kv.dtype != "bfloat16":
         raise UnsupportedModel(
-            f"vLLM's CPU kernels for recurrent layers take bfloat16 only, got {kv.dtype}; open it with dtype='bfloat16', or as hf:MODEL"
+            f"vLLM's CPU kernels for recurrent layers take bfloat16 only, got {kv.dtype}; open it with dtype='bfloat16', "
+            "or as hf:MODEL"
         )
     return replace(kv, identity=digest("states", current_platform.device_type, kv.identity))
 
@@ -133,6 +135,8 @@ class Core:
             self.inputs = Inputs(config, driver.renderer, model_here)
             layers = driver.config.compilation_config.static_forward_context
             transport.paged = PagedKV(layers, self.kv, self.block, alone=True)
+            if self.kv.recurrent:
+                transport.states = PagedStates(layers, layer_groups(cast("StepDriver", driver).llm))
             if outputs:
                 if not config.enforce_eager:
                     raise UnsupportedModel("outputs=True needs enforce_eager=True: a recorded graph hands nothing on")

@@ -35,6 +35,12 @@ def worker_model(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
 
 
+def layer_groups(llm: Any) -> list[list[str]]:
+    """The layers of an ``LLM`` that runs in this process, by name, in groups that share a block table."""
+    config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    return [list(group.layer_names) for group in config.kv_cache_groups]
+
+
 def release_core(engine: Any) -> None:
     """Shuts down what belongs to one in-process engine alone.
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
-
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from ctxwin.engines.vllm.connector.scheduler import SchedulerHalf, Step
@@ -48,7 +47,9 @@ class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA
         source = self._kv_transfer_config.kv_connector_extra_config.get(PARAM, "")
         endpoint, block_size = connect(source), int(vllm_config.cache_config.block_size)
         self._groups = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
-        holds_kv = [i for i, g in enumerate(kv_cache_config.kv_cache_groups) if not isinstance(g.kv_cache_spec, MambaSpec)]
+        holds_kv = [
+            i for i, g in enumerate(kv_cache_config.kv_cache_groups) if not isinstance(g.kv_cache_spec, MambaSpec)
+        ]
         SchedulerHalf.__init__(self, endpoint, source, block_size, holds_kv[0])
         WorkerHalf.__init__(self, endpoint, block_size)
         try:

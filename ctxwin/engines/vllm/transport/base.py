@@ -218,7 +218,9 @@ class Endpoint(ABC):
     def refuse(self, error: BaseException) -> None:  # noqa: B027  # in one process the engine sees the error itself
         """Tells the engine why this process cannot serve its model, before it dies of ``error``."""
 
-    def open_cache(self, layers: Mapping[str, Any], block_size: int, groups: Sequence[Sequence[str]] = ()) -> None:
+    def open_cache(  # noqa: B027  # see `LocalTransport.paged`
+        self, layers: Mapping[str, Any], block_size: int, groups: Sequence[Sequence[str]]
+    ) -> None:
         """Learns the packing of the worker's cache. Raises UnsupportedModel.
 
         Args:
@@ -226,10 +228,6 @@ class Endpoint(ABC):
             block_size: tokens in a block of KV.
             groups: the names of the layers that share a block table, each.
         """
-        if self.kv.recurrent:
-            from ctxwin.engines.vllm.paged_states import PagedStates
-
-            self.states = PagedStates(layers, groups)
 
     @abstractmethod
     def parts(self, handle: str, begin: int, end: int) -> list[Part]:

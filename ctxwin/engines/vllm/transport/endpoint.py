@@ -69,15 +69,16 @@ class SharedMemoryEndpoint(Endpoint):
     def refuse(self, error: BaseException) -> None:
         write_json(self.path / "refused.json", {"error": str(error)})
 
-    def open_cache(self, layers: Mapping[str, Any], block_size: int, groups: Sequence[Sequence[str]] = ()) -> None:
+    def open_cache(self, layers: Mapping[str, Any], block_size: int, groups: Sequence[Sequence[str]]) -> None:
         from ctxwin.engines.vllm.internals import tensor_parallel
         from ctxwin.engines.vllm.paged import PagedKV
+        from ctxwin.engines.vllm.paged_states import PagedStates
 
         try:
             self._rank, size = tensor_parallel()
             self.heads = own_heads(self.kv.heads, self._rank, size)
             own = replace(self.kv, heads=self.heads.stop - self.heads.start)
-            super().open_cache(layers, block_size, groups)
+            self.states = PagedStates(layers, groups) if self.kv.recurrent else None
             self.paged = PagedKV(layers, own, block_size)
         except Exception as error:
             self.refuse(error)

@@ -22,7 +22,7 @@ class LocalTransport(Transport, Endpoint):
     """Both sides of the transport of an engine whose connector runs in this process.
 
     Attributes:
-        paged: access to the engine's cache; the engine sets it once vLLM is up.
+        paged: access to the engine's cache, as `states`; the engine sets them once vLLM is up.
         outputs: the rows beside it, where they are kept.
         queries: the queries of what is computed, while somebody listens.
     """
@@ -53,7 +53,7 @@ class LocalTransport(Transport, Endpoint):
 
     def close(self) -> None:
         _open.pop(self.source, None)
-        self.paged = None
+        self.paged = self.states = None
         if self.outputs is not None:
             self.outputs.close()
 
