@@ -13,6 +13,8 @@
 | ``python -m evals.studies.economy``     | chunks that a small store holds for many windows, with and without patches   |
 | ``python -m evals.studies.gate``        | whether a divergence threshold could gate reuse, over the samples of a run           |
 | ``python -m evals.studies.chats``       | agents that send their history again, with and without windows behind their chats    |
+| ``python -m evals.studies.hybrid``      | what a trained hybrid answers from states composed of its chunks' maps               |
+| ``python -m evals.studies.states``      | moving a hybrid's chunk by its map, beside a forward over it                         |
 | ``python -m evals.studies.live``        | a live stream, the last frames sent again, and vLLM's own streaming input            |
 
 Modules import one another relatively, so that they work under this name and as ``ctxwin.evals.studies``.
