@@ -22,7 +22,7 @@ from ctxwin.engines.base import Engine, Segment
 from ctxwin.errors import UnsupportedModel
 from ctxwin.store import open_store
 from engines.conformance import ALL, QUERY, laid, picture, with_spans
-from engines.models import write_hybrid, write_vision_model
+from engines.models import edit_config, write_hybrid, write_vision_model
 
 if TYPE_CHECKING:
     from ctxwin.engines.vllm.engine import VLLMEngine
@@ -222,13 +222,15 @@ def test_what_a_start_refuses(tmp_path: Path) -> None:
 
 
 def test_a_stream_of_pictures_computes_each_once(tmp_path: Path) -> None:
-    with opened(WRITERS["qwen3_5"](tmp_path / "model")) as engine, Window(engine, HEADER, 1024) as window:
+    folder = WRITERS["qwen3_5"](tmp_path / "model")
+    edit_config(folder, max_position_embeddings=4096)
+    with opened(folder) as engine, Window(engine, HEADER, 4096) as window:
         query = engine.encode_query(QUERY).tokens
-        for i in range(24):
+        for i in range(100):
             window.append(Chunk.image(picture(i)))
             want = window.chunks[-1].tokens + query + (window.core.state.system_prompt_tokens if not i else 0)
             assert window.ask(QUERY, max_tokens=1).usage.computed_tokens == want
-        assert engine.counters.vision_encodes == 24
+        assert engine.counters.vision_encodes == 100
 
 
 def test_a_window_outlives_vllm(tmp_path: Path) -> None:
