@@ -34,7 +34,8 @@ class TestBlocksOfAFailedLoad:
             kv_transfer_config=SimpleNamespace(kv_connector_extra_config={PARAM: LocalTransport(KV).source}),
         )
         with mock.patch("ctxwin.engines.vllm.connector.check_config"):
-            made: Any = CtxwinConnector(config, KVConnectorRole.SCHEDULER, None)
+            groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["0"], kv_cache_spec=None)])
+            made: Any = CtxwinConnector(config, KVConnectorRole.SCHEDULER, groups)
         made.bind_gpu_block_pool(mock.Mock())
         yield made
         made.endpoint.close()

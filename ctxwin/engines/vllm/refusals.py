@@ -96,7 +96,7 @@ def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     plain = drafter is None or method in map(repr, BARE_DRAFTERS)
     reason = "another drafter keeps KV of its own, which no span holds"
     yield "speculative_config", f"unset, or of a method among {', '.join(BARE_DRAFTERS)}", method, plain, reason
-    if model.is_hybrid:
+    if getattr(model, "is_hybrid", False):
         yield from _hybrid_rules(config)
     known = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("lora", False)
     fits = config.lora_config is None or known

@@ -118,10 +118,10 @@ class SharedMemoryEndpoint(Endpoint):
             self.fail(save.handle, error)
             _log.warning("reading spans back from the paged cache failed: %s", error)
 
-    def give(self, handle: str, name: str, k: torch.Tensor, v: torch.Tensor, states: States) -> None:
+    def give(self, handle: str, name: str, k: torch.Tensor, v: torch.Tensor, states: States | None = None) -> None:
         """Returns a capture (this rank's heads). Raises OSError where there is no room for it."""
         if self._wanted(handle):
-            blob = codec.encode_tensors({"k": k, "v": v, **named(states)})
+            blob = codec.encode_tensors({"k": k, "v": v, **named(states or {})})
             check_room(self.path, len(blob))
             self._report(handle, f"out-{handle}-{name}.{self._rank}", blob)
 
