@@ -7,6 +7,7 @@ No engine is started here. The engines' own tests run on each version of `ctxwin
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import logging
@@ -336,6 +337,26 @@ class TestConfigurations:
     def test_what_would_be_served_wrongly(self, changes: dict[str, Any], said: str) -> None:
         with pytest.raises(UnsupportedModel, match=said):
             refusals.check_config(config(**changes))
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"cache_config__enable_prefix_caching": True}, "enable_prefix_caching must be False .*block boundaries"),
+            ({"parallel_config__tensor_parallel_size": 2}, "tensor_parallel_size must be 1 for a model with recurrent"),
+            ({"speculative_config": SimpleNamespace(method="ngram")}, "speculative_config must be unset .*take back"),
+            ({"scheduler_config": SimpleNamespace(async_scheduling=True)}, "async_scheduling must be False"),
+            ({}, ""),
+        ],
+    )
+    def test_what_hybrids_need_beside(self, changes: dict[str, Any], said: str) -> None:
+        plain: dict[str, Any] = {
+            "model_config__is_hybrid": True,
+            "cache_config__enable_prefix_caching": False,
+            "parallel_config__tensor_parallel_size": 1,
+            "scheduler_config": SimpleNamespace(async_scheduling=False),
+        }
+        with pytest.raises(UnsupportedModel, match=said) if said else contextlib.nullcontext():
+            refusals.check_config(config(**plain | changes))
 
 
 @needs_vllm
