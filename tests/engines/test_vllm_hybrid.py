@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -188,10 +189,14 @@ def test_requests_side_by_side(engine: VLLMEngine) -> None:
 
 
 def test_what_a_hybrid_does_not_do(engine: VLLMEngine) -> None:
+    from ctxwin.engines.vllm.rendered import NotAWindow, PromptEngine
+
     with pytest.raises(UnsupportedModel, match="mode must be 'exact' or 'auto', got 'patched'"):
         Window(engine, HEADER, fidelity=Fidelity("patched"))
     with pytest.raises(UnsupportedModel, match="states cannot be merged"):
         engine.attended([], engine.encode(chunk(0)), 0)
+    with pytest.raises(NotAWindow, match="left to vLLM"):
+        PromptEngine(engine, mock.Mock())
     encoded = engine.encode(chunk(0))
     span = engine.prefill([], encoded, 0)
     with pytest.raises(UnsupportedModel, match="served behind exactly that"):

@@ -206,10 +206,12 @@ class PromptEngine(VLLMEngine):
         chunks: its segments but for the first, which is the window's system prompt, and the last, the ``query``.
 
     Raises:
-        NotAWindow: a prompt that has no such segments, or too many.
+        NotAWindow: a prompt that has no such segments, or too many; a model with recurrent layers.
     """
 
     def __init__(self, engine: VLLMEngine, prompt: RenderedPrompt) -> None:
+        if engine.spec.kv.recurrent:  # states are read back where a request ends, and a chat's ends behind its answer
+            raise NotAWindow("plain chats of a model with recurrent layers are left to vLLM; use a window")
         vars(self).update(vars(engine), costs=engine.costs)
         self._rendered = prompt
         self._media = {medium.name: medium for medium in prompt.media}
