@@ -24,6 +24,7 @@ from ctxwin.kv.relocate import relocate
 from ctxwin.kv.states import composed
 from ctxwin.tiny.world import Task as WorldTask
 from ctxwin.tiny.world import make_item, render
+from ctxwin.window.ask import kl
 
 from .command import SYSTEM_PROMPT, Output
 
@@ -150,7 +151,9 @@ def measure(engine: HFEngine, task: WorldTask, n: int, done: Callable[[int], Non
         def note(
             name: str, got: Generation, want: Generation, share: float = 0.0, answer: str = question.answer
         ) -> None:
-            rows[name].append((got.text.strip() == answer, got.text == want.text, divergence(want, got), share))
+            rows[name].append(
+                (got.text.strip() == answer, got.text == want.text, kl(want.logprobs, got.logprobs), share)
+            )
 
         note("re-prefill", whole, whole)
         for name, layout, share in arms(engine, encoded, whole):
@@ -166,13 +169,6 @@ def measure(engine: HFEngine, task: WorldTask, n: int, done: Callable[[int], Non
             "kl": sum(row[2] for row in found) / n, "patches": sum(row[3] for row in found) / n,
         })  # fmt: skip
     return made
-
-
-def divergence(want: Generation, got: Generation) -> float:
-    """KL of the first token's distribution, in nats."""
-    import math
-
-    return sum(math.exp(p) * (p - got.logprobs[i]) for i, p in want.logprobs.items())
 
 
 def main(

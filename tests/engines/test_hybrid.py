@@ -17,15 +17,9 @@ from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.states import composed
 from ctxwin.store import Store, open_store
 from engines.conformance import ALL, QUERY, EngineConformance, laid, picture, with_spans
-from engines.models import write_hybrid, write_vision_model
+from engines.hybrids import WRITERS, edited, gap
 from engines.oracle import assert_answers, real_answer
 
-WRITERS: dict[str, Callable[[Path], Path]] = {
-    "qwen3_5": lambda folder: write_vision_model(folder, "qwen3_5"),
-    "qwen3_5_text": write_hybrid,
-    "qwen3_5_moe": lambda folder: write_hybrid(folder, "Qwen3_5MoeText"),
-    "qwen3_next": lambda folder: write_hybrid(folder, "Qwen3Next"),
-}
 CLOSE = 1e-4
 """Log-probabilities in float32; the kernel sums in blocks of 64 tokens from wherever a forward begins."""
 
@@ -165,36 +159,13 @@ def reprefill(engine: Engine, window: Window) -> dict[int, float]:
     return engine.generate(laid(encoded), engine.encode_query(QUERY), ALL, salt="reference").logprobs
 
 
-def gap(a: dict[int, float], b: dict[int, float]) -> float:
-    return max(abs(a[i] - b[i]) for i in a)
-
-
 def program(engine: Engine, seed: int) -> None:
     """Random edits, each followed by an ask that is held against a re-prefill of what is placed."""
     rng = np.random.default_rng(seed)
     windows = [window_on(engine)]
     windows[0].extend([chunk(i) for i in range(3)])
     for step in range(8):
-        window = windows[int(rng.integers(len(windows)))]
-        ids, edit = window.ids, int(rng.integers(8))
-        if edit == 0 or len(ids) < 2:
-            window.append(chunk(int(rng.integers(50))))
-        elif edit == 1:
-            window.evict(ids[int(rng.integers(len(ids)))], forget=bool(rng.integers(4) == 0))
-        elif edit == 2 and window.evicted:
-            back = window.evicted[int(rng.integers(len(window.evicted)))]
-            window.recall(back, int(rng.integers(len(ids) + 1)) if rng.integers(2) else None)
-        elif edit == 3:
-            window.reorder([ids[i] for i in rng.permutation(len(ids))])
-        elif edit == 4:
-            window.slide(1)
-        elif edit == 5:
-            windows.append(window.fork())
-        elif edit == 6:
-            for key in [k for k in engine.store.list() if rng.integers(3) == 0 and k.startswith("span/")]:
-                engine.store.delete(key)
-        else:
-            window.insert(int(rng.integers(len(ids) + 1)), chunk(int(rng.integers(50))))
+        window = edited(rng, windows, chunk)
         answer = window.ask(QUERY, max_tokens=2, logprobs=-1, remember=bool(rng.integers(5) == 0))
         assert answer.usage.exact
         if answer.remembered is None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -23,7 +24,8 @@ from ctxwin.engines.base import Engine, Segment
 from ctxwin.errors import UnsupportedModel
 from ctxwin.store import open_store
 from engines.conformance import ALL, QUERY, laid, picture, with_spans
-from engines.models import edit_config, write_hybrid, write_vision_model
+from engines.hybrids import WRITERS, edited, gap
+from engines.models import edit_config, write_hybrid
 
 if TYPE_CHECKING:
     from ctxwin.engines.vllm.engine import VLLMEngine
@@ -32,12 +34,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-WRITERS: dict[str, Callable[[Path], Path]] = {
-    "qwen3_5": lambda folder: write_vision_model(folder, "qwen3_5"),
-    "qwen3_5_text": write_hybrid,
-    "qwen3_5_moe": lambda folder: write_hybrid(folder, "Qwen3_5MoeText"),
-    "qwen3_next": lambda folder: write_hybrid(folder, "Qwen3Next"),
-}
 PROGRAMS = int(os.environ.get("CTXWIN_PROGRAMS", "6"))
 CUT = 1.0
 """Most that a log-probability changes where a prompt is cut elsewhere, on these random models; states of zeros change more."""
@@ -62,10 +58,6 @@ def chunk(i: int, vision: bool = False) -> Chunk:
     return Chunk.image(picture(i, (84, 56)[i % 2]), text=text) if vision and i % 3 == 0 else Chunk.text(text)
 
 
-def gap(a: dict[int, float], b: dict[int, float]) -> float:
-    return max(abs(a[i] - b[i]) for i in a)
-
-
 def anew(engine: Engine, window: Window) -> tuple[dict[int, float], dict[int, float]]:
     """What is placed, computed without anything stored: cut behind each chunk, and in one go."""
     encoded = [engine.encode_system_prompt(window.system_prompt), *(engine.encode(window.chunk(i)) for i in window.ids)]
@@ -76,30 +68,11 @@ def anew(engine: Engine, window: Window) -> tuple[dict[int, float], dict[int, fl
 
 def program(engine: Engine, seed: int) -> float:
     """Random edits, each followed by an ask; returns by how much answers changed at most where the prompt was not cut."""
-    rng, vision, most = np.random.default_rng(seed), engine.spec.vision, 0.0
+    rng, chunk_of, most = np.random.default_rng(seed), partial(chunk, vision=engine.spec.vision), 0.0
     windows = [Window(engine, HEADER)]
-    windows[0].extend([chunk(i, vision) for i in range(3)])
+    windows[0].extend([chunk_of(i) for i in range(3)])
     for step in range(6):
-        window = windows[int(rng.integers(len(windows)))]
-        ids, edit = window.ids, int(rng.integers(8))
-        if edit == 0 or len(ids) < 2:
-            window.append(chunk(int(rng.integers(50)), vision))
-        elif edit == 1:
-            window.evict(ids[int(rng.integers(len(ids)))], forget=bool(rng.integers(4) == 0))
-        elif edit == 2 and window.evicted:
-            back = window.evicted[int(rng.integers(len(window.evicted)))]
-            window.recall(back, int(rng.integers(len(ids) + 1)) if rng.integers(2) else None)
-        elif edit == 3:
-            window.reorder([ids[i] for i in rng.permutation(len(ids))])
-        elif edit == 4:
-            window.slide(1)
-        elif edit == 5:
-            windows.append(window.fork())
-        elif edit == 6:
-            for key in [k for k in engine.store.list() if rng.integers(3) == 0 and k.startswith("span/")]:
-                engine.store.delete(key)
-        else:
-            window.insert(int(rng.integers(len(ids) + 1)), chunk(int(rng.integers(50)), vision))
+        window = edited(rng, windows, chunk_of)
         answer = window.ask(QUERY, max_tokens=2, logprobs=-1)
         assert answer.usage.exact and not answer.usage.fallbacks
         cut, whole = anew(engine, window)

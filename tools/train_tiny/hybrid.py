@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from ctxwin.tiny.sprites import GRID
 from train_tiny.forward import PATCHES, encode_pictures, patchify
-from train_tiny.model import HIDDEN, VISION_HIDDEN
-from train_tiny.tokenizer import SPECIAL_TOKENS, transformers
+from train_tiny.model import HIDDEN, shared_config
+from train_tiny.tokenizer import transformers
 
 LAYERS = 4
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
@@ -34,12 +34,10 @@ def build_hybrid(tokenizer: Any, seed: int) -> Any:
     from the first step on.
     """
     library = transformers()
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+    text, vision, tokens = shared_config(tokenizer)
     config = library.Qwen3_5Config(
-        text_config={
-            "vocab_size": (len(tokenizer) + 7) // 8 * 8,
-            "hidden_size": HIDDEN,
-            "intermediate_size": 2 * HIDDEN,
+        text_config=text
+        | {
             "num_hidden_layers": LAYERS,
             "num_attention_heads": HEADS,
             "num_key_value_heads": KV_HEADS,
@@ -48,7 +46,6 @@ def build_hybrid(tokenizer: Any, seed: int) -> Any:
             "linear_num_value_heads": STATES,
             "linear_key_head_dim": STATE_WIDTH,
             "linear_value_head_dim": STATE_WIDTH,
-            "max_position_embeddings": 4096,
             "rope_parameters": {
                 "rope_type": "default",
                 "mrope_section": [3, 3, 2],
@@ -56,29 +53,9 @@ def build_hybrid(tokenizer: Any, seed: int) -> Any:
                 "partial_rotary_factor": 0.25,
                 "rope_theta": 1_000_000.0,
             },
-            "tie_word_embeddings": True,
-            "bos_token_id": ids["<|endoftext|>"],
-            "eos_token_id": ids["<|im_end|>"],
-            "pad_token_id": ids["<|endoftext|>"],
-            "initializer_range": 0.05,
         },
-        vision_config={
-            "depth": 2,
-            "hidden_size": VISION_HIDDEN,
-            "intermediate_size": 2 * VISION_HIDDEN,
-            "num_heads": 3,
-            "out_hidden_size": HIDDEN,
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "num_position_embeddings": (2 * GRID) ** 2,
-            "initializer_range": 0.05,
-        },
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-        tie_word_embeddings=True,
+        vision_config=vision | {"num_position_embeddings": (2 * GRID) ** 2},
+        **tokens,
     )
     torch.manual_seed(seed)
     model = library.Qwen3_5ForConditionalGeneration(config)

@@ -20,6 +20,41 @@ QK_GAIN = 2.0
 """Initial scale of query and key projections, relative to the rest: equal contents stand out from the first step on."""
 
 
+def shared_config(tokenizer: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What all models of the world have in common: of their text config, their vision config, and beside both."""
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+    text = {
+        "vocab_size": (len(tokenizer) + 7) // 8 * 8,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|im_end|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+        "initializer_range": 0.05,
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": VISION_HIDDEN,
+        "intermediate_size": 2 * VISION_HIDDEN,
+        "num_heads": 3,
+        "out_hidden_size": HIDDEN,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "initializer_range": 0.05,
+    }
+    tokens = {
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "tie_word_embeddings": True,
+    }
+    return text, vision, tokens
+
+
 def build_model(tokenizer: Any, seed: int) -> Any:
     """A freshly initialised `Qwen2_5_VLForConditionalGeneration` of 1.2 million parameters, float32, on the CPU.
 
@@ -27,16 +62,13 @@ def build_model(tokenizer: Any, seed: int) -> Any:
     comparing contents; without this the look-up of marks is learned much later.
     """
     library = transformers()
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+    text, vision, tokens = shared_config(tokenizer)
     config = library.Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": (len(tokenizer) + 7) // 8 * 8,
-            "hidden_size": HIDDEN,
-            "intermediate_size": 2 * HIDDEN,
+        text_config=text
+        | {
             "num_hidden_layers": LAYERS,
             "num_attention_heads": HEADS,
             "num_key_value_heads": KV_HEADS,
-            "max_position_embeddings": 4096,
             "rms_norm_eps": 1e-6,
             "rope_parameters": {
                 "rope_type": "default",
@@ -44,30 +76,9 @@ def build_model(tokenizer: Any, seed: int) -> Any:
                 "mrope_section": [4, 6, 6],
                 "rope_theta": 1_000_000.0,
             },
-            "tie_word_embeddings": True,
-            "bos_token_id": ids["<|endoftext|>"],
-            "eos_token_id": ids["<|im_end|>"],
-            "pad_token_id": ids["<|endoftext|>"],
-            "initializer_range": 0.05,
         },
-        vision_config={
-            "depth": 2,
-            "hidden_size": VISION_HIDDEN,
-            "intermediate_size": 2 * VISION_HIDDEN,
-            "num_heads": 3,
-            "out_hidden_size": HIDDEN,
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "window_size": 112,
-            "fullatt_block_indexes": [0, 1],
-            "initializer_range": 0.05,
-        },
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-        tie_word_embeddings=True,
+        vision_config=vision | {"window_size": 112, "fullatt_block_indexes": [0, 1]},
+        **tokens,
     )
     torch.manual_seed(seed)
     model = library.Qwen2_5_VLForConditionalGeneration(config)
