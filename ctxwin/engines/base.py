@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -61,10 +62,12 @@ class MediaSpan:
         modality: ``image`` or ``video``.
         key: store key of the vision embeddings (``embed/<digest>``).
         offset: index of its first placeholder token within the chunk; negative within a part that begins in its midst.
-        tokens: number of placeholder tokens.
+        tokens: number of its tokens: placeholders, and words among them.
         grid_thw: patch grid before merging (t, h, w); t counts tiles where a picture is cut into them (InternVL).
         seconds_per_grid: seconds per temporal grid step; None for images, and for videos whose times are text
             (Qwen3-VL: each temporal group is a span of its own).
+        words: which of its tokens, ascending from 0, are no placeholders but words: row breaks (Mistral 3), marks of tiles
+            (SmolVLM). They have no embedding of the tower's.
     """
 
     modality: str
@@ -73,6 +76,14 @@ class MediaSpan:
     tokens: int
     grid_thw: tuple[int, int, int]
     seconds_per_grid: float | None = None
+    words: tuple[int, ...] = ()
+
+    def seen(self, begin: int, end: int) -> tuple[list[int], slice]:
+        """The placeholders among its tokens ``[begin, end)``, and the rows of the embeddings that are theirs."""
+        words = set(self.words)
+        places = [i for i in range(begin, end) if i not in words]
+        first = begin - bisect_left(self.words, begin)
+        return places, slice(first, first + len(places))
 
 
 @dataclass(frozen=True)

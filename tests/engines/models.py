@@ -334,6 +334,97 @@ def _save(model: Any, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}[SYSTEM_PROMPT]{{ m.content }}[/SYSTEM_PROMPT]"
+    "{% elif m.role == 'user' %}[INST]{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% elif part.type in ['image', 'image_url'] %}[IMG]{% endif %}"
+    "{% endfor %}{% endif %}[/INST]{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""As Mistral Small 3.x has it, but for the default system prompt."""
+SMOL = (
+    "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""SmolVLM's own: contents are lists only, and a picture right behind a role has no blank in front."""
+
+
+def write_mistral3(folder: Path, text: str = "mistral") -> Path:
+    """A random Mistral Small 3.x, or Ministral 3 (``ministral3``): 28 px a token, a break behind each row."""
+    import torch
+    import transformers
+
+    names = dict(image_token="[IMG]", image_break_token="[IMG_BREAK]", image_end_token="[IMG_END]")
+    turns = {n: f"[{n}]" for n in ("INST", "/INST", "SYSTEM_PROMPT", "/SYSTEM_PROMPT")}
+    tokenizer = build_tokenizer(MISTRAL, **names, **turns)
+    tokenizer.bos_token = "<|endoftext|>"
+    torch.manual_seed(0)
+    fields = _text_fields(len(tokenizer))
+    fields |= {"model_type": text, "head_dim": fields["hidden_size"] // fields["num_attention_heads"], "sliding_window": None}
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    if text == "ministral3":  # the temperature of queries takes its first step at 1,024
+        fields["max_position_embeddings"] = 4096
+        fields["rope_parameters"] = dict(
+            rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=1024, beta_fast=32.0,
+            beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
+        )  # fmt: skip
+    vision = dict(
+        model_type="pixtral", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, head_dim=16,
+        image_size=84, patch_size=14, initializer_range=0.15,
+    )  # fmt: skip
+    config = transformers.Mistral3Config(
+        text_config=fields, vision_config=vision, spatial_merge_size=2, tie_word_embeddings=True,
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"), architectures=["Mistral3ForConditionalGeneration"],
+    )  # fmt: skip
+    model = transformers.Mistral3ForConditionalGeneration(config)
+    _save(model, folder)
+    processor = transformers.PixtralProcessor(
+        image_processor=transformers.PixtralImageProcessor(size={"longest_edge": 84}, patch_size=14),
+        tokenizer=tokenizer, patch_size=14, spatial_merge_size=2, chat_template=MISTRAL, **names,
+    )  # fmt: skip
+    processor.save_pretrained(folder)
+    return folder
+
+
+def write_smolvlm(folder: Path, kind: str = "SmolVLM") -> Path:
+    """A random SmolVLM, or Idefics3: tiles of 56 px make 4 tokens each; 112x112 pictures have 4 tiles and one for all."""
+    import torch
+    import transformers
+
+    marks = {f"mark_{r}_{c}": f"<row_{r}_col_{c}>" for r in range(1, 3) for c in range(1, 3)}
+    names = dict(
+        fake_image_token="<fake_token_around_image>", image_token="<image>", global_image_token="<global-img>",
+        end_of_utterance_token="<end_of_utterance>", video_token="<video>",
+    )  # fmt: skip
+    tokenizer = build_tokenizer(SMOL, **names, **marks)
+    torch.manual_seed(0)
+    vision = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=56, patch_size=14,
+        initializer_range=0.15,
+    )  # fmt: skip
+    fields = _text_fields(len(tokenizer)) | {"model_type": "llama", "pad_token_id": 0}
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=fields, vision_config=vision, scale_factor=2, tie_word_embeddings=True, pad_token_id=0,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+    )  # fmt: skip
+    _save(getattr(transformers, f"{kind}ForConditionalGeneration")(config), folder)
+    size = dict(size={"longest_edge": 112}, max_image_size={"longest_edge": 56})
+    videos = {}
+    if kind == "SmolVLM":
+        videos["video_processor"] = transformers.SmolVLMVideoProcessor(
+            size={"longest_edge": 56}, max_image_size={"longest_edge": 56}
+        )
+    processor = getattr(transformers, f"{kind}Processor")(
+        image_processor=getattr(transformers, f"{kind}ImageProcessor")(**size), tokenizer=tokenizer, image_seq_len=4,
+        chat_template=SMOL, **videos,
+    )  # fmt: skip
+    processor.save_pretrained(folder)
+    return folder
+
+
 def wide(write: Callable[[Path], Path], folder: Path, **fields: Any) -> Path:
     """One of the models above with heads of 32, the smallest that vLLM's CPU attention takes."""
     text_fields = _text_fields

@@ -24,7 +24,9 @@ from engines.models import (
     write_glm4v,
     write_internvl,
     write_kimi,
+    write_mistral3,
     write_mla_model,
+    write_smolvlm,
     write_vision_model,
 )
 from engines.oracle import assert_answers, real_answer
@@ -41,6 +43,10 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "kimi_over_v2": lambda folder: write_kimi(folder, "deepseek_v2"),
     "glm4v": write_glm4v,
     "glm4v_moe": lambda folder: write_glm4v(folder, experts=True),
+    "mistral3": write_mistral3,
+    "ministral3": lambda folder: write_mistral3(folder, "ministral3"),
+    "smolvlm": write_smolvlm,
+    "idefics3": lambda folder: write_smolvlm(folder, "Idefics3"),
     "llama_gqa": lambda folder: write_decoder(folder, "Llama", rope_parameters=LLAMA3),
     "llama_mha": lambda folder: write_decoder(folder, "Llama", num_key_value_heads=4),
     "deepseek_v2": write_mla_model,
@@ -96,6 +102,29 @@ class TestGLM4V(OnTransformers):
         return folders("glm4v")
 
 
+class TestMistral3(OnTransformers):
+    """Row breaks within a picture, no marks around it."""
+
+    picture_tokens = (12, 6)
+    opening = 1
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("mistral3")
+
+
+class TestSmolVLM(OnTransformers):
+    """Tiles with their places as words, a template that takes lists only."""
+
+    picture_tokens = (34, 34)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("smolvlm")
+
+
 class TestLlamaGQA(OnTransformers):
     """Two query heads for each KV head, Llama 3's scaled frequencies."""
 
@@ -148,22 +177,32 @@ def shown(engine: HFEngine) -> list[Encoded]:
     return [engine.encode_system_prompt(HEADER), *(engine.encode(i) for i in images)]
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe", "internvl", "kimi", "kimi_over_v2", "glm4v", "glm4v_moe"])
+SEEING = (
+    "qwen3_vl qwen3_vl_moe internvl kimi kimi_over_v2 glm4v glm4v_moe mistral3 ministral3 smolvlm idefics3".split()
+)
+
+
+@pytest.mark.parametrize("name", SEEING)
 def test_pictures_against_the_real_model_path(name: str, folders: Callable[[str], Path]) -> None:
     """The processor's own ids for the whole prompt, and the model's own answer from pixels."""
     from transformers import AutoProcessor
 
     folder = folders(name)
     engine = opened(folder)
+    lists = name in ("smolvlm", "idefics3")  # with a text in front of the first picture
+    lead = ["look at "] * lists
+    content = [{"type": "text", "text": text} for text in lead]
+    content += [{"type": "image"}, {"type": "image"}, {"type": "text", "text": QUERY}]
     messages = [
-        {"role": "system", "content": HEADER},
-        {"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": QUERY}]},
+        {"role": "system", "content": [{"type": "text", "text": HEADER}] if lists else HEADER},
+        {"role": "user", "content": content},
     ]
     processor = AutoProcessor.from_pretrained(folder)
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
     images = [Image.fromarray(p) for p in (picture(1), picture(2, 56))]
-    inputs = processor(text=[text], images=images, return_tensors="pt")
-    encoded = shown(engine)
+    inputs = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+    header, *pictures = shown(engine)
+    encoded = [header, *(engine.encode(Chunk.text(text)) for text in lead), *pictures]
     ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
     assert ids == inputs["input_ids"][0].tolist()
     media = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}

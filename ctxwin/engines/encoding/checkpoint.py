@@ -24,10 +24,13 @@ _VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash", "_from_mod
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """Token ids that stand for media, and around them; ``video`` is None where videos have no tokens of their own."""
+    """Token ids that stand for media, and around them.
 
-    start: int
-    end: int
+    ``video`` is None where videos have no tokens of their own, ``start`` and ``end`` where pictures have no such marks.
+    """
+
+    start: int | None
+    end: int | None
     image: int
     video: int | None
 
@@ -41,7 +44,7 @@ class Checkpoint:
         path: the local folder.
         config: transformers config.
         text_config: the decoder's part of it (the config itself for a text model).
-        image_processor: None for a text model. ``video_processor``: None where there is none.
+        image_processor: None for a text model. ``video_processor``: None where there is none. ``processor``: of both.
         media: placeholder tokens; None for a text model.
         family: what the processors do; None for a text model.
         bos: ids that the tokenizer prepends by itself; used only without a chat template.
@@ -63,6 +66,7 @@ class Checkpoint:
     weights: str
     processors: str = field(repr=False, default="")
     family: Family | None = None
+    processor: Any = field(repr=False, default=None)
 
     @property
     def patches_per_token(self) -> int:
@@ -113,7 +117,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     text_config = config.get_text_config()
     family = family_of(config)
     weights = weights_digest(path)
-    image_processor = video_processor = media = None
+    processor = image_processor = video_processor = media = None
     if family is not None:
         from transformers import AutoProcessor
 
@@ -122,7 +126,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         image_processor = getattr(processor, "image_processor", None)
         video_processor = getattr(processor, "video_processor", None)
         source = getattr(processor, "chat_template", None) or tokenizer.chat_template
-        media = _media_tokens(config, processor, family.video and video_processor is not None)
+        media = _media_tokens(config, processor, family, family.video and video_processor is not None)
     else:
         tokenizer = AutoTokenizer.from_pretrained(path)
         source = tokenizer.chat_template
@@ -132,7 +136,9 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         generation = None
     picture = None
     if media is not None:
-        start, image, end = tokenizer.convert_ids_to_tokens([media.start, media.image, media.end])
+        start, image, end = (
+            "" if i is None else str(tokenizer.convert_ids_to_tokens(i)) for i in (media.start, media.image, media.end)
+        )
         picture = (start, image, end)
     settings = [p.to_dict() if p is not None else None for p in (image_processor, video_processor)]
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -152,6 +158,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         weights=weights,
         processors=digest("processors", _plain(settings), rules, source),
         family=family,
+        processor=processor,
     )
 
 
@@ -206,7 +213,7 @@ def _folder(name: str | Path) -> Path:
         ) from error
 
 
-def _media_tokens(config: Any, processor: Any, video: bool) -> MediaTokens:
+def _media_tokens(config: Any, processor: Any, family: Family, video: bool) -> MediaTokens:
     vocabulary = processor.tokenizer.get_vocab()
 
     def find(token: str, *names: str) -> int:
@@ -216,6 +223,8 @@ def _media_tokens(config: Any, processor: Any, video: bool) -> MediaTokens:
             raise UnsupportedModel(f"the config of a vision model must name {names[0]}, got none")
         return int(held)
 
+    if family.marks:
+        return MediaTokens(None, None, find(str(processor.image_token), "image_token_id"), None)
     # Qwen's and Kimi's names, InternVL's, GLM's.
     return MediaTokens(
         start=find("<|vision_start|>", "vision_start_token_id", "start_image_token_id", "image_start_token_id"),

@@ -16,7 +16,7 @@ from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
 from ctxwin.engines.base import Encoded, Engine, EngineCounters, MediaSpan
 from ctxwin.engines.encoding.checkpoint import Checkpoint
 from ctxwin.engines.encoding.embeddings import Embeddings
-from ctxwin.engines.encoding.families import Family, Grid, process_images, process_video, stamps
+from ctxwin.engines.encoding.families import Family, Grid, picture_text, process_images, process_video, stamps
 from ctxwin.engines.encoding.tokens import Tokens
 from ctxwin.errors import BadMedia, ChunkUnavailable, UnsupportedModel
 from ctxwin.hashing import digest
@@ -195,10 +195,28 @@ class Encoder:
         pad = tokens.video if native else tokens.image
         assert pad is not None
         for key, rows, grid, seconds, stamp in items:
-            ids += [*self.tokens.content(stamp), tokens.start] if native else lead
-            media.append(MediaSpan("video" if native else "image", key, len(ids), rows, grid, seconds))
-            ids += [pad] * rows
-            ids += [tokens.end] if native else tail
+            ids += [*self.tokens.content(stamp), *self._mark(tokens.start)] if native else lead
+            shown = self._shown(grid) if family.marks else [pad] * rows
+            words = tuple(i for i, token in enumerate(shown) if token != pad)
+            media.append(MediaSpan("video" if native else "image", key, len(ids), len(shown), grid, seconds, words))
+            ids += shown
+            ids += self._mark(tokens.end) if native else tail
+
+    @staticmethod
+    def _mark(token: int | None) -> list[int]:
+        return [] if token is None else [token]
+
+    def _shown(self, grid: Grid) -> list[int]:
+        """All tokens of a picture of a family with marks."""
+        return self.tokens.template(picture_text(self.checkpoint.config, self.checkpoint.processor, grid))
+
+    def _rows(self, grid: Grid) -> int:
+        """How many embeddings a picture or a video has."""
+        checkpoint = self.checkpoint
+        if checkpoint.family is not None and checkpoint.family.marks and checkpoint.media is not None:
+            return self._shown(grid).count(checkpoint.media.image)
+        t, h, w = grid
+        return t * h * w // checkpoint.patches_per_token
 
     def _images(self, chunk: Chunk, part: MediaPart, family: Family) -> list[_Item]:
         """An image, or the frames of a video as images."""
@@ -210,8 +228,9 @@ class Encoder:
             from PIL import Image
 
             checkpoint, shown = self.checkpoint, self._pixels(chunk, part)
-            for at in range(0, len(missing), _FRAMES_AT_ONCE):
-                batch = missing[at : at + _FRAMES_AT_ONCE]
+            once = 1 if family.marks else _FRAMES_AT_ONCE
+            for at in range(0, len(missing), once):
+                batch = missing[at : at + once]
                 pictures = [Image.fromarray(shown[i]) for i in batch]
                 given = family, checkpoint.config, checkpoint.image_processor, pictures, frames
                 fresh |= self._run(part, [keys[i] for i in batch], process_images, *given)
@@ -244,14 +263,13 @@ class Encoder:
             pixels, grids = process(*inputs)
         except ValueError as error:  # an aspect ratio beyond the processor's limits, for example
             raise BadMedia(f"the model's processor refused a {part.media} of {part.shape}: {error}") from error
-        merge = self.checkpoint.patches_per_token
         embeddings = self._vision(pixels, grids)
         self._counters.vision_encodes += 1
         sizes = [(int(t), int(h), int(w)) for t, h, w in grids.tolist()]
         if len(sizes) != len(keys):
             ((steps, high, wide),) = sizes
             sizes = [(1, high, wide)] * steps
-        rows = [t * h * w // merge for t, h, w in sizes]
+        rows = [self._rows(grid) for grid in sizes]
         if int(embeddings.shape[0]) != sum(rows):
             raise UnsupportedModel(f"the vision tower must give {sum(rows)} embeddings, got {int(embeddings.shape[0])}")
         for key, seen, grid in zip(keys, embeddings.split(rows), sizes, strict=True):

@@ -1,7 +1,8 @@
 """Vision families: what their processors make of pixels, where a model's files do not say so.
 
 A *grid* (t, h, w) counts patches before merging. Qwen's and Kimi's processors give it with the pixels; InternVL's cut a
-picture into square tiles of a fixed size, which count as the first axis here.
+picture into square tiles of a fixed size, which count as the first axis here. SmolVLM's and Idefics3's grid says how many tiles
+there are, and their rows and columns (0 and 0 for a single one).
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ class Family:
     Attributes:
         video: a video has tokens of its own; without, its frames are pictures.
         stamps: every temporal group of a video is its time as text, then tokens with a grid of their own (Qwen3-VL).
-        tiles: a picture is cut into tiles and a thumbnail, and the tower takes no grid (InternVL).
+        tiles: a picture is cut into tiles and a thumbnail, and the tower takes no grid (InternVL, SmolVLM).
+        marks: within a picture stand tokens that are words: breaks behind its rows (Mistral 3), marks of its tiles (SmolVLM).
     """
 
     video: bool = False
     stamps: bool = False
     tiles: bool = False
+    marks: bool = False
 
 
 FAMILIES = {
@@ -47,6 +50,9 @@ FAMILIES = {
     "kimi_k25": Family(),
     "glm4v": Family(),
     "glm4v_moe": Family(),
+    "mistral3": Family(marks=True),
+    "smolvlm": Family(tiles=True, marks=True),
+    "idefics3": Family(tiles=True, marks=True),
 }
 """By ``model_type``. Pictures of other families may attend both ways, depend on each other, or bring other inputs."""
 REFUSED = {
@@ -72,10 +78,26 @@ def family_of(config: Any) -> Family | None:
 
 
 def patches_per_token(config: Any, image_processor: Any) -> int:
-    """How many patches of the grid become one token."""
+    """How many patches of the grid become one token; not for a family with marks."""
     ratio = getattr(config, "downsample_ratio", None)
     side = int(image_processor.merge_size) if ratio is None else round(1 / ratio)
     return side * side
+
+
+def picture_text(config: Any, processor: Any, grid: Grid) -> str:
+    """What the processor writes for one picture, of a family with marks."""
+    _, high, wide = grid
+    patch = int(config.vision_config.patch_size)
+    return str(processor.replace_image_token(
+        {"image_sizes": [(high * patch, wide * patch)], "rows": [[high]], "cols": [[wide]]}, 0
+    ))
+
+
+def tower_inputs(family: Family, config: Any, grids: torch.Tensor) -> dict[str, Any]:
+    """What ``get_image_features`` of transformers takes beside the pixels."""
+    if not family.marks:
+        return {} if family.tiles else {"image_grid_thw": grids}
+    return {} if family.tiles else {"image_sizes": grids[:, 1:] * int(config.vision_config.patch_size)}
 
 
 def process_images(
@@ -87,11 +109,18 @@ def process_images(
         family: of ``config``.
         config: the model's.
         processor: its image processor.
-        pictures: PIL images.
-        frames: whether they are the frames of a video, which InternVL takes as one tile each.
+        pictures: PIL images; a single one of a family with marks.
+        frames: whether they are the frames of a video, which are one tile each.
     """
     import torch
 
+    if family.marks:
+        made = processor(images=list(pictures), return_tensors="pt", **_uncut(family, frames))
+        pixels = made["pixel_values"]
+        if not family.tiles:
+            patch = int(config.vision_config.patch_size)
+            return pixels, torch.tensor([[1, h // patch, w // patch] for h, w in made["image_sizes"]])
+        return pixels, torch.tensor([[pixels.shape[1], made["rows"][0][0], made["cols"][0][0]]])
     if not family.tiles:
         made = processor(images=list(pictures), return_tensors="pt")
         return made["pixel_values"], made["image_grid_thw"]
@@ -102,6 +131,12 @@ def process_images(
     tiles = [int(n) for n in made["num_patches"]]
     grids = [(n, int(pixels.shape[-2]) // high, int(pixels.shape[-1]) // wide) for n in tiles]
     return pixels, torch.tensor(grids, dtype=torch.int64)
+
+
+def _uncut(family: Family, frames: bool) -> dict[str, Any]:
+    if not family.tiles:
+        return {}
+    return {"return_row_col_info": True} | ({"do_image_splitting": False} if frames else {})
 
 
 def process_video(processor: Any, frames: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

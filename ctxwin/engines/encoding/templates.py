@@ -66,6 +66,7 @@ class Template:
 
     def __init__(self, render: Render | None, image: tuple[str, str, str] | None = None) -> None:
         self._render = render
+        self._lists = False
         self._image = image
         self._turns: Callable[[str], tuple[str, str]] = cache(self._read_turns)
         self._picture: Callable[[], str] = cache(self._read_picture)
@@ -74,6 +75,9 @@ class Template:
             self._opening, self._closing = "", "\n"
             return
         cut = self._cut([_user(_USER)], _USER)
+        if cut is None:  # SmolVLM's template takes contents as lists only
+            self._lists = True
+            cut = self._cut([_user(_USER)], _USER)
         if cut is None:
             raise UnsupportedModel(
                 "the chat template does not show a user message as it is; it cannot be cut into pieces"
@@ -143,7 +147,7 @@ class Template:
         if self._render is None:
             return "\n"
         before, after = self.turns("assistant")
-        if before != self._closing:
+        if before.rstrip(" ") != self._closing.rstrip(" "):  # SmolVLM's answers begin with the blank themselves
             raise UnsupportedModel(
                 f"an answer cannot be remembered: the generation prompt ends {self._closing[-40:]!r}, but the chat "
                 f"template opens an earlier assistant turn as {before[-40:]!r}; use remember=False"
@@ -221,6 +225,8 @@ class Template:
     def _cut(self, messages: list[dict[str, Any]], *sentinels: str, tools: Any = None) -> list[str] | None:
         """The rendered text cut at the sentinels; None where one is missing, doubled or out of order."""
         assert self._render is not None
+        if self._lists:
+            messages = [{**m, "content": _listed(m["content"])} for m in messages]
         try:
             rest = self._render(messages, True) if tools is None else self._render(messages, True, tools)
         except _template_errors():
@@ -273,7 +279,7 @@ class Template:
         return once[1], once[2]
 
     def _read_picture(self) -> str:
-        """What the template writes for a picture, wherever it stands."""
+        """What the template writes for a picture, wherever it stands; right behind a role SmolVLM's leaves out a blank."""
         assert self._image is not None
         if self._render is None:
             return "".join(self._image)
@@ -281,7 +287,7 @@ class Template:
         cut = self._cut([{"role": "user", "content": content}], _ONE, _LAST)
         if cut is None or cut[1].count(self._image[1]) != 1:
             raise UnsupportedModel("the chat template does not take pictures between texts")
-        if cut[0] != self._opening + cut[1] or cut[2] != self._closing:
+        if _unspaced(cut[0]) != _unspaced(self._opening + cut[1]) or cut[2] != self._closing:
             raise UnsupportedModel(
                 "the chat template numbers its pictures or writes them differently depending on their place: "
                 f"{_near(cut[0].removeprefix(self._opening), cut[1])}; a picture must read the same wherever it stands"
@@ -296,6 +302,14 @@ class Template:
 
 def _user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
+
+
+def _listed(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _unspaced(text: str) -> str:
+    return "".join(text.split())
 
 
 def _answer(text: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:

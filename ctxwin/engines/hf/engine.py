@@ -35,6 +35,7 @@ from ctxwin.engines.base import (
 )
 from ctxwin.engines.encoding.checkpoint import open_checkpoint
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
+from ctxwin.engines.encoding.families import tower_inputs
 from ctxwin.engines.hf import model as hf_model
 from ctxwin.engines.hf import recurrent
 from ctxwin.engines.outputs import joined, outputs_identity, rows_of
@@ -451,9 +452,10 @@ class HFEngine(EncodingEngine):
                 # Of a part of a chunk a medium may begin in front, and end behind.
                 begin, end = max(0, -media.offset), min(media.tokens, encoded.tokens - media.offset)
                 stored = self.embed(media.key)
-                if stored.shape[0] == media.tokens:
-                    stored = stored[begin:end]
-                seen.append((at + media.offset + begin, end - begin, stored))
+                places, rows = media.seen(begin, end)
+                if stored.shape[0] == media.tokens - len(media.words):
+                    stored = stored[rows]
+                seen.append(([at + media.offset + i for i in places], stored))
         return hf_model.inputs(words, seen, self._deep)
 
     def _hear(self, module: Any, args: Any, output: Any) -> None:
@@ -556,7 +558,7 @@ class HFEngine(EncodingEngine):
         with self._lock, torch.no_grad():
             family = self._checkpoint.family
             assert family is not None
-            sizes = {} if family.tiles else {"image_grid_thw": grids.to(self._device)}
+            sizes = tower_inputs(family, self._checkpoint.config, grids.to(self._device))
             seen = self._opened().get_image_features(pixels.to(self._device, self._dtype), **sizes, return_dict=True)
             deep = getattr(seen, "deepstack_features", None) or ()
             # The model's own order, which is vLLM's too: the bottom first, then layer by layer. Items lie apart, or in one

@@ -80,13 +80,13 @@ def deep_layers(config: Any) -> int:
     return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
 
 
-def inputs(words: torch.Tensor, seen: Sequence[tuple[int, int, torch.Tensor]], deep: int) -> Inputs:
+def inputs(words: torch.Tensor, seen: Sequence[tuple[list[int], torch.Tensor]], deep: int) -> Inputs:
     """Puts stored vision embeddings among word embeddings.
 
     Args:
         words: ``[T, hidden]``; changed in place.
-        seen: (first token, tokens, stored embeddings ``[tokens, hidden * (1 + deep)]``) by item: what goes in at the
-            bottom, then what is added behind each of the first layers.
+        seen: (its tokens, their stored embeddings ``[tokens, hidden * (1 + deep)]``) by item: what goes in at the bottom,
+            then what is added behind each of the first layers.
         deep: number of those layers.
 
     Raises:
@@ -94,15 +94,15 @@ def inputs(words: torch.Tensor, seen: Sequence[tuple[int, int, torch.Tensor]], d
     """
     tokens, hidden = int(words.shape[0]), int(words.shape[1])
     added = words.new_zeros(deep, tokens, hidden) if deep else None
-    for offset, count, stored in seen:
-        want = (count, hidden * (1 + deep))
+    for places, stored in seen:
+        want = (len(places), hidden * (1 + deep))
         if tuple(stored.shape) != want:
             raise EngineFailed(f"stored vision embeddings must be {[*want]}, got {[*stored.shape]}")
         parts = torch.split(stored.to(words), hidden, dim=1)
-        words[offset : offset + count] = parts[0]
+        words[places] = parts[0]
         if added is not None:
             for layer, part in enumerate(parts[1:]):
-                added[layer, offset : offset + count] = part
+                added[layer, places] = part
     return Inputs(words, added)
 
 
