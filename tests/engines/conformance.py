@@ -509,10 +509,11 @@ class EngineConformance:
             runs = list(pool.map(agent, range(4)))
         assert all(run == runs[0] for run in runs)
 
-    def test_work_is_counted(self, engine: Engine, encoded: list[Encoded]) -> None:
+    def test_work_is_counted(self, engine: Engine) -> None:
+        fresh = engine.encode(Chunk.text("work that nothing has done yet\n"))
         before = engine.counters.prefill_tokens, engine.counters.prefill_forwards
-        engine.prefill([], encoded[2], 700)
-        assert engine.counters.prefill_tokens - before[0] == encoded[2].tokens
+        engine.prefill([], fresh, 700)
+        assert engine.counters.prefill_tokens - before[0] == fresh.tokens
         assert engine.counters.prefill_forwards - before[1] == 1
 
     def test_a_closed_engine_says_so(self, model_dir: Path) -> None:

@@ -362,7 +362,11 @@ def write_mistral3(folder: Path, text: str = "mistral") -> Path:
     tokenizer.bos_token = "<|endoftext|>"
     torch.manual_seed(0)
     fields = _text_fields(len(tokenizer))
-    fields |= {"model_type": text, "head_dim": fields["hidden_size"] // fields["num_attention_heads"], "sliding_window": None}
+    fields |= {
+        "model_type": text,
+        "head_dim": fields["hidden_size"] // fields["num_attention_heads"],
+        "sliding_window": None,
+    }
     fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
     if text == "ministral3":  # the temperature of queries takes its first step at 1,024
         fields["max_position_embeddings"] = 4096

@@ -161,6 +161,38 @@ class TestGLM4V(OnVLLM):
         self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
 
 
+@pytest.mark.slow
+class TestMistral3(OnVLLM):
+    """Ministral 3's decoder: the temperature of its queries takes a step that no test here reaches."""
+
+    picture_tokens = (12, 6)
+    opening = 1
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("vllm_mistral3")
+        return models.wide(lambda f: models.write_mistral3(f, "ministral3"), folder)
+
+    def test_pictures_against_transformers(self, engine: Engine, reference: Engine) -> None:
+        clip = Chunk.video([picture(i) for i in range(3)], fps=2.0)
+        self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
+
+
+@pytest.mark.slow
+class TestSmolVLM(OnVLLM):
+    picture_tokens = (34, 34)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return models.wide(models.write_smolvlm, tmp_path_factory.mktemp("vllm_smolvlm"))
+
+    def test_pictures_against_transformers(self, engine: Engine, reference: Engine) -> None:
+        clip = Chunk.video([picture(i) for i in range(3)], fps=2.0)
+        self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
+
+
 class TestLatentAttention(OnVLLM):
     vision = False
 

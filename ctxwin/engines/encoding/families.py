@@ -88,9 +88,11 @@ def picture_text(config: Any, processor: Any, grid: Grid) -> str:
     """What the processor writes for one picture, of a family with marks."""
     _, high, wide = grid
     patch = int(config.vision_config.patch_size)
-    return str(processor.replace_image_token(
-        {"image_sizes": [(high * patch, wide * patch)], "rows": [[high]], "cols": [[wide]]}, 0
-    ))
+    return str(
+        processor.replace_image_token(
+            {"image_sizes": [(high * patch, wide * patch)], "rows": [[high]], "cols": [[wide]]}, 0
+        )
+    )
 
 
 def tower_inputs(family: Family, config: Any, grids: torch.Tensor) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ctxwin.engines.outputs import outputs_identity
 from ctxwin.engines.vllm import requests
 from ctxwin.engines.vllm.drivers import Driver, LoopDriver, StepDriver
 from ctxwin.engines.vllm.inputs import Inputs, joined
-from ctxwin.engines.vllm.internals import bare_model, layer_groups, worker_model
+from ctxwin.engines.vllm.internals import bare_model, hand_on, layer_groups, worker_model
 from ctxwin.engines.vllm.lifecycle import folders, startup
 from ctxwin.engines.vllm.lora import Adapter, options_for
 from ctxwin.engines.vllm.paged import FP8, PagedKV
@@ -133,6 +133,8 @@ class Core:
         if isinstance(transport, LocalTransport):
             model_here = worker_model(cast("StepDriver", driver).llm)
             self.inputs = Inputs(config, driver.renderer, model_here)
+            if self.inputs.hands_on:
+                hand_on(model_here)
             layers = driver.config.compilation_config.static_forward_context
             transport.paged = PagedKV(layers, self.kv, self.block, alone=True)
             if self.kv.recurrent:

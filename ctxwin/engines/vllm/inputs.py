@@ -14,8 +14,8 @@ import torch
 
 from ctxwin.engines.base import Encoded, MediaSpan
 from ctxwin.engines.hf.model import deep_layers
-from ctxwin.engines.vllm.internals import media_items
-from ctxwin.engines.vllm.vision import is_tiled
+from ctxwin.engines.vllm.internals import given_item, media_items
+from ctxwin.engines.vllm.vision import hands_on
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.hashing import digest
 
@@ -53,8 +53,8 @@ def cut_medium(front: Sequence[Encoded], behind: Sequence[Encoded]) -> tuple[Med
     """The medium that the end of ``front`` cuts, what vLLM is told of it, and what has to stand behind; None without one.
 
     Models count positions by whole rows of a picture and whole frames of a video, some look for the token that closes it. So
-    the prompt goes on to the end of the row or frame, which is a smaller medium with the same positions. A picture in tiles
-    (InternVL) has one axis of positions and may end anywhere.
+    the prompt goes on to the end of the row or frame, which is a smaller medium with the same positions. With one axis of
+    positions a picture may end anywhere.
     """
     ids, media = joined(front)
     last = max(media, key=lambda m: m.offset, default=None)
@@ -96,7 +96,7 @@ class Inputs:
         self.secret = secrets.token_hex(32)
         self.model = model
         self.multimodal = bool(config.is_multimodal_model)
-        self.tiled = is_tiled(config.hf_config)
+        self.hands_on = hands_on(config.hf_config)
         self._blank: dict[Any, Any] = {}
         self._processor: Any = renderer.get_mm_processor() if self.multimodal else None
 
@@ -151,8 +151,8 @@ class Inputs:
 
         Args:
             token_ids: placeholders expanded.
-            media: with offsets within ``token_ids``. One may have fewer tokens than embeddings (`cut_medium`), or, in tiles,
-                reach beyond the end: vLLM takes the first embeddings.
+            media: with offsets within ``token_ids``. One may have fewer tokens than embeddings (`cut_medium`), or, with one
+                axis of positions, reach beyond the end: vLLM takes the first embeddings.
             embed: embeddings by key.
             salt: separates prefix-cache entries; "" for none.
             covered: tokens in front whose KV will be loaded. The embeddings of media among them are not read, and need
@@ -179,12 +179,20 @@ class Inputs:
                 found = None if tail is None or end <= tail else at_hand(span.key)
             blank = end if found is None else blank
             mark = (marks or {}).get(span.offset, "")
-            for feature, part in self._features(span, found, tenant, len(token_ids)):
-                if part is not None and self._files:
-                    embeddings[feature.identifier] = part
-                if mark:
-                    feature.identifier = f"{feature.identifier}@{mark}"
-                features.append(feature)
+            if self.hands_on:
+                span = replace(span, tokens=min(span.tokens, len(token_ids) - span.offset))
+            seen, rows = span.seen(0, span.tokens)
+            if not seen:
+                continue  # only words of it
+            if found is not None and found.shape[0] != len(seen):
+                # vLLM counts the room of an entry of its encoder cache by the tokens of whoever asks first.
+                span, found = replace(span, key=f"{span.key}#{span.tokens}"), found[rows]
+            feature = self._feature(span, found, tenant)
+            if found is not None and self._files:
+                embeddings[feature.identifier] = found
+            if mark:
+                feature.identifier = f"{feature.identifier}@{mark}"
+            features.append(feature)
         items, hashes, places = (defaultdict[str, list[Any]](list) for _ in range(3))
         for feature in features:
             items[feature.modality].append(feature.data)
@@ -194,59 +202,33 @@ class Inputs:
         made = mm_input(list(token_ids), kwargs, dict(hashes), dict(places), cache_salt=salt or None)
         return Rendered(dict(made), blank, embeddings)
 
-    def _features(
-        self, span: MediaSpan, embeddings: torch.Tensor | None, tenant: str, end: int
-    ) -> list[tuple[Any, torch.Tensor | None]]:
-        """One media item as vLLM describes it, or its tiles: InternVL takes embeddings of one shape only.
-
-        ``end``: of the prompt.
-        """
-        tiles = span.grid_thw[0] if self.tiled else 1
-        if not self.tiled:
-            whole = embeddings is None or embeddings.shape[0] == span.tokens
-            # vLLM counts the room of an entry of its encoder cache by the tokens of whoever asks first.
-            key = span.key if whole else f"{span.key}#{span.tokens}"
-            part = embeddings if embeddings is None or whole else embeddings[: span.tokens]
-            return [(self._feature(replace(span, key=key), part, tenant), part)]
-        each = span.tokens // tiles
-        parts = [None] * tiles if embeddings is None else list(torch.split(embeddings, each))
-        made = []
-        for i, part in enumerate(parts):
-            length = min(each, end - span.offset - i * each)
-            key, grid = f"{span.key}-{i}" + (f"#{length}" if length < each else ""), (1, *span.grid_thw[1:])
-            tile = replace(span, key=key, offset=span.offset + i * each, tokens=each, grid_thw=grid)
-            if length > 0:
-                made.append((self._feature(tile, part, tenant, length), part))
-        return made
-
-    def _feature(
-        self, span: MediaSpan, embeddings: torch.Tensor | None, tenant: str = "", length: int | None = None
-    ) -> Any:
-        """One media item as vLLM describes it; without embeddings it is good for positions and covered media only.
-
-        ``length``: how many of its tokens are in the prompt; all by default.
-        """
+    def _feature(self, span: MediaSpan, embeddings: torch.Tensor | None, tenant: str = "") -> Any:
+        """One media item as vLLM describes it; without embeddings it is good for positions and covered media only."""
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-        if embeddings is not None and embeddings.shape[0] != span.tokens:
-            raise ValueError(f"{span.key} must hold {span.tokens} embeddings, got {embeddings.shape[0]}")
+        places, _ = span.seen(0, span.tokens)
+        if embeddings is not None and embeddings.shape[0] != len(places):
+            raise ValueError(f"{span.key} must hold {len(places)} embeddings, got {embeddings.shape[0]}")
         if embeddings is not None and not self._files:
             item = self._item(span, embeddings)
         else:
-            shape = (span.modality, span.grid_thw, span.seconds_per_grid)
+            shape = (span.modality, span.grid_thw, span.seconds_per_grid, len(places))
             if shape not in self._blank:  # a handful of shapes in a stream of frames, and a millisecond each
                 width = self._config.get_inputs_embeds_size() * (1 + deep_layers(self._config.hf_config))
-                zeros = torch.zeros(1).expand(span.tokens, width)
+                zeros = torch.zeros(1).expand(len(places), width)
                 self._blank[shape] = self._item(span, None if self._files else zeros)
             item = self._blank[shape]
-        length = span.tokens if length is None else length
-        place = PlaceholderRange(offset=span.offset, length=length)
-        if span.modality == "video" and span.seconds_per_grid is None:
+        place = PlaceholderRange(offset=span.offset, length=span.tokens)
+        if len(places) < span.tokens:
+            embedded = torch.zeros(span.tokens, dtype=torch.bool)
+            embedded[places] = True
+            place = PlaceholderRange(offset=span.offset, length=span.tokens, is_embed=embedded)
+        elif span.modality == "video" and span.seconds_per_grid is None:
             # Qwen3-VL looks for each temporal group's opening token within the item, which embeds to itself.
             embedded = torch.ones(span.tokens + 1, dtype=torch.bool)
             embedded[0] = False
             place = PlaceholderRange(offset=span.offset - 1, length=span.tokens + 1, is_embed=embedded)
-        name = self.name(span.key if length == span.tokens else f"{span.key}#{length}", tenant)
+        name = self.name(span.key, tenant)
         return MultiModalFeatureSpec(data=item, modality=span.modality, identifier=name, mm_position=place)
 
     def _item(self, span: MediaSpan, embeddings: torch.Tensor | None) -> Any:
@@ -255,15 +237,11 @@ class Inputs:
 
         if self._processor is None:
             raise UnsupportedModel(f"{self._config.model} takes no {span.modality}s: it is a text model")
-        data: dict[str, torch.Tensor] = {}
-        if self.tiled:
-            if embeddings is None:
-                return MultiModalKwargsItem({})
-            data["image_embeds"] = embeddings[None]
-        else:
-            data[f"{span.modality}_grid_thw"] = torch.tensor([span.grid_thw], dtype=torch.int64)
-            if embeddings is not None:
-                data[f"{span.modality}_embeds"] = embeddings
+        if self.hands_on:
+            return MultiModalKwargsItem({}) if embeddings is None else given_item(span.modality, embeddings)
+        data: dict[str, torch.Tensor] = {f"{span.modality}_grid_thw": torch.tensor([span.grid_thw], dtype=torch.int64)}
+        if embeddings is not None:
+            data[f"{span.modality}_embeds"] = embeddings
         if span.modality == "video" and span.seconds_per_grid is not None:
             data["second_per_grid_ts"] = torch.tensor([span.seconds_per_grid])
         items = media_items(self._processor, data)

@@ -146,3 +146,26 @@ def media_items(processor: Any, data: dict[str, torch.Tensor]) -> Any:
 
     batch = BatchFeature(data)
     return MultiModalKwargsItems.from_hf_inputs(batch, processor._get_mm_fields_config(batch, {}))
+
+
+_GIVEN = "ctxwin_embeddings"
+
+
+def given_item(modality: str, embeddings: torch.Tensor) -> Any:
+    """One media item that is its own embeddings ``[tokens, width]``, for a model that `hand_on` was called for."""
+    from transformers import BatchFeature
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+
+    fields = {_GIVEN: MultiModalFieldConfig.batched(modality)}
+    return MultiModalKwargsItems.from_hf_inputs(BatchFeature({_GIVEN: embeddings[None]}), fields)[modality][0]
+
+
+def hand_on(model: Any) -> None:
+    """Has a model hand on the embeddings of a `given_item`; what has pixels it embeds itself, as ever."""
+    own = model.embed_multimodal
+
+    def embed(**fields: Any) -> Any:
+        given = fields.pop(_GIVEN, None)
+        return own(**fields) if given is None else list(given)
+
+    model.embed_multimodal = embed

@@ -217,7 +217,7 @@ class PromptEngine(VLLMEngine):
         self._media = {medium.name: medium for medium in prompt.media}
         tokenizer, media = self.encoder.checkpoint.tokenizer, self.encoder.checkpoint.media
         special = frozenset(tokenizer.all_special_ids)
-        wraps = frozenset(() if media is None else (media.start, media.end))
+        wraps = frozenset(() if media is None else (i for i in (media.start, media.end) if i is not None))
         held: dict[int, bool] = {}
 
         def line(token: int) -> bool:

@@ -22,10 +22,13 @@ Vision = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 """``(pixels, grids int64 [items, 3]) -> embeddings [tokens, width]`` of all items in order, on the CPU."""
 
 
-def is_tiled(config: Any) -> bool:
-    """Whether the model cuts pictures into tiles (InternVL)."""
+def hands_on(config: Any) -> bool:
+    """Whether embeddings have to be handed past vLLM's model of this family, which takes pixels only, or one shape only.
+
+    These families have one axis of positions.
+    """
     family = FAMILIES.get(str(getattr(config, "model_type", "")))
-    return family is not None and family.tiles
+    return family is not None and (family.tiles or family.marks)
 
 
 def see(model: Any, config: Any, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
@@ -34,19 +37,27 @@ def see(model: Any, config: Any, pixels: torch.Tensor, grids: torch.Tensor) -> t
     Args:
         model: vLLM's.
         config: its Hugging Face config.
-        pixels: the processor's patches of all items, one after the other.
-        grids: int64 ``[items, 3]``, the patch grid (t, h, w) of each.
+        pixels: as the family's processor gives them, of all items.
+        grids: int64 ``[items, 3]``, the grid (t, h, w) of each.
 
     Returns:
         Embeddings ``[tokens, hidden * (1 + D)]`` of all items in order, on the CPU, in the model's dtype; D as in
         `ctxwin.engines.hf.model.Inputs`.
     """
     like = next(model.parameters())
-    given: dict[str, Any] = {"pixel_values": pixels.to(device=like.device, dtype=like.dtype)}
-    if is_tiled(config):
-        given |= {"image_num_patches": grids[:, 0], "image_token_id": torch.tensor([config.image_token_id])}
+    shown = pixels.to(device=like.device, dtype=like.dtype)
+    family = FAMILIES[str(config.model_type)]
+    given: dict[str, Any]
+    if family.tiles and family.marks:
+        mask = torch.ones(shown[0].shape[0], *shown.shape[-2:], dtype=torch.bool, device=like.device)
+        given = {"pixel_values": shown[0], "pixel_attention_mask": mask, "num_patches": grids[:, 0]}
+    elif family.marks:
+        given = {"pixel_values": list(shown)}
+    elif family.tiles:
+        token = torch.tensor([config.image_token_id])
+        given = {"pixel_values": shown, "image_num_patches": grids[:, 0], "image_token_id": token}
     else:
-        given["image_grid_thw"] = grids
+        given = {"pixel_values": shown, "image_grid_thw": grids}
     with torch.inference_mode():
         found = model.embed_multimodal(**given)
         joined = torch.cat(list(found)).to("cpu")
