@@ -193,6 +193,20 @@ class TestSmolVLM(OnVLLM):
         self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral3", "smolvlm", "internvl"])
+def test_pictures_between_processes(name: str, tmp_path: Path) -> None:
+    """Embeddings reach another process as files: also those that vLLM's model would not take in a request."""
+    from ctxwin.engines.vllm.engine import VLLMEngine
+
+    folder = models.wide(getattr(models, f"write_{name}"), tmp_path / "model")
+    with (
+        VLLMEngine(folder, dtype="float32", processes="multi") as engine,
+        HFEngine(folder, dtype="float32") as reference,
+    ):
+        OnVLLM().compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56))], "pictures")
+
+
 class TestLatentAttention(OnVLLM):
     vision = False
 

@@ -233,12 +233,11 @@ class Inputs:
 
     def _item(self, span: MediaSpan, embeddings: torch.Tensor | None) -> Any:
         """The fields of one item; without embeddings only those that positions follow from."""
-        from vllm.multimodal.inputs import MultiModalKwargsItem
-
         if self._processor is None:
             raise UnsupportedModel(f"{self._config.model} takes no {span.modality}s: it is a text model")
         if self.hands_on:
-            return MultiModalKwargsItem({}) if embeddings is None else given_item(span.modality, embeddings)
+            # Of an item without fields vLLM's cache cannot tell the size, and its engine ends.
+            return given_item(span.modality, torch.zeros(0) if embeddings is None else embeddings)
         data: dict[str, torch.Tensor] = {f"{span.modality}_grid_thw": torch.tensor([span.grid_thw], dtype=torch.int64)}
         if embeddings is not None:
             data[f"{span.modality}_embeds"] = embeddings
