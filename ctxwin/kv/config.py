@@ -6,10 +6,10 @@ Inverse frequencies come from transformers' own functions. What cannot be moved 
 - positions that are no rotation of the key (ALiBi, learned absolute, none at all);
 - state that is no KV of tokens (linear attention, state space, convolution layers), but for hybrids whose states are known:
   Gated DeltaNet beside full attention;
-- windowed layers (sliding, chunked): the mathematics would allow them, since a cached span depends on its antecedents
-  only, but engines drop what left the window, so such a span can neither be read back whole nor be written in place. A
-  window that is configured but never in effect (Qwen2 with ``use_sliding_window`` false, or a window no shorter than
-  the context) passes.
+- layers that see chunks of a fixed grid (Llama 4), which depends on the place in the prompt.
+
+Layers with a sliding window turn like others, and a cached span depends on its antecedents only; both engines keep all of their
+KV (on vLLM by its own setting). Models whose other layers have no positions (Cohere 2), or other frequencies, do not pass.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ _RECURRENT = _names(
 _DELTANET = _names("qwen3_5_moe_text qwen3_5_text qwen3_next")
 """Hybrids of Gated DeltaNet and full attention layers, whose states are kept with the KV."""
 _ALIBI = frozenset(("bloom", "mpt"))
+_UNTURNED = _names("afmoe cohere2 cohere2_moe exaone4 exaone_moe")
+"""Have no positions in their full attention layers wherever others slide."""
 # Models that turn neighbouring dimensions (2i, 2i + 1) and leave them where they are. DeepSeek-V3 and its kin also pair
 # neighbours, but transformers caches their keys de-interleaved (half), vLLM as they were (interleaved).
 _INTERLEAVED = _names(
@@ -78,13 +80,11 @@ def check_supported(config: Any) -> None:
     types -= {"linear_attention"} if kind in _DELTANET else set()
     states = [label for name, label in _STATE_LAYERS.items() if any(name in t for t in types)]
     others = sorted(types - {"full_attention", "sliding_attention", "attention"})
-    window, longest = has("sliding_window"), has("max_position_embeddings")
-    sliding = "sliding_attention" in types if types else has("use_sliding_window") is not False
-    sliding = sliding and window and not (longest and window >= longest)
     learned = kind in _LEARNED or has("position_embedding_type") in ("absolute", "learned_absolute")
     crossed = has("is_encoder_decoder") or has("cross_attention_layers")
     both_ways = has("use_bidirectional_attention") in (True, "all")
     unrotated = has("no_rope_layers") and not all(has("no_rope_layers"))
+    unrotated = unrotated or (kind in _UNTURNED and sliding_window(config) is not None)
     rules = (
         (kind in _ALIBI or has("alibi") or has("use_alibi"), "ALiBi", "its bias is in the attention, not in the key"),
         (learned, "learned absolute positions", "they are mixed into the values and cannot be turned"),
@@ -97,13 +97,25 @@ def check_supported(config: Any) -> None:
             "its own key cache would have to move too",
         ),
         (states, "".join(states[:1]), "they keep no KV for every token of the window"),
-        (sliding, "sliding window layers", "engines drop the KV that left the window"),
         (others, f"{', '.join(others)} layers", "only full attention is known to move"),
         (unrotated, "layers without rotary positions", "all layers must turn alike"),
     )
     for refused, prop, why in rules:
         if refused:
             raise _refusal(kind, prop, why)
+
+
+def sliding_window(config: Any) -> int | None:
+    """How many tokens layers with a sliding window see, their own included; None where no layer slides.
+
+    A window that is configured but never in effect (Qwen2 with ``use_sliding_window`` false, or one no shorter than the
+    context) is none.
+    """
+    text = text_config(config)
+    window, longest = getattr(text, "sliding_window", None), getattr(text, "max_position_embeddings", None)
+    types = getattr(text, "layer_types", None)
+    slides = "sliding_attention" in types if types else getattr(text, "use_sliding_window", None) is not False
+    return int(window) if slides and window and not (longest and window >= longest) else None
 
 
 def rope_spec_from_config(config: Any, engine: Engine = "hf") -> RopeSpec:

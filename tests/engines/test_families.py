@@ -47,6 +47,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "ministral3": lambda folder: write_mistral3(folder, "ministral3"),
     "smolvlm": write_smolvlm,
     "idefics3": lambda folder: write_smolvlm(folder, "Idefics3"),
+    "gemma2": lambda folder: write_decoder(folder, "Gemma2", **DECODERS["Gemma2"]),
     "llama_gqa": lambda folder: write_decoder(folder, "Llama", rope_parameters=LLAMA3),
     "llama_mha": lambda folder: write_decoder(folder, "Llama", num_key_value_heads=4),
     "deepseek_v2": write_mla_model,
@@ -147,6 +148,17 @@ class TestLlamaMHA(OnTransformers):
         return folders("llama_mha")
 
 
+class TestGemma2(OnTransformers):
+    """Every other layer sees the last eight tokens only."""
+
+    vision = False
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("gemma2")
+
+
 class TestDeepseekV2(OnTransformers):
     """Latent attention."""
 
@@ -177,7 +189,7 @@ def shown(engine: HFEngine) -> list[Encoded]:
     return [engine.encode_system_prompt(HEADER), *(engine.encode(i) for i in images)]
 
 
-SEEING = [name for name in WRITERS if not name.startswith(("llama", "deepseek"))]
+SEEING = [name for name in WRITERS if not name.startswith(("llama", "deepseek", "gemma"))]
 
 
 @pytest.mark.parametrize("name", SEEING)
@@ -376,9 +388,16 @@ def rescale(file: Path, ending: str) -> None:
 
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=48)
 HEADS = dict(head_dim=16)
+YARN = dict(
+    rope_type="yarn", rope_theta=1e4, factor=16.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0,
+    truncate=False,
+)  # fmt: skip
 DECODERS: dict[str, dict[str, object]] = {
     "Apertus": {}, "Cohere": {}, "Ernie4_5": HEADS, "Exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
     "Gemma": HEADS, "Glm4": HEADS, "Granite": {}, "GraniteMoe": dict(num_local_experts=4),
+    "Gemma2": HEADS | dict(sliding_window=8, final_logit_softcapping=30.0),
+    "GptOss": HEADS | dict(sliding_window=8, num_local_experts=4, num_experts_per_tok=2, rope_parameters=YARN),
+    "Ministral": HEADS | dict(sliding_window=8), "Starcoder2": dict(sliding_window=8),
     "Mistral": {"sliding_window": None}, "Mixtral": dict(num_local_experts=4), "Nemotron": {}, "Olmo2": {},
     "Olmoe": EXPERTS, "Phi": {}, "Phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "Qwen2Moe": EXPERTS, "Qwen3": HEADS, "Qwen3Moe": EXPERTS | HEADS, "StableLm": {},
@@ -393,6 +412,17 @@ def test_decoders_against_the_real_model_path(kind: str, tmp_path: Path) -> None
     encoded = [engine.encode_system_prompt(HEADER), engine.encode(Chunk.text("frame 1 is red\n"))]
     ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
     assert_answers(engine, encoded, real_answer(tmp_path, ids))
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "GptOss", "Ministral", "Starcoder2"])
+def test_sliding_layers_do_not_see_all(kind: str, tmp_path: Path) -> None:
+    engine = opened(write_decoder(tmp_path, kind, **DECODERS[kind]))
+    encoded, query = [engine.encode_system_prompt(HEADER)], engine.encode_query(QUERY)
+    slid = engine.logits(laid(encoded), query)
+    engine._window = 1000
+    assert float((engine.logits(laid(encoded), query) - slid).abs().max()) > 1e-3
+    with pytest.raises(UnsupportedModel, match="sliding layers"):
+        engine.attended(laid(encoded), query, encoded[0].advance)
 
 
 @pytest.mark.parametrize("kind", ["Mistral", "Cohere", "Granite", "Qwen3"])

@@ -166,11 +166,9 @@ def test_identity_follows_content(text_dir: Path, tmp_path: Path) -> None:
 def test_models_that_cannot_be_served(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    folder = write_text_model(tmp_path / "sliding")
-    edit_config(
-        folder, use_sliding_window=True, sliding_window=16, max_window_layers=0, layer_types=["sliding_attention"] * 3
-    )
-    with pytest.raises(UnsupportedModel, match="sliding"):
+    folder = write_text_model(tmp_path / "chunked")
+    edit_config(folder, layer_types=["chunked_attention"] * 3)
+    with pytest.raises(UnsupportedModel, match="chunked"):
         HFEngine(folder)
     learned = write_text_model(tmp_path / "learned")
     GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=400)).save_pretrained(learned)

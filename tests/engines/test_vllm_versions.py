@@ -257,7 +257,6 @@ class TestLayouts:
                 r"must be the model's own dtype \(float32\) or fp8.*got 'auto' \(torch.bfloat16\)",
             ),
             ({"kv_cache_dtype": "fp8"}, 16, "must be the model's own dtype .*'fp8'"),
-            ({"sliding_window": 8}, 16, "sliding-window attention"),
         ],
     )
     def test_a_cache_of_another_kind_is_refused(self, attributes: dict[str, Any], size: int, said: str) -> None:

@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 
 from ctxwin.errors import UnsupportedModel
-from ctxwin.kv.config import attention_layers, kv_spec_from_config, rope_spec_from_config
+from ctxwin.kv.config import attention_layers, kv_spec_from_config, rope_spec_from_config, sliding_window
 
 SMALL = dict(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, intermediate_size=64, vocab_size=50)
 LLAMA3 = dict(
@@ -42,12 +42,8 @@ def refused(config) -> str:
         (tf.JambaConfig(**SMALL), "state space"),
         (tf.RwkvConfig(hidden_size=64, num_hidden_layers=2), "state space"),
         (tf.Lfm2Config(**SMALL), "state space"),
-        (tf.MistralConfig(**SMALL, sliding_window=128), "sliding window"),
-        (
-            tf.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=128, max_window_layers=1),
-            "sliding window",
-        ),
-        (tf.Gemma3TextConfig(**SMALL), "sliding window"),
+        (tf.Gemma3TextConfig(**SMALL), "per layer type"),
+        (tf.Cohere2Config(**SMALL), "without rotary"),
         (tf.Llama4TextConfig(**SMALL), "chunked attention"),
         (tf.SmolLM3Config(**SMALL, pad_token_id=0, no_rope_layers=[1, 0]), "without rotary"),
         (tf.T5Config(d_model=64), "cross attention"),
@@ -89,18 +85,29 @@ def test_refusals_name_the_property(config, prop):
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "window"),
     [
-        tf.Qwen2Config(**SMALL, use_sliding_window=False, sliding_window=128, max_window_layers=1),
-        tf.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=128, max_window_layers=28),
-        tf.MistralConfig(**SMALL, sliding_window=None),
-        tf.MistralConfig(**SMALL, sliding_window=4096, max_position_embeddings=4096),
-        tf.FalconConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, alibi=False),
+        (tf.Qwen2Config(**SMALL, use_sliding_window=False, sliding_window=128, max_window_layers=1), None),
+        (tf.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=128, max_window_layers=28), None),
+        (tf.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=128, max_window_layers=1), 128),
+        (tf.MistralConfig(**SMALL, sliding_window=None), None),
+        (tf.MistralConfig(**SMALL, sliding_window=4096, max_position_embeddings=4096), None),
+        (tf.MistralConfig(**SMALL, sliding_window=128), 128),
+        (tf.FalconConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, alibi=False), None),
     ],
-    ids=["qwen2-off", "qwen2-all-full", "mistral-none", "mistral-never-in-effect", "falcon-rope"],
+    ids=[
+        "qwen2-off",
+        "qwen2-all-full",
+        "qwen2-on",
+        "mistral-none",
+        "mistral-never-in-effect",
+        "mistral",
+        "falcon-rope",
+    ],
 )
-def test_properties_that_are_not_in_effect_pass(config):
+def test_sliding_windows_in_effect(config, window):
     assert kv_spec_from_config(config, "id", "bfloat16").layers == 2
+    assert sliding_window(config) == window
 
 
 @pytest.mark.parametrize(

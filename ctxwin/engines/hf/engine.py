@@ -40,7 +40,7 @@ from ctxwin.engines.hf import model as hf_model
 from ctxwin.engines.hf import recurrent
 from ctxwin.engines.outputs import joined, outputs_identity, rows_of
 from ctxwin.errors import AnswerStopped, EngineFailed, UnsupportedModel
-from ctxwin.kv.config import attention_layers, kv_spec_from_config, with_maps
+from ctxwin.kv.config import attention_layers, kv_spec_from_config, sliding_window, with_maps
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.merge import budget_slots
 from ctxwin.kv.patch import apply_patch
@@ -131,6 +131,7 @@ class HFEngine(EncodingEngine):
         self._dtype = getattr(torch, name)
         self._deep = hf_model.deep_layers(checkpoint.config)
         self._attention = attention_layers(checkpoint.config)
+        self._window = sliding_window(checkpoint.config)
         every = range(int(checkpoint.text_config.num_hidden_layers))
         self._recurrent = tuple(i for i in every if i not in self._attention)
         if kv.maps:
@@ -205,6 +206,8 @@ class HFEngine(EncodingEngine):
     ) -> AttendedKV:
         if self.spec.kv.recurrent:
             raise UnsupportedModel(f"{self.spec.model} has recurrent layers, whose states cannot be merged")
+        if self._window is not None:
+            raise UnsupportedModel(f"{self.spec.model} has sliding layers, whose attention does not tell what to merge")
         with self._turn(background=True), self._lock:
             done = self._begun([*context, Segment(target, start)])
             self._check([*context, Segment(target, start)], 0)
@@ -299,7 +302,9 @@ class HFEngine(EncodingEngine):
         ends = list(itertools.accumulate(slots))
         slices = [(end - count, end) for count, end in zip(slots, ends, strict=True)]
         tokens = sum(segment.tokens for segment in segments)
-        return _Pass(DynamicCache(config=self._checkpoint.text_config), tokens, slices)
+        # Of a config the cache would learn what slides, and drop what left the window.
+        config = self._checkpoint.text_config if self.spec.kv.recurrent else None
+        return _Pass(DynamicCache(config=config), tokens, slices)
 
     def _fill(
         self, done: _Pass, segments: Sequence[Segment], keep: int, stopped: Callable[[], bool] | None = None
@@ -412,18 +417,17 @@ class HFEngine(EncodingEngine):
     def _feed(self, done: _Pass, fed: hf_model.Inputs, positions: torch.Tensor, keep: int = 1) -> None:
         """Runs T tokens at ``positions [3, T]``; the logits of the last ``keep`` are then in ``done``."""
         past, new = self._held(done), int(fed.embeds.shape[0])
-        # Explicit, since transformers would otherwise guess packed sequences from positions that jump.
-        mask = torch.ones(new, past + new, dtype=torch.bool, device=self._device).tril(past)
+        mask = hf_model.masks(self._opened(), past, new, self._window)
         places = positions.to(self._device)
         run: dict[str, Any] = dict(
             inputs_embeds=fed.embeds[None],
             position_ids=places[:, None] if self.spec.kv.rope.sections else places[:1],
-            attention_mask=mask[None, None],
+            attention_mask=mask,
             past_key_values=done.cache,
             use_cache=True,
         )
         if self.spec.kv.recurrent:
-            masks = {"full_attention": mask[None, None], "linear_attention": None}
+            masks = {"full_attention": mask, "linear_attention": None}
             out = self.text_model(**{**run, "attention_mask": masks})
             logits = self.lm_head(out.last_hidden_state[:, -keep:])
         elif fed.deep is None:

@@ -40,9 +40,13 @@ def load(checkpoint: Checkpoint, device: str, dtype: str) -> tuple[torch.device,
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:  # an unknown device, or one that torch was not built for
         raise ValueError(f"device must be one that torch can use, got {device!r}: {error}") from error
-    model = loader.from_pretrained(
-        checkpoint.path, dtype=getattr(torch, dtype), attn_implementation="sdpa", use_safetensors=True
-    )
+    given = {"dtype": getattr(torch, dtype), "use_safetensors": True}
+    try:
+        model = loader.from_pretrained(checkpoint.path, attn_implementation="sdpa", **given)
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        model = loader.from_pretrained(checkpoint.path, attn_implementation="eager", **given)  # gpt-oss has sinks
     return place, model.to(place).eval()
 
 
@@ -73,6 +77,24 @@ def positions(model: Any, token_ids: Sequence[int], media: Sequence[MediaSpan]) 
     )
     places = placed[:, 0].numpy().astype(np.int64)
     return np.ascontiguousarray(places[:, :-1]), int(places[0, -1])
+
+
+def masks(model: Any, past: int, new: int, window: int | None) -> Any:
+    """Which of ``past + new`` slots each of the last ``new`` sees, as the decoder takes it; ``window`` of sliding layers.
+
+    Explicit, since transformers would otherwise guess packed sequences from positions that jump.
+    """
+    made = torch.ones(new, past + new, dtype=torch.bool, device=model.device).tril(past)[None, None]
+    near = made if window is None else made & ~torch.ones_like(made).tril(past - window)
+    if model.config._attn_implementation == "eager":
+        low = torch.finfo(model.dtype).min
+        made, near = (
+            torch.zeros(m.shape, dtype=model.dtype, device=m.device).masked_fill_(~m, low) for m in (made, near)
+        )
+    if window is None:
+        return made
+    types = getattr(model.config.get_text_config(), "layer_types", None)
+    return {"full_attention": made, "sliding_attention": near} if types else near
 
 
 def deep_layers(config: Any) -> int:

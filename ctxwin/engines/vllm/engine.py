@@ -39,6 +39,7 @@ from ctxwin.engines.vllm.condensed import condensed
 from ctxwin.engines.vllm.lifecycle.versions import requirement
 from ctxwin.errors import AnswerStopped, CtxwinError, EngineFailed, UnsupportedModel
 from ctxwin.hashing import digest
+from ctxwin.kv.config import sliding_window
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.merge import attention_sums
 from ctxwin.kv.relocate import relocate
@@ -315,6 +316,8 @@ class VLLMEngine(EncodingEngine):
         transport = self._core.transport
         if self.spec.kv.recurrent:
             raise UnsupportedModel(f"{self.spec.model} has recurrent layers, whose states cannot be merged")
+        if sliding_window(self._core.checkpoint.config) is not None:
+            raise UnsupportedModel(f"{self.spec.model} has sliding layers, whose attention does not tell what to merge")
         if not isinstance(transport, LocalTransport) or transport.paged is None or self.spec.kv.family == "mla":
             raise UnsupportedModel(
                 "chunks are merged by their attention, which vLLM shows in one process (processes='single') and for GQA or "

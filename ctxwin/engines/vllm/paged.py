@@ -91,8 +91,6 @@ class PagedKV:
             raise UnsupportedModel(
                 f"a cache block must hold {self.block_size} tokens of {per_token} numbers, got {tuple(cache.shape)}"
             )
-        if getattr(layer, "sliding_window", None) is not None:
-            raise UnsupportedModel("sliding-window attention drops what left its window; spans cannot serve it")
 
     def slots(self, blocks: Sequence[int], begin: int, end: int) -> torch.Tensor:
         """Slot of each token ``[begin, end)`` of a request that owns ``blocks``: int64 ``[end - begin]``."""

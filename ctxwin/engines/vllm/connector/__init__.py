@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from ctxwin.engines.vllm.connector.scheduler import SchedulerHalf, Step
 from ctxwin.engines.vllm.connector.worker import WorkerHalf
@@ -47,18 +47,23 @@ class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA
         source = self._kv_transfer_config.kv_connector_extra_config.get(PARAM, "")
         endpoint, block_size = connect(source), int(vllm_config.cache_config.block_size)
         self._groups = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
-        holds_kv = [
-            i for i, g in enumerate(kv_cache_config.kv_cache_groups) if not isinstance(g.kv_cache_spec, MambaSpec)
-        ]
-        SchedulerHalf.__init__(self, endpoint, source, block_size, holds_kv[0])
-        WorkerHalf.__init__(self, endpoint, block_size)
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        holds_kv = [i for i, spec in enumerate(specs) if not isinstance(spec, MambaSpec)]
         try:
             check_config(vllm_config)
-            if len(holds_kv) > 1:
+            if len(holds_kv) != 1:
                 raise UnsupportedModel(f"all layers with KV must share one block table, got {len(holds_kv)} of them")
+            spec = specs[holds_kv[0]]
+            inner = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+            if any(isinstance(each, SlidingWindowSpec) for each in inner):
+                raise UnsupportedModel(
+                    "of a model whose layers all slide vLLM drops what left the window; open it as hf:..."
+                )
         except UnsupportedModel as error:
             endpoint.refuse(error)
             raise
+        SchedulerHalf.__init__(self, endpoint, source, block_size, holds_kv[0])
+        WorkerHalf.__init__(self, endpoint, block_size)
 
     @property
     def requires_kv_delivery(self) -> bool:

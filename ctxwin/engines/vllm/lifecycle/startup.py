@@ -203,6 +203,8 @@ def _arguments(transport: Transport, options: dict[str, Any]) -> dict[str, Any]:
     fixed, unset = dict(_FIXED), ["kv_transfer_config", "kv_offloading_size"]
     if transport.kv.recurrent:  # see `refusals`
         fixed |= {"enable_prefix_caching": False, "async_scheduling": False}
+    else:
+        fixed["disable_hybrid_kv_cache_manager"] = True  # or it would drop what left a sliding window
     between = isinstance(transport, SharedMemoryTransport)
     if between:
         fixed["worker_extension_cls"] = "ctxwin.engines.vllm.vision.WorkerExtension"
