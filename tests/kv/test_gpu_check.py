@@ -21,12 +21,13 @@ def test_everything_is_compared_and_measured(tmp_path: Path) -> None:
     done = run(tmp_path, "tools/gpu_check")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "gpu-check.json").read_text())
-    assert found["complete"] == {"correct": True, "bandwidth": True, "break_even": True}
+    assert found["complete"] == {"correct": True, "bandwidth": True, "break_even": True, "scans": True}
     assert len(found["correct"]) == 27 and not any(row["fault"] for row in found["correct"])
     assert {row["rank"] for row in found["bandwidth"]} == {0, 16, 32, 64}
     assert all(row["load_ms"] > 0 and row["copy_ms"] > 0 for row in found["bandwidth"])
     assert all(row["computed_ms"] > 0 and row["loaded_ms"] > 0 for row in found["break_even"])
     assert len({row["decoder"] for row in found["break_even"]}) == 3
+    assert all(row["away"] < 1e-4 < row["without"] and row["composed_ms"] > 0 for row in found["scans"])
     assert (tmp_path / "gpu-check.png").read_bytes().startswith(b"\x89PNG")
     assert "8B (Llama 3), 256 tokens" in done.stderr
 
@@ -37,9 +38,13 @@ def test_a_wrong_kernel_is_found(tmp_path: Path) -> None:
         from ctxwin.kv.kernels.cpu import CpuKernel
         right = CpuKernel.layer
         CpuKernel.layer = lambda self, i: tuple(x * 1.01 for x in right(self, i))
+        from ctxwin.engines.hf import engine
+        compose = engine.composed
+        engine.composed = lambda front, chunk: compose({name: 0 * state for name, state in front.items()}, chunk)
         sys.path.insert(0, "tools/gpu_check")
         runpy.run_path("tools/gpu_check/__main__.py", run_name="__main__")
     """
     done = run(tmp_path, "-c", script)
     assert done.returncode == 1, done.stderr
-    assert "27 comparisons, 27 wrong" in done.stdout and "keys of layer 0 are" in done.stderr
+    assert "27 comparisons, 30 wrong" in done.stdout and "keys of layer 0 are" in done.stderr
+    assert done.stderr.count("wrong: {'decoder': '9B (Qwen3.5)'") == 3

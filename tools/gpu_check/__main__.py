@@ -1,7 +1,8 @@
 """Does ctxwin work on this GPU, and how fast? ``make gpu-check``, or ``python tools/gpu_check --help``.
 
-Needs torch, Triton, transformers and what ``import ctxwin`` needs; neither vLLM nor a network. Three sections, each as far
-as the time goes: load kernels against float64, loads against copies, and first tokens with chunks loaded or computed again.
+Needs torch, Triton, transformers and what ``import ctxwin`` needs; neither vLLM nor a network. Four sections, each as far
+as the time goes: load kernels against float64, loads against copies, first tokens with chunks loaded or computed again, and
+the same for a hybrid's chunks, whose recurrent states are composed.
 Writes ``gpu-check.json`` and ``gpu-check.png``. Exit status 1 where a number is wrong.
 """
 
@@ -19,8 +20,8 @@ from typing import Any
 import torch
 from correct import cases, check
 from figure import draw
-from shapes import DECODERS
-from timing import LENGTHS, bandwidth, break_even, usable
+from shapes import DECODERS, HYBRID
+from timing import LENGTHS, bandwidth, break_even, scans, usable
 
 Row = dict[str, Any]
 BOUNDS = {"bfloat16": 0.1, "float32": 1e-3}
@@ -75,14 +76,16 @@ def main() -> int:
     decoders = [d.smaller() for d in DECODERS] if options.quick else list(DECODERS)
     lengths, rounds = (LENGTHS[:3], 3) if options.quick else (LENGTHS, 7)
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    for name, run, share in (
-        ("bandwidth", lambda d, n: bandwidth(d, device, n, rounds), 0.5),
-        ("break_even", lambda d, n: break_even(d, device, n, rounds, options.layers, dtype), 1.0),
+    hybrid = HYBRID.smaller() if options.quick else HYBRID
+    for name, run, share, shapes in (
+        ("bandwidth", lambda d, n: bandwidth(d, device, n, rounds), 0.4, decoders),
+        ("break_even", lambda d, n: break_even(d, device, n, rounds, options.layers, dtype), 0.7, decoders),
+        ("scans", lambda d, n: scans(d, device, n, rounds, options.layers, dtype), 1.0, [hybrid]),
     ):
         result[name], whole = [], True
-        for i, decoder in enumerate(decoders):
+        for i, decoder in enumerate(shapes):
             fits = usable(decoder.spec("bfloat16"), lengths, device)
-            rows, ended = clock.take(name, run(decoder, fits), share / (len(decoders) - i), _say_time)
+            rows, ended = clock.take(name, run(decoder, fits), share / (len(shapes) - i), _say_time)
             result[name] += rows
             whole = whole and ended and fits == lengths
         result["complete"][name] = whole
@@ -90,7 +93,7 @@ def main() -> int:
     _write(options.out, result)
     draw(result, options.out / "gpu-check.png")
     wrong = [row for row in result["correct"] if row["fault"]]
-    wrong += [row for row in result["break_even"] if not row["away"] <= BOUNDS[dtype]]
+    wrong += [row for row in result["break_even"] + result["scans"] if not row["away"] <= BOUNDS[dtype]]
     for row in wrong:
         print(f"wrong: {row}", file=sys.stderr)
     compared_rows = f"{len(result['correct'])} comparisons, {len(wrong)} wrong"

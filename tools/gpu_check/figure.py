@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+LINES = {"computed_ms": "computed", "loaded_ms": "loaded", "patched_ms": "loaded, rank 32", "composed_ms": "composed"}
+
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Writes a PNG; sections without rows stay empty."""
@@ -13,7 +15,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    decoders = sorted({row["decoder"] for row in result["bandwidth"] + result["break_even"]})
+    first_tokens = result["break_even"] + result["scans"]
+    decoders = sorted({row["decoder"] for row in result["bandwidth"] + first_tokens})
     figure, grid = plt.subplots(2, max(len(decoders), 1), figsize=(5 * max(len(decoders), 1), 8), squeeze=False)
     for column, name in enumerate(decoders):
         above, below = grid[0][column], grid[1][column]
@@ -26,16 +29,19 @@ def draw(result: dict[str, Any], path: Path) -> None:
         plain = [row for row in rows if row["rank"] == 0]
         above.plot([r["tokens"] for r in plain], [r["copy_ms"] for r in plain], "k--", label="copy of the bytes")
         above.set_title(f"{name}: a load of all layers")
-        rows = [row for row in result["break_even"] if row["decoder"] == name]
-        for key, label in (("computed_ms", "computed"), ("loaded_ms", "loaded"), ("patched_ms", "loaded, rank 32")):
+        rows = [row for row in first_tokens if row["decoder"] == name]
+        for key, label in LINES.items():
             shown = [row for row in rows if key in row]
-            below.plot([r["tokens"] for r in shown], [r[key] for r in shown], marker="o", label=label)
+            if shown:
+                below.plot([r["tokens"] for r in shown], [r[key] for r in shown], marker="o", label=label)
         layers = f" ({rows[0]['layers']} of {rows[0]['of_layers']} layers)" if rows else ""
         below.set_title(f"{name}: first token{layers}")
+        above.set_visible(bool(plain))  # a hybrid has first tokens only
         for axes in (above, below):
             axes.set(xscale="log", yscale="log", xlabel="tokens of the chunk", ylabel="milliseconds (median)")
             axes.grid(alpha=0.3)
-            axes.legend()
+            if axes.lines:
+                axes.legend()
     figure.suptitle(f"{result['machine']['device']}, torch {result['machine']['torch']}")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

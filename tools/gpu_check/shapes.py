@@ -44,6 +44,8 @@ class Decoder:
         sizes |= {"num_key_value_heads": 2, "head_dim": 32}
         if "num_experts" in self.sizes:
             sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        if "linear_num_key_heads" in self.sizes:
+            sizes |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "num_hidden_layers": 4}
         return replace(self, sizes=self.sizes | sizes)
 
 
@@ -75,6 +77,16 @@ DECODERS = (
         | _rope(1e6),
     ),
 )
+
+HYBRID = Decoder(
+    "9B (Qwen3.5)",
+    "Qwen3_5TextConfig",
+    {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32}
+    | {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256}
+    | {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+    | {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+)
+"""Three layers of Gated DeltaNet in front of each attention layer."""
 
 
 def random_part(spec: KVSpec, tokens: int, rank: int, device: torch.device, start: int = 1000) -> Part:

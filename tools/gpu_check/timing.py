@@ -69,12 +69,9 @@ def break_even(
     the logits with the chunk loaded from those with it computed again, relative to their length.
     """
     from ctxwin.engines.base import Segment
-    from ctxwin.engines.hf.engine import HFEngine
     from ctxwin.kv.patch import form_patch
 
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        write_model(decoder, Path(folder), layers, dtype)
-        engine = HFEngine(Path(folder), device=str(device), dtype=dtype)
+    engine = _engine(decoder, device, layers, dtype)
     spec, kept = engine.spec.kv, min(layers, decoder.layers)
     query = engine.encode(_words(QUERY, 1))
     first = engine.encode(_words(QUERY, 2))
@@ -102,6 +99,50 @@ def break_even(
     engine.close()
 
 
+def scans(
+    decoder: Decoder, device: torch.device, lengths: tuple[int, ...], rounds: int, layers: int, dtype: str
+) -> Iterator[Row]:
+    """One row for each length of a hybrid's chunk behind another: first token with it computed, and with its states composed.
+
+    ``composed_ms`` moves it by its map on the recurrent states (`ctxwin.kv.states`), ``loaded_ms`` takes the states that were
+    ``away`` is the distance of the logits with the chunk composed from those with it computed, relative to their length, and
+    ``without`` that of the chunk alone: what the states in front are worth.
+    """
+    from ctxwin.engines.base import Segment
+
+    engine = _engine(decoder, device, layers, dtype, position_free=True)
+    kept, query, front = min(layers, decoder.layers), engine.encode(_words(QUERY, 1)), engine.encode(_words(FAR, 2))
+    before = Segment(front, 0, engine.prefill([], front, 0))
+    for tokens in lengths:
+        if tokens + FAR + 3 * QUERY > engine.spec.max_tokens:
+            break
+        chunk = engine.encode(_words(tokens, 3))
+        bare = Segment(chunk, front.advance)
+        span = engine.prefill([before], chunk, front.advance)
+        exact, moved = (Segment(chunk, front.advance, span, approximate=flag) for flag in (False, True))
+        row: Row = {"decoder": decoder.name, "tokens": tokens, "layers": kept, "of_layers": decoder.layers}
+        row |= {"kv_bytes": tokens * engine.spec.kv.token_bytes, "state_bytes": engine.spec.kv.state_bytes}
+        computed = engine.logits([before, bare], query)
+        row["away"] = float((engine.logits([before, moved], query) - computed).norm() / computed.norm())
+        row["without"] = float((engine.logits([moved], query) - computed).norm() / computed.norm())
+        moves: dict[str, Callable[[], object]] = {
+            "computed_ms": lambda bare=bare: engine.logits([before, bare], query),
+            "composed_ms": lambda moved=moved: engine.logits([before, moved], query),
+            "loaded_ms": lambda exact=exact: engine.logits([before, exact], query),
+            "captured_ms": lambda chunk=chunk: engine.prefill([before], chunk, front.advance),
+        }
+        yield row | alternate(moves, device, rounds)
+    engine.close()
+
+
+def _engine(decoder: Decoder, device: torch.device, layers: int, dtype: str, **options: Any) -> Any:
+    from ctxwin.engines.hf.engine import HFEngine
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        write_model(decoder, Path(folder), layers, dtype)
+        return HFEngine(Path(folder), device=str(device), dtype=dtype, **options)
+
+
 def write_model(decoder: Decoder, folder: Path, layers: int, dtype: str) -> None:
     """A folder that engines open: random weights drawn on the processor, and the bundled model's tokenizer."""
     import transformers
@@ -113,7 +154,9 @@ def write_model(decoder: Decoder, folder: Path, layers: int, dtype: str) -> None
         model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
     model = model.to_empty(device="cpu")
     for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
+        if name.endswith("A_log"):  # recurrent states that last, as trained ones do
+            parameter.data.uniform_(0.005, 0.1).log_()
+        elif parameter.ndim > 1:
             torch.nn.init.normal_(parameter, 0.0, 0.02)
         else:
             torch.nn.init.constant_(parameter, float(not name.endswith("bias")))
