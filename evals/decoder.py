@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from ctxwin.engines.base import Encoded, Engine
+from ctxwin.errors import UnsupportedModel
+from ctxwin.kv.config import sliding_window
 from ctxwin.kv.layout import KVSpec, SpanKV
 
 if TYPE_CHECKING:
@@ -206,9 +208,16 @@ class Reader:
 
 
 class Decoder(Reader):
-    """An opened transformers engine, read in batches."""
+    """An opened transformers engine, read in batches.
+
+    Raises UnsupportedModel for a model whose layers do not all see and turn alike.
+    """
 
     def __init__(self, engine: HFEngine) -> None:
+        if engine.spec.kv.kinds or sliding_window(engine.text_model.config) is not None:
+            raise UnsupportedModel(
+                f"{engine.spec.model} has layers that do not all see and turn alike; measure it on vLLM"
+            )
         super().__init__(engine)
         self._text: Any = engine.text_model
         self._head: Any = engine.lm_head

@@ -8,8 +8,9 @@ Inverse frequencies come from transformers' own functions. What cannot be moved 
   Gated DeltaNet beside full attention;
 - layers that see chunks of a fixed grid (Llama 4), which depends on the place in the prompt.
 
-Layers with a sliding window turn like others, and a cached span depends on its antecedents only; both engines keep all of their
-KV (on vLLM by its own setting). Models whose other layers have no positions (Cohere 2), or other frequencies, do not pass.
+Layers with a sliding window turn like others, or by frequencies of their own (Gemma 3), and a cached span depends on its
+antecedents only; both engines keep all of their KV (on vLLM by its own setting). Models whose other layers have no positions
+(Cohere 2) do not pass.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Literal, cast
 
 from ctxwin.errors import UnsupportedModel
 from ctxwin.hashing import digest
-from ctxwin.kv.layout import Family, KVSpec, RopeSpec
+from ctxwin.kv.layout import Family, KVSpec, LayerKind, RopeSpec
 
 Engine = Literal["hf", "vllm"]
 
@@ -98,7 +99,14 @@ def check_supported(config: Any) -> None:
         ),
         (states, "".join(states[:1]), "they keep no KV for every token of the window"),
         (others, f"{', '.join(others)} layers", "only full attention is known to move"),
-        (unrotated, "layers without rotary positions", "all layers must turn alike"),
+        (unrotated, "layers without rotary positions", "all layers must turn"),
+        (has("is_heterogeneous"), "layers of different shapes", "the KV of all layers must have one"),
+        (has("num_kv_shared_layers"), "layers that reuse the KV of others", "they have no cache of their own"),
+        (
+            has("hidden_size_per_layer_input"),
+            "inputs to every layer",
+            "a chunk's embeddings are what the first one is fed",
+        ),
     )
     for refused, prop, why in rules:
         if refused:
@@ -118,13 +126,14 @@ def sliding_window(config: Any) -> int | None:
     return int(window) if slides and window and not (longest and window >= longest) else None
 
 
-def rope_spec_from_config(config: Any, engine: Engine = "hf") -> RopeSpec:
+def rope_spec_from_config(config: Any, engine: Engine = "hf", layer_type: str | None = None) -> RopeSpec:
     """How a model turns positions into angles, from its transformers config.
 
     Args:
         config: a text config (or a multimodal one, whose decoder counts), with ``rope_parameters`` (transformers 5) or
             ``rope_scaling`` and ``rope_theta`` (older). It is not changed.
         engine: whose cache the keys come from; DeepSeek-V3's are laid out differently in transformers and vLLM.
+        layer_type: one of ``layer_types``, of a model whose frequencies differ by them; None is the first layer's.
 
     Returns:
         The spec, with transformers' own float32 inverse frequencies.
@@ -138,7 +147,7 @@ def rope_spec_from_config(config: Any, engine: Engine = "hf") -> RopeSpec:
     check_supported(config)
     text = text_config(config)
     kind = str(getattr(text, "model_type", ""))
-    view = _rope_view(text, kind)
+    view = _rope_view(text, kind, layer_type)
     given = view.rope_parameters
     scaling = given["rope_type"]
     if scaling == "dynamic":
@@ -181,6 +190,7 @@ def kv_spec_from_config(config: Any, identity: str, dtype: str, engine: Engine =
     """
     rope = rope_spec_from_config(config, engine)
     text = text_config(config)
+    kinds = _kinds(text, engine)
     layers, queries = int(text.num_hidden_layers), int(text.num_attention_heads)
     states = 0
     if str(text.model_type) in _DELTANET:
@@ -194,7 +204,24 @@ def kv_spec_from_config(config: Any, identity: str, dtype: str, engine: Engine =
         family = "mha" if heads == queries else "gqa"
         k_dim = int(getattr(text, "head_dim", None) or text.hidden_size // queries)
         v_dim = int(getattr(text, "v_head_dim", None) or k_dim)
-    return KVSpec(identity, family, layers, heads, k_dim, v_dim, rope, dtype, states)
+    return KVSpec(identity, family, layers, heads, k_dim, v_dim, rope, dtype, states, kinds=kinds)
+
+
+def _kinds(text: Any, engine: Engine) -> tuple[LayerKind, ...]:
+    """The layers by how they turn; empty where all turn alike."""
+    if not _by_type(text):
+        return ()
+    layers: dict[RopeSpec, tuple[int, ...]] = {}
+    for i, layer_type in enumerate(text.layer_types):
+        rope = rope_spec_from_config(text, engine, layer_type)
+        layers[rope] = (*layers.get(rope, ()), i)
+    return tuple(LayerKind(numbers, rope) for rope, numbers in layers.items()) if len(layers) > 1 else ()
+
+
+def _by_type(text: Any) -> bool:
+    """Whether its rotary parameters are told for each type of layers."""
+    given = getattr(text, "rope_parameters", None) or {}
+    return any(isinstance(value, dict) for value in given.values())
 
 
 def attention_layers(config: Any) -> tuple[int, ...]:
@@ -224,12 +251,16 @@ def _deltanet_bytes(text: Any, dtype: str, engine: Engine) -> int:
     return 4 * values * k * v + inputs * {"float64": 8, "float32": 4}.get(dtype, 2)
 
 
-def _rope_view(text: Any, kind: str) -> Any:
+def _rope_view(text: Any, kind: str, layer_type: str | None) -> Any:
     """What transformers' rope functions read, with the parameters in the form of transformers 5; a copy."""
     given = dict(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {})
+    if _by_type(text):
+        types = getattr(text, "layer_types", None) or ("",)
+        layer_type = layer_type or types[0]
+        if not isinstance(given.get(layer_type), dict):
+            raise _refusal(kind, f"no rotary positions in layers of type {layer_type!r}", "all layers must turn")
+        given = dict(given[layer_type])
     theta = given.get("rope_theta") or getattr(text, "rope_theta", None)
-    if any(isinstance(value, dict) for value in given.values()):
-        raise _refusal(kind, "rotary frequencies per layer type", "all layers must turn alike")
     if theta is None:
         raise _refusal(kind, "no rotary positions", "its config has neither rope_parameters nor rope_theta")
     given["rope_theta"] = float(theta)

@@ -50,15 +50,30 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class LayerKind:
+    """Layers of a model that turn alike.
+
+    Attributes:
+        layers: their numbers, ascending.
+        rope: how they turn positions into angles.
+    """
+
+    layers: tuple[int, ...]
+    rope: RopeSpec
+
+
+@dataclass(frozen=True)
 class KVSpec:
     """The layout of one model's KV cache.
 
     Attributes:
         identity: digest of everything that makes KV of this model interchangeable (name, weights, dtype, rope, ...).
         layers: those that keep KV.
+        rope: how keys turn; of the first layer, where there are `kinds`.
         dtype: name of the dtype that KV is served in, e.g. ``bfloat16``.
         state_bytes: of the states of recurrent layers behind a token; 0 for a model that has none.
         maps: whether a span also has its map on them, so that it may stand behind others (`ctxwin.kv.states`).
+        kinds: the layers by how they turn, where they do not all turn alike (Gemma 3: sliding layers and others); else empty.
     """
 
     identity: str
@@ -71,6 +86,12 @@ class KVSpec:
     dtype: str
     state_bytes: int = 0
     maps: bool = False
+    kinds: tuple[LayerKind, ...] = ()
+
+    @property
+    def alike(self) -> tuple[LayerKind, ...]:
+        """All layers by how they turn: `kinds`, or a single one."""
+        return self.kinds or (LayerKind(tuple(range(self.layers)), self.rope),)
 
     @property
     def recurrent(self) -> bool:

@@ -17,7 +17,7 @@ from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.deficit import Deficit, deficit
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.lowrank import Weight, truncated_svd
-from ctxwin.kv.rope import shift_angles, turn
+from ctxwin.kv.rope import Move
 
 Layout = Literal["joint", "per_layer", "shared"]
 Layers = Literal["all", "deep"] | Sequence[int]
@@ -308,20 +308,20 @@ def apply_patch(base: SpanKV, patch: Patch, spec: KVSpec, start: int) -> SpanKV:
     base.validate(spec)
     patch.check_fits(base, spec)
     compute = torch.float64 if base.k.dtype == torch.float64 else torch.float32
-    move = shift_angles(spec.rope, base.positions, base.start, start)
-    from_origin = shift_angles(spec.rope, base.positions, 0, start)
+    move = Move(spec, base.positions, base.start, start)
+    from_origin = Move(spec, base.positions, 0, start)
     k, v = torch.empty_like(base.k), base.v.clone()
     for layer in range(spec.layers):
         keys = base.k[layer]
         delta = patch.delta(layer, compute)
         if delta is None:
-            k[layer] = turn(spec.rope, keys, move) if base.start != start else keys
+            k[layer] = move.layer(layer, keys) if base.start != start else keys
             continue
         dk, dv = (x.to(keys.device) for x in delta)
         if base.start == 0:
-            served = turn(spec.rope, keys.to(compute) + dk, from_origin)
+            served = from_origin.layer(layer, keys.to(compute) + dk)
         else:
-            served = turn(spec.rope, keys.to(compute), move) + turn(spec.rope, dk, from_origin)
+            served = move.layer(layer, keys.to(compute)) + from_origin.layer(layer, dk)
         k[layer] = served.to(k.dtype)
         v[layer] = (base.v[layer].to(compute) + dv).to(v.dtype)
     return SpanKV(k=k, v=v, positions=base.positions, start=start)

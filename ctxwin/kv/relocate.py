@@ -9,7 +9,7 @@ import torch
 
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.layout import KVSpec, SpanKV
-from ctxwin.kv.rope import shift_angles, turn
+from ctxwin.kv.rope import Move
 
 # Largest relocation error that the arithmetic of a dtype explains. Engines round cosine, sine and the key; the first
 # layer's keys depend on nothing else. Measured on models that turn so: 6e-7, 1e-3 and 9e-3. Others miss by 0.1 to 1.4.
@@ -42,8 +42,7 @@ def relocate(span: SpanKV, spec: KVSpec, start: int) -> SpanKV:
     span.validate(spec)
     if start == span.start:
         return span
-    delta = shift_angles(spec.rope, span.positions, span.start, start)
-    return replace(span, k=turn(spec.rope, span.k, delta), start=start)
+    return replace(span, k=Move(spec, span.positions, span.start, start).all(span.k), start=start)
 
 
 def canonicalise(span: SpanKV, spec: KVSpec) -> SpanKV:
@@ -65,8 +64,8 @@ def relocation_error(here: SpanKV, there: SpanKV, spec: KVSpec) -> float:
     if here.tokens != there.tokens:
         raise ValueError(f"both spans must cover the same tokens, got {here.tokens} and {there.tokens}")
     want = there.k[0].double()
-    delta = shift_angles(spec.rope, here.positions, here.start, there.start)
-    away = (turn(spec.rope, here.k[0].double(), delta) - want).abs().max()
+    move = Move(spec, here.positions, here.start, there.start)
+    away = (move.layer(0, here.k[0].double()) - want).abs().max()
     return float(away / want.abs().max().clamp_min(torch.finfo(torch.float64).tiny))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ctxwin.kv.layout import RopeSpec
+from ctxwin.kv.layout import KVSpec, RopeSpec
 
 # Numbers that are turned at once.
 _BLOCK = 1 << 18
@@ -106,3 +106,32 @@ def shift_angles(rope: RopeSpec, positions: torch.Tensor, old: int, new: int) ->
     t, h and w move together, by the engine's start position (Kamera, Fig. 2b).
     """
     return angles(rope, positions + new) - angles(rope, positions + old)
+
+
+class Move:
+    """Turns a model's keys from frame ``old`` to frame ``new``, each layer by its own frequencies.
+
+    Args:
+        spec: layout of the model.
+        positions: int64 ``[3, T]``, relative to the origin.
+
+    Cost: one pass over the angles for each kind of layers.
+    """
+
+    def __init__(self, spec: KVSpec, positions: torch.Tensor, old: int, new: int) -> None:
+        self._kinds = [(kind, shift_angles(kind.rope, positions, old, new)) for kind in spec.alike]
+        self._kind_of = {layer: pair for pair in self._kinds for layer in pair[0].layers}
+
+    def layer(self, i: int, k: torch.Tensor) -> torch.Tensor:
+        """Layer ``i``'s keys ``[T, H, D]``, turned: a new tensor; see `turn`."""
+        kind, delta = self._kind_of[i]
+        return turn(kind.rope, k, delta)
+
+    def all(self, k: torch.Tensor) -> torch.Tensor:
+        """All layers' keys ``[L, T, H, D]``, turned: a new tensor."""
+        if len(self._kinds) == 1:
+            return turn(self._kinds[0][0].rope, k, self._kinds[0][1])
+        out = torch.empty_like(k)
+        for i in self._kind_of:
+            out[i] = self.layer(i, k[i])
+        return out

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
+from ctxwin.kv.layout import KVSpec, LayerKind, RopeSpec, SpanKV
 
 
 def plain_rope(dim: int, theta: float = 10000.0, **fields) -> RopeSpec:
@@ -23,6 +23,14 @@ def make_spec(
         identity="test-model", family=family, layers=layers, heads=heads, k_dim=k_dim, v_dim=v_dim,
         rope=rope or plain_rope(k_dim), dtype="float32",
     )  # fmt: skip
+
+
+def with_kinds(spec: KVSpec, theta: float = 1e6) -> KVSpec:
+    """The layout with every other layer turning by another base, as in Gemma 3."""
+    inv_freq = tuple(theta ** (-2 * i / spec.rope.rotary_dim) for i in range(len(spec.rope.inv_freq)))
+    other = replace(spec.rope, inv_freq=tuple(torch.tensor(inv_freq, dtype=torch.float).tolist()))
+    even, odd = (tuple(range(i, spec.layers, 2)) for i in (0, 1))
+    return replace(spec, kinds=(LayerKind(even, spec.rope), LayerKind(odd, other)))
 
 
 def random_positions(tokens: int, seed: int) -> torch.Tensor:
@@ -64,7 +72,10 @@ def oracle_rotate(rope: RopeSpec, k: np.ndarray, positions: np.ndarray) -> np.nd
 
 def placed(spec: KVSpec, raw: SpanKV, start: int) -> SpanKV:
     """A span whose ``k`` never turned, as the engine would have computed it at ``start``."""
-    k = oracle_rotate(spec.rope, raw.k.double().numpy(), (raw.positions + start).numpy())
+    k = raw.k.double().numpy().copy()
+    for kind in spec.alike:
+        layers = list(kind.layers)
+        k[layers] = oracle_rotate(kind.rope, k[layers], (raw.positions + start).numpy())
     return replace(raw, k=torch.from_numpy(k).to(raw.k.dtype), start=start)
 
 
@@ -86,13 +97,14 @@ def ropes(draw, max_half: int = 8) -> RopeSpec:
 
 @st.composite
 def specs(draw) -> KVSpec:
-    """Layouts with partial rotary widths, key and value widths that differ, one or more heads."""
+    """Layouts with partial rotary widths, key and value widths that differ, one or more heads, one or two kinds of layers."""
     rope = draw(ropes())
-    return make_spec(
+    spec = make_spec(
         layers=draw(st.integers(1, 4)), heads=draw(st.integers(1, 3)),
         k_dim=rope.rotary_dim + draw(st.sampled_from([0, 0, 1, 4])), v_dim=draw(st.integers(1, 9)), rope=rope,
         family=draw(st.sampled_from(["gqa", "mha", "mla"])),
     )  # fmt: skip
+    return with_kinds(spec) if draw(st.booleans()) else spec
 
 
 def worst(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -42,7 +42,10 @@ def refused(config) -> str:
         (tf.JambaConfig(**SMALL), "state space"),
         (tf.RwkvConfig(hidden_size=64, num_hidden_layers=2), "state space"),
         (tf.Lfm2Config(**SMALL), "state space"),
-        (tf.Gemma3TextConfig(**SMALL), "per layer type"),
+        (tf.Gemma4TextConfig(**SMALL), "layers of different shapes"),
+        (tf.Gemma3nTextConfig(**SMALL, num_kv_shared_layers=1), "reuse the KV of others"),
+        (tf.Gemma3nTextConfig(**SMALL, num_kv_shared_layers=0), "inputs to every layer"),
+        (tf.Gemma3TextConfig(**SMALL, use_bidirectional_attention=True), "bidirectional attention"),
         (tf.Cohere2Config(**SMALL), "without rotary"),
         (tf.Llama4TextConfig(**SMALL), "chunked attention"),
         (tf.SmolLM3Config(**SMALL, pad_token_id=0, no_rope_layers=[1, 0]), "without rotary"),
@@ -72,10 +75,11 @@ def refused(config) -> str:
         ),
         (
             SimpleNamespace(
-                model_type="new", hidden_size=64, num_attention_heads=4,
+                model_type="new", hidden_size=64, num_attention_heads=4, num_hidden_layers=2,
+                layer_types=["full_attention", "sliding_attention"],
                 rope_parameters={"full_attention": {"rope_theta": 1e4}, "other": {"rope_theta": 1e6}},
             ),
-            "per layer type",
+            "no rotary positions in layers of type 'sliding_attention'",
         ),
     ],
     ids=lambda x: getattr(x, "model_type", None) or str(x),
@@ -199,3 +203,20 @@ def test_hybrids_keep_kv_in_their_attention_layers_only():
     on_vllm = kv_spec_from_config(config, "id", "bfloat16", "vllm")
     assert on_vllm.state_bytes == spec.state_bytes - 6 * 2 * inputs, "vLLM keeps three of the convolution's inputs"
     assert attention_layers(tf.LlamaConfig(**SMALL)) == (0, 1)
+
+
+def test_each_type_of_layers_may_turn_by_its_own_frequencies():
+    """Gemma 3's sliding layers have a short base, its others a long one with linear scaling."""
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    scaled = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    local = {"rope_type": "default", "rope_theta": 1e4}
+    small = SMALL | {"num_hidden_layers": 3, "head_dim": 16, "layer_types": types}
+    config = tf.Gemma3TextConfig(**small, rope_parameters={"full_attention": scaled, "sliding_attention": local})
+    spec = kv_spec_from_config(config, "id", "float32")
+    assert [kind.layers for kind in spec.kinds] == [(0, 2), (1,)] and spec.alike == spec.kinds
+    own = tf.models.gemma3.modeling_gemma3.Gemma3RotaryEmbedding(config)
+    for kind, name in zip(spec.kinds, types, strict=False):
+        assert kind.rope.inv_freq == tuple(getattr(own, f"{name}_inv_freq").tolist())
+    assert spec.rope == spec.kinds[0].rope
+    alike = tf.Gemma3TextConfig(**small, rope_parameters={"full_attention": local, "sliding_attention": local})
+    assert kv_spec_from_config(alike, "id", "float32").kinds == ()

@@ -75,13 +75,14 @@ def test_adding_after_rotation_would_fail():
 
 
 def test_every_key_is_rotated_once(monkeypatch):
-    import ctxwin.kv.patch as module
+    import ctxwin.kv.rope as module
 
     seen = []
     monkeypatch.setattr(module, "turn", lambda rope, k, d: seen.append(k.shape) or turn(rope, k, d))
     spec = make_spec(layers=3)
     base, conditioned, _ = pair(spec, 5, 1, 9, skip=(0,))
     patch = form_patch(conditioned, base, spec, rank=1)
+    seen.clear()
     apply_patch(base, patch, spec, 77)
     assert len(seen) == spec.layers
 

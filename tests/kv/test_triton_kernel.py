@@ -24,7 +24,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_cases import LAYOUTS, canonical, stack
-from operator_oracle import make_spec, plain_rope, worst
+from operator_oracle import make_spec, plain_rope, with_kinds, worst
 
 from ctxwin.kv.kernels import Lines, Part, Placing, choice, choose
 from ctxwin.kv.layout import KVSpec, SpanKV
@@ -44,6 +44,7 @@ FAMILIES = {
     "partial": make_spec(layers=2, heads=1, k_dim=40, v_dim=16, rope=plain_rope(8)),
     "odd": make_spec(layers=2, heads=2, k_dim=9, v_dim=5, rope=plain_rope(8, pairing="interleaved")),
     "mrope": make_spec(layers=2, heads=1, k_dim=16, v_dim=16, rope=plain_rope(16, sections=(2, 3, 3))),
+    "two-kinds": with_kinds(make_spec(layers=2, heads=2, k_dim=16, v_dim=16)),
     "cycling": make_spec(
         layers=2, heads=1, k_dim=16, v_dim=16, rope=plain_rope(16, sections=(4, 2, 2), mrope_interleaved=True)
     ),
@@ -93,7 +94,7 @@ def close(parts: list[Part], spec: KVSpec, dtype: torch.dtype, heads: slice | No
     [
         ("gqa", BF16, "joint"), ("gqa", F16, "per_layer"), ("mha", F32, "joint"), ("mla", BF16, "per_layer"),
         ("gpt-j", F16, "shared joint"), ("partial", BF16, "shared per_layer"), ("odd", F32, "per_layer"),
-        ("mrope", BF16, "joint"), ("cycling", F32, "rank 0"),
+        ("mrope", BF16, "joint"), ("cycling", F32, "rank 0"), ("two-kinds", BF16, "dense"),
     ],
 )  # fmt: skip
 def test_rounds_once(family, dtype, layout):

@@ -57,6 +57,8 @@ def choose(
             raise ValueError(f"kernel must be one of {', '.join(get_args(Kernel))}, got {named!r}{where}")
         chosen: Kernel = named  # type: ignore[assignment]  # mypy does not narrow by get_args
         return chosen
+    if len({(kind.rope.rotary_dim, kind.rope.pairing) for kind in spec.alike}) > 1:
+        return "cpu"  # Triton's kernel is compiled for one
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return "cpu"
     count = spec.heads if heads is None else heads
@@ -96,7 +98,7 @@ def trial(
     Raises whatever the kernel raises.
     """
     layers = 2  # with patches, and without
-    small = replace(spec, layers=layers)
+    small = replace(spec, layers=layers, kinds=())
     parts = samples(small, dtype, tokens)
     wide = [replace(p, span=replace(p.span, k=p.span.k.double(), v=p.span.v.double())) for p in parts]
     heads = (0, spec.heads)

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 
 from ctxwin.kv.kernels.parts import Part, compute_dtype
-from ctxwin.kv.layout import KVSpec
+from ctxwin.kv.layout import KVSpec, RopeSpec
 from ctxwin.kv.rope import shift_angles
 
 
@@ -28,7 +28,7 @@ class CpuKernel:
     ) -> None:
         compute, count = compute_dtype(parts), heads[1] - heads[0]
         tokens = sum(part.tokens for part in parts)
-        rotary = spec.rope.rotary_dim
+        rotary = max(kind.rope.rotary_dim for kind in spec.alike)
         # Two layers: one may still be read while the next one is computed.
         self._outs = [
             (
@@ -51,6 +51,7 @@ class CpuKernel:
             self._pieces.append(_Piece(part, spec, rows, heads, (self._sum_k, self._sum_v), dtype))
             at = rows.stop
         self._alone = self._pieces[0] if len(self._pieces) == 1 else None
+        self._kind_of = {layer: at for at, kind in enumerate(spec.alike) for layer in kind.layers}
         self._turns = self._runs(spec, [piece for piece in self._pieces if piece.moved], frame=False)
         # Patches of keys outside the canonical frame: what is added turns to that frame first.
         framed = [piece for piece in self._pieces if piece.framed]
@@ -64,8 +65,11 @@ class CpuKernel:
         runs = []
         for rows in _joined(piece.rows for piece in pieces):
             inside = tuple(piece for piece in pieces if rows.start <= piece.rows.start < rows.stop)
-            delta = torch.cat([shift_angles(spec.rope, piece.positions, *piece.way(frame)) for piece in inside])
-            runs.append(_Run(rows, inside, Turn(spec, delta.to(device), heads=heads, compute=compute)))
+            turns = []
+            for kind in spec.alike:
+                delta = torch.cat([shift_angles(kind.rope, piece.positions, *piece.way(frame)) for piece in inside])
+                turns.append(Turn(kind.rope, spec.k_dim, delta.to(device), heads=heads, compute=compute))
+            runs.append(_Run(rows, inside, tuple(turns)))
         return runs
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,7 +112,8 @@ class CpuKernel:
         for rows in _joined(still):
             self._k[rows].copy_(self._sum_k[rows])
         for run in self._turns:
-            run.turn(self._sum_k[run.rows], self._k[run.rows], self._scratch[run.rows])
+            turn = run.turns[self._kind_of[i]]
+            turn(self._sum_k[run.rows], self._k[run.rows], self._scratch[run.rows, :, : turn.rotary])
         return self._k
 
     def _add_framed(self, i: int) -> None:
@@ -121,7 +126,7 @@ class CpuKernel:
                     piece.put_keys(i, added)
                 else:
                     added.zero_()
-            run.turn.add(self._added[run.rows], self._sum_k[run.rows])
+            run.turns[self._kind_of[i]].add(self._added[run.rows], self._sum_k[run.rows])
 
 
 class _Piece:
@@ -237,11 +242,11 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbouring parts whose keys turn together, each token by its own angles."""
+    """Neighbouring parts whose keys turn together, each token by its own angles, each kind of layers by its own."""
 
     rows: slice
     pieces: tuple[_Piece, ...]
-    turn: Turn
+    turns: tuple[Turn, ...]
 
 
 def _served(stored: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
@@ -267,21 +272,22 @@ class Turn:
     Tables stand at the width of the keys: a product that broadcasts over the heads costs half as much again.
 
     Args:
-        spec: layout of the model.
+        rope: pairing and rotary width.
+        k_dim: of a key.
         delta: float64 ``[T, rotary_dim / 2]``, new angles minus old, on the device of the keys.
         heads: how many heads turn.
         compute: dtype of the arithmetic.
     """
 
-    def __init__(self, spec: KVSpec, delta: torch.Tensor, *, heads: int, compute: torch.dtype) -> None:
-        self.rotary, half = spec.rope.rotary_dim, spec.rope.rotary_dim // 2
+    def __init__(self, rope: RopeSpec, k_dim: int, delta: torch.Tensor, *, heads: int, compute: torch.dtype) -> None:
+        self.rotary, half = rope.rotary_dim, rope.rotary_dim // 2
         cos, sin = delta.cos().to(compute).unsqueeze(1), delta.sin().to(compute).unsqueeze(1)
         # Neighbouring pairs are complex numbers as they lie, where every key starts at an even number.
-        self._complex = spec.rope.pairing == "interleaved" and spec.k_dim % 2 == 0
+        self._complex = rope.pairing == "interleaved" and k_dim % 2 == 0
         if self._complex:
             self._unit = torch.complex(cos, sin).expand(-1, heads, half).contiguous()
             return
-        if spec.rope.pairing == "half":
+        if rope.pairing == "half":
             self._first, self._second = slice(0, half), slice(half, self.rotary)
         else:
             self._first, self._second = slice(0, self.rotary, 2), slice(1, self.rotary, 2)

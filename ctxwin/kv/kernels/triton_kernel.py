@@ -23,7 +23,7 @@ from ctxwin.kv.kernels import fused
 from ctxwin.kv.kernels.lines import Lines
 from ctxwin.kv.kernels.parts import Part, compute_dtype
 from ctxwin.kv.kernels.staging import Field, Staging
-from ctxwin.kv.layout import KVSpec
+from ctxwin.kv.layout import KVSpec, RopeSpec
 from ctxwin.kv.rope import angles
 
 BLOCK_TOKENS = 16
@@ -82,9 +82,12 @@ class TritonKernel:
             for row in range(begin, end, BLOCK_TOKENS)
         ]
         self._blocks = torch.tensor(blocks, dtype=torch.int64).to(device)
-        self._turn = self._angles(spec, compute, frame=False)
+        if len({(kind.rope.rotary_dim, kind.rope.pairing) for kind in spec.alike}) > 1:
+            raise ValueError("kernel triton must be given layers that turn equally many dimensions; use kernel cpu")
+        self._kind_of = {layer: at for at, kind in enumerate(spec.alike) for layer in kind.layers}
+        self._turns = [self._angles(kind.rope, compute, frame=False) for kind in spec.alike]
         framed = any(part.patch is not None and part.span.start != 0 for part in parts)
-        self._frame = self._angles(spec, compute, frame=True) if framed else self._turn
+        self._frames = [self._angles(kind.rope, compute, frame=True) for kind in spec.alike] if framed else self._turns
         half, runs = spec.rope.rotary_dim // 2, -(-spec.v_dim // _block(spec.v_dim, BLOCK_VALUES))
         near = spec.rope.pairing == "interleaved"
         rest = spec.k_dim - 2 * half
@@ -128,7 +131,8 @@ class TritonKernel:
         # Only a layer that has a patch takes its factors along.
         with _on(self._device):
             table, stored_k, stored_v, factors = self._staging.send(4 if patched else 3)
-            tables = (self._blocks, self._turn, self._frame, self._blocks if slots is None else slots)
+            kind = self._kind_of[i]
+            tables = (self._blocks, self._turns[kind], self._frames[kind], self._blocks if slots is None else slots)
             launch = {"PATCHED": patched, "PAGED": slots is not None, "BLOCK_SIZE": lines.block_size, "num_warps": 4}
             fused.load_layer[self._grid](
                 *(stored_k, stored_v, factors, table, *tables, k, v, *lines.k, *lines.v),
@@ -176,7 +180,7 @@ class TritonKernel:
             rows.append([self._starts[j], self._starts[j + 1], rank, left, right])
         return rows, at
 
-    def _angles(self, spec: KVSpec, compute: torch.dtype, *, frame: bool) -> torch.Tensor:
+    def _angles(self, rope: RopeSpec, compute: torch.dtype, *, frame: bool) -> torch.Tensor:
         """``[T, 2, rotary_dim / 2]``, cosine and sine: of what the keys turn by, or of the turn from the origin to their
         frame. Float64 on the device, rounded to ``compute``."""
         old, new = [], []
@@ -185,7 +189,7 @@ class TritonKernel:
             old.append(here if frame else here + part.span.start)
             new.append(here + (part.span.start if frame else part.start))
         both = torch.stack([torch.cat([x.to("cpu") for x in side], dim=1) for side in (old, new)]).to(self._device)
-        delta = angles(spec.rope, both[1]) - angles(spec.rope, both[0])
+        delta = angles(rope, both[1]) - angles(rope, both[0])
         return torch.stack([delta.cos(), delta.sin()], dim=1).to(compute)
 
 
