@@ -23,7 +23,7 @@ def _each(kinds: str, engines: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
 TESTED = {
     **_each("qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe internvl glm4v glm4v_moe mistral3 smolvlm idefics3", _BOTH),
     **_each("qwen2 llama deepseek_v2 deepseek_v3", _BOTH),
-    **_each("gemma gemma2 glm4 granite mistral mixtral phi3 qwen2_moe qwen3 qwen3_moe stablelm", _BOTH),
+    **_each("gemma gemma2 gemma3_text glm4 granite mistral mixtral phi3 qwen2_moe qwen3 qwen3_moe stablelm", _BOTH),
     **_each("qwen3_5 qwen3_5_text qwen3_5_moe_text qwen3_next", _BOTH),
     **_each("kimi_k25 apertus cohere ernie4_5 exaone4 gpt_oss granitemoe ministral nemotron olmo2 olmoe phi", _HF),
     **_each("starcoder2", _HF),
@@ -88,6 +88,7 @@ def assess_config(config: Any, name: str = "") -> Assessment:
         return Assessment(name, kind, "refused", str(error))
     form = "1-D" if kv.rope.sections is None else f"M-RoPE {'/'.join(map(str, kv.rope.sections))}"
     heads = f"{kv.heads} KV head{'s' * (kv.heads > 1)} of {kv.k_dim} and {kv.v_dim}"
+    form += f", {len(kv.kinds)} sets of frequencies" * bool(kv.kinds)
     layout = f"{kv.family}, {kv.layers} layers, {heads}, {form} over {kv.rope.rotary_dim} dimensions, {dtype}"
     why = REFUSED.get(kind, "")
     if kv.recurrent:

@@ -85,10 +85,21 @@ def write_decoder(folder: Path, kind: str, **fields: Any) -> Path:
     tokenizer = build_tokenizer()
     torch.manual_seed(0)
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    config = getattr(transformers, f"{kind}Config")(**(_text_fields(len(tokenizer)) | rope | fields))
-    _save(getattr(transformers, f"{kind}ForCausalLM")(config), folder)
+    model = getattr(transformers, f"{kind}ForCausalLM")
+    _save(model(model.config_class(**(_text_fields(len(tokenizer)) | rope | fields))), folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+GEMMA3: dict[str, Any] = {
+    "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}  # fmt: skip
+"""Two kinds of layers as in Gemma 3's larger models: those that slide turn by a base of their own."""
 
 
 def write_llama(folder: Path, kv_heads: int) -> Path:

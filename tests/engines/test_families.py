@@ -19,6 +19,7 @@ from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.store import Store, open_store
 from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture
 from engines.models import (
+    GEMMA3,
     edit_config,
     write_decoder,
     write_glm4v,
@@ -48,6 +49,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "smolvlm": write_smolvlm,
     "idefics3": lambda folder: write_smolvlm(folder, "Idefics3"),
     "gemma2": lambda folder: write_decoder(folder, "Gemma2", **DECODERS["Gemma2"]),
+    "gemma3_text": lambda folder: write_decoder(folder, "Gemma3", **GEMMA3),
     "llama_gqa": lambda folder: write_decoder(folder, "Llama", rope_parameters=LLAMA3),
     "llama_mha": lambda folder: write_decoder(folder, "Llama", num_key_value_heads=4),
     "deepseek_v2": write_mla_model,
@@ -157,6 +159,17 @@ class TestGemma2(OnTransformers):
     @classmethod
     def model_dir(cls, folders: Callable[[str], Path]) -> Path:
         return folders("gemma2")
+
+
+class TestGemma3Text(OnTransformers):
+    """Layers that turn by frequencies of their own."""
+
+    vision = False
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("gemma3_text")
 
 
 class TestDeepseekV2(OnTransformers):
@@ -395,7 +408,7 @@ YARN = dict(
 DECODERS: dict[str, dict[str, object]] = {
     "Apertus": {}, "Cohere": {}, "Ernie4_5": HEADS, "Exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
     "Gemma": HEADS, "Glm4": HEADS, "Granite": {}, "GraniteMoe": dict(num_local_experts=4),
-    "Gemma2": HEADS | dict(sliding_window=8, final_logit_softcapping=30.0),
+    "Gemma2": HEADS | dict(sliding_window=8, final_logit_softcapping=30.0), "Gemma3": GEMMA3,
     "GptOss": HEADS | dict(sliding_window=8, num_local_experts=4, num_experts_per_tok=2, rope_parameters=YARN),
     "Ministral": HEADS | dict(sliding_window=8), "Starcoder2": dict(sliding_window=8),
     "Mistral": {"sliding_window": None}, "Mixtral": dict(num_local_experts=4), "Nemotron": {}, "Olmo2": {},
@@ -414,7 +427,7 @@ def test_decoders_against_the_real_model_path(kind: str, tmp_path: Path) -> None
     assert_answers(engine, encoded, real_answer(tmp_path, ids))
 
 
-@pytest.mark.parametrize("kind", ["Gemma2", "GptOss", "Ministral", "Starcoder2"])
+@pytest.mark.parametrize("kind", ["Gemma2", "Gemma3", "GptOss", "Ministral", "Starcoder2"])
 def test_sliding_layers_do_not_see_all(kind: str, tmp_path: Path) -> None:
     engine = opened(write_decoder(tmp_path, kind, **DECODERS[kind]))
     encoded, query = [engine.encode_system_prompt(HEADER)], engine.encode_query(QUERY)

@@ -239,7 +239,7 @@ DECODERS: dict[str, dict[str, object]] = {
     "Gemma": dict(head_dim=32), 
     # Without the cap of its attention, which vLLM's CPU kernel rounds to 3e-4.
     "Gemma2": dict(head_dim=32, sliding_window=8, attn_logit_softcapping=None),
-    "Glm4": dict(head_dim=32, attention_bias=True), "Granite": {},
+    "Gemma3": models.GEMMA3, "Glm4": dict(head_dim=32, attention_bias=True), "Granite": {},
     "Mistral": dict(sliding_window=None), "Mixtral": dict(num_local_experts=4), "Phi3": {},
     "Qwen2Moe": EXPERTS, "Qwen3": dict(head_dim=32), "StableLm": {},
     # It has no shared expert: told of one, vLLM would make it and find no weights for it.
