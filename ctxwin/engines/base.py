@@ -68,6 +68,7 @@ class MediaSpan:
             (Qwen3-VL: each temporal group is a span of its own).
         words: which of its tokens, ascending from 0, are no placeholders but words: row breaks (Mistral 3), marks of tiles
             (SmolVLM). They have no embedding of the tower's.
+        whole: its placeholders see those behind them as well (Gemma 3), so that all of them are computed in one forward.
     """
 
     modality: str
@@ -77,6 +78,7 @@ class MediaSpan:
     grid_thw: tuple[int, int, int]
     seconds_per_grid: float | None = None
     words: tuple[int, ...] = ()
+    whole: bool = False
 
     def seen(self, begin: int, end: int) -> tuple[list[int], slice]:
         """The placeholders among its tokens ``[begin, end)``, and the rows of the embeddings that are theirs."""
@@ -112,8 +114,8 @@ class Encoded:
 
     @property
     def media_ranges(self) -> tuple[tuple[int, int], ...]:
-        """First token and number of tokens of each medium, in order."""
-        return tuple(sorted((m.offset, m.tokens) for m in self.media))
+        """First token and number of tokens of each medium that may be cut, in order."""
+        return tuple(sorted((m.offset, m.tokens) for m in self.media if not m.whole))
 
     def part(self, begin: int, end: int) -> Encoded:
         """The tokens ``[begin, end)``, which keep their positions; with all media that reach into it, as they are.
@@ -184,7 +186,8 @@ class Segment:
     def parts(self) -> list[Segment]:
         """The segment cut where it changes between computing and loading; itself where it does not.
 
-        A chunk's own position counts on through its parts. Raises ValueError for ranges that are not within its tokens.
+        A chunk's own position counts on through its parts. Raises ValueError for ranges that are not within its tokens, or
+        cut a medium that is computed as a whole.
         """
         if not self.recompute or self.span is None:
             return [self]
@@ -193,6 +196,11 @@ class Segment:
             raise ValueError(
                 f"recompute must be ascending ranges within {self.tokens} tokens, over a span without a patch, got "
                 f"{self.recompute}"
+            )
+        whole = [m for m in self.encoded.media if m.whole]
+        if any(m.offset < at < m.offset + m.tokens for m in whole for at in cuts):
+            raise ValueError(
+                f"recompute must not cut a picture whose tokens see those behind them, got {self.recompute}"
             )
         made = []
         for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
@@ -207,6 +215,8 @@ class Segment:
 
 def partial_ranges(media: Iterable[tuple[int, int]], count: int, tokens: int) -> tuple[tuple[int, int], ...]:
     """The token ranges of a chunk that MPIC-k computes: all text, and the first ``count`` tokens of each medium.
+
+    What is no medium here, as one that may not be cut, is computed like text.
 
     MPIC, section 4.2; EPIC (arXiv 2410.15332) computes the first tokens of each chunk. Ranges are ascending and apart.
 

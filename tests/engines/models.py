@@ -362,6 +362,73 @@ SMOL = (
 """SmolVLM's own: contents are lists only, and a picture right behind a role has no blank in front."""
 
 
+GEMMA = (
+    "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}{%- if messages[0]['content'] is string -%}"
+    "{%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}{%- else -%}"
+    "{%- set first_user_prefix = messages[0]['content'][0]['text'] + '\n\n' -%}{%- endif -%}"
+    "{%- set loop_messages = messages[1:] -%}{%- else -%}{%- set first_user_prefix = '' -%}"
+    "{%- set loop_messages = messages -%}{%- endif -%}{%- for message in loop_messages -%}"
+    "{%- if (message['role'] == 'assistant') -%}{%- set role = 'model' -%}{%- else -%}"
+    "{%- set role = message['role'] -%}{%- endif -%}"
+    "{{ '<start_of_turn>' + role + '\n' + (first_user_prefix if loop.first else '') }}"
+    "{%- if message['content'] is string -%}{{ message['content'] | trim }}"
+    "{%- elif message['content'] is iterable -%}{%- for item in message['content'] -%}"
+    "{%- if item['type'] == 'image' -%}{{ '<start_of_image>' }}{%- elif item['type'] == 'text' -%}"
+    "{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}{%- else -%}{{ raise_exception('Invalid content type') }}"
+    "{%- endif -%}{{ '<end_of_turn>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{'<start_of_turn>model\n'}}{%- endif -%}"
+)
+"""Gemma 3's own, but that roles need not alternate: the system prompt opens the first user turn."""
+
+
+def write_gemma3(folder: Path) -> Path:
+    """A random Gemma 3 that sees: every picture is scaled to 56 px and has 4 tokens, which see each other both ways."""
+    import torch
+    import transformers
+
+    names = dict(boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>")
+    turns = {name: f"<{name}>" for name in ("start_of_turn", "end_of_turn")}
+    tokenizer = build_tokenizer(GEMMA, **names, **turns)
+    tokenizer.bos_token, tokenizer.eos_token = "<|endoftext|>", "<end_of_turn>"
+    torch.manual_seed(0)
+    ids = tokenizer.convert_tokens_to_ids
+    text = _text_fields(len(tokenizer) + 4) | GEMMA3 | {"eos_token_id": ids("<end_of_turn>")}
+    vision = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=56, patch_size=14,
+        initializer_range=0.15, vision_use_head=False,
+    )  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, tie_word_embeddings=True,
+        image_token_index=ids("<image_soft_token>"), boi_token_index=ids("<start_of_image>"),
+        eoi_token_index=ids("<end_of_image>"), architectures=["Gemma3ForConditionalGeneration"],
+    )  # fmt: skip
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    model.model.multi_modal_projector.mm_input_projection_weight.data.normal_(0, 0.15)  # made as zeros
+    _save(model, folder)
+    images = transformers.Gemma3ImageProcessor(size={"height": 56, "width": 56})
+    transformers.Gemma3Processor(images, tokenizer, GEMMA, image_seq_length=4).save_pretrained(folder)
+    _name_newlines(folder)
+    _rename(folder, "vision_tower.", "vision_tower.vision_model.")  # as published, and as vLLM reads it
+    return folder
+
+
+def _rename(folder: Path, old: str, new: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    weights = {name.replace(old, new): weight for name, weight in load_file(path).items()}
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def _name_newlines(folder: Path) -> None:
+    """Gives vLLM the tokens for line breaks that it asks Gemma's vocabulary for; no text of a byte-level one becomes them."""
+    path = folder / "tokenizer.json"
+    held = json.loads(path.read_text())
+    first = max(*held["model"]["vocab"].values(), *(token["id"] for token in held["added_tokens"])) + 1
+    held["model"]["vocab"] |= {"\n" * (i + 1): first + i for i in range(4)}
+    path.write_text(json.dumps(held))
+
+
 def write_mistral3(folder: Path, text: str = "mistral") -> Path:
     """A random Mistral Small 3.x, or Ministral 3 (``ministral3``): 28 px a token, a break behind each row."""
     import torch
@@ -467,9 +534,9 @@ def _as_published(folder: Path) -> None:
     save_file(turned, path, metadata={"format": "pt"})
 
 
-def edit_config(folder: Path, **fields: Any) -> None:
-    """Changes fields of a saved config (of its text part where it has one)."""
+def edit_config(folder: Path, *, whole: bool = False, **fields: Any) -> None:
+    """Changes fields of a saved config (of its text part where it has one, or of the ``whole``)."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    config.get("text_config", config).update(fields)
+    (config if whole else config.get("text_config", config)).update(fields)
     path.write_text(json.dumps(config))

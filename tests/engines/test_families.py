@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from ctxwin.chunk import Chunk
-from ctxwin.engines.base import Encoded, Engine
+from ctxwin.engines.base import Encoded, Engine, Segment
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.engines.open import open_engine
 from ctxwin.errors import EngineFailed, UnsupportedModel
@@ -22,6 +22,7 @@ from engines.models import (
     GEMMA3,
     edit_config,
     write_decoder,
+    write_gemma3,
     write_glm4v,
     write_internvl,
     write_kimi,
@@ -49,6 +50,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "smolvlm": write_smolvlm,
     "idefics3": lambda folder: write_smolvlm(folder, "Idefics3"),
     "gemma2": lambda folder: write_decoder(folder, "Gemma2", **DECODERS["Gemma2"]),
+    "gemma3": write_gemma3,
     "gemma3_text": lambda folder: write_decoder(folder, "Gemma3", **GEMMA3),
     "llama_gqa": lambda folder: write_decoder(folder, "Llama", rope_parameters=LLAMA3),
     "llama_mha": lambda folder: write_decoder(folder, "Llama", num_key_value_heads=4),
@@ -161,6 +163,19 @@ class TestGemma2(OnTransformers):
         return folders("gemma2")
 
 
+class TestGemma3(OnTransformers):
+    """Every picture of one size, whose tokens see each other both ways."""
+
+    picture_tokens = (10, 10)  # four of them the tower's
+    words = ("one", "two")  # the template trims each text
+    opening = 0
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("gemma3")
+
+
 class TestGemma3Text(OnTransformers):
     """Layers that turn by frequencies of their own."""
 
@@ -202,7 +217,7 @@ def shown(engine: HFEngine) -> list[Encoded]:
     return [engine.encode_system_prompt(HEADER), *(engine.encode(i) for i in images)]
 
 
-SEEING = [name for name in WRITERS if not name.startswith(("llama", "deepseek", "gemma"))]
+SEEING = [name for name in WRITERS if not name.startswith(("llama", "deepseek", "gemma2", "gemma3_text"))]
 
 
 @pytest.mark.parametrize("name", SEEING)
@@ -436,6 +451,26 @@ def test_sliding_layers_do_not_see_all(kind: str, tmp_path: Path) -> None:
     assert float((engine.logits(laid(encoded), query) - slid).abs().max()) > 1e-3
     with pytest.raises(UnsupportedModel, match="sliding layers"):
         engine.attended(laid(encoded), query, encoded[0].advance)
+
+
+def test_tokens_of_a_picture_see_those_behind_them(folders: Callable[[str], Path]) -> None:
+    """In all layers, also further back than a sliding one reaches forward; never across two pictures, never cut."""
+    engine = opened(folders("gemma3"))
+    encoded, query = shown(engine), engine.encode_query(QUERY)
+    (media,) = encoded[1].media
+    assert media.whole and not encoded[1].media_ranges
+    fed = engine.inputs(encoded)
+    assert fed.pictures is not None and fed.pictures.unique().tolist() == [-1, 0, 1]
+    seen = engine.logits(laid(encoded), query)
+    engine._whole = False
+    assert float((engine.logits(laid(encoded), query) - seen).abs().max()) > 1e-3
+    engine._whole = True
+    span, last = engine.prefill([], encoded[1], 0), media.offset + media.tokens
+    for cut in (media.offset + 1, last - 1):
+        layout = [Segment(encoded[1], 0, span, recompute=((cut, encoded[1].tokens),))]
+        with pytest.raises(ValueError, match="must not cut a picture"):
+            engine.logits(layout, query)
+    engine.logits([Segment(encoded[1], 0, span, recompute=((0, media.offset), (last, encoded[1].tokens)))], query)
 
 
 @pytest.mark.parametrize("kind", ["Mistral", "Cohere", "Granite", "Qwen3"])

@@ -197,6 +197,34 @@ class TestSmolVLM(OnVLLM):
 
 
 @pytest.mark.slow
+class TestGemma3(OnVLLM):
+    """As a config says it whose pictures are causal: vLLM's attention on a processor knows no others."""
+
+    picture_tokens = (10, 10)
+    words = ("one", "two")
+    opening = 0
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("vllm_gemma3")
+        models.wide(models.write_gemma3, folder)
+        models.edit_config(folder, whole=True, is_mm_prefix_lm=False)
+        return folder
+
+    def test_pictures_against_transformers(self, engine: Engine, reference: Engine) -> None:
+        clip = Chunk.video([picture(i) for i in range(3)], fps=2.0)
+        assert not engine.encode(clip).media[0].whole
+        self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
+
+
+@pytest.mark.slow
+def test_pictures_that_see_themselves_both_ways_are_refused_on_a_processor(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="lets no token see those behind it"):
+        open_engine(f"vllm:{models.wide(models.write_gemma3, tmp_path / 'model')}")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mistral3", "smolvlm", "internvl"])
 def test_pictures_between_processes(name: str, tmp_path: Path) -> None:
     """Embeddings reach another process as files: also those that vLLM's model would not take in a request."""

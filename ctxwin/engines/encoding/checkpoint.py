@@ -139,7 +139,9 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         start, image, end = (
             "" if i is None else str(tokenizer.convert_ids_to_tokens(i)) for i in (media.start, media.image, media.end)
         )
-        picture = (start, image, end)
+        # Gemma 3's template writes the token that opens a picture, its processor all the others.
+        shown = str(getattr(processor, "image_token", image)) if family is not None and family.marks else image
+        picture = (start, shown, end)
     settings = [p.to_dict() if p is not None else None for p in (image_processor, video_processor)]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
@@ -223,7 +225,7 @@ def _media_tokens(config: Any, processor: Any, family: Family, video: bool) -> M
             raise UnsupportedModel(f"the config of a vision model must name {names[0]}, got none")
         return int(held)
 
-    if family.marks:
+    if family.marks:  # the processor's own name may be the token that opens a picture (Gemma 3)
         return MediaTokens(None, None, find(str(processor.image_token), "image_token_id"), None)
     # Qwen's and Kimi's names, InternVL's, GLM's.
     return MediaTokens(

@@ -16,7 +16,15 @@ from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
 from ctxwin.engines.base import Encoded, Engine, EngineCounters, MediaSpan
 from ctxwin.engines.encoding.checkpoint import Checkpoint
 from ctxwin.engines.encoding.embeddings import Embeddings
-from ctxwin.engines.encoding.families import Family, Grid, picture_text, process_images, process_video, stamps
+from ctxwin.engines.encoding.families import (
+    Family,
+    Grid,
+    both_ways,
+    picture_text,
+    process_images,
+    process_video,
+    stamps,
+)
 from ctxwin.engines.encoding.tokens import Tokens
 from ctxwin.errors import BadMedia, ChunkUnavailable, UnsupportedModel
 from ctxwin.hashing import digest
@@ -198,7 +206,8 @@ class Encoder:
             ids += [*self.tokens.content(stamp), *self._mark(tokens.start)] if native else lead
             shown = self._shown(grid) if family.marks else [pad] * rows
             words = tuple(i for i, token in enumerate(shown) if token != pad)
-            media.append(MediaSpan("video" if native else "image", key, len(ids), len(shown), grid, seconds, words))
+            kind, whole = "video" if native else "image", bool(both_ways(checkpoint.config))
+            media.append(MediaSpan(kind, key, len(ids), len(shown), grid, seconds, words, whole))
             ids += shown
             ids += self._mark(tokens.end) if native else tail
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.config import text_config
@@ -30,13 +30,18 @@ class Family:
         video: a video has tokens of its own; without, its frames are pictures.
         stamps: every temporal group of a video is its time as text, then tokens with a grid of their own (Qwen3-VL).
         tiles: a picture is cut into tiles and a thumbnail, and the tower takes no grid (InternVL, SmolVLM).
-        marks: within a picture stand tokens that are words: breaks behind its rows (Mistral 3), marks of its tiles (SmolVLM).
+        marks: within a picture stand tokens that are words: breaks behind its rows (Mistral 3), marks of its tiles (SmolVLM),
+            what opens and closes it (Gemma 3).
+        square: every picture is scaled to one size, whatever its own (Gemma 3).
+        both_ways: in which layers tokens of a picture see those behind them: "" none, "all" (Gemma 3).
     """
 
     video: bool = False
     stamps: bool = False
     tiles: bool = False
     marks: bool = False
+    square: bool = False
+    both_ways: Literal["", "all"] = ""
 
 
 FAMILIES = {
@@ -53,11 +58,11 @@ FAMILIES = {
     "mistral3": Family(marks=True),
     "smolvlm": Family(tiles=True, marks=True),
     "idefics3": Family(tiles=True, marks=True),
+    "gemma3": Family(marks=True, square=True, both_ways="all"),
 }
-"""By ``model_type``. Pictures of other families may attend both ways, depend on each other, or bring other inputs."""
+"""By ``model_type``. Pictures of other families may depend on each other, or bring other inputs."""
 REFUSED = {
     "llava_onevision": "it cuts a picture into tiles only where the prompt has no other, so a picture is no chunk",
-    "gemma3": "tokens of a picture see those behind them, and most layers have a sliding window",
     "paligemma": "everything in front of the answer attends both ways",
 }
 """Why some known ones cannot be served."""
@@ -77,6 +82,15 @@ def family_of(config: Any) -> Family | None:
     return FAMILIES[kind]
 
 
+def both_ways(config: Any) -> str:
+    """In which layers of a model tokens of a picture see those behind them; see `Family`.
+
+    A config may say that they do not, by vLLM's own name for it.
+    """
+    family = FAMILIES.get(str(config.model_type))
+    return family.both_ways if family is not None and getattr(config, "is_mm_prefix_lm", True) else ""
+
+
 def patches_per_token(config: Any, image_processor: Any) -> int:
     """How many patches of the grid become one token; not for a family with marks."""
     ratio = getattr(config, "downsample_ratio", None)
@@ -90,7 +104,7 @@ def picture_text(config: Any, processor: Any, grid: Grid) -> str:
     patch = int(config.vision_config.patch_size)
     return str(
         processor.replace_image_token(
-            {"image_sizes": [(high * patch, wide * patch)], "rows": [[high]], "cols": [[wide]]}, 0
+            {"image_sizes": [(high * patch, wide * patch)], "rows": [[high]], "cols": [[wide]], "num_crops": [0]}, 0
         )
     )
 
@@ -99,7 +113,7 @@ def tower_inputs(family: Family, config: Any, grids: torch.Tensor) -> dict[str, 
     """What ``get_image_features`` of transformers takes beside the pixels."""
     if not family.marks:
         return {} if family.tiles else {"image_grid_thw": grids}
-    return {} if family.tiles else {"image_sizes": grids[:, 1:] * int(config.vision_config.patch_size)}
+    return {} if family.tiles or family.square else {"image_sizes": grids[:, 1:] * int(config.vision_config.patch_size)}
 
 
 def process_images(
@@ -116,6 +130,10 @@ def process_images(
     """
     import torch
 
+    if family.square:
+        pixels = processor(images=list(pictures), return_tensors="pt", do_pan_and_scan=False)["pixel_values"]
+        side = int(config.vision_config.image_size) // int(config.vision_config.patch_size)
+        return pixels, torch.tensor([[1, side, side]] * len(pixels))
     if family.marks:
         made = processor(images=list(pictures), return_tensors="pt", **_uncut(family, frames))
         pixels = made["pixel_values"]

@@ -35,7 +35,7 @@ from ctxwin.engines.base import (
 )
 from ctxwin.engines.encoding.checkpoint import open_checkpoint
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
-from ctxwin.engines.encoding.families import tower_inputs
+from ctxwin.engines.encoding.families import both_ways, tower_inputs
 from ctxwin.engines.hf import model as hf_model
 from ctxwin.engines.hf import recurrent
 from ctxwin.engines.outputs import joined, outputs_identity, rows_of
@@ -132,6 +132,7 @@ class HFEngine(EncodingEngine):
         self._deep = hf_model.deep_layers(checkpoint.config)
         self._attention = attention_layers(checkpoint.config)
         self._window = sliding_window(checkpoint.config)
+        self._whole = bool(both_ways(checkpoint.config))
         every = range(int(checkpoint.text_config.num_hidden_layers))
         self._recurrent = tuple(i for i in every if i not in self._attention)
         if kv.maps:
@@ -417,7 +418,7 @@ class HFEngine(EncodingEngine):
     def _feed(self, done: _Pass, fed: hf_model.Inputs, positions: torch.Tensor, keep: int = 1) -> None:
         """Runs T tokens at ``positions [3, T]``; the logits of the last ``keep`` are then in ``done``."""
         past, new = self._held(done), int(fed.embeds.shape[0])
-        mask = hf_model.masks(self._opened(), past, new, self._window)
+        mask = hf_model.masks(self._opened(), past, new, self._window, fed.pictures)
         places = positions.to(self._device)
         run: dict[str, Any] = dict(
             inputs_embeds=fed.embeds[None],
@@ -460,7 +461,7 @@ class HFEngine(EncodingEngine):
                 if stored.shape[0] == media.tokens - len(media.words):
                     stored = stored[rows]
                 seen.append(([at + media.offset + i for i in places], stored))
-        return hf_model.inputs(words, seen, self._deep)
+        return hf_model.inputs(words, seen, self._deep, self._whole)
 
     def _hear(self, module: Any, args: Any, output: Any) -> None:
         self._given = output

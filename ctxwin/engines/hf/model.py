@@ -22,12 +22,15 @@ class Inputs:
 
     Attributes:
         embeds: input embeddings ``[T, hidden]``, vision embeddings in their places.
+        pictures: int64 ``[T]``: which picture a token is of, if its tokens see those behind them; -1 for all others. None for
+            a model where none do.
         deep: ``[D, T, hidden]``, added to the hidden states behind each of the first D decoder layers; zeros at text
             tokens (DeepStack, arXiv 2406.04334, as in Qwen3-VL). None for a model that adds nothing there.
     """
 
     embeds: torch.Tensor
     deep: torch.Tensor | None = None
+    pictures: torch.Tensor | None = None
 
 
 def load(checkpoint: Checkpoint, device: str, dtype: str) -> tuple[torch.device, Any]:
@@ -79,12 +82,18 @@ def positions(model: Any, token_ids: Sequence[int], media: Sequence[MediaSpan]) 
     return np.ascontiguousarray(places[:, :-1]), int(places[0, -1])
 
 
-def masks(model: Any, past: int, new: int, window: int | None) -> Any:
-    """Which of ``past + new`` slots each of the last ``new`` sees, as the decoder takes it; ``window`` of sliding layers.
+def masks(model: Any, past: int, new: int, window: int | None, pictures: torch.Tensor | None = None) -> Any:
+    """Which of ``past + new`` slots each of the last ``new`` sees, as the decoder takes it.
+
+    Args:
+        window: of sliding layers, which counts backwards only; None for a model without.
+        pictures: see `Inputs`.
 
     Explicit, since transformers would otherwise guess packed sequences from positions that jump.
     """
     made = torch.ones(new, past + new, dtype=torch.bool, device=model.device).tril(past)[None, None]
+    if pictures is not None:
+        made[..., past:] |= (pictures[:, None] == pictures) & (pictures >= 0)
     near = made if window is None else made & ~torch.ones_like(made).tril(past - window)
     if model.config._attn_implementation == "eager":
         low = torch.finfo(model.dtype).min
@@ -102,7 +111,7 @@ def deep_layers(config: Any) -> int:
     return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
 
 
-def inputs(words: torch.Tensor, seen: Sequence[tuple[list[int], torch.Tensor]], deep: int) -> Inputs:
+def inputs(words: torch.Tensor, seen: Sequence[tuple[list[int], torch.Tensor]], deep: int, whole: bool) -> Inputs:
     """Puts stored vision embeddings among word embeddings.
 
     Args:
@@ -110,13 +119,17 @@ def inputs(words: torch.Tensor, seen: Sequence[tuple[list[int], torch.Tensor]], 
         seen: (its tokens, their stored embeddings ``[tokens, hidden * (1 + deep)]``) by item: what goes in at the bottom,
             then what is added behind each of the first layers.
         deep: number of those layers.
+        whole: whether tokens of an item see those behind them.
 
     Raises:
         EngineFailed: stored embeddings of another shape.
     """
     tokens, hidden = int(words.shape[0]), int(words.shape[1])
     added = words.new_zeros(deep, tokens, hidden) if deep else None
-    for places, stored in seen:
+    pictures = torch.full((tokens,), -1, device=words.device) if whole and seen else None
+    for number, (places, stored) in enumerate(seen):
+        if pictures is not None:
+            pictures[places] = number
         want = (len(places), hidden * (1 + deep))
         if tuple(stored.shape) != want:
             raise EngineFailed(f"stored vision embeddings must be {[*want]}, got {[*stored.shape]}")
@@ -125,7 +138,7 @@ def inputs(words: torch.Tensor, seen: Sequence[tuple[list[int], torch.Tensor]], 
         if added is not None:
             for layer, part in enumerate(parts[1:]):
                 added[layer, places] = part
-    return Inputs(words, added)
+    return Inputs(words, added, pictures)
 
 
 GREEDY = 1e-5

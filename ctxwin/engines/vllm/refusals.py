@@ -96,6 +96,15 @@ def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     plain = drafter is None or method in map(repr, BARE_DRAFTERS)
     reason = "another drafter keeps KV of its own, which no span holds"
     yield "speculative_config", f"unset, or of a method among {', '.join(BARE_DRAFTERS)}", method, plain, reason
+    whole = bool(getattr(model, "is_mm_prefix_lm", False)) and _on_a_processor()
+    reason = "vLLM's attention on a processor lets no token see those behind it; open it as hf:MODEL, or on a GPU"
+    yield (
+        "the model",
+        "causal in its pictures",
+        "one whose tokens of a picture see those behind them",
+        not whole,
+        reason,
+    )
     if getattr(model, "is_hybrid", False):
         yield from _hybrid_rules(config)
     known = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("lora", False)
@@ -123,3 +132,9 @@ def _hybrid_rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     ahead = bool(config.scheduler_config.async_scheduling)
     reason = "a state would be a step ahead of the tokens that it is read back with"
     yield "async_scheduling", "False for a model with recurrent layers", ahead, not ahead, reason
+
+
+def _on_a_processor() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())

@@ -51,6 +51,8 @@ def see(model: Any, config: Any, pixels: torch.Tensor, grids: torch.Tensor) -> t
     if family.tiles and family.marks:
         mask = torch.ones(shown[0].shape[0], *shown.shape[-2:], dtype=torch.bool, device=like.device)
         given = {"pixel_values": shown[0], "pixel_attention_mask": mask, "num_patches": grids[:, 0]}
+    elif family.square:
+        given = {"pixel_values": shown, "num_patches": torch.ones(len(shown), dtype=torch.int64)}
     elif family.marks:
         given = {"pixel_values": list(shown)}
     elif family.tiles:
