@@ -19,6 +19,8 @@ from ctxwin.hashing import digest
 
 HIDDEN = "hidden_states"
 """The name of what a model returns without one: its last hidden states, normed."""
+DRAFTER = "drafter."
+"""What names of a speculative drafter's rows begin with, which are no outputs (`ctxwin.engines.vllm.drafter`)."""
 _CACHES = ("past_key_values",)
 
 
@@ -60,8 +62,12 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def joined(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The rows of neighbouring tokens one behind the other. EngineFailed where a part lacks an output of another."""
+    """The rows of neighbouring tokens one behind the other. EngineFailed where a part lacks an output of another.
+
+    A drafter's are left out there: answers do not depend on them.
+    """
     names = {name for part in parts for name in part}
+    names -= {name for name in names if name.startswith(DRAFTER) and any(name not in part for part in parts)}
     if any(names - part.keys() for part in parts):
         raise EngineFailed(f"every span of a prompt must hold the same outputs, of {sorted(names)} some are missing")
     return {name: torch.cat([part[name] for part in parts]) for name in sorted(names)}

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 Family = Literal["gqa", "mha", "mla"]
+_OUTPUT = "output."
 _ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -123,8 +124,8 @@ class SpanKV:
         positions: int64 ``[3, T]``, M-RoPE coordinates (t, h, w) relative to the span's own origin; text and
             one-axis models have three equal rows.
         start: the position at which the keys are rotated now; 0 is the canonical frame.
-        outputs: what else the forward gave for each token, ``[T, ...]`` by name, where the engine keeps it; see
-            `ctxwin.engines.outputs`.
+        outputs: what else the forward gave for each token, ``[T, ...]`` by name, where the engine keeps it, see
+            `ctxwin.engines.outputs`; and a speculative drafter's KV.
         states: of recurrent layers behind the last token, by name; empty in a part that ends earlier.
         blob: the checked bytes (`ctxwin.store.codec`) that the tensors are views of, where a store read them. It can be
             handed on as it is; a span made from another one has none.
@@ -168,3 +169,13 @@ class SpanKV:
         k, v, positions = self.k[:, begin:end], self.v[:, begin:end], self.positions[:, begin:end]
         states = self.states if begin <= end == self.tokens else {}
         return replace(self, k=k, v=v, positions=positions, outputs=outputs, states=states)
+
+
+def outputs_named(outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A span's outputs as tensors of a record, beside others."""
+    return {_OUTPUT + name: rows for name, rows in outputs.items()}
+
+
+def outputs_in(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The outputs among a record's tensors, see `outputs_named`."""
+    return {name.removeprefix(_OUTPUT): rows for name, rows in tensors.items() if name.startswith(_OUTPUT)}

@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ctxwin.errors import StoreCorrupt
-from ctxwin.kv.layout import KVSpec, SpanKV
+from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in, outputs_named
 from ctxwin.kv.states import named, states_in
 from ctxwin.store import codec
 from ctxwin.store.base import Store
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_OUTPUT: Final = "output."
 _PATCHES: Final = ("patch", "orbit")
 _FARTHEST: Final = 1 << 31
 _UNSERVED: Final = 1 << 16  # patches remembered as not yet served
@@ -119,9 +118,8 @@ class SpanRepository:
 
         def decode(blob: bytes) -> tuple[SpanKV, dict[str, Any]]:
             tensors, header = codec.decode_tensors(blob, checked=False)
-            outputs = {name.removeprefix(_OUTPUT): t for name, t in tensors.items() if name.startswith(_OUTPUT)}
             kv = tensors["k"], tensors["v"], tensors["positions"]
-            span = SpanKV(*kv, int(header["start"]), outputs, states_in(tensors))
+            span = SpanKV(*kv, int(header["start"]), outputs_in(tensors), states_in(tensors))
             _check_span(span, self.spec)
             if len(header["user"]["token_ids"]) != span.tokens:
                 raise StoreCorrupt(f"a span must have one token id per token, got {len(header['user']['token_ids'])}")
@@ -153,8 +151,7 @@ class SpanRepository:
             raise ValueError(f"meta['token_ids'] must hold {span.tokens} ids, one per token of the span, got {got}")
         header = {"start": int(span.start), "user": {**meta, "token_ids": [int(i) for i in ids]}}
         tensors = {"k": span.k, "v": span.v, "positions": span.positions}
-        tensors |= {_OUTPUT + name: rows for name, rows in span.outputs.items()}
-        tensors |= named(span.states)
+        tensors |= outputs_named(span.outputs) | named(span.states)
         return self._put(_key(key, "span"), "span", header, tensors)
 
     def get_patch(self, key: str) -> Patch | None:

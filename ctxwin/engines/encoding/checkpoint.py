@@ -107,7 +107,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
             safetensors weights, or a chat template that cannot be cut into pieces.
     """
     repair()
-    path = _folder(name)
+    path = local_folder(name)
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     from ctxwin.kv.config import check_supported
@@ -196,7 +196,8 @@ def _file_digest(file: Path) -> str:
         return h.hexdigest()
 
 
-def _folder(name: str | Path) -> Path:
+def local_folder(name: str | Path) -> Path:
+    """A model's folder, downloaded where ``name`` is the Hub's. Raises ValueError for neither."""
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():

@@ -16,9 +16,10 @@ import torch
 from ctxwin.engines.base import check_sampling, check_states
 from ctxwin.engines.outputs import outputs_identity
 from ctxwin.engines.vllm import requests
+from ctxwin.engines.vllm.drafter import DrafterKV, drafter_spec, split
 from ctxwin.engines.vllm.drivers import Driver, LoopDriver, StepDriver
 from ctxwin.engines.vllm.inputs import Inputs, joined
-from ctxwin.engines.vllm.internals import bare_model, hand_on, layer_groups, worker_model
+from ctxwin.engines.vllm.internals import bare_model, hand_on, layer_groups, worker_drafter, worker_model
 from ctxwin.engines.vllm.lifecycle import folders, startup
 from ctxwin.engines.vllm.lora import Adapter, options_for
 from ctxwin.engines.vllm.paged import FP8, PagedKV
@@ -114,6 +115,7 @@ class Core:
         block: tokens of a block of its paged cache.
         positions: how many positions the model can rotate to; a video's may run ahead of its tokens.
         outputs: whether what forwards give for each token is kept beside its KV.
+        drafter: layout of a speculative drafter's KV, which spans hold beside their own; None where it keeps none.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class Core:
         self.longest = int(config.max_model_len)
         self.positions = max(self.longest, int(getattr(checkpoint.text_config, "max_position_embeddings", 0) or 0))
         self.outputs = outputs
+        self.drafter = drafter_spec(driver.config.speculative_config, self.kv)
         self._users = 0
         self._segments: set[str] = set()  # shared memory of processes that it started
         self._lock = threading.Lock()
@@ -136,6 +139,13 @@ class Core:
             if self.inputs.hands_on:
                 hand_on(model_here)
             layers = driver.config.compilation_config.static_forward_context
+            if self.drafter is not None:
+                if outputs:
+                    raise UnsupportedModel(
+                        "outputs=True needs a vLLM whose drafter keeps no KV; leave out speculative_config"
+                    )
+                layers, theirs = split(layers, self.kv.layers)
+                transport.drafter = DrafterKV(theirs, self.drafter, self.block, alone=True)
             transport.paged = PagedKV(layers, self.kv, self.block, alone=True)
             if self.kv.recurrent:
                 transport.states = PagedStates(layers, layer_groups(cast("StepDriver", driver).llm))
@@ -148,6 +158,7 @@ class Core:
             transport.alive = lambda: driver.dead is None
             transport.remember_segments(folders.segments())
             transport.ranks = int(driver.config.parallel_config.tensor_parallel_size)
+            transport.drafter = self.drafter
             self.inputs = Inputs(config, driver.renderer, bare_model(config), files=True)
             self.see = remote(driver.rpc, transport.path)
         self.vision = self.inputs.multimodal and checkpoint.media is not None
@@ -304,7 +315,8 @@ class Core:
         if isinstance(driver, StepDriver) and isinstance(transport, LocalTransport):
             paged = transport.paged
             assert paged is not None
-            found = [driver.call(lambda: refusal(self.inputs.model, driver.config, paged))]
+            drafter, theirs = worker_drafter(driver.llm), transport.drafter
+            found = [driver.call(lambda: refusal(self.inputs.model, driver.config, paged, drafter, theirs))]
         else:
             found = driver.rpc("ctxwin_relocation")
         for said in filter(None, found):

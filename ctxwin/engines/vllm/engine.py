@@ -36,6 +36,7 @@ from ctxwin.engines.base import (
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
 from ctxwin.engines.outputs import joined as joined_outputs
 from ctxwin.engines.vllm.condensed import condensed
+from ctxwin.engines.vllm.drafter import unturned
 from ctxwin.engines.vllm.lifecycle.versions import requirement
 from ctxwin.errors import AnswerStopped, CtxwinError, EngineFailed, UnsupportedModel
 from ctxwin.hashing import digest
@@ -624,7 +625,10 @@ class VLLMEngine(EncodingEngine):
         extra = int(k.shape[1]) - encoded.tokens
         behind = np.tile(np.arange(encoded.advance, encoded.advance + extra, dtype=np.int64), (3, 1))
         positions = torch.from_numpy(np.concatenate([encoded.positions, behind], axis=1))
-        return SpanKV(k.to("cpu"), v.to("cpu"), positions, start, transfer.outputs.get(name, {}), states)
+        outputs = transfer.outputs.get(name, {})
+        if self._core.drafter is not None:
+            outputs = unturned(self._core.drafter, *transfer.drafted[name], positions + start)
+        return SpanKV(k.to("cpu"), v.to("cpu"), positions, start, outputs, states)
 
     def _empty_span(self, start: int) -> SpanKV:
         kv = self.spec.kv

@@ -35,6 +35,17 @@ def worker_model(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
 
 
+def worker_drafter(llm: Any) -> Any:
+    """As `drafter_of`, of an ``LLM`` that runs in this process."""
+    return drafter_of(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker)
+
+
+def drafter_of(worker: Any) -> Any:
+    """What proposes drafts in a worker, of either model runner; where it is a model it has ``model`` and ``hidden_size``."""
+    runner = worker.model_runner
+    return getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+
+
 def layer_groups(llm: Any) -> list[list[str]]:
     """The layers of an ``LLM`` that runs in this process, by name, in groups that share a block table."""
     config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config

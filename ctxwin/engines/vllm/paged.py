@@ -60,7 +60,7 @@ class PagedKV:
         if len(self.layers) != kv.layers:
             raise UnsupportedModel(
                 f"the cache must have one attention layer per decoder layer ({kv.layers}), got {len(self.layers)}; "
-                "models with layers of other kinds, or with a drafter, cannot be served from spans"
+                "models with layers of other kinds cannot be served from spans"
             )
         for layer in self.layers:
             self._check_layer(layer)

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ctxwin.engines.vllm.drafter import METHODS
 from ctxwin.engines.vllm.paged import FP8
 from ctxwin.errors import UnsupportedModel
 
@@ -91,11 +92,17 @@ def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     reason = "spans are read back to the bit from the model's own dtype and from caches with one scale a layer"
     fits = kept in ("auto", dtype, *FP8)
     yield "kv_cache_dtype", f"'auto', {dtype!r}, {', '.join(map(repr, FP8))}", repr(kept), fits, reason
-    drafter = config.speculative_config
-    method = repr(getattr(drafter, "method", None) or "set")
-    plain = drafter is None or method in map(repr, BARE_DRAFTERS)
-    reason = "another drafter keeps KV of its own, which no span holds"
-    yield "speculative_config", f"unset, or of a method among {', '.join(BARE_DRAFTERS)}", method, plain, reason
+    drafter, known = config.speculative_config, (*BARE_DRAFTERS, *METHODS)
+    method = getattr(drafter, "method", None) or "set"
+    reason = "what another drafter keeps between steps beside KV of tokens, or how it lays that out, is not known"
+    fits = drafter is None or method in known
+    yield "speculative_config", f"unset, or of a method among {', '.join(known)}", repr(method), fits, reason
+    reason = "that drafters keep KV of tokens alone has been tried one token at a time only"
+    parallel = bool(getattr(drafter, "parallel_drafting", False))
+    yield "parallel_drafting", "False", parallel, not parallel, reason
+    revision = getattr(getattr(drafter, "draft_model_config", None), "revision", None) if method in METHODS else None
+    reason = "its KV is named by the weights that its model's name leads to; open a local folder of that revision"
+    yield "the drafter's revision", "unset", repr(revision), revision is None, reason
     whole = bool(getattr(model, "is_mm_prefix_lm", False)) and _on_a_processor()
     reason = "vLLM's attention on a processor lets no token see those behind it; open it as hf:MODEL, or on a GPU"
     yield (

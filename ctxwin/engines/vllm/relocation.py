@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ctxwin.engines.vllm import internals
+from ctxwin.engines.vllm.drafter import DrafterKV
 from ctxwin.engines.vllm.paged import PagedKV
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.layout import SpanKV
@@ -25,19 +26,24 @@ FAR = 997
 """The second place, or the last at which the tokens fit the model's context."""
 
 
-def refusal(model: Any, config: Any, paged: PagedKV) -> str:
-    """Why KV of a model cannot be moved; "" where it can.
+def refusal(model: Any, config: Any, paged: PagedKV, drafter: Any = None, drafted: DrafterKV | None = None) -> str:
+    """Why KV of a model, or of its drafter, cannot be moved; "" where it can.
 
     Args:
         model: vLLM's, in the process that calls.
         config: its ``VllmConfig``.
         paged: its cache, whose layout is what the model's config says.
+        drafter: what proposes drafts (`internals.drafter_of`).
+        drafted: the drafter's cache, where it keeps KV.
 
     Cost: two forwards over `TOKENS` tokens, 10 to 100 ms; nothing else runs on the worker meanwhile.
     """
     far = max(1, min(FAR, int(config.model_config.max_model_len) - TOKENS))
     try:
         check_relocation(paged.kv, lambda start: _computed(model, config, paged, start), far)
+        if drafted is not None:
+            theirs = drafted.paged
+            check_relocation(theirs.kv, lambda start: _computed(drafter.model, config, theirs, start, drafter), far)
     except UnsupportedModel as error:
         return str(error)
     except Exception as error:  # of whatever a model does with tokens that belong to no request
@@ -46,19 +52,27 @@ def refusal(model: Any, config: Any, paged: PagedKV) -> str:
 
 
 @torch.inference_mode()
-def _computed(model: Any, config: Any, paged: PagedKV, start: int) -> SpanKV:
-    """KV of tokens from all over the vocabulary, the first of them at ``start``, as it would go into the cache."""
+def _computed(model: Any, config: Any, paged: PagedKV, start: int, drafter: Any = None) -> SpanKV:
+    """KV of tokens from all over the vocabulary, the first of them at ``start``, as it would go into the cache.
+
+    Those of a drafter begin one further on (MTP blanks what stands at 0), behind hidden states of nothing in particular.
+    """
     from vllm.forward_context import set_forward_context
 
-    steps = torch.arange(TOKENS)
+    steps, kind, given = torch.arange(TOKENS), config.model_config, {}
+    if drafter is not None:
+        kind = config.speculative_config.draft_model_config
+        if config.speculative_config.method != "draft_model":
+            rows = torch.randn(TOKENS, drafter.hidden_size, generator=torch.Generator().manual_seed(0))
+            given = {"hidden_states": rows.to(paged.device, kind.dtype)}
     # Three different axes, else a wrong order of sections would not show.
-    places = torch.stack([steps, steps // 2, steps % 5] if config.model_config.uses_mrope else [steps] * 3)
+    places = torch.stack([steps, steps // 2, steps % 5] if kind.uses_mrope else [steps] * 3) + (drafter is not None)
     ids = int(config.model_config.get_vocab_size()) * (2 * steps + 1) // (2 * TOKENS)
-    at = places + start if config.model_config.uses_mrope else steps + start
+    at = places + start if kind.uses_mrope else places[0] + start
     if config.lora_config is not None:
         internals.use_no_adapter(model, TOKENS)
     with _overheard(paged) as heard, set_forward_context(None, config, num_tokens=TOKENS, skip_compiled=True):
-        model(input_ids=ids.to(paged.device), positions=at.to(paged.device))
+        model(input_ids=ids.to(paged.device), positions=at.to(paged.device), **given)
     kv = paged.kv
     pairs = [heard[i] for i in range(kv.layers)]
     k = torch.stack([pair[0].reshape(TOKENS, kv.heads, kv.k_dim) for pair in pairs]).cpu()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ctxwin.engines.encoding.families import FAMILIES
-from ctxwin.engines.vllm.internals import tensor_parallel
+from ctxwin.engines.vllm.internals import drafter_of, tensor_parallel
 from ctxwin.engines.vllm.lifecycle.folders import write_file
 from ctxwin.engines.vllm.relocation import refusal
 from ctxwin.engines.vllm.transport import PARAM, connect
@@ -78,9 +78,9 @@ class WorkerExtension:
 
     def ctxwin_relocation(self) -> str:
         """See `relocation.refusal`. The same on every rank but for the heads, and in step, as the model's layers need it."""
-        paged = connect(self.vllm_config.kv_transfer_config.kv_connector_extra_config[PARAM]).paged
-        assert paged is not None
-        return refusal(self.get_model(), self.vllm_config, paged)
+        endpoint = connect(self.vllm_config.kv_transfer_config.kv_connector_extra_config[PARAM])
+        assert endpoint.paged is not None
+        return refusal(self.get_model(), self.vllm_config, endpoint.paged, drafter_of(self), endpoint.drafter)
 
     def ctxwin_see(self, source: str, target: str) -> None:
         """Reads pixels and grids from ``source``, writes embeddings to ``target``; every rank runs, the first writes.

@@ -19,6 +19,7 @@ from ctxwin.engines.base import Segment
 from ctxwin.kv.kernels import Part
 
 if TYPE_CHECKING:
+    from ctxwin.engines.vllm.drafter import DrafterKV
     from ctxwin.engines.vllm.paged import PagedKV
     from ctxwin.engines.vllm.paged_states import PagedStates
     from ctxwin.kv.layout import KVSpec
@@ -91,6 +92,7 @@ class Transfer(Job):
         captured: ``(k, v)`` of each capture, ``[layers, tokens, heads, dim]``, keys as they lie in the cache.
         states: of a hybrid's recurrent layers behind the captures that its request ended with.
         outputs: what else the forwards gave for the tokens of each capture, where the engine keeps it.
+        drafted: a speculative drafter's ``(k, v)`` of each capture, as `captured`, where it keeps KV.
         queries_of: the capture whose queries are wanted, too; "" for none.
         queries: those, ``[tokens, layers, heads, dim]``.
         error: why a load or a capture failed; the request's answer must then be thrown away.
@@ -106,6 +108,7 @@ class Transfer(Job):
     captured: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     outputs: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    drafted: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     queries_of: str = ""
     queries: torch.Tensor | None = None
     error: BaseException | None = None
@@ -191,12 +194,14 @@ class Endpoint(ABC):
         kv: layout of the model's KV (all heads).
         paged: the worker's paged cache, once it is there.
         states: a hybrid's recurrent layers beside it.
+        drafter: a speculative drafter's layers beside it, where they keep KV.
         heads: the KV heads that the worker has; None is all of them.
     """
 
     kv: KVSpec
     paged: PagedKV | None = None
     states: PagedStates | None = None
+    drafter: DrafterKV | None = None
     heads: slice | None = None
 
     @abstractmethod
@@ -219,7 +224,7 @@ class Endpoint(ABC):
         """Tells the engine why this process cannot serve its model, before it dies of ``error``."""
 
     def open_cache(  # noqa: B027  # see `LocalTransport.paged`
-        self, layers: Mapping[str, Any], block_size: int, groups: Sequence[Sequence[str]]
+        self, layers: Mapping[str, Any], block_size: int, groups: Sequence[Sequence[str]], speculative: Any = None
     ) -> None:
         """Learns the packing of the worker's cache. Raises UnsupportedModel.
 
@@ -227,6 +232,7 @@ class Endpoint(ABC):
             layers: by name, as in ``compilation_config.static_forward_context``.
             block_size: tokens in a block of KV.
             groups: the names of the layers that share a block table, each.
+            speculative: vLLM's ``SpeculativeConfig``, or None.
         """
 
     @abstractmethod
@@ -243,7 +249,11 @@ class Endpoint(ABC):
         if self.states is not None and load.end % self.paged.block_size:
             # Its pages are states' at other times: read as KV, what a load leaves of its last block would be NaN.
             self.paged.clear(load.blocks[load.end // self.paged.block_size])
-        self.loaded(load, nbytes + write(self.paged, parts, self.kv, load, self.heads))
+        nbytes += write(self.paged, parts, self.kv, load, self.heads)
+        if self.drafter is not None:
+            theirs = self.drafter
+            nbytes += write(theirs.paged, theirs.placed(parts), theirs.kv, load, theirs.heads)
+        self.loaded(load, nbytes)
 
     def loaded(self, load: Load, nbytes: int) -> None:  # noqa: B027  # the other processes' engine counts by itself
         """Called when a load is written."""

@@ -18,11 +18,11 @@ from ctxwin.engines.vllm.lifecycle import watchdog
 from ctxwin.engines.vllm.lifecycle.folders import read_json, write_file, write_json
 from ctxwin.engines.vllm.ranks import own_heads
 from ctxwin.engines.vllm.transport.base import Endpoint, Job, Save, is_handle, overlaps
-from ctxwin.engines.vllm.transport.shared_memory import check_room, sum_of
+from ctxwin.engines.vllm.transport.shared_memory import DRAFTED, check_room, sum_of
 from ctxwin.errors import StoreCorrupt
 from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.kernels import Part
-from ctxwin.kv.layout import KVSpec, SpanKV
+from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in
 from ctxwin.kv.patch import Patch
 from ctxwin.kv.states import States, named, states_in
 from ctxwin.store import codec
@@ -69,7 +69,10 @@ class SharedMemoryEndpoint(Endpoint):
     def refuse(self, error: BaseException) -> None:
         write_json(self.path / "refused.json", {"error": str(error)})
 
-    def open_cache(self, layers: Mapping[str, Any], block_size: int, groups: Sequence[Sequence[str]]) -> None:
+    def open_cache(
+        self, layers: Mapping[str, Any], block_size: int, groups: Sequence[Sequence[str]], speculative: Any = None
+    ) -> None:
+        from ctxwin.engines.vllm.drafter import DrafterKV, drafter_spec, split
         from ctxwin.engines.vllm.internals import tensor_parallel
         from ctxwin.engines.vllm.paged import PagedKV
         from ctxwin.engines.vllm.paged_states import PagedStates
@@ -79,6 +82,10 @@ class SharedMemoryEndpoint(Endpoint):
             self.heads = own_heads(self.kv.heads, self._rank, size)
             own = replace(self.kv, heads=self.heads.stop - self.heads.start)
             self.states = PagedStates(layers, groups) if self.kv.recurrent else None
+            drafted = drafter_spec(speculative, self.kv)
+            if drafted is not None:
+                layers, theirs = split(layers, self.kv.layers)
+                self.drafter = DrafterKV(theirs, drafted, block_size, self._rank, size)
             self.paged = PagedKV(layers, own, block_size)
         except Exception as error:
             self.refuse(error)
@@ -113,15 +120,25 @@ class SharedMemoryEndpoint(Endpoint):
                 k, v = self.paged.read(save.blocks, begin, end)
                 here = self.states is not None and end == save.computed
                 states = self.states.read(save.states) if here and self.states is not None else {}
-                self.give(save.handle, name, k, v, states)
+                drafted = None if self.drafter is None else self.drafter.paged.read(save.blocks, begin, end)
+                self.give(save.handle, name, k, v, states, drafted)
         except Exception as error:
             self.fail(save.handle, error)
             _log.warning("reading spans back from the paged cache failed: %s", error)
 
-    def give(self, handle: str, name: str, k: torch.Tensor, v: torch.Tensor, states: States | None = None) -> None:
+    def give(
+        self,
+        handle: str,
+        name: str,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        states: States | None = None,
+        drafted: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
         """Returns a capture (this rank's heads). Raises OSError where there is no room for it."""
         if self._wanted(handle):
-            blob = codec.encode_tensors({"k": k, "v": v, **named(states or {})})
+            beside = {} if drafted is None else dict(zip(DRAFTED, drafted, strict=True))
+            blob = codec.encode_tensors({"k": k, "v": v, **beside, **named(states or {})})
             check_room(self.path, len(blob))
             self._report(handle, f"out-{handle}-{name}.{self._rank}", blob)
 
@@ -178,7 +195,8 @@ def open_endpoint(source: str) -> SharedMemoryEndpoint:
 
 
 def _span(tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> SpanKV:
-    return SpanKV(tensors["k"], tensors["v"], tensors["positions"], int(meta["start"]), states=states_in(tensors))
+    kv = tensors["k"], tensors["v"], tensors["positions"]
+    return SpanKV(*kv, int(meta["start"]), outputs_in(tensors), states_in(tensors))
 
 
 def _patch(basis: SharedBasis | None, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> Patch:

@@ -22,7 +22,7 @@ class LocalTransport(Transport, Endpoint):
     """Both sides of the transport of an engine whose connector runs in this process.
 
     Attributes:
-        paged: access to the engine's cache, as `states`; the engine sets them once vLLM is up.
+        paged: access to the engine's cache, as `states` and `drafter`; the engine sets them once vLLM is up.
         outputs: the rows beside it, where they are kept.
         queries: the queries of what is computed, while somebody listens.
     """
@@ -53,7 +53,7 @@ class LocalTransport(Transport, Endpoint):
 
     def close(self) -> None:
         _open.pop(self.source, None)
-        self.paged = self.states = None
+        self.paged = self.states = self.drafter = None
         if self.outputs is not None:
             self.outputs.close()
 
@@ -112,6 +112,8 @@ class LocalTransport(Transport, Endpoint):
             assert self.paged is not None
             for name, (begin, end) in save.ranges.items():
                 transfer.captured[name] = self.paged.read(save.blocks, begin, end)
+                if self.drafter is not None:
+                    transfer.drafted[name] = self.drafter.paged.read(save.blocks, begin, end)
                 if self.states is not None and end == save.computed:
                     transfer.states[name] = self.states.read(save.states)
                 slots = self.paged.slots(save.blocks, begin, end)

@@ -61,7 +61,7 @@ from ctxwin.engines.vllm.transport.base import Job, Transfer, Transport, new_han
 from ctxwin.errors import EngineFailed, StoreCorrupt
 from ctxwin.hashing import digest
 from ctxwin.kv.basis import SharedBasis
-from ctxwin.kv.layout import KVSpec, SpanKV
+from ctxwin.kv.layout import KVSpec, SpanKV, outputs_named
 from ctxwin.kv.patch import Patch
 from ctxwin.kv.states import named, states_in
 from ctxwin.store import codec
@@ -75,6 +75,8 @@ RESERVE_BYTES = 64 << 20
 """Left free for others, or a sixteenth of the file system where that is less."""
 WAIT_S = 120.0
 """How long a capture may take after its request has ended: a step of the other requests of the batch."""
+DRAFTED = ("drafter.k", "drafter.v")
+"""A drafter's KV among the tensors of a capture."""
 _EMBEDDINGS = "embed"
 _log = logging.getLogger("ctxwin.engines")
 
@@ -109,6 +111,7 @@ class SharedMemoryTransport(Transport):
         self.max_bytes = min(MAX_BYTES, free // 2) if max_bytes is None else max_bytes
         self.alive: Callable[[], bool] = lambda: True  # set by the engine: whether vLLM's processes still run
         self.ranks = 1
+        self.drafter: KVSpec | None = None  # layout of a drafter's KV, set by the engine
         self._held: OrderedDict[str, tuple[int, int]] = OrderedDict()  # bytes and sum by file, most recently used last
         self._used: Counter[str] = Counter()  # running jobs by file
         self._jobs: dict[str, tuple[list[str], tuple[str, ...]]] = {}  # files and captures of running transfers
@@ -271,6 +274,9 @@ class SharedMemoryTransport(Transport):
             return
         heads = self.kv.heads
         transfer.captured[name] = gather([p["k"] for p in parts], heads), gather([p["v"] for p in parts], heads)
+        if self.drafter is not None:
+            k, v = (gather([p[name] for p in parts], self.drafter.heads) for name in DRAFTED)
+            transfer.drafted[name] = k, v
         if states := states_in(parts[0]):
             transfer.states[name] = states
 
@@ -290,7 +296,13 @@ def encode_span(span: SpanKV) -> bytes:
     """A span as the store frames it; the bytes that it was read from where it is unchanged."""
     if span.blob is not None:
         return span.blob
-    tensors = {"k": span.k, "v": span.v, "positions": span.positions, **named(span.states)}
+    tensors = {
+        "k": span.k,
+        "v": span.v,
+        "positions": span.positions,
+        **outputs_named(span.outputs),
+        **named(span.states),
+    }
     return codec.encode_tensors(tensors, {"start": span.start}, checked=False)
 
 
