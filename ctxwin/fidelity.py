@@ -21,7 +21,7 @@ class Fidelity(BaseModel):
         mode: ``exact`` serves only KV with exactly the provenance a re-prefill would have; ``patched`` also survivors,
             patches and (with ``orbit``) orbit patches; ``blind`` canonicals only; ``auto`` follows the model's profile.
             Without one it begins ``exact``, and admits what audits of its own answers show to be safe (`ctxwin.trust`).
-        rank: rank of stored patches; None where ``bytes_share`` decides.
+        rank: rank of stored patches, of a hybrid's states in each recurrent layer too; None where ``bytes_share`` decides.
         bytes_share: largest share of a chunk's bf16 KV bytes a patch may take; overrides ``rank``.
         layers: ``all``, or ``deep`` for the deeper half only (Kamera, appendix C.3); of a shared basis, those it covers.
         layout: ``joint``: every patch has directions of its own. ``shared``: patches are coefficients over directions that

@@ -449,10 +449,12 @@ def compressed(lost: Deficit, model: str, spec: KVSpec, fidelity: Fidelity) -> P
     """The patch of a deficit as ``fidelity`` (resolved) wants it: its own directions, or coefficients over the shared ones."""
     from ctxwin.kv.patch import compress
     from ctxwin.kv.pooling import project
+    from ctxwin.kv.states import factors
 
     if fidelity.layout == "shared":
         over = served_basis(model, spec, fidelity)
         if over.basis is None:
             return compress(lost, spec, rank=0, layers=fidelity.layers)
-        return project(lost, over.basis, spec, weight=over.weight)
+        made = project(lost, over.basis, spec, weight=over.weight)
+        return replace(made, states=factors(lost.states, fidelity.patch_rank, fidelity.bytes_share, made.dtype))
     return compress(lost, spec, rank=fidelity.patch_rank, bytes_share=fidelity.bytes_share, layers=fidelity.layers)

@@ -43,6 +43,7 @@ class EngineSpec:
         max_tokens: the longest prompt plus answer it takes.
         vision: whether it sees images.
         outputs: whether spans hold what else a forward gives for each token (`ctxwin.engines.outputs`).
+        state_patches: of a model with recurrent layers, whether patches of their states can be served (`ctxwin.kv.states`).
     """
 
     name: str
@@ -52,6 +53,7 @@ class EngineSpec:
     max_tokens: int
     vision: bool
     outputs: bool = False
+    state_patches: bool = False
 
 
 @dataclass(frozen=True)
@@ -287,11 +289,12 @@ def check_sampling(sampling: Sampling) -> None:
         )
 
 
-def check_states(model: str, segments: Sequence[Segment]) -> None:
+def check_states(model: str, segments: Sequence[Segment], patches: bool = False) -> None:
     """Raises UnsupportedModel for KV of a hybrid that was computed behind others: its states would be of what does not stand
-    there. ValueError for a span without any."""
+    there. ValueError for a span without any. ``patches``: whether the engine serves patches of states."""
     for segment in segments:
-        changed = segment.patch is not None or segment.merged or segment.recompute
+        patched = segment.patch is not None and not (patches and segment.patch.states and segment.approximate)
+        changed = patched or segment.merged or segment.recompute
         if segment.span is not None and (changed or (segment.approximate and not has_maps(segment.span.states))):
             raise UnsupportedModel(
                 f"{model} has recurrent layers, whose states are of all that stood in front: its KV is served "

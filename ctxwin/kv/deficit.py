@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.relocate import canonicalise
+from ctxwin.kv.states import States, lacking
 
 # Relative size (to the layer's own KV) under which a deficit is arithmetic noise: what is left of equal KV that went
 # through one rotation and one rounding at two places, with room for GEMM reordering.
@@ -23,12 +25,14 @@ class Deficit:
         v: ``[L, T, H, v_dim]``.
         reference: per layer, the energy (sum of squares) of the base KV: float64 ``[L]``.
         noise: relative norm under which a layer's deficit is arithmetic noise.
+        states: of a hybrid's recurrent layers, see `ctxwin.kv.states.lacking`.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     reference: torch.Tensor
     noise: float
+    states: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -55,7 +59,7 @@ class Deficit:
         return tuple(layer for layer in wanted if relative[layer] > self.noise)
 
 
-def deficit(conditioned: SpanKV, base: SpanKV, spec: KVSpec) -> Deficit:
+def deficit(conditioned: SpanKV, base: SpanKV, spec: KVSpec, front: States | None = None) -> Deficit:
     """What ``conditioned`` has over ``base``, both brought to the canonical frame first.
 
     For addition ``base`` is the canonical span; for removal ``conditioned`` is the re-prefill without the antecedent
@@ -65,6 +69,7 @@ def deficit(conditioned: SpanKV, base: SpanKV, spec: KVSpec) -> Deficit:
         conditioned: the wanted KV, in any frame.
         base: the KV at hand, in any frame.
         spec: layout of both.
+        front: of a hybrid, the states in front of both; without them only the KV's deficit is taken.
 
     Returns:
         The deficit, in float64 where both are float64, else float32. Cost: two rotations and one subtraction.
@@ -87,6 +92,7 @@ def deficit(conditioned: SpanKV, base: SpanKV, spec: KVSpec) -> Deficit:
         v=want.v - have.v.to(want.v.device),
         reference=_energy(have.k) + _energy(have.v),
         noise=noise,
+        states=lacking(conditioned.states, front, base.states) if front is not None and spec.maps else {},
     )
 
 

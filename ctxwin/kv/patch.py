@@ -18,6 +18,7 @@ from ctxwin.kv.deficit import Deficit, deficit
 from ctxwin.kv.layout import KVSpec, SpanKV
 from ctxwin.kv.lowrank import Weight, truncated_svd
 from ctxwin.kv.rope import Move
+from ctxwin.kv.states import States, factors, named, reconditioned, states_in
 
 Layout = Literal["joint", "per_layer", "shared"]
 Layers = Literal["all", "deep"] | Sequence[int]
@@ -48,6 +49,7 @@ class Patch:
         rank: directions kept (the full rank where dense).
         dense: the deficit itself is kept, because factors of this rank would weigh no less.
         basis: the shared basis that ``left`` are coefficients of.
+        states: of a hybrid, what its chunk's map is given, see `ctxwin.kv.states.factors`; another model's has none.
         meta: JSON-able: ``energy`` (of the whole deficit), ``captured`` (share of it the patch restores, after
             rounding), ``dropped`` (layers asked for that had none), ``method``, ``weighted``.
     """
@@ -63,6 +65,7 @@ class Patch:
     right: torch.Tensor | None
     dense: bool = False
     basis: SharedBasis | None = None
+    states: States = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -125,7 +128,8 @@ class Patch:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Its tensors by name, for a codec."""
-        return {"left": self.left} if self.right is None else {"left": self.left, "right": self.right}
+        own = {"left": self.left} if self.right is None else {"left": self.left, "right": self.right}
+        return own | named(self.states)
 
     def describe(self) -> dict[str, Any]:
         """Everything but the tensors, JSON-able; `from_tensors` takes it back."""
@@ -140,16 +144,16 @@ class Patch:
         """The patch that `tensors` and `describe` came from.
 
         Args:
-            tensors: ``left`` and, where it has one, ``right``.
+            tensors: ``left`` and, where it has one, ``right``; those of its states.
             meta: what `describe` returned.
             basis: the shared basis named in ``meta["basis"]``.
 
         Raises:
             ValueError: missing tensors, shapes that do not fit, or another basis than the patch was projected on.
         """
-        named = meta["basis"]
-        if named != (None if basis is None else basis.id):
-            raise ValueError(f"basis must be {named}, got {None if basis is None else basis.id}")
+        over = meta["basis"]
+        if over != (None if basis is None else basis.id):
+            raise ValueError(f"basis must be {over}, got {None if basis is None else basis.id}")
         if "left" not in tensors:
             raise ValueError(f"tensors must hold 'left', got {sorted(tensors)}")
         patch = cls(
@@ -158,6 +162,7 @@ class Patch:
             left=tensors["left"],
             right=tensors.get("right"),
             basis=basis,
+            states=states_in(tensors),
             meta=dict(meta["meta"]),
         )
         patch.validate()
@@ -180,9 +185,21 @@ class Patch:
             raise ValueError(f"patch must be formed on model {spec.identity}, got {self.identity}; form it again")
         if self.tokens != base.tokens:
             raise ValueError(f"patch must cover {base.tokens} tokens, got {self.tokens}; form it again")
+        for layer in {name.partition(".")[0] for name in self.states}:
+            left, right, conv = (_shape(self.states, f"{layer}.{part}") for part in ("left", "right", "conv"))
+            own, tail = (_shape(base.states, f"{layer}.{part}") for part in ("own", "conv"))
+            if (*right[:1], *left[:1], *right[2:]) != own or right[1:2] != left[1:] or conv != tail:
+                raise ValueError(f"patch must fit the map {own} of layer {layer} of its base; form it again")
 
 
-def form_patch(conditioned: SpanKV, base: SpanKV, spec: KVSpec, **options: Any) -> Patch:
+def _shape(states: States, name: str) -> tuple[int, ...]:
+    """Shape of a tensor among ``states``; () for none."""
+    return tuple(states[name].shape) if name in states else ()
+
+
+def form_patch(
+    conditioned: SpanKV, base: SpanKV, spec: KVSpec, *, front: States | None = None, **options: Any
+) -> Patch:
     """The patch that takes ``base`` to ``conditioned`` (Kamera, section 3, "Forming and applying the patch").
 
     Args:
@@ -190,12 +207,13 @@ def form_patch(conditioned: SpanKV, base: SpanKV, spec: KVSpec, **options: Any) 
             the antecedent that left.
         base: the canonical span, in any frame; for removal, the survivor's KV.
         spec: layout of both.
+        front: of a hybrid, the states in front of both, so that its states are patched as well.
         options: those of `compress`.
 
     Raises:
         ValueError: as `compress` and `deficit` do. Cost: two rotations, and `compress`.
     """
-    return compress(deficit(conditioned, base, spec), spec, **options)
+    return compress(deficit(conditioned, base, spec, front), spec, **options)
 
 
 def compress(
@@ -215,7 +233,7 @@ def compress(
         lost: the deficit.
         spec: layout of the model.
         rank: directions to keep, per patch (joint) or per layer (per_layer); capped at min(tokens, width). None with no
-            ``bytes_share``: the full rank.
+            ``bytes_share``: the full rank. Of a hybrid's states as many are kept in each recurrent layer.
         bytes_share: instead of ``rank``: the largest rank whose bytes stay within this share of the chunk's KV in bf16,
             the deficit itself where that fits. Rank 0 where not even one direction fits; see ``meta["captured"]``.
         layers: ``all``, ``deep`` (the upper half) or layer numbers. Where the deficit is arithmetic noise a layer is
@@ -278,6 +296,7 @@ def compress(
         left=left,
         right=right,
         dense=dense,
+        states=factors(lost.states, rank, bytes_share, dtype),
         meta={"method": "exact", "weighted": weight is not None, "dropped": sorted({*wanted} - {*covered})},
     )
     patch.meta.update(captured_energy(lost, patch))
@@ -297,8 +316,8 @@ def apply_patch(base: SpanKV, patch: Patch, spec: KVSpec, start: int) -> SpanKV:
         start: position of the origin (>= 0).
 
     Returns:
-        A new span in the dtype of ``base``; ``positions`` are shared. Cost: one rotation and one ``[T, m] @ [m, W]``
-        a layer.
+        A new span in the dtype of ``base``; ``positions`` are shared. Of a hybrid it holds the map, where the patch has
+        states. Cost: one rotation and one ``[T, m] @ [m, W]`` a layer.
 
     Raises:
         ValueError: a patch of another model or of another number of tokens, or shapes that do not fit.
@@ -324,7 +343,8 @@ def apply_patch(base: SpanKV, patch: Patch, spec: KVSpec, start: int) -> SpanKV:
             served = move.layer(layer, keys.to(compute)) + from_origin.layer(layer, dk)
         k[layer] = served.to(k.dtype)
         v[layer] = (base.v[layer].to(compute) + dv).to(v.dtype)
-    return SpanKV(k=k, v=v, positions=base.positions, start=start)
+    states = reconditioned(base.states, patch.states) if patch.states else {}
+    return SpanKV(k=k, v=v, positions=base.positions, start=start, states=states)
 
 
 def select_layers(layers: Layers, count: int) -> tuple[int, ...]:

@@ -8,6 +8,11 @@ a chunk was computed stays in its map.
 
 Composed states are exact to rounding behind the same antecedents, and an approximation behind others: what a chunk absorbed lies
 in its ``N``. The transition is never inverted to take a chunk out; its condition grows to 1e4 within tens of tokens.
+
+HYPIC (arXiv 2607.01299) composes the operators and zero-start states of chunks computed alone, and recomputes a seam. A patch
+says instead what that lacks: `lacking`, the deficit of the outgoing state behind the antecedents, cut by `factors` to a few
+directions that a layer's heads share, is added to ``N`` (`reconditioned`), so ``S_end = M S_start + N + dS``. It is as good as
+``M S_start`` is right: behind the antecedents it was formed behind, in their order, wherever they stand.
 """
 
 from __future__ import annotations
@@ -49,7 +54,70 @@ def composed(front: States, chunk: States) -> dict[str, torch.Tensor]:
         layer, _, kind = name.partition(".")
         if kind == "conv":
             made[name] = state
-        elif kind == "recurrent":
-            own, before = chunk[f"{layer}.own"], front.get(name)
-            made[name] = own if before is None else chunk[f"{layer}.map"].to(before) @ before + own.to(before)
+        elif kind == "own":
+            before, behind = front.get(f"{layer}.recurrent"), f"{layer}.recurrent"
+            made[behind] = state if before is None else chunk[f"{layer}.map"].to(before) @ before + state.to(before)
+    return made
+
+
+def lacking(want: States, front: States, alone: States) -> dict[str, torch.Tensor]:
+    """What states composed of a chunk's map behind ``front`` lack of ``want``.
+
+    Args:
+        want: the states behind the chunk's last token in a forward behind its antecedents.
+        front: the states in front of it, as they are served.
+        alone: states and map of the chunk that the patch will stand on.
+
+    Returns:
+        ``LAYER.recurrent [heads, k, v]``, the deficit; ``LAYER.conv``, what is wanted itself.
+    """
+    made: dict[str, torch.Tensor] = {}
+    for name, state in composed(front, alone).items():
+        made[name] = want[name].float() - state.float() if name.endswith(".recurrent") else want[name]
+    return made
+
+
+def factors(
+    lack: Mapping[str, torch.Tensor], rank: int | None, share: float | None, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The best few directions of `lacking`, which a layer's heads share: ``LAYER.left [k, m]``, ``LAYER.right [heads, m, v]``.
+
+    ``LAYER.conv`` stays as it is: a few inputs of the convolution.
+
+    Args:
+        lack: by name.
+        rank: directions of each layer; None with no ``share``: all.
+        share: instead of ``rank``: the most that keep within this share of the states' own numbers.
+        dtype: of what is kept. Cost: an SVD of ``[k, heads * v]`` a layer.
+    """
+    from ctxwin.kv.lowrank import truncated_svd
+
+    made: dict[str, torch.Tensor] = {}
+    for name, each in lack.items():
+        layer, _, kind = name.partition(".")
+        if kind == "conv":
+            made[name] = each.to(dtype)
+            continue
+        heads, width, values = each.shape
+        kept = min(width, heads * values)
+        if share is not None:
+            kept = min(kept, int(share * each.numel() / (width + heads * values)))
+        elif rank is not None:
+            kept = min(kept, rank)
+        left, right = truncated_svd(each.permute(1, 0, 2).reshape(width, heads * values), kept)
+        made[f"{layer}.left"] = left.to(dtype)
+        made[f"{layer}.right"] = right.reshape(kept, heads, values).transpose(0, 1).contiguous().to(dtype)
+    return made
+
+
+def reconditioned(states: States, patch: States) -> dict[str, torch.Tensor]:
+    """The map of a chunk with what a patch adds to its ``N``, without the states behind it. Cost: a product a layer."""
+    made = dict(states)
+    for name, part in patch.items():
+        layer, _, kind = name.partition(".")
+        if kind == "conv":
+            made[name] = part.to(made[name])
+        elif kind == "left":
+            own, _ = made[f"{layer}.own"], made.pop(f"{layer}.recurrent")
+            made[f"{layer}.own"] = own + part.to(own) @ patch[f"{layer}.right"].to(own)
     return made

@@ -108,7 +108,8 @@ class WindowTrust:
 
     @property
     def _forbidden(self) -> tuple[Lane, ...]:
-        return (*self._asked.forbid, *(KV_ONLY if self._recurrent else ()))
+        kept = ("patched",) if self._engine.spec.state_patches else ()
+        return (*self._asked.forbid, *(lane for lane in KV_ONLY if self._recurrent and lane not in kept))
 
     def _of(self, way: str | None) -> Fidelity:
         if way is None:

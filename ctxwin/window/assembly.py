@@ -26,6 +26,7 @@ from ctxwin.window.lanes import Before, Choice, canonical_key, choose, patched, 
 from ctxwin.window.orbits import meet
 from ctxwin.window.prices import Prices, workload
 from ctxwin.window.reading import Reads
+from ctxwin.window.recurrent import states_in_front
 from ctxwin.window.state import (
     ANYTHING,
     Conditioning,
@@ -41,6 +42,7 @@ from ctxwin.window.state import (
 if TYPE_CHECKING:
     from ctxwin.kv.layout import SpanKV
     from ctxwin.kv.patch import Patch
+    from ctxwin.kv.states import States
     from ctxwin.store.spans import SpanRepository
 
 T = TypeVar("T")
@@ -398,7 +400,7 @@ class Assembly:
                 if i not in captured:  # the engine could not read it back: stay uncomputed
                     placed.append(p)
                     continue
-                kept = self._store(state, choice.served, captured[i], laid, i - 1, fidelity, demand)
+                kept = self._store(state, choice.served, captured, laid, i - 1, fidelity, demand)
                 choice = replace(choice, lane=kept.lane, served=kept, compute=kept.patch is None)
                 p = p.replace(kv=kept, seen=True, unseen=())
             elif choice.settles:
@@ -430,7 +432,7 @@ class Assembly:
         self,
         state: State,
         served: Conditioning,
-        span: SpanKV,
+        captured: Mapping[int, SpanKV],
         laid: Laid,
         index: int,
         fidelity: Fidelity,
@@ -440,7 +442,7 @@ class Assembly:
 
         It is kept as a patch where `ctxwin.window.economy` says so. Never runs a forward: it is on the path of an answer.
         """
-        encoded, absorbed = laid.segments[index + 1].encoded, laid.absorbed(index)
+        encoded, absorbed, span = laid.segments[index + 1].encoded, laid.absorbed(index), captured[index + 1]
         if fidelity.mode == "patched" and fidelity.allows("patched") and served.antecedents:
             placed = laid.choices[index].placed
             base = served.base
@@ -448,7 +450,8 @@ class Assembly:
                 _, canonical = canonical_key(state, placed.chunk_id)
                 base = canonical if self.has(canonical) and demand().pays(state, placed, True) else None
             if base is not None and self.has(base):
-                key = self.form(span, base, served.provenance, encoded, fidelity, absorbed)
+                front = states_in_front(laid, captured, index) if self.engine.spec.kv.recurrent else None
+                key = self.form(span, base, served.provenance, encoded, fidelity, absorbed, front)
                 if key is not None:
                     return patched(served, "patched", base, key)
         self.put(served.span, span, encoded, provenance=served.provenance, exact=served.exact, absorbed=absorbed)
@@ -464,11 +467,13 @@ class Assembly:
         encoded: Encoded,
         fidelity: Fidelity,
         absorbed: Sequence[str],
+        front: States | None = None,
     ) -> str | None:
         """Forms and stores the patch that turns a stored base into ``span``; None where it would not be smaller than
         ``span``, the base is gone, or the store refuses.
 
-        ``absorbed``: whose content ``span`` absorbed. The patch also holds what the base did, with the other sign.
+        ``absorbed``: whose content ``span`` absorbed. The patch also holds what the base did, with the other sign. ``front``: of
+        a hybrid, the states in front of it; without them it gets no patch.
         """
         from ctxwin.kv.deficit import deficit
 
@@ -477,10 +482,10 @@ class Assembly:
         if self.has(key):
             return key
         base = self.repo.get_span(base_key, token_ids=encoded.token_ids)
-        if base is None:
-            return None
         spec = self.engine.spec
-        patch = compressed(deficit(span, base[0], spec.kv), spec.model, spec.kv, fidelity)
+        if base is None or (spec.kv.recurrent and front is None):
+            return None
+        patch = compressed(deficit(span, base[0], spec.kv, front), spec.model, spec.kv, fidelity)
         patch.meta.update(chunk=encoded.chunk_id, absorbed=[*absorbed, *base[1].get("absorbed", ())])
         if patch.nbytes >= span.nbytes or not self.repo.put_patch(key, patch):
             return None

@@ -13,6 +13,7 @@ from ctxwin.window.economy import Demand, likely_form
 from ctxwin.window.lanes import MAX_ORBIT, canonical_key, patched
 from ctxwin.window.merging import merged_apart, merged_in_place
 from ctxwin.window.orbits import meet, prepare
+from ctxwin.window.recurrent import states_before
 from ctxwin.window.state import Placed, State
 
 
@@ -103,7 +104,9 @@ def _compressed(core: WindowCore, state: State, p: Placed, demand: Demand | None
         return p
     refused = repo.counters.refused
     base, formed = assembly.canonical(state, p, None, Work(background=True))
-    form = partial(assembly.form, found[0], base, kv.provenance, encoded, core.fidelity, found[1].get("absorbed", ()))
+    front = states_before(assembly, state, p) if core.engine.spec.kv.recurrent else None
+    absorbed = found[1].get("absorbed", ())
+    form = partial(assembly.form, found[0], base, kv.provenance, encoded, core.fidelity, absorbed, front)
     key = form()
     if key is None and repo.counters.refused > refused and repo.leases(kv.span) == 1:
         repo.delete(kv.span)  # the store is full: what replaces it takes its place

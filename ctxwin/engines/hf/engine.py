@@ -120,7 +120,7 @@ class HFEngine(EncodingEngine):
             identity = kv.identity
         self._device, self._model = hf_model.load(checkpoint, device, name)
         longest, sees = int(checkpoint.text_config.max_position_embeddings), checkpoint.media is not None
-        self.spec = EngineSpec("hf", str(model), identity, kv, longest, sees, outputs)
+        self.spec = EngineSpec("hf", str(model), identity, kv, longest, sees, outputs, kv.maps)
         self._given: Any = None  # what the decoder returned last
         if outputs:
             self.text_model.register_forward_hook(self._hear)
@@ -316,7 +316,7 @@ class HFEngine(EncodingEngine):
         """
         filled = (part for segment in segments if segment.tokens for part in segment.parts())
         if self.spec.kv.recurrent:
-            check_states(self.spec.model, segments)
+            check_states(self.spec.model, segments, self.spec.state_patches)
         try:
             with torch.no_grad():
                 for loaded, grouped in itertools.groupby(filled, lambda segment: segment.span is not None):
@@ -349,7 +349,7 @@ class HFEngine(EncodingEngine):
 
     def _load(self, done: _Pass, segments: Sequence[Segment]) -> None:
         """Writes relocated spans into the cache: one rotation a span, one append a layer."""
-        keys, values = [], []
+        keys, values, states = [], [], list[States]()
         for segment in segments:
             span = segment.span
             assert span is not None
@@ -358,7 +358,9 @@ class HFEngine(EncodingEngine):
                     f"a span must have its segment's {segment.encoded.tokens} positions, got {span.tokens} others (chunk "
                     f"{segment.encoded.chunk_id[:12]})"
                 )
+            own = {name: state.to(self._device) for name, state in span.states.items()}
             here = SpanKV(span.k.to(self._device), span.v.to(self._device), span.positions.to(self._device), span.start)
+            here = replace(here, states=own)
             if segment.patch is None:
                 moved = relocate(here, self.spec.kv, segment.start)
             else:
@@ -367,6 +369,7 @@ class HFEngine(EncodingEngine):
                 done.outputs.append(span.outputs)
             keys.append(moved.k.to(self._dtype))
             values.append(moved.v.to(self._dtype))
+            states.append(moved.states)
             done.bytes_loaded += span.nbytes
         k, v = torch.cat(keys, dim=1).transpose(1, 2), torch.cat(values, dim=1).transpose(1, 2)
         # Transformers caches MLA's latent as "keys" and its decoupled rope keys as "values".
@@ -375,10 +378,8 @@ class HFEngine(EncodingEngine):
             done.cache.update(first[i][None], second[i][None], layer)
         if self.spec.kv.recurrent:
             behind: States = recurrent.states_of(done.cache)
-            for segment in segments:
-                assert segment.span is not None
-                own = {name: state.to(self._device) for name, state in segment.span.states.items()}
-                behind = composed(behind, own) if segment.approximate else own
+            for segment, states_here in zip(segments, states, strict=True):
+                behind = composed(behind, states_here) if segment.approximate else states_here
             recurrent.set_states(done.cache, behind)
 
     def _computed(self, done: _Pass, segments: Sequence[Segment], keep: int) -> None:
