@@ -29,6 +29,7 @@ GUARDS = (
     "adapters/test_vllm_adapters.py::",
     "engines/test_outputs.py::",
     "engines/test_vllm_compiled.py::",
+    "engines/test_vllm_drafters.py::",
     "engines/test_vllm_encoder_cache_windows.py::",
     "engines/test_vllm_failures.py::",
     "engines/test_vllm_hybrid.py::",

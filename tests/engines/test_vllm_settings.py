@@ -234,12 +234,3 @@ def test_other_names_in_the_store(tmp_path: Path) -> None:
     folder = models.write_text_model(tmp_path / "model")
     kinds = {cache: read_model(folder, "bfloat16", cache)[1].identity for cache in ("auto", "fp8_e4m3", "fp8_e5m2")}
     assert len(set(kinds.values())) == 3 and read_model(folder, "bfloat16", "fp8")[1].identity == kinds["fp8_e4m3"]
-
-
-def test_drafters_with_kv_of_their_own_are_refused(tmp_path: Path) -> None:
-    from ctxwin.engines.vllm.engine import VLLMEngine
-
-    folder = models.write_text_model(tmp_path / "model")
-    config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
-    with pytest.raises(UnsupportedModel, match="keeps KV of its own"):
-        VLLMEngine(folder, store=open_store("memory:"), speculative_config=config, processes="multi")

@@ -249,11 +249,10 @@ class Endpoint(ABC):
         if self.states is not None and load.end % self.paged.block_size:
             # Its pages are states' at other times: read as KV, what a load leaves of its last block would be NaN.
             self.paged.clear(load.blocks[load.end // self.paged.block_size])
-        nbytes += write(self.paged, parts, self.kv, load, self.heads)
         if self.drafter is not None:
             theirs = self.drafter
-            nbytes += write(theirs.paged, theirs.placed(parts), theirs.kv, load, theirs.heads)
-        self.loaded(load, nbytes)
+            write(theirs.paged, theirs.placed(parts), theirs.kv, load, theirs.heads)
+        self.loaded(load, nbytes + write(self.paged, parts, self.kv, load, self.heads))
 
     def loaded(self, load: Load, nbytes: int) -> None:  # noqa: B027  # the other processes' engine counts by itself
         """Called when a load is written."""
