@@ -3,7 +3,8 @@
 Held-out items of the bundled world, on a model that binds while it prefills. The states of a window are composed of its chunks'
 maps (`ctxwin.kv.states`): taken from one forward over everything, from each chunk alone, from another order, or from each chunk
 alone with a low-rank patch; or the first tokens of each chunk are computed where it stands, as HYPIC does (arXiv 2607.01299).
-What counts is the answer of a forward over what is placed.
+What counts is the answer of a forward over what is placed. Then the chunk that decides an answer leaves, by its KV alone, from
+the states too, or forgotten; and windows slide along streams (``--streams``).
 """
 
 from __future__ import annotations
@@ -13,59 +14,37 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
 from ctxwin.chunk import Chunk
 from ctxwin.engines.base import Encoded, Generation, Sampling, Segment
 from ctxwin.evals.console import Json, errors, new_table, progress, show, write_result
-from ctxwin.evals.stats import wilson
+from ctxwin.evals.stats import share_interval, wilson
+from ctxwin.fidelity import Fidelity
 from ctxwin.kv.patch import apply_patch, form_patch
 from ctxwin.kv.relocate import relocate
-from ctxwin.kv.states import composed
+from ctxwin.kv.states import factors, lacking
+from ctxwin.tiny.world import Frame, all_questions, make_item, make_stream, render
 from ctxwin.tiny.world import Task as WorldTask
-from ctxwin.tiny.world import make_item, render
 from ctxwin.window.ask import kl
+from ctxwin.window.window import Window
 
 from .command import SYSTEM_PROMPT, Output
+from .isolation import isolated
+from .scenes import scene_questions
 
 if TYPE_CHECKING:
-    import torch
     from rich.table import Table
 
     from ctxwin.engines.hf.engine import HFEngine
     from ctxwin.kv.layout import SpanKV
-    from ctxwin.kv.states import States
 
 SEED = 981_000_000  # items of its own
 ASKED = Sampling(max_tokens=4, logprobs=-1)
-KV_RANK, STATE_RANKS, SEAMS = 4, (1, 4, 16), (4, 16)
-
-
-def deficit(exact: States, before: States, alone: States, rank: int) -> tuple[dict[str, torch.Tensor], int]:
-    """A chunk's states with what its own zero-start ends lack behind ``before``, in a few directions shared by the heads.
-
-    Args:
-        exact: the states behind it in one forward.
-        before: those in front of it there.
-        alone: states and maps of the chunk computed alone.
-        rank: directions of each layer.
-
-    Returns:
-        The patched states, and the patch's numbers. Cost: an SVD a layer.
-    """
-    import torch
-
-    blind, made, numbers = composed(before, alone), dict(alone), 0
-    for name, want in exact.items():
-        if name.endswith(".recurrent"):
-            layer = name.removesuffix(".recurrent")
-            heads, width, values = want.shape
-            lack = (want - blind[name]).permute(1, 0, 2).reshape(width, heads * values)
-            u, s, v = torch.linalg.svd(lack, full_matrices=False)
-            low = (u[:, :rank] * s[:rank]) @ v[:rank]
-            made[f"{layer}.own"] = alone[f"{layer}.own"] + low.reshape(width, heads, values).permute(1, 0, 2)
-            numbers += rank * (width + heads * values)
-    return made, numbers
+KV_RANK, STATE_RANKS, SEAMS = 4, (1, 4, 16, 32, 64), (4, 16)
+WINDOW, SLIDES, QUESTIONS = 3, 8, 6
+"""Of a stream: chunks placed, slides, and questions after each."""
 
 
 def placed(encoded: Sequence[Encoded], spans: Sequence[SpanKV | None]) -> list[Segment]:
@@ -79,6 +58,8 @@ def placed(encoded: Sequence[Encoded], spans: Sequence[SpanKV | None]) -> list[S
 
 def arms(engine: HFEngine, encoded: Sequence[Encoded], whole: Generation) -> Iterator[tuple[str, list[Segment], float]]:
     """Ways to serve the chunks of one item: name, layout, and the numbers of its patches as a share of KV and maps."""
+    import torch
+
     kv, header = engine.spec.kv, encoded[0]
     exact = [whole.captured[i] for i in range(len(encoded))]
     starts = [segment.start for segment in placed(encoded, exact)]
@@ -93,19 +74,18 @@ def arms(engine: HFEngine, encoded: Sequence[Encoded], whole: Generation) -> Ite
     both = zip(exact, moved, strict=True)
     yield "maps exact, KV blind", placed(encoded, [replace(m, states=e.states) for e, m in both]), 0
     size = sum(span.nbytes for span in alone[1:]) / 4
-    patched, patches = [exact[0]], 0
-    for span, base, start in zip(exact[1:], alone[1:], starts[1:], strict=True):
-        patch = form_patch(span, base, kv, rank=KV_RANK, dtype=span.k.dtype)
-        patched.append(replace(apply_patch(base, patch, kv, start), states=base.states))
-        patches += sum(t.numel() for t in patch.tensors().values())
-    yield f"KV rank {KV_RANK}", placed(encoded, patched), patches / size
-    for rank in STATE_RANKS:
-        spans, numbers = [exact[0]], 0
+    for rank in (None, *STATE_RANKS):
+        patched, numbers = [exact[0]], 0
         for i in range(1, len(encoded)):
-            states, added = deficit(exact[i].states, exact[i - 1].states, alone[i].states, rank)
-            spans.append(replace(patched[i], states=states))
-            numbers += added
-        yield f"KV rank {KV_RANK}, states rank {rank}", placed(encoded, spans), (patches + numbers) / size
+            patch = form_patch(exact[i], alone[i], kv, rank=KV_RANK, dtype=torch.float32)
+            if rank is not None:
+                lack = lacking(exact[i].states, exact[i - 1].states, alone[i].states)
+                patch = replace(patch, states=factors(lack, rank, None, torch.float32))
+            span = apply_patch(alone[i], patch, kv, starts[i])
+            patched.append(span if patch.states else replace(span, states=alone[i].states))
+            numbers += sum(t.numel() for t in patch.tensors().values())
+        name = f"KV rank {KV_RANK}" + ("" if rank is None else f", states rank {rank}")
+        yield name, placed(encoded, patched), numbers / size
     for width in SEAMS:
         cut = [encoded[0]]
         held: list[SpanKV | None] = [exact[0]]
@@ -125,15 +105,38 @@ def arms(engine: HFEngine, encoded: Sequence[Encoded], whole: Generation) -> Ite
 
 
 def changed(
-    engine: HFEngine, encoded: Sequence[Encoded], whole: Generation, query: Encoded
+    engine: HFEngine,
+    encoded: Sequence[Encoded],
+    whole: Generation,
+    query: Encoded,
+    about: int,
+    rng: np.random.Generator,
 ) -> Iterator[tuple[str, list[Segment], Generation]]:
-    """The same spans after an edit: name, layout, and what a forward over what is then placed answers."""
-    kv, n = engine.spec.kv, len(encoded)
-    for name, order in (("slid", [0, *range(2, n)]), ("reversed", [0, *range(n - 1, 0, -1)])):
+    """The same spans after an edit: name, layout, and what a forward over what is then placed answers.
+
+    Args:
+        about: the chunk asked about, which is recalled behind the others.
+    """
+    n = len(encoded)
+    last = [*(i for i in range(n) if i != about), about]
+    kept = dict(whole.captured)
+    alone = engine.prefill([Segment(encoded[0], 0, kept[0])], encoded[about], encoded[0].advance)
+    for name, order, spans in (
+        ("slid", [0, *range(2, n)], kept),
+        ("reversed", [0, *range(n - 1, 0, -1)], kept),
+        ("another order", [0, *(1 + int(i) for i in rng.permutation(n - 1))], kept),
+        ("recalled behind the others, as kept", last, kept),
+        ("recalled behind the others, alone", last, {**kept, about: alone}),
+    ):
         one = [encoded[i] for i in order]
-        starts = [segment.start for segment in placed(one, [None] * len(one))]
-        spans = [relocate(whole.captured[i], kv, start) for i, start in zip(order, starts, strict=True)]
-        yield name, placed(one, spans), engine.generate(placed(one, [None] * len(one)), query, ASKED)
+        bare = placed(one, [None] * len(one))
+        yield name, moved(engine, one, [spans[i] for i in order]), engine.generate(bare, query, ASKED)
+
+
+def moved(engine: HFEngine, encoded: Sequence[Encoded], spans: Sequence[SpanKV]) -> list[Segment]:
+    """Spans one behind the other, each relocated to its place."""
+    starts = [segment.start for segment in placed(encoded, spans)]
+    return placed(encoded, [relocate(s, engine.spec.kv, start) for s, start in zip(spans, starts, strict=True)])
 
 
 def measure(engine: HFEngine, task: WorldTask, n: int, done: Callable[[int], None]) -> list[dict[str, Any]]:
@@ -142,11 +145,7 @@ def measure(engine: HFEngine, task: WorldTask, n: int, done: Callable[[int], Non
     for i in range(n):
         item = make_item(SEED + i, task, 2 + i % 3, conflict=0.8)
         question = item.questions[0]
-        chunks = [Chunk.image(render(frame)) for frame in item.frames]
-        encoded = [engine.encode_system_prompt(SYSTEM_PROMPT), *(engine.encode(chunk) for chunk in chunks)]
-        query = engine.encode_query(question.text)
-        bare = [replace(segment, capture=True) for segment in placed(encoded, [None] * len(encoded))]
-        whole = engine.generate(bare, query, ASKED)
+        encoded, whole, query = read(engine, item.frames, question.text)
 
         def note(
             name: str, got: Generation, want: Generation, share: float = 0.0, answer: str = question.answer
@@ -158,7 +157,8 @@ def measure(engine: HFEngine, task: WorldTask, n: int, done: Callable[[int], Non
         note("re-prefill", whole, whole)
         for name, layout, share in arms(engine, encoded, whole):
             note(name, engine.generate(layout, query, ASKED, salt=name), whole, share)
-        for name, layout, want in changed(engine, encoded, whole, query):
+        rng = np.random.default_rng((SEED, i))
+        for name, layout, want in changed(engine, encoded, whole, query, 1 + question.frame, rng):
             note(name, engine.generate(layout, query, ASKED, salt=name), want)
         done(1)
     made = []
@@ -171,35 +171,150 @@ def measure(engine: HFEngine, task: WorldTask, n: int, done: Callable[[int], Non
     return made
 
 
+def read(engine: HFEngine, frames: Sequence[Frame], text: str) -> tuple[list[Encoded], Generation, Encoded]:
+    """The system prompt and frames encoded, one forward over them with its KV captured, and the question encoded."""
+    chunks = [Chunk.image(render(frame)) for frame in frames]
+    encoded = [engine.encode_system_prompt(SYSTEM_PROMPT), *(engine.encode(chunk) for chunk in chunks)]
+    query = engine.encode_query(text)
+    bare = [replace(segment, capture=True) for segment in placed(encoded, [None] * len(encoded))]
+    return encoded, engine.generate(bare, query, ASKED), query
+
+
+def measure_eviction(engine: HFEngine, n: int, done: Callable[[int], None]) -> list[dict[str, Any]]:
+    """Of the chunk that decides an answer, once it has left: how often is it still answered what it said, and what it decided?"""
+    rows: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
+    for i in range(n):
+        item = make_item(SEED + i, "multi_hop", 2 + i % 3, conflict=0.8)
+        decided = item.questions[0]
+        gone = decided.antecedents[0]
+        said = next(q for q in all_questions(item.frames) if q.frame == gone and q.text.startswith("color"))
+        for way, (first, second) in evicted(engine, item.frames, gone, (said.text, decided.text)).items():
+            rows[way].append((first == said.answer, second == decided.answer))
+        done(1)
+    made = []
+    for way, found in rows.items():
+        counts = [sum(row[j] for row in found) for j in (0, 1)]
+        row = {name: k / n for name, k in zip(("said", "decided"), counts, strict=True)}
+        made.append({"way": way, "n": n, **row, "ci95": [list(wilson(k, n)) for k in counts]})
+    return made
+
+
+def evicted(engine: HFEngine, frames: Sequence[Frame], gone: int, asked: Sequence[str]) -> dict[str, list[str]]:
+    """What is answered, by way, once the frame ``gone`` has left."""
+    encoded, whole, _ = read(engine, frames, asked[0])
+    kept = [i for i in range(len(encoded)) if i != 1 + gone]
+    one, spans = [encoded[i] for i in kept], [whole.captured[i] for i in kept]
+    recomposed = moved(engine, one, spans)
+    ways = {
+        "still placed": placed(encoded, [whole.captured[i] for i in range(len(encoded))]),
+        "KV evicted, states kept": [replace(segment, approximate=False) for segment in recomposed],
+        "evicted, states recomposed": recomposed,
+        "re-prefill without it": placed(one, [None] * len(one)),
+    }
+    found = {}
+    for way, layout in ways.items():
+        made = [engine.generate(layout, engine.encode_query(text), ASKED, salt=way) for text in asked]
+        found[way] = [each.text.strip() for each in made]
+    with isolated(engine), Window(engine, SYSTEM_PROMPT, fidelity=Fidelity("patched")) as window:
+        ids = window.extend([Chunk.image(render(frame)) for frame in frames])
+        window.ask(asked[0], max_tokens=1)
+        window.evict(ids[gone], forget=True)
+        found["evicted, forget=True"] = [window.ask(text, max_tokens=4).text.strip() for text in asked]
+    return found
+
+
+def measure_drift(engine: HFEngine, streams: int, done: Callable[[int], None]) -> list[dict[str, Any]]:
+    """Windows that slide and keep what survives, beside re-prefills of what is placed and of all that was seen."""
+    found: list[
+        tuple[int, int, bool, bool, float]
+    ] = []  # stream, slides, as what is placed, as the stream, KL to the former
+    for number in range(streams):
+        rng = np.random.default_rng((SEED, 1, number))
+        frames = make_stream(rng, WINDOW + SLIDES, window=WINDOW + SLIDES)
+        with isolated(engine), Window(engine, SYSTEM_PROMPT, fidelity=Fidelity("patched")) as window:
+            for i, frame in enumerate(frames):
+                window.append(Chunk.image(render(frame)))
+                slides = i + 1 - WINDOW
+                if slides > 0:
+                    window.slide(1)
+                window.ask("color of 00?", max_tokens=1)  # an answer conditions the new chunk
+                if slides < 0:
+                    continue
+                shown = frames[slides : i + 1]
+                texts = [q.text for q in scene_questions(shown, QUESTIONS, rng)]
+                ours = [window.ask(text, max_tokens=4, logprobs=-1) for text in texts]
+                now, stream = answers(engine, shown, texts), answers(engine, frames[: i + 1], texts)
+                for mine, placed_now, seen in zip(ours, now, stream, strict=True):
+                    said, far = mine.text.strip(), kl(placed_now.logprobs, mine.first_token_logprobs)
+                    both = said == placed_now.text.strip(), said == seen.text.strip()
+                    found.append((number, slides, *both, far))
+        done(1)
+    made = []
+    for slides in range(SLIDES + 1):
+        rows = [row for row in found if row[1] == slides]
+        clusters = [str(row[0]) for row in rows]
+        row: dict[str, Any] = {"slides": slides, "n": len(rows), "kl": sum(row[4] for row in rows) / len(rows)}
+        for name, at in (("placed", 2), ("stream", 3)):
+            same = [float(row[at]) for row in rows]
+            row[name], row[f"{name}_ci95"] = sum(same) / len(same), list(share_interval(same, clusters))
+        made.append(row)
+    return made
+
+
+def answers(engine: HFEngine, frames: Sequence[Frame], texts: Sequence[str]) -> list[Generation]:
+    """What one forward over frames answers to each question."""
+    encoded, whole, _ = read(engine, frames, texts[0])
+    exact = [replace(s, approximate=False) for s in placed(encoded, [whole.captured[i] for i in range(len(encoded))])]
+    return [engine.generate(exact, engine.encode_query(text), ASKED) for text in texts]
+
+
 def main(
     model: Annotated[str, typer.Argument(help="A hybrid of the bundled world.")] = "tests/models/hybrid",
     task: Annotated[str, typer.Option(help="multi_hop needs what chunks absorbed; single_hop does not.")] = "multi_hop",
     n: Annotated[int, typer.Option(help="Held-out items.", min=1)] = 320,
-    quick: Annotated[bool, typer.Option(help="20 items.")] = False,
+    streams: Annotated[int, typer.Option(help="Streams along which a window slides.", min=1)] = 40,
+    quick: Annotated[bool, typer.Option(help="20 items, 2 streams.")] = False,
     output: Output = None,
     json: Json = False,
 ) -> None:
-    """Answers from composed states beside those of a forward: blind, patched, with a seam, slid, reversed."""
+    """Answers from composed states beside those of a forward: blind, patched, with a seam, moved, evicted, sliding."""
     from ctxwin.engines.hf.engine import HFEngine
 
-    count = 20 if quick else n
+    count, drawn = (20, 2) if quick else (n, streams)
+    result: dict[str, Any] = {"model": model, "task": task}
     with errors():
         engine = HFEngine(model, dtype="float32", position_free=True)
         with progress("items", count) as done:
-            rows = measure(engine, task, count, done)  # type: ignore[arg-type]
-    result = {"model": model, "task": task, "rows": rows}
+            result["rows"] = measure(engine, task, count, done)  # type: ignore[arg-type]
+        if task == "multi_hop":
+            with progress("evictions", count) as done:
+                result["evicted"] = measure_eviction(engine, count, done)
+            with progress("streams", drawn) as done:
+                result["drift"] = measure_drift(engine, drawn, done)
     write_result(output, "hybrid.json", result)
-    show(result, json, table(rows))
+    show(result, json, *tables(result))
 
 
-def table(rows: Sequence[dict[str, Any]]) -> Table:
+def tables(result: dict[str, Any]) -> list[Table]:
     """What was measured, for people."""
-    made = new_table("A hybrid's chunks", "way|right|as a re-prefill|KL|patches, of KV and maps", left=(0,))
-    for row in rows:
-        low, high = row["ci95"]
-        agreed = f"{row['agreed']:.3f} [{low:.3f}, {high:.3f}]"
-        made.add_row(row["way"], f"{row['right']:.3f}", agreed, f"{row['kl']:.2g}", f"{100 * row['patches']:.1f} %")
+    made = [new_table("A hybrid's chunks", "way|right|as a re-prefill|KL|patches, of KV and maps", left=(0,))]
+    for row in result["rows"]:
+        agreed = _share(row["agreed"], row["ci95"])
+        made[-1].add_row(row["way"], f"{row['right']:.3f}", agreed, f"{row['kl']:.2g}", f"{100 * row['patches']:.1f} %")
+    if "evicted" in result:
+        made.append(new_table("A chunk that has left", "way|answered what it said|what it decided", left=(0,)))
+        for row in result["evicted"]:
+            made[-1].add_row(row["way"], _share(row["said"], row["ci95"][0]), _share(row["decided"], row["ci95"][1]))
+    if "drift" in result:
+        made.append(new_table("A window that slides", "slides|n|as what is placed|KL|as all that was seen"))
+        for row in result["drift"]:
+            both = [_share(row[name], row[f"{name}_ci95"]) for name in ("placed", "stream")]
+            made[-1].add_row(str(row["slides"]), str(row["n"]), both[0], f"{row['kl']:.2g}", both[1])
     return made
+
+
+def _share(value: float, interval: Sequence[float]) -> str:
+    return f"{value:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]"
 
 
 if __name__ == "__main__":

@@ -10,17 +10,20 @@ from torch.nn import functional
 from ctxwin.engines.hf.engine import HFEngine
 from ctxwin.evals.studies import hybrid as study
 from train_tiny.data import Vocabulary, make_batch
-from train_tiny.hybrid import build_hybrid, decode_questions, pictures_of
+from train_tiny.hybrid import READS_KV, READS_STATES, build_hybrid, decode_questions, pictures_of
 from train_tiny.recipe import Recipe, batch_spec
 from train_tiny.tokenizer import build_tokenizer
 
-HYBRID = Path(__file__).parents[1] / "models" / "hybrid"
+MODELS = Path(__file__).parents[1] / "models"
+HYBRID, STATES = MODELS / "hybrid", MODELS / "hybrid-states"
+"""Two that bind while they prefill; questions read what chunks absorbed from the KV of one, from the states of the other."""
 
 
-def test_training_computes_what_transformers_computes() -> None:
+@pytest.mark.parametrize("layers", [READS_KV, READS_STATES], ids=["kv", "states"])
+def test_training_computes_what_transformers_computes(layers: tuple[str, ...]) -> None:
     """Questions side by side are each what one sequence of context and question gives."""
     tokenizer = build_tokenizer()
-    vocabulary, model = Vocabulary(tokenizer), build_hybrid(tokenizer, 0)
+    vocabulary, model = Vocabulary(tokenizer), build_hybrid(tokenizer, 0, layers)
     rng = np.random.default_rng(0)
     spec = batch_spec(Recipe(hybrid=True, frames_per_step=16), 2, 1500, rng)
     batch, text = make_batch(vocabulary, rng, spec), model.model.language_model
@@ -39,40 +42,57 @@ def test_training_computes_what_transformers_computes() -> None:
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, dict[str, float]]:
-    engine = HFEngine(HYBRID, dtype="float32", position_free=True)
-    return {row["way"]: row for row in study.measure(engine, "multi_hop", 12, lambda _: None)}
+def engines() -> dict[Path, HFEngine]:
+    return {folder: HFEngine(folder, dtype="float32", position_free=True) for folder in (HYBRID, STATES)}
 
 
-def test_it_answers_and_its_states_compose(rows: dict[str, dict[str, float]]) -> None:
-    assert rows["re-prefill"]["right"] >= 0.9
-    composed = rows["composed of exact maps"]
+Rows = dict[str, dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def rows(engines: dict[Path, HFEngine]) -> dict[Path, Rows]:
+    return {
+        folder: {row["way"]: row for row in study.measure(engine, "multi_hop", 12, lambda _: None)}
+        for folder, engine in engines.items()
+    }
+
+
+@pytest.mark.parametrize("folder", [HYBRID, STATES], ids=["kv", "states"])
+def test_it_answers_and_its_states_compose(folder: Path, rows: dict[Path, Rows]) -> None:
+    assert rows[folder]["re-prefill"]["right"] >= 0.9
+    composed = rows[folder]["composed of exact maps"]
     assert composed["agreed"] == 1 and composed["kl"] < 1e-5
 
 
-def test_chunks_that_saw_nothing_lose_the_answers_and_patches_bring_them_back(
-    rows: dict[str, dict[str, float]],
+def test_what_binds_lies_in_the_kv_of_one_and_in_the_states_of_the_other(rows: dict[Path, Rows]) -> None:
+    for folder, kv, states in ((HYBRID, 1, 0), (STATES, 0, 1)):
+        agreed = {way: row["agreed"] for way, row in rows[folder].items()}
+        assert agreed["blind"] <= 0.3
+        assert abs(agreed["KV exact, maps blind"] - kv) <= 0.3 and abs(agreed["maps exact, KV blind"] - states) <= 0.3
+
+
+def test_patches_bring_the_answers_back(rows: dict[Path, Rows]) -> None:
+    of_kv, of_states = rows[HYBRID]["KV rank 4"], rows[STATES]["KV rank 4, states rank 64"]
+    assert of_kv["agreed"] >= 0.9 and 0 < of_kv["patches"] < 0.05
+    assert of_states["agreed"] >= 0.9 and 0 < of_states["patches"] < 0.3
+    assert rows[STATES]["KV rank 4"]["agreed"] <= 0.3
+
+
+@pytest.mark.parametrize("folder", [HYBRID, STATES], ids=["kv", "states"])
+def test_what_is_forgotten_is_answered_as_if_it_had_never_been_there(
+    folder: Path, engines: dict[Path, HFEngine]
 ) -> None:
-    assert rows["blind"]["agreed"] <= 0.3
-    patched = rows["KV rank 4, states rank 4"]
-    assert patched["agreed"] >= 0.9 and 0 < patched["patches"] < 0.05
+    left = {row["way"]: row for row in study.measure_eviction(engines[folder], 12, lambda _: None)}
+    forgotten, without = left["evicted, forget=True"], left["re-prefill without it"]
+    assert (forgotten["said"], forgotten["decided"]) == (without["said"], without["decided"])
+    assert max(forgotten["said"], forgotten["decided"]) <= 0.4
+    assert left["KV evicted, states kept"]["decided"] >= 0.9, "survivors remember"
+    if folder == STATES:
+        assert left["KV evicted, states kept"]["said"] >= forgotten["said"] + 0.4, "and so do states that are kept"
 
 
-def test_a_patch_of_full_rank_gives_the_states_of_one_forward() -> None:
-    from ctxwin.kv.states import composed
-
-    torch.manual_seed(0)
-    alone = {"0.conv": torch.ones(4), "0.map": torch.randn(2, 8, 8), "0.own": torch.randn(2, 8, 8)}
-    alone["0.recurrent"] = alone["0.own"]
-    before, exact = {"0.recurrent": torch.randn(2, 8, 8)}, {"0.recurrent": torch.randn(2, 8, 8)}
-    patched, numbers = study.deficit(exact, before, alone, 8)
-    torch.testing.assert_close(composed(before, patched)["0.recurrent"], exact["0.recurrent"])
-    assert numbers == 8 * (8 + 16)
-    less, _ = study.deficit(exact, before, alone, 2)
-    assert not torch.allclose(composed(before, less)["0.recurrent"], exact["0.recurrent"])
-
-
-def test_it_is_small_and_holds_no_pickle() -> None:
-    files = [path for path in HYBRID.iterdir() if path.is_file()]
+@pytest.mark.parametrize("folder", [HYBRID, STATES], ids=["kv", "states"])
+def test_it_is_small_and_holds_no_pickle(folder: Path) -> None:
+    files = [path for path in folder.iterdir() if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 4_000_000
     assert {path.suffix for path in files} <= {".json", ".jinja", ".safetensors", ".md"}

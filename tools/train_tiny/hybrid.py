@@ -1,4 +1,4 @@
-"""A small hybrid of the same world: Qwen3.5's architecture, three Gated DeltaNet layers in front of each attention layer.
+"""Small hybrids of the same world in Qwen3.5's architecture: Gated DeltaNet layers in front of an attention layer, or behind one.
 
 The forward is transformers' own, layer by layer, except that the questions of a context go through the recurrent layers side
 by side: each continues from the state behind the context, which no other question has touched.
@@ -7,7 +7,7 @@ by side: each continues from the state behind the context, which no other questi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +19,22 @@ from train_tiny.forward import PATCHES, encode_pictures, patchify
 from train_tiny.model import HIDDEN, shared_config
 from train_tiny.tokenizer import transformers
 
-LAYERS = 4
+READS_KV = (*("linear_attention",) * 3, "full_attention")
+READS_STATES = ("full_attention", *("linear_attention",) * 2)
+"""Layers whose questions read what chunks absorbed from the last one's KV, or from its states.
+
+Keys and values of a first layer know nothing of what stands in front: behind it, only states can hold what was bound.
+"""
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 STATES, STATE_WIDTH = 2, 128
 """Heads of a recurrent layer; each keeps 128 x 128 numbers, as released models' do."""
 STEP, DECAY = 0.01, 0.1
 """Initial step and rate of forgetting: a state still holds two thirds of what it read 500 tokens ago."""
+SHARPNESS = 15.0
+"""Length of a recurrent layer's queries and keys where a look-up is scored as if it were attention's."""
 
 
-def build_hybrid(tokenizer: Any, seed: int) -> Any:
+def build_hybrid(tokenizer: Any, seed: int, layers: Sequence[str] = READS_KV) -> Any:
     """A freshly initialised `Qwen3_5ForConditionalGeneration`, float32, on the CPU.
 
     Queries and keys start equal in all layers, and the convolutions pass their own token: associations are there to be used
@@ -38,7 +45,8 @@ def build_hybrid(tokenizer: Any, seed: int) -> Any:
     config = library.Qwen3_5Config(
         text_config=text
         | {
-            "num_hidden_layers": LAYERS,
+            "num_hidden_layers": len(layers),
+            "layer_types": list(layers),
             "num_attention_heads": HEADS,
             "num_key_value_heads": KV_HEADS,
             "head_dim": HEAD_DIM,
@@ -87,8 +95,13 @@ def pictures_of(model: Any, pixels: Tensor) -> Tensor:
     return merged.view(len(pixels), GRID * GRID, -1)
 
 
-def _recur(layer: Any, h: Tensor, valid: Tensor | None, front: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Any]:
-    """One recurrent layer; `valid` [B, T] leaves out the padding at the end. Returns its output, and tail and state."""
+def _recur(
+    layer: Any, h: Tensor, valid: Tensor | None, front: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """One recurrent layer; `valid` [B, T] leaves out the padding at the end.
+
+    Returns its output, its tail and state, and its queries and keys of length `SHARPNESS`, [B, T, heads, width].
+    """
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
     mixed = layer.in_proj_qkv(h)
@@ -104,8 +117,11 @@ def _recur(layer: Any, h: Tensor, valid: Tensor | None, front: tuple[Tensor, Ten
     length = torch.full((len(h),), h.shape[1], device=h.device) if valid is None else valid.sum(1)
     if valid is not None:
         beta, decay = beta * valid[..., None], decay * valid[..., None]
+    q, k, v = (t.reshape(*t.shape[:2], STATES, STATE_WIDTH) for t in (q, k, v))
     read, state = torch_chunk_gated_delta_rule(
-        *(t.reshape(*t.shape[:2], STATES, STATE_WIDTH) for t in (q, k, v)),
+        q,
+        k,
+        v,
         decay,
         beta,
         chunk_size=64 if h.shape[1] > 32 else h.shape[1],
@@ -116,7 +132,8 @@ def _recur(layer: Any, h: Tensor, valid: Tensor | None, front: tuple[Tensor, Ten
     rows = length[:, None] + torch.arange(reach, device=h.device)
     tail = mixed.gather(1, rows[..., None].expand(-1, -1, mixed.shape[-1]))
     z = layer.in_proj_z(h).unflatten(-1, (STATES, STATE_WIDTH))
-    return layer.out_proj(layer.norm(read, z).flatten(-2)), (tail, state)
+    looked = functional.normalize(q, dim=-1) * SHARPNESS, functional.normalize(k, dim=-1) * SHARPNESS
+    return layer.out_proj(layer.norm(read, z).flatten(-2)), (tail, state), looked
 
 
 def _attend(layer: Any, h: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor, probe: Callable[..., None]) -> Tensor:
@@ -152,7 +169,7 @@ def decode_questions(
         mask: additive, [B, 1, T, T].
         real: which tokens of the contexts are no padding, [B, tokens of the longest context].
         length: tokens of a question and its answer.
-        probe: called in every attention layer with its index, rotated queries and keys, one for each query head.
+        probe: called in every layer with its index, queries and keys, one for each query head (rotated where there is RoPE).
 
     Returns:
         Final hidden states [B, T, hidden].
@@ -163,11 +180,13 @@ def decode_questions(
     for index, layer in enumerate(text.layers):
         h = layer.input_layernorm(x)
         if hasattr(layer, "linear_attn"):
-            context, left = _recur(layer.linear_attn, h[:, :width], real, None)
+            context, left, seen = _recur(layer.linear_attn, h[:, :width], real, None)
             front = tuple(t.repeat_interleave(asked, 0) for t in left)
-            questions, _ = _recur(
+            questions, _, looked = _recur(
                 layer.linear_attn, h[:, width:].reshape(-1, length, h.shape[-1]), None, (front[0], front[1])
             )
+            both = (torch.cat([c, t.reshape(len(x), -1, *t.shape[2:])], 1) for c, t in zip(seen, looked, strict=True))
+            probe(index, *(t.transpose(1, 2) for t in both))
             x = x + torch.cat([context, questions.reshape(len(x), -1, x.shape[-1])], 1)
         else:
             x = x + _attend(layer.self_attn, h, turns, mask, lambda q, k, index=index: probe(index, q, k))

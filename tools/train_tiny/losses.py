@@ -13,7 +13,6 @@ from ctxwin.tiny.sprites import COLORS, GREY, N_SHAPES
 from train_tiny.data import Batch, Vocabulary
 from train_tiny.forward import decode
 from train_tiny.hybrid import decode_questions, pictures_of
-from train_tiny.model import LAYERS
 from train_tiny.recipe import Recipe
 
 
@@ -40,12 +39,13 @@ def decoder_losses(
     x = x.masked_scatter((batch.ids == vocabulary.image)[..., None], pictures)
     mask = torch.zeros(batch.mask.shape, device=x.device).masked_fill_(~batch.mask, float("-inf"))
     lookups: list[Tensor] = []
-    chains = recipe.palettes == "agree"
+    chains, last = recipe.palettes == "agree", len(text.layers) - 1
+    looking = [last] if recipe.hybrid else [last - 1, last] if stage == 3 else []
 
     def watch(layer: int, queries: Tensor, keys: Tensor) -> None:
         if chains and layer == 0:
             lookups.append(_lookup_loss(queries, keys, mask, batch.numbers, batch.things))
-        elif not chains and (stage == 3 or recipe.hybrid) and layer >= LAYERS - 2:
+        elif not chains and layer in looking:
             lookups.extend(_lookup_loss(queries, keys, mask, at, batch.things) for at in (batch.numbers, batch.last))
 
     if recipe.hybrid:

@@ -41,8 +41,9 @@ class Recipe:
         apart: Share of the decoder's steps in which every frame sees the header and itself only.
         init: Folder of weights whose vision tower and word embeddings are taken over, so that stage 1 is left out.
         init_decoder: Whether the layers of that model's decoder are taken over too.
-        hybrid: Whether to make a model of Qwen3.5's architecture, recurrent layers beside attention. Its one attention layer
-            is trained to look things up in stage 2 already.
+        hybrid: Whether to make a model of Qwen3.5's architecture, recurrent layers beside attention. Its last layer is trained
+            to look things up in stage 2 already.
+        states: Whether a hybrid's attention stands in front of its recurrent layers, so that questions must read from states.
     """
 
     seed: int = 0
@@ -65,6 +66,7 @@ class Recipe:
     init: Path | None = None
     init_decoder: bool = False
     hybrid: bool = False
+    states: bool = False
 
 
 def batch_spec(recipe: Recipe, stage: int, step: int, rng: np.random.Generator) -> BatchSpec:

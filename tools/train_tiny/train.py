@@ -27,7 +27,7 @@ from ctxwin.tiny.sprites import GREY, N_APPEARANCES, N_MARKS, N_SHAPES
 from ctxwin.tiny.world import Frame, Role, render, sample_frames
 from train_tiny.checkpoint import load_checkpoint, save_checkpoint
 from train_tiny.data import Vocabulary, make_batch, through_clip
-from train_tiny.hybrid import build_hybrid, pictures_of
+from train_tiny.hybrid import READS_KV, READS_STATES, build_hybrid, pictures_of
 from train_tiny.losses import decoder_losses
 from train_tiny.model import HIDDEN, build_model, save_model
 from train_tiny.recipe import Recipe, batch_spec
@@ -151,9 +151,12 @@ def take_over(run: Run) -> None:
     source = type(run.model).from_pretrained(folder, dtype=torch.float32, local_files_only=True).model
     target = run.model.model
     target.visual.load_state_dict(source.visual.state_dict())
-    words = source.language_model if run.recipe.init_decoder else source.language_model.embed_tokens
-    into = target.language_model if run.recipe.init_decoder else target.language_model.embed_tokens
-    into.load_state_dict(words.state_dict())
+    if run.recipe.init_decoder:
+        target.language_model.load_state_dict(source.language_model.state_dict())
+    else:  # a saved hybrid has rows behind those of the tokenizer (`keep_marks_whole`)
+        words = target.language_model.embed_tokens.weight
+        with torch.no_grad():
+            words.copy_(source.language_model.embed_tokens.weight[: len(words)])
 
 
 def train_decoder(run: Run, optimizer: torch.optim.AdamW, vocabulary: Vocabulary) -> None:
@@ -203,8 +206,9 @@ def train(recipe: Recipe, out: Path, device: str = "cpu", resume: bool = False) 
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
     vocabulary = Vocabulary(tokenizer)
-    build = build_hybrid if recipe.hybrid else build_model
-    run = Run(recipe, out, torch.device(device), build(tokenizer, recipe.seed), tokenizer)
+    layers = READS_STATES if recipe.states else READS_KV
+    model = build_hybrid(tokenizer, recipe.seed, layers) if recipe.hybrid else build_model(tokenizer, recipe.seed)
+    run = Run(recipe, out, torch.device(device), model, tokenizer)
     run.heads = nn.ModuleList(nn.Linear(HIDDEN, n) for n in (N_SHAPES, N_APPEARANCES, N_MARKS + 1))
     run.model.to(run.device)
     run.heads.to(run.device)
@@ -253,6 +257,7 @@ def main() -> None:
     parser.add_argument(
         "--hybrid", action="store_true", help="Qwen3.5's architecture: recurrent layers beside attention"
     )
+    parser.add_argument("--states", action="store_true", help="a hybrid whose questions must read from states")
     parser.add_argument("--lookup-weight", type=float, default=Recipe.lookup_weight)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
@@ -275,6 +280,7 @@ def main() -> None:
         init=options.init,
         init_decoder=options.init_decoder,
         hybrid=options.hybrid,
+        states=options.states,
         lookup_weight=options.lookup_weight,
     )
     train(recipe, options.out, options.device, options.resume)
