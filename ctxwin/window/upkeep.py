@@ -174,7 +174,8 @@ def _kept(core: WindowCore, state: State, p: Placed, dropped: dict[str, int]) ->
         return merged_apart(core.assembly, state, p, core.fidelity.merge or 1.0, dropped)
     if form == "conditioned" or own == canonical:
         return p
-    dropped[own] = core.engine.spec.kv.token_bytes * p.tokens if p.kv.patch is None else 0
+    kv = core.engine.spec.kv
+    dropped[own] = kv.token_bytes * p.tokens + kv.state_bytes if p.kv.patch is None else 0
     return p.replace(kv=None)
 
 
