@@ -33,6 +33,7 @@ GUARDS = (
     "engines/test_vllm_encoder_cache_windows.py::",
     "engines/test_vllm_failures.py::",
     "engines/test_vllm_hybrid.py::",
+    "engines/test_vllm_hybrid_maps.py::",
     "engines/test_vllm_families.py::TestGLM4V::",
     "engines/test_vllm_families.py::TestInternVL::",
     "engines/test_vllm_families.py::TestGemma3::",

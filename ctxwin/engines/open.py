@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _FORMS = "'tiny', 'tiny:hf', 'tiny:vllm', 'hf:MODEL' or 'vllm:MODEL' (MODEL is a local folder or a Hub name)"
 _ENGINES = ("hf", "vllm")
+_HF_OPTIONS = ("device", "dtype", "outputs", "position_free")
 _log = logging.getLogger("ctxwin.engines")
 
 
@@ -33,7 +34,8 @@ def open_engine(
             tenant it was opened with.
         engine: ``hf`` or ``vllm``; the same as the prefix of ``name``.
         options: passed on: ``device`` and ``dtype`` on transformers, the arguments of ``vllm.LLM`` on vLLM; on both
-            ``outputs=True`` keeps what a forward gives for each token beside its KV (`Answer.outputs`).
+            ``outputs=True`` keeps what a forward gives for each token beside its KV (`Answer.outputs`), and
+            ``position_free=True`` a hybrid's maps on its recurrent states, with which chunks move without a forward.
 
     Raises:
         ValueError: a name of another form, no such model, or an option that the engine does not have.
@@ -79,10 +81,10 @@ def _parse(name: str, engine: str | None) -> tuple[str | None, str]:
 def _hf(model: str, store: Store | None, options: dict[str, Any]) -> Engine:
     from ctxwin.engines.hf.engine import HFEngine
 
-    unknown = sorted(set(options) - {"device", "dtype", "outputs"})
+    unknown = sorted(set(options) - set(_HF_OPTIONS))
     if unknown:
         raise ValueError(
-            f"options of the transformers engine must be device, dtype or outputs, got {', '.join(unknown)}"
+            f"options of the transformers engine must be device, dtype, outputs or position_free, got {', '.join(unknown)}"
         )
     return HFEngine(model, store=store, **options)
 
@@ -108,7 +110,7 @@ def _either(model: str, store: Store | None, tenant: str, options: dict[str, Any
     except (EngineFailed, ImportError, RuntimeError, OSError) as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
         _log.warning("vLLM does not start (%s): the bundled model runs on transformers", first)
-        return _hf(model, store, {k: v for k, v in options.items() if k in ("device", "dtype", "outputs")})
+        return _hf(model, store, {k: v for k, v in options.items() if k in _HF_OPTIONS})
     _log.info("the bundled model runs on vLLM")
     return opened
 

@@ -17,8 +17,8 @@ directions that a layer's heads share, is added to ``N`` (`reconditioned`), so `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -26,10 +26,22 @@ if TYPE_CHECKING:
 States = Mapping[str, "torch.Tensor"]
 """Of recurrent layers, behind a span's last token: ``LAYER.conv`` (last inputs, ``[channels, kernel]``) and ``LAYER.recurrent``
 (``[heads, k, v]``). Where its map is kept, also ``LAYER.map`` (M, ``[heads, k, k]``) and ``LAYER.own`` (N, ``[heads, k, v]``).
-vLLM's are as its kernels lay them out."""
+vLLM's are as its kernels lay them out, but for ``LAYER.recurrent`` where maps are kept."""
 
 
 _PREFIX: Final = "state."
+_BLOCK: Final = 64
+"""Tokens whose transitions are multiplied at once."""
+
+
+class _Placed(Protocol):
+    """What stands in a prompt, a segment or a part of one."""
+
+    @property
+    def approximate(self) -> bool: ...
+
+
+_T = TypeVar("_T", bound=_Placed)
 
 
 def named(states: States) -> dict[str, torch.Tensor]:
@@ -121,3 +133,38 @@ def reconditioned(states: States, patch: States) -> dict[str, torch.Tensor]:
             own, _ = made[f"{layer}.own"], made.pop(f"{layer}.recurrent")
             made[f"{layer}.own"] = own + part.to(own) @ patch[f"{layer}.right"].to(own)
     return made
+
+
+def since_exact(parts: Sequence[_T]) -> Sequence[_T]:
+    """The parts whose states or maps the state behind all of them is made of: the last one that is exact, and what follows."""
+    exact = [i for i, part in enumerate(parts) if not part.approximate]
+    return parts[exact[-1] :] if exact else parts
+
+
+def transition(keys: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    """M of a run of tokens: the product of ``a_t (I - b_t k_t k_t^T)``, the last one leftmost.
+
+    Args:
+        keys: ``[T, heads, k]``, normalised.
+        log_decay: ``[T, heads]``, the logarithm of ``a_t``.
+        beta: ``[T, heads]``.
+
+    Returns:
+        float32 ``[heads, k, k]``, float64 for float64 keys. Cost: two products ``k x k`` a head and 64 tokens.
+    """
+    import torch
+
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    k, g, b = keys.to(dtype).transpose(0, 1), log_decay.to(dtype).T, beta.to(dtype).T
+    made = torch.eye(k.shape[-1], dtype=dtype, device=k.device).expand(k.shape[0], -1, -1)
+    for at in range(0, k.shape[1], _BLOCK):
+        here, scale = k[:, at : at + _BLOCK], b[:, at : at + _BLOCK, None]
+        total = g[:, at : at + _BLOCK].cumsum(1)
+        # What each token takes off the state is less what those in front of it have taken off: a triangular system.
+        between = (total[:, :, None] - total[:, None]).tril(-1).exp()
+        taken = (scale * (here @ here.mT) * between).tril(-1)
+        right = scale * total.exp()[..., None] * here
+        solved = torch.linalg.solve_triangular(taken, right, upper=False, unitriangular=True)
+        rest = (here * (total[:, -1:] - total).exp()[..., None]).mT @ solved
+        made = total[:, -1:, None].exp() * made - rest @ made
+    return made.contiguous()

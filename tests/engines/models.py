@@ -182,8 +182,8 @@ def _hybrid_fields(vocab: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def write_hybrid(folder: Path, kind: str = "Qwen3_5Text") -> Path:
-    """A random text hybrid: Qwen3.5 (``Qwen3_5Text``, ``Qwen3_5MoeText``) or ``Qwen3Next``."""
+def write_hybrid(folder: Path, kind: str = "Qwen3_5Text", **changes: object) -> Path:
+    """A random text hybrid: Qwen3.5 (``Qwen3_5Text``, ``Qwen3_5MoeText``) or ``Qwen3Next``; ``changes`` to its config."""
     import torch
     import transformers
 
@@ -195,7 +195,7 @@ def write_hybrid(folder: Path, kind: str = "Qwen3_5Text") -> Path:
     if kind == "Qwen3Next":  # vLLM does not tie its words
         fields["tie_word_embeddings"] = False
         fields["rope_parameters"] = {n: v for n, v in fields["rope_parameters"].items() if n != "mrope_section"}
-    config = getattr(transformers, f"{kind}Config")(**fields)
+    config = getattr(transformers, f"{kind}Config")(**fields | changes)
     model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
     _randomise(model)
     _save(model, folder)

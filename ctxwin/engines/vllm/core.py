@@ -30,7 +30,7 @@ from ctxwin.engines.vllm.transport import PARAM, LocalTransport, SharedMemoryTra
 from ctxwin.engines.vllm.vision import Vision, remote, see
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.hashing import digest
-from ctxwin.kv.config import kv_spec_from_config
+from ctxwin.kv.config import kv_spec_from_config, with_maps
 from ctxwin.kv.layout import KVSpec
 
 if TYPE_CHECKING:
@@ -44,10 +44,13 @@ REFUSED = {"kimi_k25": "vLLM 0.32 takes its pictures as pixels only"}
 _prepared: weakref.WeakValueDictionary[str, SharedMemoryTransport] = weakref.WeakValueDictionary()
 
 
-def read_model(model: str | Path, dtype: Any = "auto", cache: Any = "auto") -> tuple[Checkpoint, KVSpec]:
+def read_model(
+    model: str | Path, dtype: Any = "auto", cache: Any = "auto", position_free: bool = False
+) -> tuple[Checkpoint, KVSpec]:
     """A checkpoint and its KV as vLLM serves it in one dtype. Reads no weights but for their digest.
 
     What a quantised ``cache`` (vLLM's ``kv_cache_dtype``) makes of KV is another model's KV: its name is part of the identity.
+    So is whether a hybrid's maps are kept (``position_free``).
 
     Raises UnsupportedModel for a model whose config says that KV cannot be moved, ValueError for an unknown dtype.
     """
@@ -61,6 +64,7 @@ def read_model(model: str | Path, dtype: Any = "auto", cache: Any = "auto") -> t
     kv = kv_spec_from_config(checkpoint.config, checkpoint.identity(name, f"vllm{rounded}"), name, "vllm")
     if kv.recurrent:
         kv = _of_hybrid(kv)
+        kv = with_maps(kv, checkpoint.config) if position_free else kv
     return checkpoint, kv
 
 
@@ -88,7 +92,9 @@ def engine_arguments(model: str | Path, options: dict[str, Any]) -> dict[str, An
         raise ValueError(
             "enable_lora must not be set under ctxwin, got True: a server's plain requests would name adapters"
         )
-    checkpoint, kv = read_model(model, options.get("dtype") or "auto", options.get("kv_cache_dtype"))
+    options = dict(options)
+    free = bool(options.pop("position_free", False))
+    checkpoint, kv = read_model(model, options.get("dtype") or "auto", options.get("kv_cache_dtype"), free)
     transport = SharedMemoryTransport(kv)
     try:
         arguments = startup.with_connector(str(checkpoint.path), {**options, "dtype": kv.dtype}, transport)
@@ -148,7 +154,8 @@ class Core:
                 transport.drafter = DrafterKV(theirs, self.drafter, self.block, alone=True)
             transport.paged = PagedKV(layers, self.kv, self.block, alone=True)
             if self.kv.recurrent:
-                transport.states = PagedStates(layers, layer_groups(cast("StepDriver", driver).llm))
+                groups = layer_groups(cast("StepDriver", driver).llm)
+                transport.states = PagedStates(layers, groups, self.kv.maps)
             if outputs:
                 if not config.enforce_eager:
                     raise UnsupportedModel("outputs=True needs enforce_eager=True: a recorded graph hands nothing on")
@@ -177,7 +184,8 @@ class Core:
         if options.get("enable_lora") and lora is None:
             raise ValueError("enable_lora must not be set under ctxwin, got True; name the adapter: lora=FOLDER")
         options |= {} if lora is None else {**options_for(lora), **options}
-        checkpoint, kv = read_model(model, options.pop("dtype", "auto"), options.get("kv_cache_dtype"))
+        free = bool(options.pop("position_free", False))
+        checkpoint, kv = read_model(model, options.pop("dtype", "auto"), options.get("kv_cache_dtype"), free)
         if processes is None:
             processes = "multi" if options.get("tensor_parallel_size", 1) > 1 else "single"
         outputs = bool(options.pop("outputs", False))
@@ -217,7 +225,8 @@ class Core:
             raise ValueError("vLLM's last ctxwin engine was closed; start vLLM anew with new engine_arguments")
         if engine is llm and loop is None:
             raise ValueError("an AsyncLLM needs loop=, the running event loop that it was started on")
-        checkpoint, kv = read_model(model, str(config.model_config.dtype), config.cache_config.cache_dtype)
+        dtype, cache = str(config.model_config.dtype), config.cache_config.cache_dtype
+        checkpoint, kv = read_model(model, dtype, cache, transport.kv.maps)
         transport.kv = kv
         driver: Driver
         driver = StepDriver(llm, lambda _: None) if engine is not llm else LoopDriver(llm, cast("Any", loop))

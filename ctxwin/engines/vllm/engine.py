@@ -44,6 +44,7 @@ from ctxwin.kv.config import sliding_window
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.merge import attention_sums
 from ctxwin.kv.relocate import relocate
+from ctxwin.kv.states import has_maps
 from ctxwin.store import open_store
 from ctxwin.store.recent import Recent
 from ctxwin.store.spans import SpanRepository
@@ -94,6 +95,9 @@ class VLLMEngine(EncodingEngine):
             default; ``async`` does so with ``AsyncLLM``, which takes requests in while others are prefilled. None is
             ``single``, or ``multi`` with ``tensor_parallel_size`` above 1. Chunk data then travels in shared memory.
         lora: folder of a LoRA adapter (PEFT's layout) that all of its requests are computed with; see `view` for others.
+        position_free: of a hybrid, whether chunks' maps on the recurrent states are kept as well (`ctxwin.kv.states`), so that a
+            chunk may stand behind others than it was computed behind; three times the bytes of its states, and each missing
+            chunk takes a request of its own. Eager execution, and a version of vLLM among `transitions.HEARD`.
         **options: ``outputs=True`` keeps what a forward gives for each token beside its KV (one process, eager execution);
             engine arguments of vLLM (``dtype``, ``max_model_len``, ``gpu_memory_utilization`` ...). On a CPU the
             defaults are blocks of 32 tokens, a paged cache of 1 GiB and eager execution. ``allow_untested_vllm=True``
@@ -116,6 +120,7 @@ class VLLMEngine(EncodingEngine):
         tenant: str = "",
         processes: str | None = None,
         lora: str | Path | None = None,
+        position_free: bool = False,
         **options: Any,
     ) -> None:
         try:
@@ -123,7 +128,7 @@ class VLLMEngine(EncodingEngine):
             from ctxwin.engines.vllm.lora import Adapter
 
             adapter = None if lora is None else Adapter.open(lora)
-            core = Core.start(model, processes, options, lora=adapter)
+            core = Core.start(model, processes, {**options, "position_free": position_free}, lora=adapter)
         except ImportError as error:
             raise EngineFailed(
                 f"the vLLM engine needs vLLM ({error}); install it with `pip install {requirement('vllm')!r}` (on a "
@@ -397,6 +402,8 @@ class VLLMEngine(EncodingEngine):
             last = len(bare) - 1 if not ask.tail else -1
             bare = [replace(segment, capture=segment.capture and i == last) for i, segment in enumerate(bare)]
         tries = [*[(layout, ask)] * (3 if ask.salt else 2), (bare, replace(ask, salt=""))]
+        if self.spec.kv.maps and not ask.tail:  # computed with all in front of it, a chunk has no map of its own
+            tries.pop()
         for left, (segments, asked) in zip(range(len(tries) - 1, -1, -1), tries, strict=True):
             try:
                 outcome = self._attempt(made, segments, base, asked)
@@ -459,7 +466,7 @@ class VLLMEngine(EncodingEngine):
 
         vLLM takes external KV as one prefix only, so a missing segment with spans behind it is computed by a request of
         its own and then loaded with the others. A hybrid's states are read back where a request ends, so each missing segment
-        whose KV is wanted has one of its own.
+        whose KV is wanted has one of its own; where its map is wanted as well, it is all that the request computes.
         """
         segments = list(layout)
         for i, segment in enumerate(segments):
@@ -471,10 +478,12 @@ class VLLMEngine(EncodingEngine):
         each = self.spec.kv.recurrent
         if each:
             last = len(segments) if ask.tail else len(segments) - 1
+        apart = max((i for i, s in enumerate(segments) if s.span is not None or s.capture), default=-1)
         seen = 0
         for i, segment in enumerate(segments[:last]):
             loaded_behind = i + 1 < len(segments) and segments[i + 1].span is not None
-            if segment.span is None and (loaded_behind or (each and segment.capture)):
+            alone = (each and segment.capture) or (self.spec.kv.maps and i <= apart)
+            if segment.span is None and (loaded_behind or alone):
                 run = [j for j in range(i + 1) if segments[j].span is None]
                 front, rest = self._ended(segments, i + 1)
                 part = _Ask(rest, Sampling(max_tokens=1), ask.salt, background=ask.background)
@@ -625,6 +634,8 @@ class VLLMEngine(EncodingEngine):
         extra = int(k.shape[1]) - encoded.tokens
         behind = np.tile(np.arange(encoded.advance, encoded.advance + extra, dtype=np.int64), (3, 1))
         positions = torch.from_numpy(np.concatenate([encoded.positions, behind], axis=1))
+        if self.spec.kv.maps and name != _QUERY and not has_maps(states):
+            raise EngineFailed(f"the map of segment {name} on the recurrent states was not heard; ask again")
         outputs = transfer.outputs.get(name, {})
         if self._core.drafter is not None:
             outputs = unturned(self._core.drafter, *transfer.drafted[name], positions + start)

@@ -25,6 +25,7 @@ class Part:
         patch: factors to add in the canonical frame; formed on the whole span.
         begin, end: the tokens to serve, counted within the span; ``end=None`` is the span's end. A prefix hit may cut a
             span anywhere.
+        approximate: of a hybrid: the state behind it is composed of the span's map on the one in front (`ctxwin.kv.states`).
     """
 
     span: SpanKV
@@ -32,6 +33,7 @@ class Part:
     patch: Patch | None = None
     begin: int = 0
     end: int | None = None
+    approximate: bool = False
 
     @property
     def stop(self) -> int:

@@ -17,7 +17,8 @@ the next step.
 
 **Hybrids** (recurrent layers beside attention) take part in vLLM's hybrid memory allocator: a request has blocks in several
 groups. KV and the states behind it (`paged_states`) are loaded together, in the background, or the request fails; both are read
-back together. vLLM's own prefix cache is off for them, since it keeps states at block boundaries only.
+back together, and where chunks' maps are kept, those of captured chunks are heard in between (`transitions`). vLLM's own prefix
+cache is off for them, since it keeps states at block boundaries only.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from ctxwin.errors import UnsupportedModel
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -73,6 +75,11 @@ class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers = self._vllm_config.compilation_config.static_forward_context
         self.endpoint.open_cache(layers, self.block_size, self._groups, self._vllm_config.speculative_config)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        KVConnectorBase_V1.bind_connector_metadata(self, connector_metadata)
+        assert isinstance(connector_metadata, Step)
+        self.listen(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._get_connector_metadata()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.request import RequestStatus
 
-from ctxwin.engines.vllm.transport import PARAM, Endpoint, Job, Load, Save, is_handle
+from ctxwin.engines.vllm.transport import PARAM, Endpoint, Hear, Job, Load, Save, is_handle
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -39,8 +39,9 @@ class _Unproven:
 
 @dataclass
 class Step(KVConnectorMetadata):  # type: ignore[misc]  # mypy sees vLLM as untyped
-    """What the workers load and save in one step."""
+    """What the workers load and save in one step, and what they have to hear of it."""
 
+    hears: list[Hear] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
 
@@ -87,10 +88,14 @@ class SchedulerHalf:
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plans the load; called a second time, with no tokens, when a background load is done."""
         asked = self._asked.pop(request.request_id, None)
-        if asked is None or not num_external_tokens:
+        if asked is None:
             return
         begin, handle, job = asked
         ids, states = self._split(blocks.get_block_ids())
+        if self.endpoint.kv.maps and (tokens := job.behind(begin + num_external_tokens)):
+            self._step.hears.append(Hear(self.source, states, tokens))
+        if not num_external_tokens:
+            return
         end, background = begin + num_external_tokens, self._background(job, begin)
         self._step.loads.append(
             Load(self.source, handle, request.request_id, tuple(ids), begin, end, background, states)
@@ -104,7 +109,7 @@ class SchedulerHalf:
         self._steps += 1
         while self._unproven and self._unproven[0].step <= self._steps - STEPS:
             self._unproven.popleft()
-        if not (self._step.loads or self._step.saves):
+        if not (self._step.loads or self._step.saves or self._step.hears):
             return _IDLE
         step, self._step = self._step, Step()
         return step

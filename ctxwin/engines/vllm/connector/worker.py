@@ -29,6 +29,11 @@ class WorkerHalf:
         self._received: set[str] = set()
         self._sent: set[str] = set()
 
+    def listen(self, step: Step) -> None:
+        """Before the forward, whatever is loaded: expects the chunks whose maps are wanted."""
+        for hear in step.hears:
+            connect(hear.source).hear(hear)
+
     def work(self, step: Step) -> None:
         """Does what the scheduler planned for this step."""
         for save in step.saves:

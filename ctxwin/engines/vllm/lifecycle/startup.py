@@ -25,6 +25,7 @@ from ctxwin.engines.vllm import internals
 from ctxwin.engines.vllm.drivers import Driver, LoopDriver, StepDriver, in_turn
 from ctxwin.engines.vllm.lifecycle import versions, watchdog
 from ctxwin.engines.vllm.refusals import CONNECTOR, ONE
+from ctxwin.engines.vllm.transitions import check_version
 from ctxwin.engines.vllm.transport import PARAM, SharedMemoryTransport, Transport
 from ctxwin.errors import EngineFailed, UnsupportedModel
 
@@ -203,6 +204,9 @@ def _arguments(transport: Transport, options: dict[str, Any]) -> dict[str, Any]:
     fixed, unset = dict(_FIXED), ["kv_transfer_config", "kv_offloading_size"]
     if transport.kv.recurrent:  # see `refusals`
         fixed |= {"enable_prefix_caching": False, "async_scheduling": False}
+        if transport.kv.maps:
+            check_version()
+            fixed["enforce_eager"] = True  # a recorded graph tells nobody what goes through its layers
     else:
         fixed["disable_hybrid_kv_cache_manager"] = True  # or it would drop what left a sliding window
     between = isinstance(transport, SharedMemoryTransport)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ctxwin.engines.vllm.transport.base import PARAM, Endpoint, Job, Load, Save, Transfer, Transport, is_handle
+from ctxwin.engines.vllm.transport.base import PARAM, Endpoint, Hear, Job, Load, Save, Transfer, Transport, is_handle
 from ctxwin.engines.vllm.transport.endpoint import SharedMemoryEndpoint, open_endpoint
 from ctxwin.engines.vllm.transport.local import LocalTransport, find
 from ctxwin.engines.vllm.transport.shared_memory import SharedMemoryTransport
 
-__all__ = ["PARAM", "Endpoint", "Job", "Load", "LocalTransport", "Save", "SharedMemoryEndpoint"]
+__all__ = ["PARAM", "Endpoint", "Hear", "Job", "Load", "LocalTransport", "Save", "SharedMemoryEndpoint"]
 __all__ += ["SharedMemoryTransport", "Transfer", "Transport", "connect", "is_handle"]
 
 

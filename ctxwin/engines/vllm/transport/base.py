@@ -17,6 +17,7 @@ import torch
 
 from ctxwin.engines.base import Segment
 from ctxwin.kv.kernels import Part
+from ctxwin.kv.states import since_exact
 
 if TYPE_CHECKING:
     from ctxwin.engines.vllm.drafter import DrafterKV
@@ -70,6 +71,11 @@ class Job:
         if self.exact and 0 < count < block and hit >= max(1, self.blank):
             return 0
         return count
+
+    def behind(self, loaded: int) -> int:
+        """Tokens of the capture that begins right behind the first ``loaded``, whose map can be heard; 0 for none."""
+        ranges = self.captures.values()
+        return next((end - begin for begin, end in ranges if begin == loaded and end is not None), 0)
 
     def background(self, hit: int) -> bool:
         """Whether what is loaded behind a prefix hit of ``hit`` tokens must be there before anybody can find it."""
@@ -153,6 +159,20 @@ class Save:
     ranges: dict[str, tuple[int, int]]
     states: tuple[int, ...] = ()
     computed: int = 0
+
+
+@dataclass(frozen=True)
+class Hear:
+    """A chunk that one request is about to compute, whose map on the recurrent states is wanted.
+
+    Attributes:
+        states: the request's block in each group of layers.
+        tokens: of the chunk, next in the request.
+    """
+
+    source: str
+    states: tuple[int, ...]
+    tokens: int
 
 
 class Transport(ABC):
@@ -245,7 +265,10 @@ class Endpoint(ABC):
             raise RuntimeError("the engine is not up yet")
         parts = self.parts(load.handle, load.begin, load.end)
         # States first: what they lack is told before anything is written.
-        nbytes = 0 if self.states is None else self.states.write(load.states, parts[-1].span.states)
+        nbytes = 0
+        if self.states is not None:
+            self.states.write(load.states, self.states.behind(parts))
+            nbytes = state_bytes(since_exact(parts))
         if self.states is not None and load.end % self.paged.block_size:
             # Its pages are states' at other times: read as KV, what a load leaves of its last block would be NaN.
             self.paged.clear(load.blocks[load.end // self.paged.block_size])
@@ -254,12 +277,22 @@ class Endpoint(ABC):
             write(theirs.paged, theirs.placed(parts), theirs.kv, load, theirs.heads)
         self.loaded(load, nbytes + write(self.paged, parts, self.kv, load, self.heads))
 
+    def hear(self, hear: Hear) -> None:
+        """Expects a chunk whose map is wanted; `read_now` or `save` finds it with the states."""
+        if self.states is not None:
+            self.states.hear(hear.states, hear.tokens)
+
     def loaded(self, load: Load, nbytes: int) -> None:  # noqa: B027  # the other processes' engine counts by itself
         """Called when a load is written."""
 
     def save(self, save: Save) -> None:
         """Reads captures out of the paged cache for the engine."""
         raise NotImplementedError
+
+
+def state_bytes(parts: Iterable[Part | Segment]) -> int:
+    """Bytes of the states and maps of spans."""
+    return sum(s.nbytes for part in parts if part.span is not None for s in part.span.states.values())
 
 
 def overlaps(tokens: Iterable[int], begin: int, end: int) -> Iterator[tuple[int, int, int]]:

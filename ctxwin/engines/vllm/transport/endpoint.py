@@ -81,7 +81,7 @@ class SharedMemoryEndpoint(Endpoint):
             self._rank, size = tensor_parallel()
             self.heads = own_heads(self.kv.heads, self._rank, size)
             own = replace(self.kv, heads=self.heads.stop - self.heads.start)
-            self.states = PagedStates(layers, groups) if self.kv.recurrent else None
+            self.states = PagedStates(layers, groups, self.kv.maps) if self.kv.recurrent else None
             drafted = drafter_spec(speculative, self.kv)
             if drafted is not None:
                 layers, theirs = split(layers, self.kv.layers)
@@ -104,7 +104,7 @@ class SharedMemoryEndpoint(Endpoint):
             span = self._get(entry["span"], _span)
             if span.tokens != entry["tokens"]:
                 raise ValueError(f"{entry['span'][0]} must hold {entry['tokens']} tokens, got {span.tokens}")
-            found.append(Part(span, entry["start"], patch, first, last))
+            found.append(Part(span, entry["start"], patch, first, last, entry["approximate"]))
         return found
 
     def read_now(self, save: Save, job: Job) -> bool:

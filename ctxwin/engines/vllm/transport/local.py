@@ -89,7 +89,7 @@ class LocalTransport(Transport, Endpoint):
         for i, first, last in overlaps((segment.tokens for segment in transfer.loads), begin, end):
             segment = transfer.loads[i]
             assert segment.span is not None
-            found.append(Part(segment.span, segment.start, segment.patch, first, last))
+            found.append(Part(segment.span, segment.start, segment.patch, first, last, segment.approximate))
         return found
 
     def load(self, load: Load) -> None:

@@ -57,13 +57,13 @@ from ctxwin.engines.vllm.lifecycle.folders import (
 )
 from ctxwin.engines.vllm.ranks import gather
 from ctxwin.engines.vllm.transport import embeddings
-from ctxwin.engines.vllm.transport.base import Job, Transfer, Transport, new_handle
+from ctxwin.engines.vllm.transport.base import Job, Transfer, Transport, new_handle, state_bytes
 from ctxwin.errors import EngineFailed, StoreCorrupt
 from ctxwin.hashing import digest
 from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.layout import KVSpec, SpanKV, outputs_named
 from ctxwin.kv.patch import Patch
-from ctxwin.kv.states import named, states_in
+from ctxwin.kv.states import named, since_exact, states_in
 from ctxwin.store import codec
 
 if TYPE_CHECKING:
@@ -147,6 +147,7 @@ class SharedMemoryTransport(Transport):
             entries = []
             for i, segment in enumerate(transfer.loads):
                 entry: dict[str, Any] = {"tokens": segment.tokens, "start": segment.start, "patch": None, "basis": None}
+                entry["approximate"] = segment.approximate
                 for kind, key, tensor, encode in _contents(segment):
                     known_as = digest("transport", transfer.tenant, key) if key else f"{handle}-{i}"
                     name = self._file(f"{kind}-{known_as}", tensor, encode, names)
@@ -180,6 +181,8 @@ class SharedMemoryTransport(Transport):
             return
         transfer.loaded_tokens = transfer.planned_tokens
         transfer.bytes_loaded = transfer.planned_tokens * self.kv.token_bytes
+        if transfer.planned_tokens and self.kv.recurrent:
+            transfer.bytes_loaded += state_bytes(since_exact(transfer.loads))
         if not finished:
             return
         until = time.monotonic() + WAIT_S
