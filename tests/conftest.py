@@ -37,6 +37,7 @@ GUARDS = (
     "engines/test_vllm_families.py::TestGLM4V::",
     "engines/test_vllm_families.py::TestInternVL::",
     "engines/test_vllm_families.py::TestGemma3::",
+    "engines/test_vllm_families.py::TestLlavaOnevision::",
     "engines/test_vllm_families.py::TestMistral3::",
     "engines/test_vllm_families.py::TestSmolVLM::",
     "engines/test_vllm_families.py::test_pictures_between_processes",

@@ -24,6 +24,7 @@ TESTED = {
     **_each(
         "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe internvl glm4v glm4v_moe mistral3 smolvlm idefics3 gemma3", _BOTH
     ),
+    **_each("llava llava_next llava_onevision", _BOTH),
     **_each("qwen2 llama deepseek_v2 deepseek_v3", _BOTH),
     **_each("gemma gemma2 gemma3_text glm4 granite mistral mixtral phi3 qwen2_moe qwen3 qwen3_moe stablelm", _BOTH),
     **_each("qwen3_5 qwen3_5_text qwen3_5_moe_text qwen3_next", _BOTH),

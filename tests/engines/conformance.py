@@ -86,6 +86,8 @@ class EngineConformance:
     fidelity = Fidelity("patched")
     picture_tokens = (9, 4)  # of the 84 px and the 56 px picture
     words = ("one ", " two ")  # in front of two pictures of a message
+    gridded = True  # four patches of a picture's grid are a token
+    roles_alike = True  # an answer begins behind the same header as earlier ones
     opening = 5  # tokens that open a user turn behind any other: end of turn, newline, start of turn, user, newline
     block = 1  # exact KV that would fill less than a block may be computed with what is new
 
@@ -160,7 +162,7 @@ class EngineConformance:
         placed = [i for i, t in enumerate(made.token_ids) if t == pad]
         assert placed == places
         for m in made.media:
-            assert m.words or m.grid_thw[0] * m.grid_thw[1] * m.grid_thw[2] == m.tokens * 4
+            assert m.words or not self.gridded or m.grid_thw[0] * m.grid_thw[1] * m.grid_thw[2] == m.tokens * 4
             assert engine.embed(m.key).shape[0] == m.tokens - len(m.words)
 
     def test_special_tokens_in_text_stay_text(self, engine: Engine) -> None:
@@ -188,7 +190,7 @@ class EngineConformance:
             opening = engine.encode_system_prompt("").token_ids[1:]
             assert made.token_ids[-len(opening) :] == opening and made.token_ids[: query.tokens] == query.token_ids
             return
-        assert made.token_ids[: query.tokens] == query.token_ids
+        assert made.token_ids[: query.tokens] == query.token_ids or not self.roles_alike
         assert made.token_ids[-self.opening :] == system_prompt[-self.opening :]
 
     def test_the_vision_tower_runs_once(self, model_dir: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from engines.models import (
     write_glm4v,
     write_internvl,
     write_kimi,
+    write_llava,
     write_mistral3,
     write_mla_model,
     write_smolvlm,
@@ -49,6 +50,9 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "ministral3": lambda folder: write_mistral3(folder, "ministral3"),
     "smolvlm": write_smolvlm,
     "idefics3": lambda folder: write_smolvlm(folder, "Idefics3"),
+    "llava_onevision": write_llava,
+    "llava": lambda folder: write_llava(folder, "Llava"),
+    "llava_next": lambda folder: write_llava(folder, "LlavaNext"),
     "gemma2": lambda folder: write_decoder(folder, "Gemma2", **DECODERS["Gemma2"]),
     "gemma3": write_gemma3,
     "gemma3_text": lambda folder: write_decoder(folder, "Gemma3", **GEMMA3),
@@ -128,6 +132,18 @@ class TestSmolVLM(OnTransformers):
     @classmethod
     def model_dir(cls, folders: Callable[[str], Path]) -> Path:
         return folders("smolvlm")
+
+
+class TestLlavaOnevision(OnTransformers):
+    """Pictures taken whole, each as one of several; a template that puts them in front of a message's text."""
+
+    picture_tokens = (17, 17)
+    gridded = roles_alike = False
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("llava_onevision")
 
 
 class TestLlamaGQA(OnTransformers):
@@ -227,8 +243,8 @@ def test_pictures_against_the_real_model_path(name: str, folders: Callable[[str]
 
     folder = folders(name)
     engine = opened(folder)
-    lists = name in ("smolvlm", "idefics3")  # with a text in front of the first picture
-    lead = ["look at "] * lists
+    lists = name.startswith(("smolvlm", "idefics3", "llava"))
+    lead = ["look at "] * (name in ("smolvlm", "idefics3"))  # a text in front of the first picture
     content = [{"type": "text", "text": text} for text in lead]
     content += [{"type": "image"}, {"type": "image"}, {"type": "text", "text": QUERY}]
     messages = [
@@ -236,15 +252,38 @@ def test_pictures_against_the_real_model_path(name: str, folders: Callable[[str]
         {"role": "user", "content": content},
     ]
     processor = AutoProcessor.from_pretrained(folder)
+    if name == "llava_onevision":  # in the text: the template would put the end of a line in front of it only
+        content[:] = [{"type": "text", "text": f"<image>\n<image>\n{QUERY}"}]
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
     images = [Image.fromarray(p) for p in (picture(1), picture(2, 56))]
-    inputs = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+    own = name in ("llava", "llava_next")  # the processor begins the prompt
+    inputs = processor(text=[text], images=[images] if lists else images, return_tensors="pt", add_special_tokens=own)
     header, *pictures = shown(engine)
     encoded = [header, *(engine.encode(Chunk.text(text)) for text in lead), *pictures]
     ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
     assert ids == inputs["input_ids"][0].tolist()
     media = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
     assert_answers(engine, encoded, real_answer(folder, ids, **media))
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_a_pooled_video_against_the_real_model_path(frames: int, folders: Callable[[str], Path]) -> None:
+    from transformers import AutoProcessor
+
+    folder = folders("llava_onevision")
+    engine = opened(folder)
+    clip = [picture(i) for i in range(frames)]
+    encoded = [engine.encode_system_prompt(HEADER), engine.encode(Chunk.video(clip, fps=2.0))]
+    assert [(m.modality, m.tokens) for m in encoded[1].media] == [("video", 4 * frames + 1)]
+    processor = AutoProcessor.from_pretrained(folder)
+    content = [{"type": "text", "text": HEADER}], [{"type": "text", "text": f"<video>\n{QUERY}"}]
+    messages = [{"role": r, "content": c} for r, c in zip(("system", "user"), content, strict=True)]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    video = torch.from_numpy(np.stack(clip)).permute(0, 3, 1, 2)
+    inputs = processor(text=[text], videos=[video], return_tensors="pt")
+    ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
+    assert ids == inputs["input_ids"][0].tolist()
+    assert_answers(engine, encoded, real_answer(folder, ids, pixel_values_videos=inputs["pixel_values_videos"]))
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
@@ -372,13 +411,13 @@ def test_a_family_whose_decoder_cannot_move_is_refused(
 
 def test_other_vision_models_are_refused_by_name(tmp_path: Path) -> None:
     """Before weights are read: there are none."""
-    from transformers import LlavaConfig, LlavaOnevisionConfig
+    from transformers import PaliGemmaConfig, VipLlavaConfig
 
-    LlavaConfig().save_pretrained(tmp_path / "unknown")
-    with pytest.raises(UnsupportedModel, match=r"must be one of .*internvl.*, got 'llava'"):
+    VipLlavaConfig().save_pretrained(tmp_path / "unknown")
+    with pytest.raises(UnsupportedModel, match=r"must be one of .*internvl.*, got 'vipllava'"):
         open_engine(f"hf:{tmp_path / 'unknown'}")
-    LlavaOnevisionConfig().save_pretrained(tmp_path / "known")
-    with pytest.raises(UnsupportedModel, match="only where the prompt has no other"):
+    PaliGemmaConfig().save_pretrained(tmp_path / "known")
+    with pytest.raises(UnsupportedModel, match="bidirectional"):
         open_engine(f"hf:{tmp_path / 'known'}")
 
 

@@ -225,6 +225,30 @@ def test_pictures_that_see_themselves_both_ways_are_refused_on_a_processor(tmp_p
 
 
 @pytest.mark.slow
+class TestLlavaOnevision(OnVLLM):
+    picture_tokens = (17, 17)
+    gridded = roles_alike = False
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return models.wide(models.write_llava, tmp_path_factory.mktemp("vllm_llava"))
+
+    def test_pictures_against_transformers(self, engine: Engine, reference: Engine) -> None:
+        clip = Chunk.video([picture(i) for i in range(3)], fps=2.0)
+        self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Llava", "LlavaNext"])
+def test_llava_against_transformers(kind: str, tmp_path: Path) -> None:
+    folder = models.wide(lambda f: models.write_llava(f, kind), tmp_path / "model")
+    suite = TestLlavaOnevision()
+    with suite.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
+        suite.test_pictures_against_transformers(engine, reference)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mistral3", "smolvlm", "internvl"])
 def test_pictures_between_processes(name: str, tmp_path: Path) -> None:
     """Embeddings reach another process as files: also those that vLLM's model would not take in a request."""

@@ -227,7 +227,8 @@ def _media_tokens(config: Any, processor: Any, family: Family, video: bool) -> M
         return int(held)
 
     if family.marks:  # the processor's own name may be the token that opens a picture (Gemma 3)
-        return MediaTokens(None, None, find(str(processor.image_token), "image_token_id"), None)
+        clip = find(str(processor.video_token), "video_token_id") if video else None
+        return MediaTokens(None, None, find(str(processor.image_token), "image_token_id"), clip)
     # Qwen's and Kimi's names, InternVL's, GLM's.
     return MediaTokens(
         start=find("<|vision_start|>", "vision_start_token_id", "start_image_token_id", "image_start_token_id"),

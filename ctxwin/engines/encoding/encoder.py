@@ -20,10 +20,12 @@ from ctxwin.engines.encoding.families import (
     Family,
     Grid,
     both_ways,
+    frames_per_group,
     picture_text,
     process_images,
     process_video,
     stamps,
+    video_tokens,
 )
 from ctxwin.engines.encoding.tokens import Tokens
 from ctxwin.errors import BadMedia, ChunkUnavailable, UnsupportedModel
@@ -103,8 +105,10 @@ class Encoder:
         self.tokens.check(system_prompt)
         before, after = self.checkpoint.template.system_prompt(system_prompt)
         ids = [*self.tokens.template(before), *self.tokens.content(system_prompt), *self.tokens.template(after)]
-        if self.checkpoint.template.plain:
-            ids = [*self.checkpoint.bos, *ids]
+        bos = self.checkpoint.bos
+        # A processor's call begins with it where the template does not write it (LLaVA 1.5), a text template's tokens do not.
+        if self.checkpoint.template.plain or (self.checkpoint.family is not None and tuple(ids[: len(bos)]) != bos):
+            ids = [*bos, *ids]
         made = self._made(name, ids, ())
         self._system_prompts.put(name, made, _TOKEN_BYTES * made.tokens)
         return made
@@ -203,13 +207,14 @@ class Encoder:
         pad = tokens.video if native else tokens.image
         assert pad is not None
         for key, rows, grid, seconds, stamp in items:
-            ids += [*self.tokens.content(stamp), *self._mark(tokens.start)] if native else lead
-            shown = self._shown(grid) if family.marks else [pad] * rows
+            marked = native and not family.marks
+            ids += [*self.tokens.content(stamp), *self._mark(tokens.start)] if marked else lead
+            shown = self._shown(grid) if family.marks and not native else [pad] * rows
             words = tuple(i for i, token in enumerate(shown) if token != pad)
             kind, whole = "video" if native else "image", bool(both_ways(checkpoint.config))
             media.append(MediaSpan(kind, key, len(ids), len(shown), grid, seconds, words, whole))
             ids += shown
-            ids += self._mark(tokens.end) if native else tail
+            ids += self._mark(tokens.end) if marked else tail
 
     @staticmethod
     def _mark(token: int | None) -> list[int]:
@@ -219,10 +224,12 @@ class Encoder:
         """All tokens of a picture of a family with marks."""
         return self.tokens.template(picture_text(self.checkpoint.config, self.checkpoint.processor, grid))
 
-    def _rows(self, grid: Grid) -> int:
+    def _rows(self, grid: Grid, video: bool) -> int:
         """How many embeddings a picture or a video has."""
         checkpoint = self.checkpoint
         if checkpoint.family is not None and checkpoint.family.marks and checkpoint.media is not None:
+            if video:
+                return video_tokens(checkpoint.processor, grid)
             return self._shown(grid).count(checkpoint.media.image)
         t, h, w = grid
         return t * h * w // checkpoint.patches_per_token
@@ -248,14 +255,14 @@ class Encoder:
     def _video(self, chunk: Chunk, part: MediaPart, family: Family) -> list[_Item]:
         """A video as native tokens: one item, or one each temporal group where the family stamps them."""
         processor = self.checkpoint.video_processor
-        patch = int(processor.temporal_patch_size)
+        patch = frames_per_group(processor)
         fps = part.fps or 2.0
         marks = stamps(part.shape[0], fps, patch) if family.stamps else [""]
         keys = [self._key(part, "video", [fps, i] if family.stamps else fps) for i in range(len(marks))]
         fresh: dict[str, tuple[int, Grid]] = {}
         if any(self.embeddings.get(key) is None for key in keys):
             fresh = self._run(part, keys, process_video, processor, self._pixels(chunk, part))
-        seconds = None if family.stamps else patch / fps
+        seconds = None if family.stamps or family.marks else patch / fps
         return [
             (key, *(fresh.get(key) or self._known(key)), seconds, mark) for key, mark in zip(keys, marks, strict=True)
         ]
@@ -278,7 +285,7 @@ class Encoder:
         if len(sizes) != len(keys):
             ((steps, high, wide),) = sizes
             sizes = [(1, high, wide)] * steps
-        rows = [self._rows(grid) for grid in sizes]
+        rows = [self._rows(grid, process is process_video) for grid in sizes]
         if int(embeddings.shape[0]) != sum(rows):
             raise UnsupportedModel(f"the vision tower must give {sum(rows)} embeddings, got {int(embeddings.shape[0])}")
         for key, seen, grid in zip(keys, embeddings.split(rows), sizes, strict=True):

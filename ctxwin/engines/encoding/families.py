@@ -2,7 +2,12 @@
 
 A *grid* (t, h, w) counts patches before merging. Qwen's and Kimi's processors give it with the pixels; InternVL's cut a
 picture into square tiles of a fixed size, which count as the first axis here. SmolVLM's and Idefics3's grid says how many tiles
-there are, and their rows and columns (0 and 0 for a single one).
+there are, and their rows and columns (0 and 0 for a single one). LLaVA-NeXT's gives the tiles and the picture's own pixels,
+LLaVA-OneVision's of a video the frames and their pixels.
+
+LLaVA-OneVision's processor cuts a picture into tiles where a prompt has no other, and takes it whole where it has several. A
+chunk must not depend on its neighbours, so every picture is taken whole, as one of several; on vLLM too, whose own processor
+always cuts.
 """
 
 from __future__ import annotations
@@ -30,8 +35,8 @@ class Family:
         video: a video has tokens of its own; without, its frames are pictures.
         stamps: every temporal group of a video is its time as text, then tokens with a grid of their own (Qwen3-VL).
         tiles: a picture is cut into tiles and a thumbnail, and the tower takes no grid (InternVL, SmolVLM).
-        marks: within a picture stand tokens that are words: breaks behind its rows (Mistral 3), marks of its tiles (SmolVLM),
-            what opens and closes it (Gemma 3).
+        marks: a picture's tokens are what its processor writes: words stand among them, as breaks behind its rows (Mistral 3),
+            marks of its tiles (SmolVLM) or what opens and closes it (Gemma 3), or their number follows from no grid (LLaVA).
         square: every picture is scaled to one size, whatever its own (Gemma 3).
         both_ways: in which layers tokens of a picture see those behind them: "" none, "all" (Gemma 3).
     """
@@ -59,13 +64,15 @@ FAMILIES = {
     "smolvlm": Family(tiles=True, marks=True),
     "idefics3": Family(tiles=True, marks=True),
     "gemma3": Family(marks=True, square=True, both_ways="all"),
+    "llava": Family(marks=True),
+    "llava_next": Family(marks=True),
+    "llava_onevision": Family(video=True, marks=True),
 }
 """By ``model_type``. Pictures of other families may depend on each other, or bring other inputs."""
-REFUSED = {
-    "llava_onevision": "it cuts a picture into tiles only where the prompt has no other, so a picture is no chunk",
-    "paligemma": "everything in front of the answer attends both ways",
-}
+REFUSED = {"paligemma": "everything in front of the answer attends both ways"}
 """Why some known ones cannot be served."""
+_SEVERAL = 2
+"""Pictures that LLaVA-OneVision is told a prompt has: of more than one it takes each whole."""
 
 
 def family_of(config: Any) -> Family | None:
@@ -100,20 +107,48 @@ def patches_per_token(config: Any, image_processor: Any) -> int:
 
 def picture_text(config: Any, processor: Any, grid: Grid) -> str:
     """What the processor writes for one picture, of a family with marks."""
+    import numpy as np
+
     _, high, wide = grid
-    patch = int(config.vision_config.patch_size)
-    return str(
-        processor.replace_image_token(
-            {"image_sizes": [(high * patch, wide * patch)], "rows": [[high]], "cols": [[wide]], "num_crops": [0]}, 0
-        )
-    )
+    cell, side = _cell(config), int(config.vision_config.image_size)
+    tile = np.empty((1, 3, side, side), dtype=np.uint8)  # LLaVA's look at its shape
+    made = {"image_sizes": [(high * cell, wide * cell)], "rows": [[high]], "cols": [[wide]], "num_crops": [0]}
+    return str(processor.replace_image_token(made | {"pixel_values": [tile], "batch_num_images": [_SEVERAL]}, 0))
 
 
-def tower_inputs(family: Family, config: Any, grids: torch.Tensor) -> dict[str, Any]:
-    """What ``get_image_features`` of transformers takes beside the pixels."""
-    if not family.marks:
-        return {} if family.tiles else {"image_grid_thw": grids}
-    return {} if family.tiles or family.square else {"image_sizes": grids[:, 1:] * int(config.vision_config.patch_size)}
+def video_tokens(processor: Any, grid: Grid) -> int:
+    """How many tokens the processor writes for one video, of a family with marks."""
+    frames = [None] * grid[0]
+    return str(processor.replace_video_token({"pixel_values_videos": [frames]}, 0)).count(str(processor.video_token))
+
+
+def is_clip(config: Any, pixels: torch.Tensor) -> bool:
+    """Whether these are the frames of a LLaVA-OneVision video ``[F, 3, H, W]``: its pictures have one axis more."""
+    return str(config.model_type) == "llava_onevision" and pixels.dim() == 4
+
+
+def run_tower(model: Any, family: Family, config: Any, pixels: torch.Tensor, grids: torch.Tensor) -> Any:
+    """What the vision tower of transformers' model gives, see `process_images` and `process_video`."""
+    if is_clip(config, pixels):
+        return model.get_video_features(pixels[None], return_dict=True)
+    given: dict[str, Any] = {}
+    if not family.marks and not family.tiles:
+        given = {"image_grid_thw": grids}
+    elif family.marks and not family.tiles and not family.square and _has_sizes(config):
+        given = {"image_sizes": grids[:, 1:] * _cell(config)}
+    if str(config.model_type) == "llava_onevision":
+        given["batch_num_images"] = [_SEVERAL]
+    return model.get_image_features(pixels, **given, return_dict=True)
+
+
+def _cell(config: Any) -> int:
+    """Pixels on a side of what a grid of a family with marks counts."""
+    return 1 if str(config.model_type) == "llava_next" else int(config.vision_config.patch_size)
+
+
+def _has_sizes(config: Any) -> bool:
+    """Whether the tower takes pictures of any size; else each is as large as the tower's images."""
+    return str(config.model_type) != "llava" or str(config.vision_config.model_type) == "pixtral"
 
 
 def process_images(
@@ -135,12 +170,15 @@ def process_images(
         side = int(config.vision_config.image_size) // int(config.vision_config.patch_size)
         return pixels, torch.tensor([[1, side, side]] * len(pixels))
     if family.marks:
-        made = processor(images=list(pictures), return_tensors="pt", **_uncut(family, frames))
-        pixels = made["pixel_values"]
-        if not family.tiles:
-            patch = int(config.vision_config.patch_size)
-            return pixels, torch.tensor([[1, h // patch, w // patch] for h, w in made["image_sizes"]])
-        return pixels, torch.tensor([[pixels.shape[1], made["rows"][0][0], made["cols"][0][0]]])
+        whole = str(config.model_type) == "llava_onevision"
+        given = [[*pictures] * _SEVERAL] if whole else list(pictures)
+        made = processor(images=given, return_tensors="pt", **_uncut(family, frames))
+        pixels = made["pixel_values"][:1]
+        if family.tiles:
+            return pixels, torch.tensor([[pixels.shape[1], made["rows"][0][0], made["cols"][0][0]]])
+        high, wide = made["image_sizes"][0] if _has_sizes(config) and not whole else pixels.shape[-2:]
+        tiles, cell = pixels.shape[1] if pixels.dim() == 5 else 1, _cell(config)
+        return pixels, torch.tensor([[tiles, int(high) // cell, int(wide) // cell]])
     if not family.tiles:
         made = processor(images=list(pictures), return_tensors="pt")
         return made["pixel_values"], made["image_grid_thw"]
@@ -162,16 +200,24 @@ def _uncut(family: Family, frames: bool) -> dict[str, Any]:
 def process_video(processor: Any, frames: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """Pixels of a video ``[F, H, W, 3]`` as the tower takes them, and its grid ``[1, 3]``.
 
-    The last frame is repeated until the temporal patch divides their number.
+    The last frame is repeated until the temporal patch divides their number. LLaVA-OneVision's is ``[F, 3, H, W]``.
     """
     import numpy as np
     import torch
 
-    short = -len(frames) % int(processor.temporal_patch_size)
+    short = -len(frames) % frames_per_group(processor)
     filled = np.concatenate([frames, np.repeat(frames[-1:], short, axis=0)]) if short else frames
     video = torch.from_numpy(np.ascontiguousarray(filled)).permute(0, 3, 1, 2)
     made = processor(videos=[video], do_sample_frames=False, return_tensors="pt")
-    return made["pixel_values_videos"], made["video_grid_thw"]
+    if "video_grid_thw" in made:
+        return made["pixel_values_videos"], made["video_grid_thw"]
+    clip = made["pixel_values_videos"][0]
+    return clip, torch.tensor([[len(clip), *clip.shape[-2:]]])
+
+
+def frames_per_group(processor: Any) -> int:
+    """How many frames of a video the tower takes together."""
+    return int(getattr(processor, "temporal_patch_size", 1))
 
 
 def stamps(count: int, fps: float, patch: int) -> list[str]:

@@ -128,6 +128,8 @@ class Template:
     def check_message(self, role: str, content: str | Sequence[dict[str, Any]]) -> None:
         """Raises UnsupportedModel where the template rewrites this very content (strips thinking, for example)."""
         before, after = self.turns(role)
+        if not isinstance(content, str) and self._image is not None and self._picture_in_front() is not None:
+            content = "".join(block.get("text", "") for block in content)  # pictures stay where they are put
         shown = content if isinstance(content, str) else "".join(self._shown(block) for block in content)
         made = self._cut([*self._base(), {"role": role, "content": content}, _user(_LAST)], _USER, _LAST)
         got = None if made is None else made[1]
@@ -147,7 +149,8 @@ class Template:
         if self._render is None:
             return "\n"
         before, after = self.turns("assistant")
-        if before.rstrip(" ") != self._closing.rstrip(" "):  # SmolVLM's answers begin with the blank themselves
+        # SmolVLM's answers begin with a blank themselves, LLaVA-OneVision's template writes one more behind earlier roles.
+        if _unspaced(before) != _unspaced(self._closing):
             raise UnsupportedModel(
                 f"an answer cannot be remembered: the generation prompt ends {self._closing[-40:]!r}, but the chat "
                 f"template opens an earlier assistant turn as {before[-40:]!r}; use remember=False"
@@ -283,6 +286,9 @@ class Template:
         assert self._image is not None
         if self._render is None:
             return "".join(self._image)
+        moved = self._picture_in_front()
+        if moved is not None:
+            return moved
         content = [IMAGE, {"type": "text", "text": _ONE}, IMAGE, {"type": "text", "text": _LAST}]
         cut = self._cut([{"role": "user", "content": content}], _ONE, _LAST)
         if cut is None or cut[1].count(self._image[1]) != 1:
@@ -293,6 +299,20 @@ class Template:
                 f"{_near(cut[0].removeprefix(self._opening), cut[1])}; a picture must read the same wherever it stands"
             )
         return cut[1]
+
+    def _picture_in_front(self) -> str | None:
+        """What stands for a picture where the template moves pictures in front of a message's text (LLaVA); else None.
+
+        That order is the template's way with one message; these models take a picture and a line's end anywhere, as written
+        by hand into the text.
+        """
+        assert self._image is not None
+        pad = self._image[1]
+        cut = self._cut([{"role": "user", "content": [{"type": "text", "text": _ONE}, IMAGE]}], _ONE)
+        if cut is None or cut[0].count(pad) != 1 or pad in cut[1]:
+            return None
+        front, _, after = cut[0].partition(pad)
+        return pad + after if _unspaced(front) == _unspaced(self._opening) else None
 
     def _shown(self, block: dict[str, Any]) -> str:
         if block["type"] == "text":

@@ -35,7 +35,7 @@ from ctxwin.engines.base import (
 )
 from ctxwin.engines.encoding.checkpoint import open_checkpoint
 from ctxwin.engines.encoding.encoder import Encoder, EncodingEngine
-from ctxwin.engines.encoding.families import both_ways, tower_inputs
+from ctxwin.engines.encoding.families import both_ways, run_tower
 from ctxwin.engines.hf import model as hf_model
 from ctxwin.engines.hf import recurrent
 from ctxwin.engines.outputs import joined, outputs_identity, rows_of
@@ -564,8 +564,8 @@ class HFEngine(EncodingEngine):
         with self._lock, torch.no_grad():
             family = self._checkpoint.family
             assert family is not None
-            sizes = tower_inputs(family, self._checkpoint.config, grids.to(self._device))
-            seen = self._opened().get_image_features(pixels.to(self._device, self._dtype), **sizes, return_dict=True)
+            shown = pixels.to(self._device, self._dtype), grids.to(self._device)
+            seen = run_tower(self._opened(), family, self._checkpoint.config, *shown)
             deep = getattr(seen, "deepstack_features", None) or ()
             # The model's own order, which is vLLM's too: the bottom first, then layer by layer. Items lie apart, or in one
             # tensor: InternVL's tiles [tiles, tokens, hidden], and deep layers in transformers before 5.19.

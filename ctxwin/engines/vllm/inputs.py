@@ -223,7 +223,7 @@ class Inputs:
             embedded = torch.zeros(span.tokens, dtype=torch.bool)
             embedded[places] = True
             place = PlaceholderRange(offset=span.offset, length=span.tokens, is_embed=embedded)
-        elif span.modality == "video" and span.seconds_per_grid is None:
+        elif span.modality == "video" and span.seconds_per_grid is None and not self.hands_on:
             # Qwen3-VL looks for each temporal group's opening token within the item, which embeds to itself.
             embedded = torch.ones(span.tokens + 1, dtype=torch.bool)
             embedded[0] = False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ctxwin.engines.encoding.families import FAMILIES
+from ctxwin.engines.encoding.families import FAMILIES, is_clip
 from ctxwin.engines.vllm.internals import drafter_of, tensor_parallel
 from ctxwin.engines.vllm.lifecycle.folders import write_file
 from ctxwin.engines.vllm.relocation import refusal
@@ -53,8 +53,10 @@ def see(model: Any, config: Any, pixels: torch.Tensor, grids: torch.Tensor) -> t
         given = {"pixel_values": shown[0], "pixel_attention_mask": mask, "num_patches": grids[:, 0]}
     elif family.square:
         given = {"pixel_values": shown, "num_patches": torch.ones(len(shown), dtype=torch.int64)}
+    elif is_clip(config, pixels):
+        given = {"pixel_values_videos": shown[None]}
     elif family.marks:
-        given = {"pixel_values": list(shown)}
+        given = {"pixel_values": shown, "image_sizes": grids[:, 1:]}
     elif family.tiles:
         token = torch.tensor([config.image_token_id])
         given = {"pixel_values": shown, "image_num_patches": grids[:, 0], "image_token_id": token}
