@@ -1,7 +1,8 @@
 """``python -m evals.studies.states``: chunks of a hybrid as maps on its recurrent states, beside a forward over them.
 
-A random hybrid of Qwen3.5's architecture on transformers. What is measured does not depend on weights: how long it takes to move
-a chunk by its map and by a forward, its bytes, and how far what follows is from one forward with the same inputs.
+A random hybrid of Qwen3.5's architecture, on transformers or on vLLM. What is measured does not depend on weights: how long it
+takes to move a chunk by its map and by a forward, whose KV is kept or not, its bytes, and how far what follows is from a
+forward with the same inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from .command import SYSTEM_PROMPT, Output
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ctxwin.engines.base import Generation
     from ctxwin.engines.hf.engine import HFEngine
+    from ctxwin.engines.vllm.engine import VLLMEngine
+    from ctxwin.kv.states import States
 
 
 def random_hybrid(folder: Path, layers: int, hidden: int) -> Path:
@@ -54,69 +58,106 @@ def random_hybrid(folder: Path, layers: int, hidden: int) -> Path:
 
 
 def measure(
-    engine: HFEngine, lengths: Sequence[int], front: int, runs: int, done: Callable[[int], None]
+    engine: HFEngine | VLLMEngine, lengths: Sequence[int], front: int, runs: int, done: Callable[[int], None]
 ) -> list[dict[str, Any]]:
-    """One row for each length of a chunk that stands behind ``front`` tokens."""
+    """One row for each length of a chunk that stands behind ``front`` tokens.
+
+    ``error`` is how far states behind it, composed where it was computed, are from those of a forward that ends and begins where
+    the chunk does; ``cut``: how far those of one forward over chunk and query are from them; ``elsewhere``: how far composed
+    states behind other tokens are from a forward's, in the first layer, where nothing else tells them apart.
+    """
     header = engine.encode_system_prompt(SYSTEM_PROMPT)
-    before = engine.encode(Chunk.tokens([5 + i % 90 for i in range(front)]))
     query, kv = engine.encode_query("now?"), engine.spec.kv
-    behind = [Segment(header, 0, capture=True), Segment(before, header.advance, capture=True)]
-    start, one = header.advance + before.advance, Sampling(max_tokens=1)
-    made = engine.generate(behind, query, one)
-    behind = [replace(s, span=made.captured[i], capture=False) for i, s in enumerate(behind)]
+    start, one = header.advance + front, Sampling(max_tokens=1)
+
+    def behind(step: int) -> list[Segment]:
+        """System prompt and ``front`` tokens, which end alike whatever the step: the convolution reaches over three."""
+        ids = [5 + step * i % 90 for i in range(front - 4)] + [5, 6, 7, 8]
+        before = engine.encode(Chunk.tokens(ids[-front:]))
+        layout = [Segment(header, 0, capture=True), Segment(before, header.advance, capture=True)]
+        made = engine.generate(layout, query, one)
+        return [replace(s, span=made.captured[i], span_key=f"{step}-{i}", capture=False) for i, s in enumerate(layout)]
+
+    here, there = behind(1), behind(7)
     rows = []
     for length in lengths:
         chunk = engine.encode(Chunk.tokens([7 + i % 83 for i in range(length)]))
-        span = engine.prefill(behind, chunk, start)
-        took: dict[str, list[float]] = {"forward": [], "map": []}
-        found: dict[str, Any] = {}
+        span = engine.prefill(here, chunk, start)
+        asked = Segment(chunk, start)
+        ways = {"forward": asked, "kept": replace(asked, capture=True)}
+        ways["map"] = replace(asked, span=span, span_key=f"chunk-{length}", approximate=True)
+        took: dict[str, list[float]] = {name: [] for name in ways}
+        found: dict[str, States] = {}
         for run in range(runs + 1):
-            computed = Segment(chunk, start, capture=True)
-            for name, segment in (("forward", computed), ("map", Segment(chunk, start, span, approximate=True))):
+            for name, segment in ways.items():
                 begin = time.perf_counter()
-                found[name] = engine.generate([*behind, segment], query, one, capture_query=True)
+                made = engine.generate([*here, segment], query, one, capture_query=True, salt=f"{length}-{name}-{run}")
                 if run:
-                    took[name].append(time.perf_counter() - begin)
-        pairs = [(found["map"].query_span.states[n], s) for n, s in found["forward"].query_span.states.items()]
-        apart = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+                    took[name].append(1e3 * (time.perf_counter() - begin))
+                found[name] = _states(made)
+        moved, computed = (
+            _states(engine.generate([*there, ways[name]], query, one, capture_query=True, salt=f"{length}-{name}"))
+            for name in ("map", "kept")
+        )
         rows.append({
-            "tokens": length, "forward_ms": 1e3 * median(took["forward"]), "map_ms": 1e3 * median(took["map"]),
-            "kv_bytes": length * kv.token_bytes, "state_bytes": kv.state_bytes, "error": apart, "runs": runs,
+            "tokens": length, **{f"{name}_ms": median(ms) for name, ms in took.items()},
+            "kv_bytes": length * kv.token_bytes, "state_bytes": kv.state_bytes, "runs": runs,
+            "error": _apart(found["map"], found["kept"]), "cut": _apart(found["forward"], found["kept"]),
+            "elsewhere": _apart(moved, {"0.recurrent": computed["0.recurrent"]}),
         })  # fmt: skip
         done(1)
     return rows
 
 
+def _states(made: Generation) -> States:
+    """Behind the query."""
+    assert made.query_span is not None
+    return {n: s for n, s in made.query_span.states.items() if n.endswith((".conv", ".recurrent"))}
+
+
+def _apart(a: States, b: States) -> float:
+    """The largest difference of a layer's states, as a share of the largest number in them."""
+    return max(float((a[name].float() - s.float()).abs().max() / s.float().abs().max()) for name, s in b.items())
+
+
 def main(
+    engine: Annotated[str, typer.Option(help="hf, in float32, or vllm, in bfloat16.")] = "hf",
     layers: Annotated[int, typer.Option(help="Decoder layers, a quarter of them attention.", min=4)] = 8,
     hidden: Annotated[int, typer.Option(help="Width; a multiple of 512.", min=512)] = 1024,
     lengths: Annotated[str, typer.Option(help="Tokens of a chunk, comma-separated.")] = "16,64,256,1024",
-    front: Annotated[int, typer.Option(help="Tokens in front of it.", min=1)] = 1024,
+    front: Annotated[int, typer.Option(help="Tokens in front of it.", min=8)] = 1024,
     runs: Annotated[int, typer.Option(help="Timed runs, side by side.", min=1)] = 5,
     quick: Annotated[bool, typer.Option(help="Four layers of 512, two lengths, two runs.")] = False,
     output: Output = None,
     json: Json = False,
 ) -> None:
     """Moving a chunk of a hybrid by its map on the states, beside a forward over it: milliseconds, bytes, error."""
-    from ctxwin.engines.hf.engine import HFEngine
+    from ctxwin.engines.open import open_engine
 
     if quick:
         layers, hidden, lengths, runs = 4, 512, "16,256", 2
     with errors(), tempfile.TemporaryDirectory() as folder:
-        engine = HFEngine(random_hybrid(Path(folder), layers, hidden), dtype="float32", position_free=True)
-        with progress("lengths", len(numbers(lengths))) as done:
-            rows = measure(engine, numbers(lengths), front, runs, done)
-    result = {"config": {"layers": layers, "hidden": hidden, "front": front}, "rows": rows}
+        model = f"{engine}:{random_hybrid(Path(folder), layers, hidden)}"
+        dtype = "bfloat16" if engine == "vllm" else "float32"
+        with (
+            open_engine(model, dtype=dtype, position_free=True) as opened,
+            progress("lengths", len(numbers(lengths))) as done,
+        ):
+            rows = measure(opened, numbers(lengths), front, runs, done)  # type: ignore[arg-type]
+    config = {"engine": engine, "layers": layers, "hidden": hidden, "front": front}
+    result = {"config": config, "rows": rows}
     write_result(output, "states.json", result)
     show(result, json, table(rows))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """What was measured, for people."""
-    made = new_table("A chunk behind others", "tokens|forward, ms|map, ms|KV, MB|states and maps, MB|error")
+    head = "tokens|forward, ms|kept, ms|map, ms|KV, MB|states and maps, MB|error|cut elsewhere|behind others"
+    made = new_table("A chunk behind others", head)
     for row in rows:
-        shown = (f"{row['forward_ms']:.0f}", f"{row['map_ms']:.0f}", f"{row['kv_bytes'] / 1e6:.1f}")
-        made.add_row(str(row["tokens"]), *shown, f"{row['state_bytes'] / 1e6:.1f}", f"{row['error']:.1e}")
+        times = (f"{row[name]:.0f}" for name in ("forward_ms", "kept_ms", "map_ms"))
+        sizes = (f"{row[name] / 1e6:.1f}" for name in ("kv_bytes", "state_bytes"))
+        made.add_row(str(row["tokens"]), *times, *sizes, *(f"{row[n]:.1e}" for n in ("error", "cut", "elsewhere")))
     return made
 
 

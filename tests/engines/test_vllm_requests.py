@@ -69,7 +69,7 @@ def ask(
     transport: LocalTransport, script: list[tuple[list[int], str]], heard: list[tuple[int, str]], stop: int = 99
 ) -> Any:
     engine = VLLMEngine.__new__(VLLMEngine)
-    engine.spec = SimpleNamespace(kv=SimpleNamespace(recurrent=False))  # type: ignore[assignment]
+    engine.spec = SimpleNamespace(kv=SimpleNamespace(recurrent=False, maps=False))  # type: ignore[assignment]
     rendered = SimpleNamespace(prompt={}, blank=0, embeddings={})
     engine._core = SimpleNamespace(  # type: ignore[assignment]
         block=32,
@@ -165,7 +165,7 @@ def test_a_request_that_is_stopped_while_it_is_preempted_is_not_asked_again() ->
     """It has no blocks to read back, and its load is still to come: for its caller it is over all the same."""
     transport = LocalTransport(KV)
     engine = VLLMEngine.__new__(VLLMEngine)
-    engine.spec = SimpleNamespace(kv=SimpleNamespace(recurrent=False))  # type: ignore[assignment]
+    engine.spec = SimpleNamespace(kv=SimpleNamespace(recurrent=False, maps=False))  # type: ignore[assignment]
     rendered = SimpleNamespace(prompt={}, blank=0, embeddings={})
     driver = Preempting(transport)
     engine._core = SimpleNamespace(  # type: ignore[assignment]

@@ -24,7 +24,7 @@ from ctxwin.engines.vllm.lifecycle import versions
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.states import transition
 
-HEARD = ("0.32",)
+HEARD = ("0.31", "0.32")
 """Minor versions of vLLM whose recurrent layers were read, and are heard in the tests."""
 _Gates = Callable[[dict[str, Any]], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 _MARK = "_ctxwin_plain"
