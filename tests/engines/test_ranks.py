@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxwin.engines.vllm.ranks import gather, own_heads
+from ctxwin.engines.vllm.ranks import gather, gather_stages, own_heads
 from ctxwin.kv.layout import KVSpec, RopeSpec, SpanKV
 from ctxwin.kv.patch import apply_patch, form_patch
 from ctxwin.kv.relocate import canonicalise, relocate
@@ -60,6 +60,9 @@ class TestShares:
         shares = [own_heads(heads, rank, size) for rank in range(size)]
         assert all(share.stop - share.start == max(1, heads // size) for share in shares)
         assert torch.equal(gather([whole[:, :, share] for share in shares], heads), whole)
+        for cut in (1, 2):  # a pipeline of two stages
+            parts = [layers[:, :, share] for layers in (whole[:cut], whole[cut:]) for share in shares]
+            assert torch.equal(gather_stages(parts, heads, 2), whole)
 
     @pytest.mark.parametrize(("heads", "size"), [(3, 2), (2, 3), (6, 4), (4, 6)])
     def test_uneven(self, heads: int, size: int) -> None:

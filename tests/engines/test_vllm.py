@@ -518,10 +518,11 @@ class TestFaults:
         from ctxwin.engines.vllm.engine import VLLMEngine
         from ctxwin.engines.vllm.transport.local import find
 
-        with pytest.raises(UnsupportedModel, match="pipeline_parallel_size must be 1, got 2"):
-            VLLMEngine(model_dir, pipeline_parallel_size=2)
-        with pytest.raises(ValueError, match="tensor_parallel_size needs processes="):
-            VLLMEngine(model_dir, tensor_parallel_size=2, processes="single")
+        with pytest.raises(UnsupportedModel, match="data_parallel_size must be 1, got 2"):
+            VLLMEngine(model_dir, data_parallel_size=2)
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            with pytest.raises(ValueError, match="pipeline_parallel_size need processes="):
+                VLLMEngine(model_dir, processes="single", **{name: 2})
         with pytest.raises(ValueError, match="processes must be one of"):
             VLLMEngine(model_dir, processes="many")
         with pytest.raises(ValueError, match="enable_prefix_caching must be True"):

@@ -1,4 +1,4 @@
-"""Tensor parallel 2 on a CPU: spans cut to each rank's heads at load, and joined from all ranks at capture.
+"""Two ranks on a CPU: spans cut to each rank's heads, or to each stage's layers, at load, and joined from all at capture.
 
 Held against the same model in one process; spans and patches go from either to the other, since a store knows nothing of
 ranks. Four processes on a small machine take a minute to start, so these tests are slow ones.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -52,15 +53,24 @@ def write_one_head(folder: Path) -> Path:
     return models.wide(models.write_vision_model, folder, rope_parameters=rope)
 
 
-@pytest.fixture(scope="module", params=[write_two_heads, write_one_head], ids=["heads cut", "head copied, pictures"])
+TENSOR, PIPELINE = "tensor_parallel_size", "pipeline_parallel_size"
+CASES = {
+    "heads cut": (write_two_heads, TENSOR),
+    "head copied, pictures": (write_one_head, TENSOR),
+    "layers cut, pictures": (write_one_head, PIPELINE),
+}
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     """The model in one process, and on two ranks."""
     from ctxwin.engines.vllm.engine import VLLMEngine
 
-    folder = request.param(tmp_path_factory.mktemp("ranks") / "model")
+    write, kind = request.param
+    folder = write(tmp_path_factory.mktemp("ranks") / "model")
     one = VLLMEngine(folder, dtype="float32", max_model_len=512)
     try:
-        two = VLLMEngine(folder, dtype="float32", max_model_len=512, tensor_parallel_size=2)
+        two = VLLMEngine(folder, dtype="float32", max_model_len=512, **{kind: 2})
         try:
             yield one, two
         finally:
@@ -174,6 +184,21 @@ def test_a_prefix_hit_and_a_hole(engines: tuple[Any, Any]) -> None:
     found = two.generate(holed, two.encode_query(QUERY), FIRST, salt="holed")
     assert far(found.logprobs, whole.logprobs) < CLOSE and list(found.captured) == [2]
     torch.testing.assert_close(found.captured[2].k, spans[2].k, atol=CLOSE, rtol=0)
+
+
+def test_several_at_once(engines: tuple[Any, Any]) -> None:
+    """A pipeline has two batches under way: what one request loads, and what another computes, stay apart."""
+    one, two = engines
+    query, longer = two.encode_query(QUERY), Sampling(max_tokens=12)
+    layouts = []
+    for seed in range(4):
+        _, spans = computed(one, [seed, seed + 20, seed + 40], f"at once {seed}")
+        spans[3] = spans[3] if seed % 2 else None  # type: ignore[call-overload]  # every other computes its last chunk
+        layouts.append(laid(parts_of(two, [seed, seed + 20, seed + 40]), spans))
+    alone = [two.generate(layout, query, longer, salt=f"alone {i}") for i, layout in enumerate(layouts)]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda i: two.generate(layouts[i], query, longer, salt=f"together {i}"), range(4)))
+    assert [f.token_ids for f in found] == [a.token_ids for a in alone] and not any(f.fallbacks for f in found)
 
 
 def test_a_corrupt_file_of_one_span(engines: tuple[Any, Any]) -> None:

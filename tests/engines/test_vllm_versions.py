@@ -293,7 +293,9 @@ class TestConfigurations:
             {"cache_config__cache_dtype": "bfloat16"},
             {"cache_config__cache_dtype": "fp8_e5m2"},
             {"speculative_config": SimpleNamespace(method="ngram")},
+            {"speculative_config": SimpleNamespace(method="eagle3")},
             {"parallel_config__tensor_parallel_size": 2},
+            {"parallel_config__pipeline_parallel_size": 2},
             {
                 "model_config__quantization": "awq",
                 "model_config__hf_config": SimpleNamespace(quantization_config={"quant_method": "awq"}),
@@ -306,7 +308,6 @@ class TestConfigurations:
     @pytest.mark.parametrize(
         ("changes", "said"),
         [
-            ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1 .*got 2: .*all layers"),
             ({"parallel_config__data_parallel_size": 2}, "data_parallel_size must be 1 .*replica"),
             ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size must be 1"),
             ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size must be 1"),
@@ -317,8 +318,24 @@ class TestConfigurations:
             ({"cache_config__cache_dtype": "nvfp4"}, "kv_cache_dtype must be 'auto', 'bfloat16', 'fp8'.*got 'nvfp4'"),
             ({"cache_config__cache_dtype": "float32"}, "kv_cache_dtype must be 'auto', 'bfloat16'"),
             (
-                {"speculative_config": SimpleNamespace(method="eagle")},
-                "speculative_config must be unset, or .*ngram .*'eagle'.*KV of its own",
+                {"speculative_config": SimpleNamespace(method="medusa")},
+                "speculative_config must be unset, or .*ngram.*eagle3.*'medusa'.*not known",
+            ),
+            (
+                {"speculative_config": SimpleNamespace(method="eagle", parallel_drafting=True)},
+                "parallel_drafting must be False .*one token at a time",
+            ),
+            (
+                {
+                    "speculative_config": SimpleNamespace(
+                        method="eagle", draft_model_config=SimpleNamespace(revision="v2")
+                    )
+                },
+                "the drafter's revision must be unset .*'v2'.*local folder",
+            ),
+            (
+                {"speculative_config": SimpleNamespace(method="ngram"), "parallel_config__pipeline_parallel_size": 2},
+                "speculative_config must be unset in a pipeline.*'ngram'",
             ),
             ({"lora_config": SimpleNamespace()}, "enable_lora must be False"),
             (

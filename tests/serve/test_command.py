@@ -80,7 +80,7 @@ def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
             "5",
         ],
         ["--config", str(config)],
-        ["--pipeline-parallel-size", "2"],
+        ["--data-parallel-size", "2"],
         ["--api-server-count", "2"],
         ["--headless"],
         ["--no-enable-prefix-caching"],
@@ -95,7 +95,7 @@ def test_vllms_arguments_are_vllms(tmp_path: Path) -> None:
     assert found[0][1:] == [["tiny"], "CtxwinConnector", None, False, [], True, -1, 20] and Path(found[0][0]).is_dir()
     assert found[1][1:] == [["a", "b"], "CtxwinConnector", 128, False, ["k"], False, -1, 5]
     assert found[2][3] == 96
-    assert "pipeline_parallel_size must be 1" in found[3]
+    assert "data_parallel_size must be 1" in found[3]
     assert "--api-server-count must be 1" in found[4] and "--store redis" in found[4]
     assert "--headless" in found[5]
     assert "enable_prefix_caching must be True" in found[6]

@@ -164,7 +164,9 @@ class Core:
         elif isinstance(transport, SharedMemoryTransport):
             transport.alive = lambda: driver.dead is None
             transport.remember_segments(folders.segments())
-            transport.ranks = int(driver.config.parallel_config.tensor_parallel_size)
+            parallel = driver.config.parallel_config
+            transport.ranks = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
+            transport.stages = int(parallel.pipeline_parallel_size)
             transport.drafter = self.drafter
             self.inputs = Inputs(config, driver.renderer, bare_model(config), files=True)
             self.see = remote(driver.rpc, transport.path)
@@ -187,7 +189,7 @@ class Core:
         free = bool(options.pop("position_free", False))
         checkpoint, kv = read_model(model, options.pop("dtype", "auto"), options.get("kv_cache_dtype"), free)
         if processes is None:
-            processes = "multi" if options.get("tensor_parallel_size", 1) > 1 else "single"
+            processes = "multi" if startup.ranks(options) > 1 else "single"
         outputs = bool(options.pop("outputs", False))
         if outputs and processes != "single":
             raise UnsupportedModel("outputs=True needs vLLM in this process: processes='single', one worker")
@@ -325,7 +327,7 @@ class Core:
             paged = transport.paged
             assert paged is not None
             drafter, theirs = worker_drafter(driver.llm), transport.drafter
-            found = [driver.call(lambda: refusal(self.inputs.model, driver.config, paged, drafter, theirs))]
+            found = [driver.call(lambda: refusal(self.inputs.model, driver.config, paged, {}, drafter, theirs))]
         else:
             found = driver.rpc("ctxwin_relocation")
         for said in filter(None, found):

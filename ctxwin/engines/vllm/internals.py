@@ -14,12 +14,11 @@ import contextlib
 import gc
 import sys
 from concurrent.futures import InvalidStateError
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ctxwin.engines.vllm.lifecycle.versions import TESTED
-
-if TYPE_CHECKING:
-    import torch
 
 CHECKED = TESTED
 """The minor versions of vLLM on which every function here was read and run."""
@@ -99,6 +98,39 @@ def tensor_parallel() -> tuple[int, int]:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+
+
+def pipeline() -> tuple[int, int]:
+    """Rank and size of this worker's pipeline."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    return get_pp_group().rank_in_group, get_pp_group().world_size
+
+
+def stage_layers(layers: int, stage: int, stages: int) -> range:
+    """The decoder layers of one stage of a pipeline, as vLLM deals them out."""
+    from vllm.distributed.utils import get_pp_indices
+
+    return range(*get_pp_indices(layers, stage, stages))
+
+
+def handed_on(runner: Any, tokens: int) -> dict[str, Any]:
+    """What a stage of a pipeline computes ``tokens`` tokens from, as arguments of its model: nothing for the first.
+
+    Where vLLM makes no trial run (on a CPU, uncompiled) its runner lacks the room into which the stage before hands on, and
+    would end with the first request; it is made here.
+    """
+    if pipeline()[0] == 0:
+        return {}
+    if getattr(runner, "intermediate_tensors", False) is None:
+        room = {"batch_size": runner.max_num_tokens, "dtype": runner.model_config.dtype, "device": runner.device}
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(**room)
+    config = runner.model_config
+    made = runner.model.make_empty_intermediate_tensors(batch_size=tokens, dtype=config.dtype, device=runner.device)
+    for name, tensor in made.tensors.items():
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name)))
+        tensor.copy_(noise)
+    return {"intermediate_tensors": made}
 
 
 def use_no_adapter(model: Any, tokens: int) -> None:

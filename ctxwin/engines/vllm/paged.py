@@ -40,9 +40,10 @@ class PagedKV:
         block_size: tokens in a block, as the scheduler counts them.
         kernel: the load kernel; None is what `choose` takes for the cache's device.
         alone: whether a CPU's loads are computed by a thread of their own; see `load_thread`.
+        first: how many layers of the model are cached by the stages of a pipeline in front of this one.
 
     Attributes:
-        kv: the layout of what is cached here; of a tensor-parallel rank, with its own heads only.
+        kv: the layout of what is cached here; of a rank, with its own layers and heads only.
         layers: the attention layers, in order.
         kernel: the load kernel for what is written here.
 
@@ -52,9 +53,16 @@ class PagedKV:
     """
 
     def __init__(
-        self, layers: Mapping[str, Any], kv: KVSpec, block_size: int, kernel: Kernel | None = None, alone: bool = False
+        self,
+        layers: Mapping[str, Any],
+        kv: KVSpec,
+        block_size: int,
+        kernel: Kernel | None = None,
+        alone: bool = False,
+        first: int = 0,
     ) -> None:
         self.kv = kv
+        self._first = first
         self.layers = _ordered(layers, kv.recurrent)
         self.block_size = block_size
         if len(self.layers) != kv.layers:
@@ -102,20 +110,22 @@ class PagedKV:
         """Writes spans layer by layer, so that each layer's work stays in the processor's cache; returns the bytes written.
 
         Args:
-            placing: of as many tokens as there are slots, in the cache's dtype, on its device; else ValueError.
+            placing: of as many tokens as there are slots, in the cache's dtype, on its device; else ValueError. Of its layers
+                those that are cached here are written.
             slots: int64 ``[T]``.
         """
-        if placing.tokens != len(slots) or placing.layers != len(self.layers):
+        end = self._first + len(self.layers)
+        if placing.tokens != len(slots) or placing.layers < end:
             raise ValueError(
-                f"spans must fill {len(slots)} slots of {len(self.layers)} layers, got {placing.tokens} tokens of "
-                f"{placing.layers}"
+                f"spans must fill {len(slots)} slots of {end} layers, got {placing.tokens} tokens of {placing.layers}"
             )
         slots = slots.to(self.device)
         if self._lines is not None and placing.stores:
             for i, layer in enumerate(self.layers):
-                placing.store(i, layer.kv_cache, self._lines[i], slots)
+                placing.store(self._first + i, layer.kv_cache, self._lines[i], slots)
             return placing.nbytes
-        computed = load_thread.layers_of(placing) if self._alone else (placing.layer(i) for i in range(placing.layers))
+        own = range(self._first, end)
+        computed = load_thread.layers_of(placing) if self._alone else (placing.layer(i) for i in own)
         for layer, (k, v) in zip(self.layers, computed, strict=True):
             _update(layer, k, v, layer.kv_cache, slots)
         return placing.nbytes

@@ -1,7 +1,8 @@
-"""KV heads and tensor-parallel ranks: what one rank holds of a span, and a span from what all ranks hold.
+"""KV heads and layers on ranks: what one rank holds of a span, and a span from what all ranks hold.
 
-The store knows nothing of ranks: a span has all KV heads. A worker loads its own heads and captures its own. Tokens, positions
-and block ids are the same on every rank.
+The store knows nothing of ranks: a span has all layers and KV heads. A worker loads its own and captures its own: the layers of
+its stage of a pipeline, and of these the heads of its tensor-parallel rank. Tokens, positions and block ids are the same on every
+rank.
 """
 
 from __future__ import annotations
@@ -65,3 +66,10 @@ def gather(parts: Sequence[torch.Tensor], heads: int) -> torch.Tensor:
             taken.append(part)
             until = own.stop
     return taken[0] if len(taken) == 1 else torch.cat(taken, dim=2)
+
+
+def gather_stages(parts: Sequence[torch.Tensor], heads: int, stages: int) -> torch.Tensor:
+    """As `gather`, of a pipeline: ``parts`` of all ranks of its first stage, then of the next, whose layers follow."""
+    size = len(parts) // stages
+    found = [gather(parts[at : at + size], heads) for at in range(0, len(parts), size)]
+    return found[0] if stages == 1 else torch.cat(found)

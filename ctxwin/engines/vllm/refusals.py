@@ -31,7 +31,6 @@ from ctxwin.errors import UnsupportedModel
 
 CONNECTOR = "CtxwinConnector"
 ONE = {
-    "pipeline_parallel_size": "a span holds the KV of all layers, and each stage has some of them",
     "data_parallel_size": "each replica has a cache of its own, and a window's spans lie in one of them",
     "decode_context_parallel_size": "each rank holds every nth token of a block",
     "prefill_context_parallel_size": "each rank computes a part of every prompt",
@@ -114,6 +113,9 @@ def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     )
     if getattr(model, "is_hybrid", False):
         yield from _hybrid_rules(config)
+    stages = config.parallel_config.pipeline_parallel_size
+    reason = "which stage has the drafter, and what it keeps there, has not been tried"
+    yield "speculative_config", "unset in a pipeline", repr(method), drafter is None or stages == 1, reason
     known = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("lora", False)
     fits = config.lora_config is None or known
     yield (
@@ -133,6 +135,9 @@ def _hybrid_rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
     ranks = config.parallel_config.tensor_parallel_size
     reason = "recurrent states are not split among ranks yet; serve from replicas, or on transformers"
     yield "tensor_parallel_size", "1 for a model with recurrent layers", ranks, ranks == 1, reason
+    stages = config.parallel_config.pipeline_parallel_size
+    reason = "recurrent states are not split among stages yet; serve from replicas, or on transformers"
+    yield "pipeline_parallel_size", "1 for a model with recurrent layers", stages, stages == 1, reason
     drafter = getattr(config.speculative_config, "method", None)
     reason = "a state cannot take back the tokens of a draft that was not accepted"
     yield "speculative_config", "unset for a model with recurrent layers", repr(drafter), drafter is None, reason

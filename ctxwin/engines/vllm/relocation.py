@@ -8,7 +8,8 @@ position, so each layer of every rank is checked on its own. No block, request o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,13 +27,21 @@ FAR = 997
 """The second place, or the last at which the tokens fit the model's context."""
 
 
-def refusal(model: Any, config: Any, paged: PagedKV, drafter: Any = None, drafted: DrafterKV | None = None) -> str:
+def refusal(
+    model: Any,
+    config: Any,
+    paged: PagedKV,
+    given: Mapping[str, Any] = MappingProxyType({}),
+    drafter: Any = None,
+    drafted: DrafterKV | None = None,
+) -> str:
     """Why KV of a model, or of its drafter, cannot be moved; "" where it can.
 
     Args:
         model: vLLM's, in the process that calls.
         config: its ``VllmConfig``.
         paged: its cache, whose layout is what the model's config says.
+        given: what a stage of a pipeline is handed by the one before, as arguments of its model.
         drafter: what proposes drafts (`internals.drafter_of`).
         drafted: the drafter's cache, where it keeps KV.
 
@@ -40,10 +49,12 @@ def refusal(model: Any, config: Any, paged: PagedKV, drafter: Any = None, drafte
     """
     far = max(1, min(FAR, int(config.model_config.max_model_len) - TOKENS))
     try:
-        check_relocation(paged.kv, lambda start: _computed(model, config, paged, start), far)
+        check_relocation(paged.kv, lambda start: _computed(model, config, paged, start, given), far)
         if drafted is not None:
             theirs = drafted.paged
-            check_relocation(theirs.kv, lambda start: _computed(drafter.model, config, theirs, start, drafter), far)
+            check_relocation(
+                theirs.kv, lambda start: _computed(drafter.model, config, theirs, start, given, drafter), far
+            )
     except UnsupportedModel as error:
         return str(error)
     except Exception as error:  # of whatever a model does with tokens that belong to no request
@@ -52,14 +63,16 @@ def refusal(model: Any, config: Any, paged: PagedKV, drafter: Any = None, drafte
 
 
 @torch.inference_mode()
-def _computed(model: Any, config: Any, paged: PagedKV, start: int, drafter: Any = None) -> SpanKV:
+def _computed(
+    model: Any, config: Any, paged: PagedKV, start: int, given: Mapping[str, Any], drafter: Any = None
+) -> SpanKV:
     """KV of tokens from all over the vocabulary, the first of them at ``start``, as it would go into the cache.
 
     Those of a drafter begin one further on (MTP blanks what stands at 0), behind hidden states of nothing in particular.
     """
     from vllm.forward_context import set_forward_context
 
-    steps, kind, given = torch.arange(TOKENS), config.model_config, {}
+    steps, kind = torch.arange(TOKENS), config.model_config
     if drafter is not None:
         kind = config.speculative_config.draft_model_config
         if config.speculative_config.method != "draft_model":

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ctxwin.engines.encoding.families import FAMILIES, is_clip
-from ctxwin.engines.vllm.internals import drafter_of, tensor_parallel
+from ctxwin.engines.vllm.internals import drafter_of, handed_on, pipeline, tensor_parallel
 from ctxwin.engines.vllm.lifecycle.folders import write_file
-from ctxwin.engines.vllm.relocation import refusal
+from ctxwin.engines.vllm.relocation import TOKENS, refusal
 from ctxwin.engines.vllm.transport import PARAM, connect
 from ctxwin.store import codec
 
@@ -75,6 +75,7 @@ class WorkerExtension:
     if TYPE_CHECKING:
         model_config: Any
         vllm_config: Any
+        model_runner: Any
 
         def get_model(self) -> Any: ...
 
@@ -82,7 +83,8 @@ class WorkerExtension:
         """See `relocation.refusal`. The same on every rank but for the heads, and in step, as the model's layers need it."""
         endpoint = connect(self.vllm_config.kv_transfer_config.kv_connector_extra_config[PARAM])
         assert endpoint.paged is not None
-        return refusal(self.get_model(), self.vllm_config, endpoint.paged, drafter_of(self), endpoint.drafter)
+        given = handed_on(self.model_runner, TOKENS)
+        return refusal(self.get_model(), self.vllm_config, endpoint.paged, given, drafter_of(self), endpoint.drafter)
 
     def ctxwin_see(self, source: str, target: str) -> None:
         """Reads pixels and grids from ``source``, writes embeddings to ``target``; every rank runs, the first writes.
@@ -94,6 +96,8 @@ class WorkerExtension:
             if path.parent != folder or not path.name.startswith(prefix):
                 raise ValueError(f"files of ctxwin_see must be {folder}/{prefix}..., got {path}")
         tensors, _ = codec.decode_tensors(Path(source).read_bytes())
+        if pipeline()[0]:
+            return  # the tower is in the first stage
         found = see(self.get_model(), self.model_config.hf_config, tensors["pixels"], tensors["grids"])
         if tensor_parallel()[0] == 0:
             write_file(Path(target), codec.encode_tensors({"embeddings": found}))

@@ -67,8 +67,10 @@ def start(
     """
     if processes not in get_args(Processes):
         raise ValueError(f"processes must be one of {', '.join(get_args(Processes))}, got {processes!r}")
-    if processes == "single" and options.get("tensor_parallel_size", 1) != 1:
-        raise ValueError("tensor_parallel_size needs processes='multi' or 'async', got 'single'")
+    if processes == "single" and ranks(options) != 1:
+        raise ValueError(
+            "tensor_parallel_size and pipeline_parallel_size need processes='multi' or 'async', got 'single'"
+        )
     versions.check(options.get("allow_untested_vllm"))
     with _lock, in_turn() if processes == "single" else contextlib.nullcontext(), _unnoticed(processes, options):
         from transformers import AutoConfig
@@ -99,6 +101,11 @@ def start(
             if said is not None:
                 raise UnsupportedModel(said) from error
             raise EngineFailed(f"vLLM could not open {model!r}: {error}") from error
+
+
+def ranks(options: dict[str, Any]) -> int:
+    """How many workers vLLM starts for one engine."""
+    return int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
 
 
 def with_connector(model: str, options: dict[str, Any], transport: Transport) -> dict[str, Any]:

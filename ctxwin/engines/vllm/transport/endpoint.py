@@ -73,20 +73,22 @@ class SharedMemoryEndpoint(Endpoint):
         self, layers: Mapping[str, Any], block_size: int, groups: Sequence[Sequence[str]], speculative: Any = None
     ) -> None:
         from ctxwin.engines.vllm.drafter import DrafterKV, drafter_spec, split
-        from ctxwin.engines.vllm.internals import tensor_parallel
+        from ctxwin.engines.vllm.internals import pipeline, stage_layers, tensor_parallel
         from ctxwin.engines.vllm.paged import PagedKV
         from ctxwin.engines.vllm.paged_states import PagedStates
 
         try:
-            self._rank, size = tensor_parallel()
-            self.heads = own_heads(self.kv.heads, self._rank, size)
-            own = replace(self.kv, heads=self.heads.stop - self.heads.start)
+            (rank, size), (stage, stages) = tensor_parallel(), pipeline()
+            self._rank = stage * size + rank
+            self.heads = own_heads(self.kv.heads, rank, size)
+            here = stage_layers(self.kv.layers, stage, stages)
+            own = replace(self.kv, layers=len(here), heads=self.heads.stop - self.heads.start)
             self.states = PagedStates(layers, groups, self.kv.maps) if self.kv.recurrent else None
             drafted = drafter_spec(speculative, self.kv)
             if drafted is not None:
                 layers, theirs = split(layers, self.kv.layers)
-                self.drafter = DrafterKV(theirs, drafted, block_size, self._rank, size)
-            self.paged = PagedKV(layers, own, block_size)
+                self.drafter = DrafterKV(theirs, drafted, block_size, rank, size)
+            self.paged = PagedKV(layers, own, block_size, first=here.start)
         except Exception as error:
             self.refuse(error)
             raise

@@ -55,7 +55,7 @@ from ctxwin.engines.vllm.lifecycle.folders import (
     write_file,
     write_json,
 )
-from ctxwin.engines.vllm.ranks import gather
+from ctxwin.engines.vllm.ranks import gather, gather_stages
 from ctxwin.engines.vllm.transport import embeddings
 from ctxwin.engines.vllm.transport.base import Job, Transfer, Transport, new_handle, state_bytes
 from ctxwin.errors import EngineFailed, StoreCorrupt
@@ -110,7 +110,8 @@ class SharedMemoryTransport(Transport):
         self.source = watchdog.Lifeline(str(self.path))
         self.max_bytes = min(MAX_BYTES, free // 2) if max_bytes is None else max_bytes
         self.alive: Callable[[], bool] = lambda: True  # set by the engine: whether vLLM's processes still run
-        self.ranks = 1
+        self.ranks = 1  # of all stages
+        self.stages = 1
         self.drafter: KVSpec | None = None  # layout of a drafter's KV, set by the engine
         self._held: OrderedDict[str, tuple[int, int]] = OrderedDict()  # bytes and sum by file, most recently used last
         self._used: Counter[str] = Counter()  # running jobs by file
@@ -275,10 +276,10 @@ class SharedMemoryTransport(Transport):
         except StoreCorrupt as error:
             transfer.error = error
             return
-        heads = self.kv.heads
-        transfer.captured[name] = gather([p["k"] for p in parts], heads), gather([p["v"] for p in parts], heads)
+        k, v = (gather_stages([p[x] for p in parts], self.kv.heads, self.stages) for x in "kv")
+        transfer.captured[name] = k, v
         if self.drafter is not None:
-            k, v = (gather([p[name] for p in parts], self.drafter.heads) for name in DRAFTED)
+            k, v = (gather([p[x] for p in parts], self.drafter.heads) for x in DRAFTED)
             transfer.drafted[name] = k, v
         if states := states_in(parts[0]):
             transfer.states[name] = states
