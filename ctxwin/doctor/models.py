@@ -26,7 +26,10 @@ TESTED = {
     ),
     **_each("llava llava_next llava_onevision", _BOTH),
     **_each("qwen2 llama deepseek_v2 deepseek_v3", _BOTH),
-    **_each("gemma gemma2 gemma3_text glm4 granite mistral mixtral phi3 qwen2_moe qwen3 qwen3_moe stablelm", _BOTH),
+    **_each(
+        "gemma gemma2 gemma3_text gemma4_text glm4 granite mistral mixtral phi3 qwen2_moe qwen3 qwen3_moe stablelm",
+        _BOTH,
+    ),
     **_each("qwen3_5 qwen3_5_text qwen3_5_moe_text qwen3_next", _BOTH),
     **_each("kimi_k25 apertus cohere ernie4_5 exaone4 gpt_oss granitemoe ministral nemotron olmo2 olmoe phi", _HF),
     **_each("starcoder2", _HF),
@@ -81,6 +84,7 @@ def assess_config(config: Any, name: str = "") -> Assessment:
     from ctxwin.engines.encoding.families import family_of
     from ctxwin.engines.vllm.core import REFUSED
     from ctxwin.kv.config import kv_spec_from_config
+    from ctxwin.kv.rows import layer_kinds
 
     kind = str(config.model_type)
     dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
@@ -90,9 +94,12 @@ def assess_config(config: Any, name: str = "") -> Assessment:
     except UnsupportedModel as error:
         return Assessment(name, kind, "refused", str(error))
     form = "1-D" if kv.rope.sections is None else f"M-RoPE {'/'.join(map(str, kv.rope.sections))}"
+    shapes = dict.fromkeys((k.heads, k.head_dim) for k in kv.kinds) if kv.in_rows else {}
     heads = f"{kv.heads} KV head{'s' * (kv.heads > 1)} of {kv.k_dim} and {kv.v_dim}"
+    heads = " or ".join(f"{count} KV heads of {dim}" for count, dim in shapes) or heads
     form += f", {len(kv.kinds)} sets of frequencies" * bool(kv.kinds)
-    layout = f"{kv.family}, {kv.layers} layers, {heads}, {form} over {kv.rope.rotary_dim} dimensions, {dtype}"
+    count = len(layer_kinds(kv)) if kv.in_rows else kv.layers
+    layout = f"{kv.family}, {count} layers, {heads}, {form} over {kv.rope.rotary_dim} dimensions, {dtype}"
     why = REFUSED.get(kind, "")
     if kv.recurrent:
         layout += f", beside recurrent layers with states of {kv.state_bytes:,} bytes a chunk"

@@ -22,6 +22,7 @@ from typing import Any, Literal, cast
 from ctxwin.errors import UnsupportedModel
 from ctxwin.hashing import digest
 from ctxwin.kv.layout import Family, KVSpec, LayerKind, RopeSpec
+from ctxwin.kv.rows import row_width
 
 Engine = Literal["hf", "vllm"]
 
@@ -40,6 +41,10 @@ _RECURRENT = _names(
 )
 _DELTANET = _names("qwen3_5_moe_text qwen3_5_text qwen3_next")
 """Hybrids of Gated DeltaNet and full attention layers, whose states are kept with the KV."""
+_IN_ROWS = _names("gemma4_text")
+"""Layers that slide have other heads than those that do not: their KV is laid out in rows."""
+_SHARING = _names("gemma4_text")
+"""The last layers read the KV of earlier ones, and every layer may have an embedding of the token of its own."""
 _ALIBI = frozenset(("bloom", "mpt"))
 _UNTURNED = _names("afmoe cohere2 cohere2_moe exaone4 exaone_moe")
 """Have no positions in their full attention layers wherever others slide."""
@@ -100,10 +105,14 @@ def check_supported(config: Any) -> None:
         (states, "".join(states[:1]), "they keep no KV for every token of the window"),
         (others, f"{', '.join(others)} layers", "only full attention is known to move"),
         (unrotated, "layers without rotary positions", "all layers must turn"),
-        (has("is_heterogeneous"), "layers of different shapes", "the KV of all layers must have one"),
-        (has("num_kv_shared_layers"), "layers that reuse the KV of others", "they have no cache of their own"),
+        (has("is_heterogeneous") and kind not in _IN_ROWS, "layers of different shapes", "their KV must have one"),
         (
-            has("hidden_size_per_layer_input"),
+            has("num_kv_shared_layers") and kind not in _SHARING,
+            "layers that reuse the KV of others",
+            "they have no cache",
+        ),
+        (
+            has("hidden_size_per_layer_input") and kind not in _SHARING,
             "inputs to every layer",
             "a chunk's embeddings are what the first one is fed",
         ),
@@ -190,12 +199,13 @@ def kv_spec_from_config(config: Any, identity: str, dtype: str, engine: Engine =
     """
     rope = rope_spec_from_config(config, engine)
     text = text_config(config)
-    kinds = _kinds(text, engine)
     layers, queries = int(text.num_hidden_layers), int(text.num_attention_heads)
     states = 0
     if str(text.model_type) in _DELTANET:
         recurrent = sum(kind == "linear_attention" for kind in text.layer_types)
         layers, states = layers - recurrent, recurrent * _deltanet_bytes(text, dtype, engine)
+    if getattr(text, "is_heterogeneous", False):
+        return _spec_in_rows(text, identity, dtype, engine)
     family: Family = "mla"
     if getattr(text, "kv_lora_rank", None):
         heads, k_dim, v_dim = 1, int(text.qk_rope_head_dim), int(text.kv_lora_rank)
@@ -204,7 +214,7 @@ def kv_spec_from_config(config: Any, identity: str, dtype: str, engine: Engine =
         family = "mha" if heads == queries else "gqa"
         k_dim = int(getattr(text, "head_dim", None) or text.hidden_size // queries)
         v_dim = int(getattr(text, "v_head_dim", None) or k_dim)
-    return KVSpec(identity, family, layers, heads, k_dim, v_dim, rope, dtype, states, kinds=kinds)
+    return KVSpec(identity, family, layers, heads, k_dim, v_dim, rope, dtype, states, kinds=_kinds(text, engine))
 
 
 def _kinds(text: Any, engine: Engine) -> tuple[LayerKind, ...]:
@@ -218,6 +228,26 @@ def _kinds(text: Any, engine: Engine) -> tuple[LayerKind, ...]:
     return tuple(LayerKind(numbers, rope) for rope, numbers in layers.items()) if len(layers) > 1 else ()
 
 
+def _spec_in_rows(text: Any, identity: str, dtype: str, engine: Engine) -> KVSpec:
+    """The layout of a model whose layers differ in their heads, and whose values are as wide as its keys."""
+    each = []
+    for i in attention_layers(text):
+        own = text.per_layer_config[i]
+        each.append((text.layer_types[i], int(own.num_key_value_heads), int(own.head_dim)))
+    width = row_width([shape for _, *shape in each])  # type: ignore[misc]
+    rows: dict[tuple[str, int, int], list[int]] = {}
+    count = 0
+    for name, heads, dim in each:
+        own_rows = range(count, count + -(-heads * dim // width))
+        rows.setdefault((name, heads, dim), []).extend(own_rows)
+        count = own_rows.stop
+    kinds = tuple(
+        LayerKind(tuple(found), rope_spec_from_config(text, engine, name), heads, dim)
+        for (name, heads, dim), found in rows.items()
+    )
+    return KVSpec(identity, "gqa", count, 1, width, width, kinds[0].rope, dtype, kinds=kinds)
+
+
 def _by_type(text: Any) -> bool:
     """Whether its rotary parameters are told for each type of layers."""
     given = getattr(text, "rope_parameters", None) or {}
@@ -225,9 +255,9 @@ def _by_type(text: Any) -> bool:
 
 
 def attention_layers(config: Any) -> tuple[int, ...]:
-    """Indices of the decoder layers that keep KV."""
+    """Indices of the decoder layers that keep KV: not recurrent ones, nor the last ones that read others'."""
     text = text_config(config)
-    every = range(int(text.num_hidden_layers))
+    every = range(int(text.num_hidden_layers) - int(getattr(text, "num_kv_shared_layers", None) or 0))
     return tuple(i for i in every if str(text.model_type) not in _DELTANET or text.layer_types[i] != "linear_attention")
 
 
@@ -257,6 +287,8 @@ def _rope_view(text: Any, kind: str, layer_type: str | None) -> Any:
     if _by_type(text):
         types = getattr(text, "layer_types", None) or ("",)
         layer_type = layer_type or types[0]
+        if getattr(text, "is_heterogeneous", False):
+            text = text.per_layer_config[list(types).index(layer_type)]
         if not isinstance(given.get(layer_type), dict):
             raise _refusal(kind, f"no rotary positions in layers of type {layer_type!r}", "all layers must turn")
         given = dict(given[layer_type])

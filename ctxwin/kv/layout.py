@@ -10,6 +10,9 @@ channel, which it never touches (seed: Kamera, section 3, "One mechanism for MLA
 
 With partial rotary embedding only the first ``rotary_dim`` of the key's last axis turns.
 
+Where layers differ in their heads (Gemma 4), all of a layer's heads stand side by side in one or more *rows* of one width, the
+last one filled up with zeros: ``[rows, T, 1, width]`` (`ctxwin.kv.rows`). All but an engine's own cache sees rows as layers.
+
 In a hybrid some layers keep no KV but a state of everything so far (Gated DeltaNet: a matrix a head, and the last inputs of a
 convolution). Such a span also holds the states behind its last token. They have no positions, and are of all that stood in front:
 a state is right only where exactly that stands in front again.
@@ -57,10 +60,14 @@ class LayerKind:
     Attributes:
         layers: their numbers, ascending.
         rope: how they turn positions into angles.
+        heads: KV heads of such a layer, where layers differ in that and ``layers`` counts rows; 0 elsewhere.
+        head_dim: numbers of a key, and of a value, of such a head.
     """
 
     layers: tuple[int, ...]
     rope: RopeSpec
+    heads: int = 0
+    head_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,11 @@ class KVSpec:
     def alike(self) -> tuple[LayerKind, ...]:
         """All layers by how they turn: `kinds`, or a single one."""
         return self.kinds or (LayerKind(tuple(range(self.layers)), self.rope),)
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether layers differ in their heads, so that what is called a layer here is a row of one; see `ctxwin.kv.rows`."""
+        return any(kind.heads for kind in self.kinds)
 
     @property
     def recurrent(self) -> bool:

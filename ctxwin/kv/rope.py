@@ -125,7 +125,9 @@ class Move:
     def layer(self, i: int, k: torch.Tensor) -> torch.Tensor:
         """Layer ``i``'s keys ``[T, H, D]``, turned: a new tensor; see `turn`."""
         kind, delta = self._kind_of[i]
-        return turn(kind.rope, k, delta)
+        if not kind.head_dim:
+            return turn(kind.rope, k, delta)
+        return turn(kind.rope, k.reshape(len(k), -1, kind.head_dim), delta).view(k.shape)
 
     def all(self, k: torch.Tensor) -> torch.Tensor:
         """All layers' keys ``[L, T, H, D]``, turned: a new tensor."""

@@ -58,6 +58,9 @@ def _randomise(model: Any) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            # Gemma 4's attention has no other scale; as it is made it would see one token only.
+            if name.endswith("q_norm.weight") and model.config.get_text_config().model_type == "gemma4_text":
+                parameter.mul_(0.2)
             if name.endswith("A_log"):  # states that last, as trained ones do: so that nothing passes because they fade
                 parameter.copy_((torch.rand(parameter.shape, generator=generator) * 0.1 + 0.005).log())
 
@@ -86,6 +89,8 @@ def write_decoder(folder: Path, kind: str, **fields: Any) -> Path:
     torch.manual_seed(0)
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     model = getattr(transformers, f"{kind}ForCausalLM")
+    if fields.get("hidden_size_per_layer_input"):
+        fields = {**fields, "vocab_size_per_layer_input": len(tokenizer)}
     _save(model(model.config_class(**(_text_fields(len(tokenizer)) | rope | fields))), folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -100,6 +105,21 @@ GEMMA3: dict[str, Any] = {
     },
 }  # fmt: skip
 """Two kinds of layers as in Gemma 3's larger models: those that slide turn by a base of their own."""
+
+
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8,
+    "num_key_value_heads": 2, "head_dim": 32, "num_global_key_value_heads": 1, "global_head_dim": 64,
+    "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0, "rope_parameters": None,
+}  # fmt: skip
+"""As Gemma 4's larger models: layers that do not slide have fewer, larger heads, a quarter of which turns, and values that are
+their keys before the turn."""
+GEMMA4_SHARING = GEMMA4 | {
+    "num_hidden_layers": 5, "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
+    "num_key_value_heads": 1, "num_global_key_value_heads": None, "attention_k_eq_v": False, "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8, "use_double_wide_mlp": True, "initializer_range": 0.1,
+}  # fmt: skip
+"""As Gemma 4's smaller models: the last layers read the KV of earlier ones, each layer is fed an embedding of its own."""
 
 
 def write_llama(folder: Path, kv_heads: int) -> Path:

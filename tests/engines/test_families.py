@@ -20,6 +20,8 @@ from ctxwin.store import Store, open_store
 from engines.conformance import HEADER, QUERY, EngineConformance, laid, picture
 from engines.models import (
     GEMMA3,
+    GEMMA4,
+    GEMMA4_SHARING,
     edit_config,
     write_decoder,
     write_gemma3,
@@ -55,6 +57,8 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "llava_next": lambda folder: write_llava(folder, "LlavaNext"),
     "gemma2": lambda folder: write_decoder(folder, "Gemma2", **DECODERS["Gemma2"]),
     "gemma3": write_gemma3,
+    "gemma4_text": lambda folder: write_decoder(folder, "Gemma4", **GEMMA4),
+    "gemma4_sharing": lambda folder: write_decoder(folder, "Gemma4", **GEMMA4_SHARING),
     "gemma3_text": lambda folder: write_decoder(folder, "Gemma3", **GEMMA3),
     "llama_gqa": lambda folder: write_decoder(folder, "Llama", rope_parameters=LLAMA3),
     "llama_mha": lambda folder: write_decoder(folder, "Llama", num_key_value_heads=4),
@@ -203,6 +207,28 @@ class TestGemma3Text(OnTransformers):
         return folders("gemma3_text")
 
 
+class TestGemma4Text(OnTransformers):
+    """Layers of two shapes."""
+
+    vision = False
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("gemma4_text")
+
+
+class TestGemma4Sharing(OnTransformers):
+    """Layers without KV of their own, and with embeddings of their own."""
+
+    vision = False
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("gemma4_sharing")
+
+
 class TestDeepseekV2(OnTransformers):
     """Latent attention."""
 
@@ -233,7 +259,7 @@ def shown(engine: HFEngine) -> list[Encoded]:
     return [engine.encode_system_prompt(HEADER), *(engine.encode(i) for i in images)]
 
 
-SEEING = [name for name in WRITERS if not name.startswith(("llama", "deepseek", "gemma2", "gemma3_text"))]
+SEEING = [name for name in WRITERS if not name.startswith(("llama", "deepseek", "gemma2", "gemma3_text", "gemma4_"))]
 
 
 @pytest.mark.parametrize("name", SEEING)
@@ -286,10 +312,10 @@ def test_a_pooled_video_against_the_real_model_path(frames: int, folders: Callab
     assert_answers(engine, encoded, real_answer(folder, ids, pixel_values_videos=inputs["pixel_values_videos"]))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "gemma4_sharing"])
 def test_text_against_the_real_model_path(name: str, folders: Callable[[str], Path]) -> None:
     engine = opened(folders(name))
-    assert engine.spec.kv.family == "mla"
+    assert engine.spec.kv.family == ("gqa" if name.startswith("gemma") else "mla")
     encoded = [
         engine.encode_system_prompt(HEADER),
         *(engine.encode(Chunk.text(f"frame {i} is red\n")) for i in range(3)),
@@ -462,7 +488,7 @@ YARN = dict(
 DECODERS: dict[str, dict[str, object]] = {
     "Apertus": {}, "Cohere": {}, "Ernie4_5": HEADS, "Exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
     "Gemma": HEADS, "Glm4": HEADS, "Granite": {}, "GraniteMoe": dict(num_local_experts=4),
-    "Gemma2": HEADS | dict(sliding_window=8, final_logit_softcapping=30.0), "Gemma3": GEMMA3,
+    "Gemma2": HEADS | dict(sliding_window=8, final_logit_softcapping=30.0), "Gemma3": GEMMA3, "Gemma4": GEMMA4,
     "GptOss": HEADS | dict(sliding_window=8, num_local_experts=4, num_experts_per_tok=2, rope_parameters=YARN),
     "Ministral": HEADS | dict(sliding_window=8), "Starcoder2": dict(sliding_window=8),
     "Mistral": {"sliding_window": None}, "Mixtral": dict(num_local_experts=4), "Nemotron": {}, "Olmo2": {},
@@ -481,7 +507,7 @@ def test_decoders_against_the_real_model_path(kind: str, tmp_path: Path) -> None
     assert_answers(engine, encoded, real_answer(tmp_path, ids))
 
 
-@pytest.mark.parametrize("kind", ["Gemma2", "Gemma3", "GptOss", "Ministral", "Starcoder2"])
+@pytest.mark.parametrize("kind", ["Gemma2", "Gemma3", "Gemma4", "GptOss", "Ministral", "Starcoder2"])
 def test_sliding_layers_do_not_see_all(kind: str, tmp_path: Path) -> None:
     engine = opened(write_decoder(tmp_path, kind, **DECODERS[kind]))
     encoded, query = [engine.encode_system_prompt(HEADER)], engine.encode_query(QUERY)

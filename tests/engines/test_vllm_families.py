@@ -291,7 +291,8 @@ DECODERS: dict[str, dict[str, object]] = {
     "Gemma": dict(head_dim=32), 
     # Without the cap of its attention, which vLLM's CPU kernel rounds to 3e-4.
     "Gemma2": dict(head_dim=32, sliding_window=8, attn_logit_softcapping=None),
-    "Gemma3": models.GEMMA3, "Glm4": dict(head_dim=32, attention_bias=True), "Granite": {},
+    "Gemma3": models.GEMMA3, "Gemma4": models.GEMMA4, "Gemma4 that shares": models.GEMMA4_SHARING,
+     "Glm4": dict(head_dim=32, attention_bias=True), "Granite": {},
     "Mistral": dict(sliding_window=None), "Mixtral": dict(num_local_experts=4), "Phi3": {},
     "Qwen2Moe": EXPERTS, "Qwen3": dict(head_dim=32), "StableLm": {},
     # It has no shared expert: told of one, vLLM would make it and find no weights for it.
@@ -302,7 +303,8 @@ DECODERS: dict[str, dict[str, object]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", DECODERS)
 def test_decoders_against_transformers(kind: str, tmp_path: Path) -> None:
-    folder = models.wide(lambda f: models.write_decoder(f, kind, **DECODERS[kind]), tmp_path / "model")
+    name, fields = kind.split()[0], DECODERS[kind]
+    folder = models.wide(lambda f: models.write_decoder(f, name, **fields), tmp_path / "model")
     suite = TestLlama()
     with suite.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
         suite.test_text_against_transformers(engine, reference)

@@ -75,7 +75,8 @@ def placed(spec: KVSpec, raw: SpanKV, start: int) -> SpanKV:
     k = raw.k.double().numpy().copy()
     for kind in spec.alike:
         layers = list(kind.layers)
-        k[layers] = oracle_rotate(kind.rope, k[layers], (raw.positions + start).numpy())
+        held = k[layers] if not kind.head_dim else k[layers].reshape(len(layers), raw.tokens, -1, kind.head_dim)
+        k[layers] = oracle_rotate(kind.rope, held, (raw.positions + start).numpy()).reshape(k[layers].shape)
     return replace(raw, k=torch.from_numpy(k).to(raw.k.dtype), start=start)
 
 

@@ -15,7 +15,7 @@ from operator_oracle import make_spec, placed, plain_rope, random_positions, ran
 
 from ctxwin.kv.kernels import Part, Placing
 from ctxwin.kv.kernels.cpu import rounds_once
-from ctxwin.kv.layout import KVSpec
+from ctxwin.kv.layout import KVSpec, LayerKind
 from ctxwin.kv.relocate import relocate
 from measure_kernels import main
 
@@ -30,6 +30,10 @@ FAMILIES = {
     "partial": make_spec(heads=2, k_dim=16, v_dim=16, rope=plain_rope(8)),
     "odd": make_spec(heads=2, k_dim=9, v_dim=5, rope=plain_rope(8, pairing="interleaved")),
     "mrope": make_spec(heads=2, k_dim=16, v_dim=16, rope=plain_rope(16, sections=(2, 3, 3))),
+    "rows": replace(
+        make_spec(heads=1, k_dim=32, v_dim=32, rope=plain_rope(16)),
+        kinds=(LayerKind((0, 2), plain_rope(16), 2, 16), LayerKind((1,), plain_rope(32, 1e6), 1, 32)),
+    ),
     "two-kinds": with_kinds(make_spec(heads=2, k_dim=16, v_dim=16)),
     "cycling": make_spec(heads=2, k_dim=16, v_dim=16, rope=plain_rope(16, sections=(4, 2, 2), mrope_interleaved=True)),
 }

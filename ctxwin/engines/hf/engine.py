@@ -45,6 +45,7 @@ from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.merge import budget_slots
 from ctxwin.kv.patch import apply_patch
 from ctxwin.kv.relocate import check_relocation, relocate
+from ctxwin.kv.rows import from_rows, to_rows
 from ctxwin.kv.states import States, composed
 from ctxwin.store import open_store
 from ctxwin.store.spans import SpanRepository
@@ -132,6 +133,7 @@ class HFEngine(EncodingEngine):
         self._deep = hf_model.deep_layers(checkpoint.config)
         self._attention = attention_layers(checkpoint.config)
         self._window = sliding_window(checkpoint.config)
+        self._own_inputs = bool(getattr(checkpoint.text_config, "hidden_size_per_layer_input", None))
         self._whole = bool(both_ways(checkpoint.config))
         every = range(int(checkpoint.text_config.num_hidden_layers))
         self._recurrent = tuple(i for i in every if i not in self._attention)
@@ -371,11 +373,11 @@ class HFEngine(EncodingEngine):
             values.append(moved.v.to(self._dtype))
             states.append(moved.states)
             done.bytes_loaded += span.nbytes
-        k, v = torch.cat(keys, dim=1).transpose(1, 2), torch.cat(values, dim=1).transpose(1, 2)
-        # Transformers caches MLA's latent as "keys" and its decoupled rope keys as "values".
-        first, second = (v, k) if self.spec.kv.family == "mla" else (k, v)
-        for i, layer in enumerate(self._attention):
-            done.cache.update(first[i][None], second[i][None], layer)
+        k, v = torch.cat(keys, dim=1), torch.cat(values, dim=1)
+        for layer, pair in zip(self._attention, from_rows(self.spec.kv, lambda i: (k[i], v[i])), strict=True):
+            # Transformers caches MLA's latent as "keys" and its decoupled rope keys as "values".
+            first, second = pair[::-1] if self.spec.kv.family == "mla" else pair
+            done.cache.update(first.transpose(0, 1)[None], second.transpose(0, 1)[None], layer)
         if self.spec.kv.recurrent:
             behind: States = recurrent.states_of(done.cache)
             for segment, states_here in zip(segments, states, strict=True):
@@ -428,6 +430,11 @@ class HFEngine(EncodingEngine):
             past_key_values=done.cache,
             use_cache=True,
         )
+        if (
+            self._own_inputs
+        ):  # every layer's embedding of each token, which the model would read back from its embedding
+            assert fed.ids is not None
+            run["per_layer_inputs"] = self.text_model.get_per_layer_inputs(fed.ids.to(self._device)[None], None)
         if self.spec.kv.recurrent:
             masks = {"full_attention": mask, "linear_attention": None}
             out = self.text_model(**{**run, "attention_mask": masks})
@@ -450,7 +457,8 @@ class HFEngine(EncodingEngine):
             ChunkUnavailable: vision embeddings left the store. EngineFailed: they are another model's.
         """
 
-        words = self._words([i for encoded in encodeds for i in encoded.token_ids])
+        ids = torch.tensor([i for encoded in encodeds for i in encoded.token_ids], dtype=torch.int64)
+        words = self._words(ids)
         starts = itertools.accumulate((encoded.tokens for encoded in encodeds), initial=0)
         seen = []
         for at, encoded in zip(starts, encodeds, strict=False):
@@ -462,7 +470,9 @@ class HFEngine(EncodingEngine):
                 if stored.shape[0] == media.tokens - len(media.words):
                     stored = stored[rows]
                 seen.append(([at + media.offset + i for i in places], stored))
-        return hf_model.inputs(words, seen, self._deep, self._whole)
+        for places, _ in seen:
+            ids[places] = self._checkpoint.text_config.pad_token_id or 0  # as transformers has it for media
+        return replace(hf_model.inputs(words, seen, self._deep, self._whole), ids=ids)
 
     def _hear(self, module: Any, args: Any, output: Any) -> None:
         self._given = output
@@ -477,10 +487,10 @@ class HFEngine(EncodingEngine):
         done = self._run([Segment(made, start)])
         return self._span(done, done.slices[-1], made.positions, start)
 
-    def _words(self, ids: Sequence[int]) -> torch.Tensor:
-        """Word embeddings ``[T, hidden]``."""
+    def _words(self, ids: torch.Tensor) -> torch.Tensor:
+        """Word embeddings ``[T, hidden]`` of ids ``[T]``."""
         with torch.no_grad():
-            rows = self._opened().get_input_embeddings()(torch.tensor(ids, dtype=torch.int64, device=self._device))
+            rows = self._opened().get_input_embeddings()(ids.to(self._device))
         assert isinstance(rows, torch.Tensor)
         return rows
 
@@ -533,7 +543,8 @@ class HFEngine(EncodingEngine):
                     return fed
                 if len(made.token_ids) >= sampling.max_tokens:
                     return fed
-                self._feed(done, hf_model.Inputs(self._words([token])), torch.full((3, 1), at + fed))
+                ids = torch.tensor([token])
+                self._feed(done, hf_model.Inputs(self._words(ids), ids=ids), torch.full((3, 1), at + fed))
                 fed += 1
                 logits = done.last
                 if sampling.hold < 1 and self._held(done) > max(held, budget_slots(sampling.hold, done.tokens + fed)):
@@ -542,9 +553,9 @@ class HFEngine(EncodingEngine):
     def _span(self, done: _Pass, part: tuple[int, int], positions: np.ndarray, start: int) -> SpanKV:
         """A copy, on the CPU, of part of the cache, in the frame it was computed in."""
 
-        def take(name: str) -> torch.Tensor:
-            layers = [getattr(done.cache.layers[i], name)[0, :, part[0] : part[1]] for i in self._attention]
-            return torch.stack(layers).transpose(1, 2).contiguous().to("cpu")
+        def take(layer: int, name: str) -> torch.Tensor:
+            held: torch.Tensor = getattr(done.cache.layers[layer], name)[0, :, part[0] : part[1]]
+            return held.transpose(0, 1)
 
         rope, content = ("values", "keys") if self.spec.kv.family == "mla" else ("keys", "values")
         outputs = joined(done.outputs) if self.spec.outputs else {}
@@ -555,7 +566,8 @@ class HFEngine(EncodingEngine):
             if found is None and part[1] == self._held(done):
                 found = recurrent.states_of(done.cache)
             states = {name: state.to("cpu") for name, state in (found or {}).items()}
-        span = SpanKV(take(rope), take(content), torch.tensor(positions), start, rows, states)
+        k, v = to_rows(self.spec.kv, [(take(i, rope), take(i, content)) for i in self._attention])
+        span = SpanKV(k.to("cpu"), v.to("cpu"), torch.tensor(positions), start, rows, states)
         span.validate(self.spec.kv)
         return span
 

@@ -24,6 +24,8 @@ class Inputs:
         embeds: input embeddings ``[T, hidden]``, vision embeddings in their places.
         pictures: int64 ``[T]``: which picture a token is of, if its tokens see those behind them; -1 for all others. None for
             a model where none do.
+        ids: int64 ``[T]``, the pad token in the place of vision embeddings: what a model that has embeddings for every layer
+            looks up.
         deep: ``[D, T, hidden]``, added to the hidden states behind each of the first D decoder layers; zeros at text
             tokens (DeepStack, arXiv 2406.04334, as in Qwen3-VL). None for a model that adds nothing there.
     """
@@ -31,6 +33,7 @@ class Inputs:
     embeds: torch.Tensor
     deep: torch.Tensor | None = None
     pictures: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
 
 
 def load(checkpoint: Checkpoint, device: str, dtype: str) -> tuple[torch.device, Any]:

@@ -168,6 +168,22 @@ def let_numba_be_scanned() -> None:
         functions["__dict__"] = {}
 
 
+def name_readers(config: Any, specs: Any) -> None:
+    """Tells vLLM the cache layout of layers that read another layer's cache, where layers differ in their shapes.
+
+    A runner puts such layers into the group of the layer that they read, but where the layers of a group have specs of their
+    own it would then find none for them. The specs are a worker's own copy, and no size is taken from them any more.
+
+    Args:
+        config: vLLM's ``VllmConfig`` with the model's layers in it.
+        specs: ``UniformTypeKVCacheSpecs`` of the group that holds all KV.
+    """
+    for name, layer in config.compilation_config.static_forward_context.items():
+        target = getattr(layer, "kv_sharing_target_layer_name", None)
+        if target in specs.kv_cache_specs:
+            specs.kv_cache_specs[name] = specs.kv_cache_specs[target]
+
+
 def bare_model(config: Any) -> Any:
     """The model's class with its config and nothing else: enough to count positions where the model itself is in
     another process."""

@@ -23,7 +23,10 @@ from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.kernels import Kernel, Lines, Part, Placing, choose
 from ctxwin.kv.kernels.choice import report, trial
 from ctxwin.kv.layout import KVSpec
+from ctxwin.kv.rows import from_rows, layer_kinds, to_rows
 
+Shape = tuple[int, int, int]
+"""KV heads of a layer, numbers of a key and of a value."""
 _BASE = 128  # digits 0..127 are exact in bfloat16 (8 bits of mantissa) as in every wider dtype
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """Quantised caches that spans follow, by vLLM's ``kv_cache_dtype``: one scale a layer for keys and one for values, from
@@ -44,7 +47,9 @@ class PagedKV:
 
     Attributes:
         kv: the layout of what is cached here; of a rank, with its own layers and heads only.
-        layers: the attention layers, in order.
+        layers: the attention layers that have a cache, in order.
+        readers: those that read the cache of another one.
+        shapes: of each layer.
         kernel: the load kernel for what is written here.
 
     Raises:
@@ -63,20 +68,27 @@ class PagedKV:
     ) -> None:
         self.kv = kv
         self._first = first
+        self.readers = [layer for layer in layers.values() if getattr(layer, "kv_sharing_target_layer_name", None)]
         self.layers = _ordered(layers, kv.recurrent)
         self.block_size = block_size
-        if len(self.layers) != kv.layers:
+        kinds = layer_kinds(kv) if kv.in_rows else []
+        own = (kv.heads, kv.k_dim, kv.v_dim)
+        self.shapes: list[Shape] = [(k.heads, k.head_dim, k.head_dim) for k in kinds] or [own] * kv.layers
+        if len(self.layers) != len(self.shapes):
             raise UnsupportedModel(
-                f"the cache must have one attention layer per decoder layer ({kv.layers}), got {len(self.layers)}; "
+                f"the cache must have one attention layer per decoder layer ({len(self.shapes)}), got {len(self.layers)}; "
                 "models with layers of other kinds cannot be served from spans"
             )
-        for layer in self.layers:
-            self._check_layer(layer)
+        for layer, shape in zip(self.layers, self.shapes, strict=True):
+            self._check_layer(layer, shape)
         self.dtype: torch.dtype = getattr(torch, kv.dtype)
         self._fp8 = FP8.get(self.layers[0].kv_cache_dtype)
         self._base = _BASE if self._fp8 is None else 8  # 0..7 are exact in E5M2, too
         self.device: torch.device = self.layers[0].kv_cache.device
-        self._gather = self._probe()
+        self._gathers: dict[Shape, torch.Tensor] = {}
+        for layer, shape in zip(self.layers, self.shapes, strict=True):
+            if shape not in self._gathers:
+                self._gathers[shape] = self._probe(layer, shape)
         self.kernel = choose(kv, self.dtype, self.device, kernel=kernel)
         self._alone = alone and self.device.type == "cpu"
         self._lines = self._steps() if self.kernel == "triton" and self._fp8 is None else None
@@ -86,9 +98,9 @@ class PagedKV:
         """Whether spans are written into their slots by the load kernel itself."""
         return self._lines is not None
 
-    def _check_layer(self, layer: Any) -> None:
+    def _check_layer(self, layer: Any, shape: Shape) -> None:
         cache = layer.kv_cache
-        per_token = self.kv.heads * (self.kv.k_dim + self.kv.v_dim)
+        per_token = shape[0] * (shape[1] + shape[2])
         own = cache.dtype == getattr(torch, self.kv.dtype) and layer.kv_cache_dtype in ("auto", self.kv.dtype)
         if not own and not (layer.kv_cache_dtype in FP8 and cache.itemsize == 1):
             raise UnsupportedModel(
@@ -114,7 +126,7 @@ class PagedKV:
                 those that are cached here are written.
             slots: int64 ``[T]``.
         """
-        end = self._first + len(self.layers)
+        end = self._first + self.kv.layers
         if placing.tokens != len(slots) or placing.layers < end:
             raise ValueError(
                 f"spans must fill {len(slots)} slots of {end} layers, got {placing.tokens} tokens of {placing.layers}"
@@ -125,8 +137,8 @@ class PagedKV:
                 placing.store(self._first + i, layer.kv_cache, self._lines[i], slots)
             return placing.nbytes
         own = range(self._first, end)
-        computed = load_thread.layers_of(placing) if self._alone else (placing.layer(i) for i in own)
-        for layer, (k, v) in zip(self.layers, computed, strict=True):
+        rows = load_thread.layers_of(placing) if self._alone else (placing.layer(i) for i in own)
+        for layer, (k, v) in zip(self.layers, from_rows(self.kv, lambda _: next(rows)), strict=True):
             _update(layer, k, v, layer.kv_cache, slots)
         return placing.nbytes
 
@@ -152,19 +164,22 @@ class PagedKV:
             raise ValueError(f"tokens [{begin}, {end}) must be non-empty and lie in {len(blocks)} blocks")
         index = torch.tensor(blocks[first:last], dtype=torch.int64, device=self.device)
         wanted = slice(begin - first * self.block_size, end - first * self.block_size)
-        pairs = [self._plain(layer, *self._unpack(layer.kv_cache[index])) for layer in self.layers]
-        found = torch.stack([k[wanted] for k, _ in pairs]), torch.stack([v[wanted] for _, v in pairs])
+        pairs = [
+            self._plain(layer, *self._unpack(layer.kv_cache[index], shape))
+            for layer, shape in zip(self.layers, self.shapes, strict=True)
+        ]
+        found = to_rows(self.kv, [(k[wanted], v[wanted]) for k, v in pairs])
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         return found
 
-    def _unpack(self, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _unpack(self, raw: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
         """``[blocks, ...]`` as cached to ``k [blocks * block_size, H, k_dim]`` and ``v``."""
-        count, size, heads = raw.shape[0], self.block_size, self.kv.heads
-        numbers = raw.reshape(count, -1)[:, self._gather]
-        cut = size * heads * self.kv.k_dim
-        k = numbers[:, :cut].reshape(count * size, heads, self.kv.k_dim)
-        v = numbers[:, cut:].reshape(count * size, heads, self.kv.v_dim)
+        count, size, (heads, k_dim, v_dim) = raw.shape[0], self.block_size, shape
+        numbers = raw.reshape(count, -1)[:, self._gathers[shape]]
+        cut = size * heads * k_dim
+        k = numbers[:, :cut].reshape(count * size, heads, k_dim)
+        v = numbers[:, cut:].reshape(count * size, heads, v_dim)
         return k, v
 
     def _plain(self, layer: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,14 +189,14 @@ class PagedKV:
         scales = (layer._k_scale_float, layer._v_scale_float)
         return tuple((x.view(self._fp8).float() * s).to(self.dtype) for x, s in zip((k, v), scales, strict=True))
 
-    def _probe(self) -> torch.Tensor:
+    def _probe(self, layer: Any, shape: Shape) -> torch.Tensor:
         """Where each number of (k, v) of one block lies in it: int64 ``[block_size * heads * (k_dim + v_dim)]``.
 
         Raises UnsupportedModel where the packing is not a permutation that is the same for every block.
         """
-        layer, kv, size = self.layers[0], self.kv, self.block_size
+        (heads, k_dim, v_dim), size = shape, self.block_size
         scratch = torch.zeros_like(layer.kv_cache[:2])
-        keys, total = size * kv.heads * kv.k_dim, scratch[0].numel()
+        keys, total = size * heads * k_dim, scratch[0].numel()
         digits, base = 1, self._base
         while base**digits < total:
             digits += 1
@@ -189,8 +204,8 @@ class PagedKV:
         numbers = torch.arange(total, device=scratch.device)
         for digit in range(digits):
             value = (numbers // base**digit % base).to(self.dtype)
-            k = value[:keys].reshape(size, kv.heads, kv.k_dim)
-            v = value[keys:].reshape(size, kv.heads, kv.v_dim)
+            k = value[:keys].reshape(size, heads, k_dim)
+            v = value[keys:].reshape(size, heads, v_dim)
             if self._fp8 is not None:
                 k, v = k * layer._k_scale_float, v * layer._v_scale_float
             for block in range(2):
@@ -205,18 +220,18 @@ class PagedKV:
             )
         gather = torch.empty_like(numbers)
         gather[found[0]] = numbers
-        self._gather = gather
-        self._round_trip(layer, scratch)
+        self._gathers[shape] = gather
+        self._round_trip(layer, scratch, shape)
         return gather
 
-    def _round_trip(self, layer: Any, scratch: torch.Tensor) -> None:
+    def _round_trip(self, layer: Any, scratch: torch.Tensor, shape: Shape) -> None:
         """Writes tokens at scattered slots, as real loads do, and reads them back bit for bit."""
-        kv, size = self.kv, self.block_size
+        (heads, k_dim, v_dim), size = shape, self.block_size
         noise = torch.Generator().manual_seed(0)
         scratch.zero_()
         slots = torch.randperm(2 * size, generator=noise)
-        k = torch.randn(2 * size, kv.heads, kv.k_dim, generator=noise).to(self.device, self.dtype)
-        v = torch.randn(2 * size, kv.heads, kv.v_dim, generator=noise).to(self.device, self.dtype)
+        k = torch.randn(2 * size, heads, k_dim, generator=noise).to(self.device, self.dtype)
+        v = torch.randn(2 * size, heads, v_dim, generator=noise).to(self.device, self.dtype)
         if self._fp8 is not None:  # only what the cache can say comes back to the bit
             k, v = ((x.float() / s).to(self._fp8) for x, s in ((k, layer._k_scale_float), (v, layer._v_scale_float)))
             k, v = self._plain(layer, k.view(torch.uint8), v.view(torch.uint8))
@@ -224,7 +239,7 @@ class PagedKV:
         for at in range(0, 2 * size, step):
             part = slots[at : at + step]
             _update(layer, k[part], v[part], scratch, part.to(scratch.device))
-        got_k, got_v = self._plain(layer, *self._unpack(scratch))
+        got_k, got_v = self._plain(layer, *self._unpack(scratch, shape))
         if not (torch.equal(got_k, k) and torch.equal(got_v, v)):
             raise UnsupportedModel(
                 f"attention backend {type(layer.impl).__name__} does not return the KV that was written into its cache"
@@ -248,7 +263,8 @@ class PagedKV:
         return lines
 
     def _line(self, cache: torch.Tensor) -> Lines | None:
-        return Lines.find(cache, self._gather, self.block_size, self.kv.heads, (self.kv.k_dim, self.kv.v_dim))
+        gather = self._gathers[self.shapes[0]]  # all layers have one shape where a kernel writes by strides
+        return Lines.find(cache, gather, self.block_size, self.kv.heads, (self.kv.k_dim, self.kv.v_dim))
 
     def _written(self, parts: Sequence[Part], spec: KVSpec, **options: Any) -> Any:
         """A kernel whose layers go through scattered slots of a scratch cache, packed like the first layer's."""
@@ -260,7 +276,7 @@ class PagedKV:
             line = self._line(scratch)
             assert line is not None
             placing.store(i, scratch, line, slots.to(self.device))
-            k, v = self._unpack(scratch)
+            k, v = self._unpack(scratch, self.shapes[0])
             return k[slots], v[slots]
 
         return SimpleNamespace(layer=layer)
@@ -278,6 +294,8 @@ def _ordered(layers: Mapping[str, Any], hybrid: bool) -> list[Any]:
     found = []
     for name, layer in layers.items():
         cache = getattr(layer, "kv_cache", None)
+        if getattr(layer, "kv_sharing_target_layer_name", None):
+            continue  # its cache is another layer's
         if cache is None or (isinstance(cache, torch.Tensor) and cache.numel() == 0):
             continue  # an encoder's layer
         if hybrid and isinstance(cache, tuple):

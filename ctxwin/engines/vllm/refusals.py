@@ -111,6 +111,10 @@ def _rules(config: Any) -> Iterator[tuple[str, str, object, bool, str]]:
         not whole,
         reason,
     )
+    ranks = config.parallel_config.tensor_parallel_size
+    uneven = bool(getattr(getattr(model, "hf_text_config", None), "is_heterogeneous", False))
+    reason = "the heads of such layers are not split among ranks yet; serve from replicas"
+    yield "tensor_parallel_size", "1 where layers differ in their heads", ranks, ranks == 1 or not uneven, reason
     if getattr(model, "is_hybrid", False):
         yield from _hybrid_rules(config)
     stages = config.parallel_config.pipeline_parallel_size

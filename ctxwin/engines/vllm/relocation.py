@@ -20,6 +20,7 @@ from ctxwin.engines.vllm.paged import PagedKV
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.layout import SpanKV
 from ctxwin.kv.relocate import check_relocation
+from ctxwin.kv.rows import to_rows
 
 TOKENS = 16
 """Tokens that are computed at two places."""
@@ -86,11 +87,12 @@ def _computed(
         internals.use_no_adapter(model, TOKENS)
     with _overheard(paged) as heard, set_forward_context(None, config, num_tokens=TOKENS, skip_compiled=True):
         model(input_ids=ids.to(paged.device), positions=at.to(paged.device), **given)
-    kv = paged.kv
-    pairs = [heard[i] for i in range(kv.layers)]
-    k = torch.stack([pair[0].reshape(TOKENS, kv.heads, kv.k_dim) for pair in pairs]).cpu()
-    v = torch.stack([pair[1].reshape(TOKENS, kv.heads, kv.v_dim) for pair in pairs]).cpu()
-    return SpanKV(k, v, places, start)
+    pairs = []
+    for i, (heads, k_dim, v_dim) in enumerate(paged.shapes):
+        k, v = heard[i]
+        pairs.append((k.reshape(TOKENS, heads, k_dim), v.reshape(TOKENS, heads, v_dim)))
+    k, v = to_rows(paged.kv, pairs)
+    return SpanKV(k.cpu(), v.cpu(), places, start)
 
 
 @contextlib.contextmanager
@@ -102,7 +104,8 @@ def _overheard(paged: PagedKV) -> Iterator[dict[int, tuple[torch.Tensor, torch.T
         latent = hasattr(layer, "kv_lora_rank")  # see `paged`: c_KV is our content channel, k_pe the rope channel
 
         def forward(query: Any, key: Any, value: Any, output_shape: Any = None, **_: Any) -> torch.Tensor:
-            heard[index] = (value.clone(), key.clone()) if latent else (key.clone(), value.clone())
+            if key is not None:  # else it reads the cache of another layer
+                heard[index] = (value.clone(), key.clone()) if latent else (key.clone(), value.clone())
             shape = output_shape or (TOKENS, layer.num_heads * layer.head_size_v)
             made: torch.Tensor = query.new_zeros(shape)
             return made
@@ -110,9 +113,9 @@ def _overheard(paged: PagedKV) -> Iterator[dict[int, tuple[torch.Tensor, torch.T
         layer.forward = forward
 
     try:
-        for index, layer in enumerate(paged.layers):
+        for index, layer in enumerate([*paged.layers, *paged.readers]):
             listen(index, layer)
         yield heard
     finally:
-        for layer in paged.layers:
+        for layer in [*paged.layers, *paged.readers]:
             layer.__dict__.pop("forward", None)

@@ -57,7 +57,7 @@ def choose(
             raise ValueError(f"kernel must be one of {', '.join(get_args(Kernel))}, got {named!r}{where}")
         chosen: Kernel = named  # type: ignore[assignment]  # mypy does not narrow by get_args
         return chosen
-    if len({(kind.rope.rotary_dim, kind.rope.pairing) for kind in spec.alike}) > 1:
+    if spec.in_rows or len({(kind.rope.rotary_dim, kind.rope.pairing) for kind in spec.alike}) > 1:
         return "cpu"  # Triton's kernel is compiled for one
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return "cpu"

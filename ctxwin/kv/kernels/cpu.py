@@ -28,7 +28,7 @@ class CpuKernel:
     ) -> None:
         compute, count = compute_dtype(parts), heads[1] - heads[0]
         tokens = sum(part.tokens for part in parts)
-        rotary = max(kind.rope.rotary_dim for kind in spec.alike)
+        rotary = max(kind.rope.rotary_dim * (spec.k_dim // (kind.head_dim or spec.k_dim)) for kind in spec.alike)
         # Two layers: one may still be read while the next one is computed.
         self._outs = [
             (
@@ -68,7 +68,9 @@ class CpuKernel:
             turns = []
             for kind in spec.alike:
                 delta = torch.cat([shift_angles(kind.rope, piece.positions, *piece.way(frame)) for piece in inside])
-                turns.append(Turn(kind.rope, spec.k_dim, delta.to(device), heads=heads, compute=compute))
+                dim = kind.head_dim or spec.k_dim
+                many = heads * spec.k_dim // dim
+                turns.append(Turn(kind.rope, dim, delta.to(device), heads=many, compute=compute))
             runs.append(_Run(rows, inside, tuple(turns)))
         return runs
 
@@ -113,7 +115,7 @@ class CpuKernel:
             self._k[rows].copy_(self._sum_k[rows])
         for run in self._turns:
             turn = run.turns[self._kind_of[i]]
-            turn(self._sum_k[run.rows], self._k[run.rows], self._scratch[run.rows, :, : turn.rotary])
+            turn(self._sum_k[run.rows], self._k[run.rows], self._scratch[run.rows])
         return self._k
 
     def _add_framed(self, i: int) -> None:
@@ -280,6 +282,7 @@ class Turn:
     """
 
     def __init__(self, rope: RopeSpec, k_dim: int, delta: torch.Tensor, *, heads: int, compute: torch.dtype) -> None:
+        self._heads, self._k_dim = heads, k_dim
         self.rotary, half = rope.rotary_dim, rope.rotary_dim // 2
         cos, sin = delta.cos().to(compute).unsqueeze(1), delta.sin().to(compute).unsqueeze(1)
         # Neighbouring pairs are complex numbers as they lie, where every key starts at an even number.
@@ -300,10 +303,15 @@ class Turn:
         """Writes the turned ``keys`` to ``out``, rounded once, to its dtype.
 
         Args:
-            keys: ``[T, H, k_dim]`` in the dtype of the arithmetic, each token's keys contiguous; written over.
-            out: ``[T, H, k_dim]``, other memory than ``keys``.
-            scratch: ``[T, H, rotary_dim]`` in the dtype of the arithmetic; not used where ``out`` has that dtype.
+            keys: ``[T, H, k_dim]`` in the dtype of the arithmetic, contiguous; written over. A row's heads may stand in one.
+            out: as many numbers, contiguous, other memory than ``keys``.
+            scratch: ``[T, ..]``, at least ``H * rotary_dim`` numbers each, in the dtype of the arithmetic; not used where
+                ``out`` has that dtype.
         """
+        shape = (len(keys), self._heads, self._k_dim)
+        keys, out = keys.view(shape), out.view(shape)
+        narrow = scratch.flatten(1)[:, : self._heads * self.rotary]
+        scratch = torch.unflatten(narrow, 1, (self._heads, self.rotary))
         turning = keys[..., : self.rotary]
         if self._complex:
             self._turn_complex(turning)
@@ -325,6 +333,8 @@ class Turn:
             keys: as for a call; written over where pairs are neighbours.
             total: ``[T, H, k_dim]`` in the dtype of the arithmetic, other memory than ``keys``.
         """
+        shape = (len(keys), self._heads, self._k_dim)
+        keys, total = keys.view(shape), total.view(shape)
         if self._complex:
             self._turn_complex(keys[..., : self.rotary])
             total.add_(keys)

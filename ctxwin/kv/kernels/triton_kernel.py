@@ -82,8 +82,8 @@ class TritonKernel:
             for row in range(begin, end, BLOCK_TOKENS)
         ]
         self._blocks = torch.tensor(blocks, dtype=torch.int64).to(device)
-        if len({(kind.rope.rotary_dim, kind.rope.pairing) for kind in spec.alike}) > 1:
-            raise ValueError("kernel triton must be given layers that turn equally many dimensions; use kernel cpu")
+        if spec.in_rows or len({(kind.rope.rotary_dim, kind.rope.pairing) for kind in spec.alike}) > 1:
+            raise ValueError("kernel triton must be given layers of one shape that turn equally; use kernel cpu")
         self._kind_of = {layer: at for at, kind in enumerate(spec.alike) for layer in kind.layers}
         self._turns = [self._angles(kind.rope, compute, frame=False) for kind in spec.alike]
         framed = any(part.patch is not None and part.span.start != 0 for part in parts)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
+from ctxwin.engines.vllm import internals
 from ctxwin.engines.vllm.connector.scheduler import SchedulerHalf, Step
 from ctxwin.engines.vllm.connector.worker import WorkerHalf
 from ctxwin.engines.vllm.refusals import check_config
@@ -64,6 +65,8 @@ class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA
         except UnsupportedModel as error:
             endpoint.refuse(error)
             raise
+        if role == KVConnectorRole.WORKER and isinstance(spec, UniformTypeKVCacheSpecs):
+            internals.name_readers(vllm_config, spec)
         SchedulerHalf.__init__(self, endpoint, source, block_size, holds_kv[0])
         WorkerHalf.__init__(self, endpoint, block_size)
 

@@ -19,7 +19,7 @@ from ctxwin.engines.vllm.lifecycle.folders import read_json, write_file, write_j
 from ctxwin.engines.vllm.ranks import own_heads
 from ctxwin.engines.vllm.transport.base import Endpoint, Job, Save, is_handle, overlaps
 from ctxwin.engines.vllm.transport.shared_memory import DRAFTED, check_room, sum_of
-from ctxwin.errors import StoreCorrupt
+from ctxwin.errors import StoreCorrupt, UnsupportedModel
 from ctxwin.kv.basis import SharedBasis
 from ctxwin.kv.kernels import Part
 from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in
@@ -79,6 +79,11 @@ class SharedMemoryEndpoint(Endpoint):
 
         try:
             (rank, size), (stage, stages) = tensor_parallel(), pipeline()
+            if stages > 1 and self.kv.kinds:
+                raise UnsupportedModel(
+                    f"pipeline_parallel_size must be 1 for a model whose layers are of several kinds, got {stages}; serve it "
+                    "by tensor_parallel_size or from replicas"
+                )
             self._rank = stage * size + rank
             self.heads = own_heads(self.kv.heads, rank, size)
             here = stage_layers(self.kv.layers, stage, stages)

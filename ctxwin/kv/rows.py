@@ -1,0 +1,70 @@
+"""Layers that differ in their heads (Gemma 4), laid out as rows of one width, and back.
+
+A row holds whole heads, so that it turns as one; the last row of a layer is filled up with zeros, which no rotation changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from ctxwin.kv.layout import KVSpec, LayerKind
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
+
+
+def row_width(shapes: Sequence[tuple[int, int]]) -> int:
+    """The width of rows that wastes least over layers of ``(heads, head_dim)``, the largest of several."""
+    step = math.lcm(*{dim for _, dim in shapes})
+    widths = [heads * dim for heads, dim in shapes]
+    every = range(step, max(step, *widths) + 1, step)
+    return min(every, key=lambda width: (sum(-(-w // width) * width for w in widths), -width))
+
+
+def rows_of(kind: LayerKind, width: int) -> int:
+    """Rows that a layer of a kind takes."""
+    return -(-kind.heads * kind.head_dim // width)
+
+
+def layer_kinds(spec: KVSpec) -> list[LayerKind]:
+    """The kind of each layer that keeps KV, in their order, of a model in rows."""
+    kind_of = {row: kind for kind in spec.kinds for row in kind.layers}
+    found, row = [], 0
+    while row < spec.layers:
+        found.append(kind_of[row])
+        row += rows_of(kind_of[row], spec.k_dim)
+    return found
+
+
+def to_rows(spec: KVSpec, pairs: Iterable[Pair]) -> Pair:
+    """Keys and values of each layer, ``[T, heads, dim]``, as ``[layers, T, heads, k_dim]`` and ``[..., v_dim]`` of ``spec``."""
+    sides: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for pair in pairs:
+        for side, held in zip(sides, pair, strict=True):
+            if spec.in_rows:
+                flat = held.flatten(1)
+                flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % spec.k_dim))
+                side.extend(part.unsqueeze(1) for part in torch.split(flat, spec.k_dim, dim=1))
+            else:
+                side.append(held)
+    return torch.stack(sides[0]), torch.stack(sides[1])
+
+
+def from_rows(spec: KVSpec, row: Callable[[int], Pair]) -> Iterator[Pair]:
+    """Keys and values of each layer, ``[T, heads, dim]``; ``row`` gives one row, and is asked for them in their order."""
+    if not spec.in_rows:
+        yield from (row(i) for i in range(spec.layers))
+        return
+    at = 0
+    for kind in layer_kinds(spec):
+        count = rows_of(kind, spec.k_dim)
+        pairs = [
+            tuple(x.flatten(1).clone() for x in row(i)) for i in range(at, at + count)
+        ]  # a kernel reuses its buffers
+        sides = [torch.cat(list(side), dim=1) for side in zip(*pairs, strict=True)]
+        k, v = (x[:, : kind.heads * kind.head_dim].reshape(len(x), kind.heads, kind.head_dim) for x in sides)
+        yield k, v
+        at += count
