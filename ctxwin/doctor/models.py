@@ -24,14 +24,14 @@ TESTED = {
     **_each(
         "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe internvl glm4v glm4v_moe mistral3 smolvlm idefics3 gemma3", _BOTH
     ),
-    **_each("llava llava_next llava_onevision", _BOTH),
+    **_each("llava llava_next llava_onevision kimi_k25 glm_ocr paddleocr_vl", _BOTH),
     **_each("qwen2 llama deepseek_v2 deepseek_v3", _BOTH),
     **_each(
         "gemma gemma2 gemma3_text gemma4_text glm4 granite mistral mixtral phi3 qwen2_moe qwen3 qwen3_moe stablelm",
         _BOTH,
     ),
     **_each("qwen3_5 qwen3_5_text qwen3_5_moe_text qwen3_next", _BOTH),
-    **_each("kimi_k25 apertus cohere ernie4_5 exaone4 gpt_oss granitemoe ministral nemotron olmo2 olmoe phi", _HF),
+    **_each("apertus cohere ernie4_5 exaone4 gpt_oss granitemoe ministral nemotron olmo2 olmoe phi", _HF),
     **_each("starcoder2", _HF),
 }
 """By ``model_type``: the engines on which a test holds it against transformers (``tests/engines/test_*families.py``)."""
@@ -82,7 +82,7 @@ def assess(name: str | Path) -> Assessment:
 def assess_config(config: Any, name: str = "") -> Assessment:
     """Of a transformers config; see `assess`."""
     from ctxwin.engines.encoding.families import family_of
-    from ctxwin.engines.vllm.core import REFUSED
+    from ctxwin.engines.vllm.core import refused
     from ctxwin.kv.config import kv_spec_from_config
     from ctxwin.kv.rows import layer_kinds
 
@@ -100,12 +100,10 @@ def assess_config(config: Any, name: str = "") -> Assessment:
     form += f", {len(kv.kinds)} sets of frequencies" * bool(kv.kinds)
     count = len(layer_kinds(kv)) if kv.in_rows else kv.layers
     layout = f"{kv.family}, {count} layers, {heads}, {form} over {kv.rope.rotary_dim} dimensions, {dtype}"
-    why = REFUSED.get(kind, "")
+    why = refused(config)
     if kv.recurrent:
         layout += f", beside recurrent layers with states of {kv.state_bytes:,} bytes a chunk"
-    engines = TESTED.get(kind, _HF if why else _BOTH)
-    if why and kind not in TESTED:
-        engines = _HF
+    engines = _HF if why else TESTED.get(kind, _BOTH)
     standing: Standing = "tested" if kind in TESTED else "measured"
     return Assessment(
         name, kind, standing, f"not on vLLM: {why}" if why else "", engines, layout, kv.token_bytes, kv.state_bytes

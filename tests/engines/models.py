@@ -277,7 +277,7 @@ def write_mla_model(folder: Path, kind: str = "DeepseekV2", **fields: Any) -> Pa
     return folder
 
 
-def write_kimi(folder: Path, decoder: str = "deepseek_v3") -> Path:
+def write_kimi(folder: Path, decoder: str = "deepseek_v3", **fields: Any) -> Path:
     """A random Kimi K2.5: a vision tower over a decoder with latent attention; 84x84 pictures become 9 tokens."""
     import torch
     import transformers
@@ -292,7 +292,7 @@ def write_kimi(folder: Path, decoder: str = "deepseek_v3") -> Path:
     )  # fmt: skip
     config = transformers.Kimi_K25Config(
         # With compressed queries, as Kimi's own: transformers 5.19 saves a decoder's q_proj as if it were the tower's.
-        text_config={**_mla_fields(len(tokenizer)), "q_lora_rank": 16, "model_type": decoder}, vision_config=vision,
+        text_config={**_mla_fields(len(tokenizer)), "q_lora_rank": 16, "model_type": decoder, **fields}, vision_config=vision,
         projection_hidden_size=32, tie_word_embeddings=False, **_media_ids(tokenizer),
     )  # fmt: skip
     _save(transformers.Kimi_K25ForConditionalGeneration(config), folder)
@@ -302,11 +302,25 @@ def write_kimi(folder: Path, decoder: str = "deepseek_v3") -> Path:
         video_processor=transformers.Kimi_K25VideoProcessor(size=size), tokenizer=tokenizer, chat_template=template,
     )  # fmt: skip
     processor.save_pretrained(folder)
+    # The Hub has vLLM's name of the class, and the settings of its processor instead of transformers'.
+    (folder / "processor_config.json").unlink()
+    _renamed(folder, {
+        "language_model.model.blocks.": "language_model.model.layers.", "model.mm_projector.": "mm_projector.",
+        "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+    })  # fmt: skip
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["KimiK25ForConditionalGeneration"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = dict(
+        in_patch_limit=36, patch_size=14, image_mean=[0.5] * 3, image_std=[0.5] * 3, merge_kernel_size=2,
+        fixed_output_tokens=None, patch_limit_on_one_side=512, in_patch_limit_each_frame=36, in_patch_limit_video=None,
+        sample_fps=2.0, max_num_frames_each_video=None, temporal_merge_kernel_size=4, timestamp_mode="hh:mm:ss.fff",
+    )  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": settings}))
     return folder
 
 
-def write_glm4v(folder: Path, experts: bool = False) -> Path:
-    """A random GLM-4.1V, or GLM-4.5V with ``experts``: 28 px a token, 84x84 pictures become 9 tokens."""
+def write_glm4v(folder: Path, experts: bool = False, ocr: bool = False) -> Path:
+    """A random GLM-4.1V, GLM-4.5V (``experts``) or GLM-OCR: 28 px a token, 84x84 pictures become 9 tokens."""
     import torch
     import transformers
 
@@ -326,7 +340,9 @@ def write_glm4v(folder: Path, experts: bool = False) -> Path:
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
         "mrope_section": [head // 16, head // 16, head // 8],
     }  # fmt: skip
-    text["attention_bias"] = True  # written in released configs; transformers computes with it anyway
+    text["attention_bias"] = not ocr  # as in released configs; transformers computes so anyway
+    if ocr:  # vLLM takes the tower's last size from the decoder, where it is the same in the released model
+        text["intermediate_size"] = 3 * text["hidden_size"]
     if experts:
         text |= dict(
             head_dim=head, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=32,
@@ -337,16 +353,54 @@ def write_glm4v(folder: Path, experts: bool = False) -> Path:
         depth=2, hidden_size=32, num_heads=2, intermediate_size=48, out_hidden_size=64, image_size=84, patch_size=14,
         initializer_range=0.15,
     )  # fmt: skip
-    name = "Glm4vMoe" if experts else "Glm4v"
+    name = "Glm4vMoe" if experts else "GlmOcr" if ocr else "Glm4v"
     ids = {f"{field}_id": tokenizer.convert_tokens_to_ids(token) for field, token in names.items()}
     config = getattr(transformers, f"{name}Config")(
         text_config=text, vision_config=vision, tie_word_embeddings=not experts, **ids
     )  # fmt: skip
     _save(getattr(transformers, f"{name}ForConditionalGeneration")(config), folder)
     size = {"shortest_edge": 28 * 28, "longest_edge": 84 * 84 * 2}
-    processor = transformers.Glm4vProcessor(
-        image_processor=transformers.Glm4vImageProcessor(size=size), tokenizer=tokenizer, chat_template=template,
-        video_processor=transformers.Glm4vVideoProcessor(size=size),
+    kind = "Glm46V" if ocr else "Glm4v"
+    processor = getattr(transformers, f"{kind}Processor")(
+        image_processor=getattr(transformers, f"{kind}ImageProcessor")(size=size), tokenizer=tokenizer,
+        video_processor=getattr(transformers, f"{kind}VideoProcessor")(size=size), chat_template=template,
+    )  # fmt: skip
+    processor.save_pretrained(folder)
+    return folder
+
+
+PADDLE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ 'User: ' }}"
+    "{% for content in message['content'] %}{% if content['type'] == 'image' %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% endif %}{% endfor %}"
+    "{% for content in message['content'] %}{% if content['type'] == 'text' %}{{ content['text'] }}{% endif %}{% endfor %}"
+    "{{ '\n' }}{% else %}{{ 'Assistant: ' if message['role'] == 'assistant' else '' }}"
+    "{% for content in message['content'] %}{{ content['text'] }}{% endfor %}"
+    "{{ eos_token if message['role'] == 'assistant' else '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+)
+"""PaddleOCR-VL's own but for its first token and the names of its marks: pictures in front of a message's text."""
+
+
+def write_paddleocr(folder: Path) -> Path:
+    """A random PaddleOCR-VL: 28 px a token, 84x84 pictures become 9 tokens."""
+    import torch
+    import transformers
+
+    tokenizer = build_tokenizer(PADDLE, image_token="<|image_pad|>")
+    torch.manual_seed(0)
+    text = _text_fields(len(tokenizer))
+    text["head_dim"] = head = text["hidden_size"] // text["num_attention_heads"]
+    sections = [head // 8, head // 8, head // 4]
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+    vision = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=84, patch_size=14,
+    )  # fmt: skip
+    config = transformers.PaddleOCRVLConfig(text_config=text, vision_config=vision, **_media_ids(tokenizer))
+    _save(transformers.PaddleOCRVLForConditionalGeneration(config), folder)
+    processor = transformers.PaddleOCRVLProcessor(
+        image_processor=transformers.PaddleOCRVLImageProcessor(size={"shortest_edge": 28 * 28, "longest_edge": 84 * 84}),
+        tokenizer=tokenizer, chat_template=PADDLE,
     )  # fmt: skip
     processor.save_pretrained(folder)
     return folder

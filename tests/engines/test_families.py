@@ -31,6 +31,7 @@ from engines.models import (
     write_llava,
     write_mistral3,
     write_mla_model,
+    write_paddleocr,
     write_smolvlm,
     write_vision_model,
 )
@@ -48,6 +49,8 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "kimi_over_v2": lambda folder: write_kimi(folder, "deepseek_v2"),
     "glm4v": write_glm4v,
     "glm4v_moe": lambda folder: write_glm4v(folder, experts=True),
+    "glm_ocr": lambda folder: write_glm4v(folder, ocr=True),
+    "paddleocr": write_paddleocr,
     "mistral3": write_mistral3,
     "ministral3": lambda folder: write_mistral3(folder, "ministral3"),
     "smolvlm": write_smolvlm,
@@ -269,7 +272,7 @@ def test_pictures_against_the_real_model_path(name: str, folders: Callable[[str]
 
     folder = folders(name)
     engine = opened(folder)
-    lists = name.startswith(("smolvlm", "idefics3", "llava"))
+    lists = name.startswith(("smolvlm", "idefics3", "llava", "paddleocr"))
     lead = ["look at "] * (name in ("smolvlm", "idefics3"))  # a text in front of the first picture
     content = [{"type": "text", "text": text} for text in lead]
     content += [{"type": "image"}, {"type": "image"}, {"type": "text", "text": QUERY}]

@@ -6,6 +6,7 @@ Each class starts vLLM once; the tests that need further starts (a dozen seconds
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -249,7 +250,22 @@ def test_llava_against_transformers(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mistral3", "smolvlm", "internvl"])
+class TestKimi(OnVLLM):
+    """Latent attention that sees. vLLM looks for a bias in its experts, which DeepSeek-V3's way to choose them has."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        fields = dict(topk_method="noaux_tc", scoring_func="sigmoid", **LATENT)
+        return models.write_kimi(tmp_path_factory.mktemp("vllm_kimi") / "model", **fields)
+
+    def test_pictures_against_transformers(self, engine: Engine, reference: Engine) -> None:
+        clip = Chunk.video([picture(i) for i in range(3)], fps=2.0)
+        self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral3", "smolvlm", "internvl", "llava"])
 def test_pictures_between_processes(name: str, tmp_path: Path) -> None:
     """Embeddings reach another process as files: also those that vLLM's model would not take in a request."""
     from ctxwin.engines.vllm.engine import VLLMEngine
@@ -333,8 +349,11 @@ class TestOptions:
 
 
 def test_other_vision_models_are_refused_by_name(tmp_path: Path) -> None:
+    folder = models.write_kimi(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["Kimi_K25ForConditionalGeneration"]}
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match=r"'kimi_k25' cannot be served on vLLM: .*; open it as hf:"):
-        open_engine(f"vllm:{models.write_kimi(tmp_path / 'model')}")
+        open_engine(f"vllm:{folder}")
 
 
 @pytest.mark.slow
@@ -366,6 +385,18 @@ def test_glm4v_moe_against_transformers(tmp_path: Path) -> None:
     suite = TestGLM4V()
     with suite.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
         suite.test_pictures_against_transformers(engine, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["glm_ocr", "paddleocr"])
+def test_readers_against_transformers(name: str, tmp_path: Path) -> None:
+    """All pictures are as large as the tower's: for others transformers' PaddleOCR-VL interpolates places otherwise than vLLM."""
+    write = {"glm_ocr": lambda f: models.write_glm4v(f, ocr=True), "paddleocr": models.write_paddleocr}[name]
+    folder, suite = models.wide(write, tmp_path / "model"), TestGLM4V()
+    with suite.make_engine(folder, open_store("memory:")) as engine, HFEngine(folder, dtype="float32") as reference:
+        assert engine.encode(Chunk.image(picture(2, 56))).media[0].tokens == 4
+        chunks = [Chunk.image(picture(1)), Chunk.video([picture(i) for i in range(2, 5)], fps=2.0)]
+        suite.compare(engine, reference, chunks, "pictures")
 
 
 @pytest.mark.slow

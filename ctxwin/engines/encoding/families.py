@@ -60,6 +60,8 @@ FAMILIES = {
     "kimi_k25": Family(),
     "glm4v": Family(),
     "glm4v_moe": Family(),
+    "glm_ocr": Family(),
+    "paddleocr_vl": Family(),
     "mistral3": Family(marks=True),
     "smolvlm": Family(tiles=True, marks=True),
     "idefics3": Family(tiles=True, marks=True),

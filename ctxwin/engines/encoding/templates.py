@@ -307,12 +307,13 @@ class Template:
         by hand into the text.
         """
         assert self._image is not None
-        pad = self._image[1]
+        start, pad, _ = self._image
         cut = self._cut([{"role": "user", "content": [{"type": "text", "text": _ONE}, IMAGE]}], _ONE)
         if cut is None or cut[0].count(pad) != 1 or pad in cut[1]:
             return None
         front, _, after = cut[0].partition(pad)
-        return pad + after if _unspaced(front) == _unspaced(self._opening) else None
+        mark = start if front.endswith(start) else ""
+        return mark + pad + after if _unspaced(front.removesuffix(mark)) == _unspaced(self._opening) else None
 
     def _shown(self, block: dict[str, Any]) -> str:
         if block["type"] == "text":

@@ -39,9 +39,16 @@ if TYPE_CHECKING:
     from ctxwin.engines.base import Encoded, Sampling, Segment
     from ctxwin.engines.encoding.checkpoint import Checkpoint
 
-REFUSED = {"kimi_k25": "vLLM 0.32 takes its pictures as pixels only"}
-"""Why vision families of the transformers engine are not served here, by ``model_type``."""
+REFUSED = {
+    "Kimi_K25ForConditionalGeneration": "vLLM 0.32 knows it as KimiK25ForConditionalGeneration, with the Hub's other files"
+}
+"""Why models that the transformers engine serves are not served here, by architecture."""
 _prepared: weakref.WeakValueDictionary[str, SharedMemoryTransport] = weakref.WeakValueDictionary()
+
+
+def refused(config: Any) -> str:
+    """Why a model that the transformers engine serves is not served here; "" where it may be."""
+    return next((REFUSED[name] for name in getattr(config, "architectures", None) or () if name in REFUSED), "")
 
 
 def read_model(
@@ -57,8 +64,10 @@ def read_model(
     from ctxwin.engines.encoding.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(model)
-    if reason := REFUSED.get(kind := str(checkpoint.config.model_type)):
-        raise UnsupportedModel(f"{kind!r} cannot be served on vLLM: {reason}; open it as hf:MODEL")
+    if reason := refused(checkpoint.config):
+        raise UnsupportedModel(
+            f"{checkpoint.config.model_type!r} cannot be served on vLLM: {reason}; open it as hf:MODEL"
+        )
     name = checkpoint.dtype(None if dtype == "auto" else dtype, "bfloat16")
     rounded = f" in {'fp8_e4m3' if cache == 'fp8' else cache}" if cache in FP8 else ""
     kv = kv_spec_from_config(checkpoint.config, checkpoint.identity(name, f"vllm{rounded}"), name, "vllm")

@@ -499,7 +499,7 @@ class VLLMEngine(EncodingEngine):
 
         front = list(segments[:end])
         encoded = [segment.encoded for segment in segments]
-        found = None if self._core.inputs.hands_on else cut_medium(encoded[:end], encoded[end:])
+        found = None if self._core.inputs.ends_anywhere else cut_medium(encoded[:end], encoded[end:])
         if found is None:
             return front, None
         (medium, cut, rest), begin = found, 0

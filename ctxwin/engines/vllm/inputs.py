@@ -87,6 +87,7 @@ class Inputs:
         files: whether embeddings reach vLLM as files, through its encoder-cache connector, and not inside requests.
 
     Attributes:
+        hands_on: see `vision.hands_on`. ``ends_anywhere``: whether a picture may be cut, as with one axis of positions.
         secret: known to this vLLM alone; part of every name in its caches that clients must not be able to guess.
     """
 
@@ -97,6 +98,7 @@ class Inputs:
         self.model = model
         self.multimodal = bool(config.is_multimodal_model)
         self.hands_on = hands_on(config.hf_config)
+        self.ends_anywhere = self.hands_on and not config.uses_mrope
         self._blank: dict[Any, Any] = {}
         self._processor: Any = renderer.get_mm_processor() if self.multimodal else None
 
@@ -179,7 +181,7 @@ class Inputs:
                 found = None if tail is None or end <= tail else at_hand(span.key)
             blank = end if found is None else blank
             mark = (marks or {}).get(span.offset, "")
-            if self.hands_on:
+            if self.ends_anywhere:
                 span = replace(span, tokens=min(span.tokens, len(token_ids) - span.offset))
             seen, rows = span.seen(0, span.tokens)
             if not seen:
@@ -237,7 +239,8 @@ class Inputs:
             raise UnsupportedModel(f"{self._config.model} takes no {span.modality}s: it is a text model")
         if self.hands_on:
             # Of an item without fields vLLM's cache cannot tell the size, and its engine ends.
-            return given_item(span.modality, torch.zeros(0) if embeddings is None else embeddings)
+            grid = {"image_grid_thw": torch.tensor(span.grid_thw)} if self._config.uses_mrope else {}
+            return given_item(span.modality, torch.zeros(0) if embeddings is None else embeddings, grid)
         data: dict[str, torch.Tensor] = {f"{span.modality}_grid_thw": torch.tensor([span.grid_thw], dtype=torch.int64)}
         if embeddings is not None:
             data[f"{span.modality}_embeds"] = embeddings

@@ -210,13 +210,17 @@ def media_items(processor: Any, data: dict[str, torch.Tensor]) -> Any:
 _GIVEN = "ctxwin_embeddings"
 
 
-def given_item(modality: str, embeddings: torch.Tensor) -> Any:
-    """One media item that is its own embeddings ``[tokens, width]``, for a model that `hand_on` was called for."""
+def given_item(modality: str, embeddings: torch.Tensor, beside: dict[str, torch.Tensor]) -> Any:
+    """One media item that is its own embeddings ``[tokens, width]``, for a model that `hand_on` was called for.
+
+    Positions follow from what is ``beside`` it, by name.
+    """
     from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
-    fields = {_GIVEN: MultiModalFieldConfig.batched(modality)}
-    return MultiModalKwargsItems.from_hf_inputs(BatchFeature({_GIVEN: embeddings[None]}), fields)[modality][0]
+    data = {name: value[None] for name, value in (beside | {_GIVEN: embeddings}).items()}
+    fields = {name: MultiModalFieldConfig.batched(modality, keep_on_cpu=name != _GIVEN) for name in data}
+    return MultiModalKwargsItems.from_hf_inputs(BatchFeature(data), fields)[modality][0]
 
 
 def hand_on(model: Any) -> None:

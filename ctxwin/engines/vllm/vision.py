@@ -17,18 +17,16 @@ from ctxwin.engines.vllm.transport import PARAM, connect
 from ctxwin.store import codec
 
 _PIXELS, _SEEN = "see-", "seen-"
+_PIXELS_ONLY = ("kimi_k25", "paddleocr_vl")
 
 Vision = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 """``(pixels, grids int64 [items, 3]) -> embeddings [tokens, width]`` of all items in order, on the CPU."""
 
 
 def hands_on(config: Any) -> bool:
-    """Whether embeddings have to be handed past vLLM's model of this family, which takes pixels only, or one shape only.
-
-    These families have one axis of positions.
-    """
+    """Whether embeddings have to be handed past vLLM's model of this family, which takes pixels only, or one shape only."""
     family = FAMILIES.get(str(getattr(config, "model_type", "")))
-    return family is not None and (family.tiles or family.marks)
+    return family is not None and (family.tiles or family.marks or str(config.model_type) in _PIXELS_ONLY)
 
 
 def see(model: Any, config: Any, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
@@ -60,8 +58,10 @@ def see(model: Any, config: Any, pixels: torch.Tensor, grids: torch.Tensor) -> t
     elif family.tiles:
         token = torch.tensor([config.image_token_id])
         given = {"pixel_values": shown, "image_num_patches": grids[:, 0], "image_token_id": token}
+    elif config.model_type == "paddleocr_vl":
+        given = {"pixel_values": shown.split(grids.prod(-1).tolist()), "image_grid_thw": grids}
     else:
-        given = {"pixel_values": shown, "image_grid_thw": grids}
+        given = {"pixel_values": shown, "grid_thws" if config.model_type == "kimi_k25" else "image_grid_thw": grids}
     with torch.inference_mode():
         found = model.embed_multimodal(**given)
         joined = torch.cat(list(found)).to("cpu")

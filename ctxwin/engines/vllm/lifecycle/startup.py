@@ -85,8 +85,8 @@ def start(
         if not connector:
             for name in ("kv_transfer_config", "ec_transfer_config", "worker_extension_cls"):
                 arguments.pop(name, None)
-        internals.let_numba_be_scanned()
         internals.import_model_classes(AutoConfig.from_pretrained(model).architectures)
+        internals.let_numba_be_scanned()  # Kimi's model imports it
         envs.disable_envs_cache()  # vLLM keeps the settings of the first engine of a process, which may be of another kind
         try:
             return _in_thread(model, arguments) if processes == "async" else _stepped(model, arguments)
