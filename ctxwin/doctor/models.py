@@ -31,7 +31,7 @@ TESTED = {
         _BOTH,
     ),
     **_each("qwen3_5 qwen3_5_text qwen3_5_moe_text qwen3_next", _BOTH),
-    **_each("apertus cohere ernie4_5 exaone4 gpt_oss granitemoe ministral nemotron olmo2 olmoe phi", _HF),
+    **_each("deepseek_ocr2 apertus cohere ernie4_5 exaone4 gpt_oss granitemoe ministral nemotron olmo2 olmoe phi", _HF),
     **_each("starcoder2", _HF),
 }
 """By ``model_type``: the engines on which a test holds it against transformers (``tests/engines/test_*families.py``)."""

@@ -406,6 +406,31 @@ def write_paddleocr(folder: Path) -> Path:
     return folder
 
 
+def write_deepseek_ocr(folder: Path) -> Path:
+    """A random DeepSeek-OCR 2, whose sizes of pictures are fixed: 257 tokens, and 144 for each of two to six tiles of 768 px."""
+    import torch
+    import transformers
+
+    tokenizer = build_tokenizer(None, image_token="<image>")
+    torch.manual_seed(0)
+    text = _text_fields(len(tokenizer)) | dict(
+        num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, max_position_embeddings=4096,
+        mlp_layer_types=["dense", "sparse", "sparse"], rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    small = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.15)
+    vision = dict(
+        sam_config=small | dict(output_channels=32, mlp_ratio=2.0, global_attn_indexes=[1], downsample_channels=[32, 32]),
+        encoder_config=small | dict(intermediate_size=48, num_key_value_heads=2),
+    )  # fmt: skip
+    config = transformers.DeepseekOcr2Config(
+        text_config=text, vision_config=vision, image_token_id=tokenizer.convert_tokens_to_ids("<image>")
+    )
+    _save(transformers.DeepseekOcr2ForConditionalGeneration(config), folder)
+    images = transformers.DeepseekOcr2ImageProcessor()
+    transformers.DeepseekOcr2Processor(image_processor=images, tokenizer=tokenizer).save_pretrained(folder)
+    return folder
+
+
 def _media_ids(tokenizer: Any) -> dict[str, int]:
     ids = tokenizer.convert_tokens_to_ids
     return dict(

@@ -24,6 +24,7 @@ from engines.models import (
     GEMMA4_SHARING,
     edit_config,
     write_decoder,
+    write_deepseek_ocr,
     write_gemma3,
     write_glm4v,
     write_internvl,
@@ -293,6 +294,24 @@ def test_pictures_against_the_real_model_path(name: str, folders: Callable[[str]
     assert ids == inputs["input_ids"][0].tolist()
     media = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
     assert_answers(engine, encoded, real_answer(folder, ids, **media))
+
+
+@pytest.mark.slow
+def test_a_reader_without_a_template_against_the_real_model_path(tmp_path: Path) -> None:
+    """DeepSeek-OCR 2: a picture whole, and one with two tiles."""
+    from transformers import AutoProcessor
+
+    engine = opened(write_deepseek_ocr(tmp_path))
+    pictures = [picture(1), np.tile(picture(2, 40), (10, 20, 1))]
+    encoded = [engine.encode_system_prompt(HEADER), *(engine.encode(Chunk.image(p)) for p in pictures)]
+    assert [m.tokens for e in encoded for m in e.media] == [257, 257 + 2 * 144]
+    images = [Image.fromarray(p) for p in pictures]
+    text = f"{HEADER}\n<image><image>{QUERY}\n"
+    inputs = AutoProcessor.from_pretrained(tmp_path)(text=[text], images=images, return_tensors="pt")
+    ids = [i for e in [*encoded, engine.encode_query(QUERY)] for i in e.token_ids]
+    assert ids == inputs["input_ids"][0].tolist()
+    media = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
+    assert_answers(engine, encoded, real_answer(tmp_path, ids, **media))
 
 
 @pytest.mark.parametrize("frames", [1, 3])

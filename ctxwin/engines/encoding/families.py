@@ -3,7 +3,7 @@
 A *grid* (t, h, w) counts patches before merging. Qwen's and Kimi's processors give it with the pixels; InternVL's cut a
 picture into square tiles of a fixed size, which count as the first axis here. SmolVLM's and Idefics3's grid says how many tiles
 there are, and their rows and columns (0 and 0 for a single one). LLaVA-NeXT's gives the tiles and the picture's own pixels,
-LLaVA-OneVision's of a video the frames and their pixels.
+LLaVA-OneVision's of a video the frames and their pixels, DeepSeek-OCR 2's the picture and its tiles, and their sides in pixels.
 
 LLaVA-OneVision's processor cuts a picture into tiles where a prompt has no other, and takes it whole where it has several. A
 chunk must not depend on its neighbours, so every picture is taken whole, as one of several; on vLLM too, whose own processor
@@ -66,6 +66,7 @@ FAMILIES = {
     "smolvlm": Family(tiles=True, marks=True),
     "idefics3": Family(tiles=True, marks=True),
     "gemma3": Family(marks=True, square=True, both_ways="all"),
+    "deepseek_ocr2": Family(marks=True),
     "llava": Family(marks=True),
     "llava_next": Family(marks=True),
     "llava_onevision": Family(video=True, marks=True),
@@ -111,7 +112,9 @@ def picture_text(config: Any, processor: Any, grid: Grid) -> str:
     """What the processor writes for one picture, of a family with marks."""
     import numpy as np
 
-    _, high, wide = grid
+    count, high, wide = grid
+    if str(config.model_type) == "deepseek_ocr2":  # its processor has no method for one picture
+        return str(processor._expand_image_tokens([str(processor.image_token)], [count - 1])[0])
     cell, side = _cell(config), int(config.vision_config.image_size)
     tile = np.empty((1, 3, side, side), dtype=np.uint8)  # LLaVA's look at its shape
     made = {"image_sizes": [(high * cell, wide * cell)], "rows": [[high]], "cols": [[wide]], "num_crops": [0]}
@@ -133,6 +136,13 @@ def run_tower(model: Any, family: Family, config: Any, pixels: torch.Tensor, gri
     """What the vision tower of transformers' model gives, see `process_images` and `process_video`."""
     if is_clip(config, pixels):
         return model.get_video_features(pixels[None], return_dict=True)
+    if str(config.model_type) == "deepseek_ocr2":
+        count, side, tile = (int(n) for n in grids[0])
+        whole, tiles = pixels.split([3 * side**2, pixels.numel() - 3 * side**2])
+        cut = (
+            {"pixel_values_local": tiles.view(-1, 3, tile, tile), "num_local_patches": [count - 1]} if count > 1 else {}
+        )
+        return model.get_image_features(whole.view(1, 3, side, side), **cut, return_dict=True)
     given: dict[str, Any] = {}
     if not family.marks and not family.tiles:
         given = {"image_grid_thw": grids}
@@ -171,6 +181,11 @@ def process_images(
         pixels = processor(images=list(pictures), return_tensors="pt", do_pan_and_scan=False)["pixel_values"]
         side = int(config.vision_config.image_size) // int(config.vision_config.patch_size)
         return pixels, torch.tensor([[1, side, side]] * len(pixels))
+    if str(config.model_type) == "deepseek_ocr2":
+        made = processor(images=list(pictures), return_tensors="pt")
+        shown = [made["pixel_values"], *([made["pixel_values_local"]] if "pixel_values_local" in made else [])]
+        side, tile = (int(part.shape[-1]) for part in (shown[0], shown[-1]))
+        return torch.cat([part.flatten() for part in shown]), torch.tensor([[sum(map(len, shown)), side, tile]])
     if family.marks:
         whole = str(config.model_type) == "llava_onevision"
         given = [[*pictures] * _SEVERAL] if whole else list(pictures)

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from ctxwin.engines.encoding.checkpoint import Checkpoint
 
 REFUSED = {
-    "Kimi_K25ForConditionalGeneration": "vLLM 0.32 knows it as KimiK25ForConditionalGeneration, with the Hub's other files"
+    "DeepseekOcr2ForConditionalGeneration": "vLLM 0.32 knows it as DeepseekOCR2ForCausalLM, with the Hub's other files",
+    "Kimi_K25ForConditionalGeneration": "vLLM 0.32 knows it as KimiK25ForConditionalGeneration, with the Hub's other files",
 }
 """Why models that the transformers engine serves are not served here, by architecture."""
 _prepared: weakref.WeakValueDictionary[str, SharedMemoryTransport] = weakref.WeakValueDictionary()

@@ -59,7 +59,7 @@ def see(model: Any, config: Any, pixels: torch.Tensor, grids: torch.Tensor) -> t
         token = torch.tensor([config.image_token_id])
         given = {"pixel_values": shown, "image_num_patches": grids[:, 0], "image_token_id": token}
     elif config.model_type == "paddleocr_vl":
-        given = {"pixel_values": shown.split(grids.prod(-1).tolist()), "image_grid_thw": grids}
+        given = {"pixel_values": torch.split(shown, grids.prod(-1).tolist()), "image_grid_thw": grids}
     else:
         given = {"pixel_values": shown, "grid_thws" if config.model_type == "kimi_k25" else "image_grid_thw": grids}
     with torch.inference_mode():
