@@ -72,7 +72,11 @@ FAMILIES = {
     "llava_onevision": Family(video=True, marks=True),
 }
 """By ``model_type``. Pictures of other families may depend on each other, or bring other inputs."""
-REFUSED = {"paligemma": "everything in front of the answer attends both ways"}
+REFUSED = {
+    "minicpmv4_6": "its processor numbers the pictures of a prompt",
+    "minicpmv4_7": "its processor numbers the pictures of a prompt",
+    "paligemma": "everything in front of the answer attends both ways",
+}
 """Why some known ones cannot be served."""
 _SEVERAL = 2
 """Pictures that LLaVA-OneVision is told a prompt has: of more than one it takes each whole."""
@@ -138,7 +142,7 @@ def run_tower(model: Any, family: Family, config: Any, pixels: torch.Tensor, gri
         return model.get_video_features(pixels[None], return_dict=True)
     if str(config.model_type) == "deepseek_ocr2":
         count, side, tile = (int(n) for n in grids[0])
-        whole, tiles = pixels.split([3 * side**2, pixels.numel() - 3 * side**2])
+        whole, tiles = pixels[: 3 * side**2], pixels[3 * side**2 :]
         cut = (
             {"pixel_values_local": tiles.view(-1, 3, tile, tile), "num_local_patches": [count - 1]} if count > 1 else {}
         )
