@@ -216,7 +216,7 @@ def test_names_of_engines(text_dir: Path, monkeypatch: Any) -> None:
         open_engine(f"hf:{text_dir}", engine="vllm")
     with pytest.raises(ValueError, match="engine must be"):
         open_engine("tiny", engine="onnx")
-    with pytest.raises(ValueError, match="device, dtype or outputs"):
+    with pytest.raises(ValueError, match="device, dtype, outputs or position_free"):
         open_engine(f"hf:{text_dir}", tensor_parallel_size=2)
     import importlib.util
 

@@ -269,7 +269,11 @@ def config(**changes: Any) -> SimpleNamespace:
     """A configuration that ctxwin serves, with ``part__name=value`` changed."""
     made = SimpleNamespace(
         parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1, data_parallel_size=1, decode_context_parallel_size=1, enable_dbo=False
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            decode_context_parallel_size=1,
+            enable_dbo=False,
         ),
         kv_transfer_config=SimpleNamespace(kv_connector="CtxwinConnector", kv_load_failure_policy="fail"),
         cache_config=SimpleNamespace(cache_dtype="auto"), load_config=SimpleNamespace(load_format="auto"),
