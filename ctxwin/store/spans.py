@@ -26,6 +26,7 @@ from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in, outputs_named
 from ctxwin.kv.states import named, states_in
 from ctxwin.store import codec
 from ctxwin.store.base import Store
+from ctxwin.store.narrow import narrowed, widened
 from ctxwin.store.recent import Recent
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class SpanRepository:
 
         def decode(blob: bytes) -> tuple[SpanKV, dict[str, Any]]:
             tensors, header = codec.decode_tensors(blob, checked=False)
+            tensors = widened(tensors, header)
             kv = tensors["k"], tensors["v"], tensors["positions"]
             span = SpanKV(*kv, int(header["start"]), outputs_in(tensors), states_in(tensors))
             _check_span(span, self.spec)
@@ -150,9 +152,9 @@ class SpanRepository:
             got = "none" if ids is None else str(len(ids))
             raise ValueError(f"meta['token_ids'] must hold {span.tokens} ids, one per token of the span, got {got}")
         header = {"start": int(span.start), "user": {**meta, "token_ids": [int(i) for i in ids]}}
-        tensors = {"k": span.k, "v": span.v, "positions": span.positions}
-        tensors |= outputs_named(span.outputs) | named(span.states)
-        return self._put(_key(key, "span"), "span", header, tensors)
+        kv, said = narrowed({"k": span.k, "v": span.v})
+        tensors = kv | {"positions": span.positions} | outputs_named(span.outputs) | named(span.states)
+        return self._put(_key(key, "span"), "span", header | said, tensors)
 
     def get_patch(self, key: str) -> Patch | None:
         """The patch under ``patch/`` or ``orbit/``, its shared basis included, or None."""

@@ -227,6 +227,28 @@ def test_a_moved_span_is_rounded_once_more(name: str, step: float, tmp_path: Pat
         assert float(error.square().mean().sqrt()) < step / 2
 
 
+@pytest.mark.parametrize("processes", ["single", "multi"])
+def test_stored_in_eight_bits(processes: str, tmp_path: Path) -> None:
+    """What a quantised cache says takes a byte a number in the store, and answers as it did when it was computed."""
+    from ctxwin.engines.vllm.engine import VLLMEngine
+
+    folder, sizes, found = models.wide(models.write_text_model, tmp_path / "model"), {}, []
+    for cache in ("fp8_e4m3", "auto"):
+        store = open_store("memory:")
+        for _ in range(2):
+            with (
+                VLLMEngine(folder, dtype="bfloat16", store=store, kv_cache_dtype=cache, processes=processes) as engine,
+                Window(engine, HEADER, fidelity=Fidelity("exact")) as window,
+            ):
+                window.extend([Chunk.text(f"frame {i}: " + "red circle " * 40) for i in range(3)])
+                answer = window.ask(QUERY, 16)
+                found.append(answer)
+        sizes[cache] = sum(len(store.get(key) or b"") for key in store.list("span/"))
+        assert found[-1].token_ids == found[-2].token_ids and found[-1].usage.bytes_loaded > 0
+    print(f"bytes of the spans: {sizes}")
+    assert sizes["fp8_e4m3"] < 0.65 * sizes["auto"]
+
+
 def test_other_names_in_the_store(tmp_path: Path) -> None:
     """KV that a quantised cache rounded is never served by an engine that keeps it whole."""
     from ctxwin.engines.vllm.core import read_model

@@ -60,6 +60,26 @@ def test_a_span_comes_back_exactly(dtype: torch.dtype, live: int) -> None:
     assert repo.store.stats().hits == (1 if live else 2)  # what is at hand is not read again
 
 
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_eight_bits_can_say_is_stored_in_eight(kind: torch.dtype, dtype: torch.dtype) -> None:
+    """KV of a quantised cache comes back to the bit, in the dtype that it had; a key that was moved is stored whole."""
+    repo, sizes = SpanRepository(MemoryStore(), "engine"), []
+    whole, ids = span(dtype=dtype, tokens=64), list(range(64))
+    k, v = (x.to(kind).to(dtype) for x in (whole.k, whole.v))
+    k[0, 0, 0, 0] = -0.0
+    for name, put in (("whole", whole), ("moved", replace(whole, v=v)), ("read", replace(whole, k=k, v=v))):
+        repo.put_span(name, put, {"token_ids": ids})
+        found = repo.get_span(name, token_ids=ids)
+        assert found is not None
+        for got, want in ((found[0].k, put.k), (found[0].v, put.v)):
+            assert got.dtype == dtype and got.view(torch.uint8).equal(want.contiguous().view(torch.uint8))
+        assert found[0].blob is not None
+        sizes.append(len(found[0].blob))
+    saved = whole.v.numel() * (dtype.itemsize - 1)
+    assert sizes[0] - sizes[1] > saved * 0.9 and sizes[1] - sizes[2] > saved * 0.9
+
+
 def test_other_tokens_are_a_miss(repo: SpanRepository, caplog: pytest.LogCaptureFixture) -> None:
     repo.put_span("a", span(), {"token_ids": IDS})
     for attempt in range(2):

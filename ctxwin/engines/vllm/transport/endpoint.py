@@ -26,6 +26,7 @@ from ctxwin.kv.layout import KVSpec, SpanKV, outputs_in
 from ctxwin.kv.patch import Patch
 from ctxwin.kv.states import States, named, states_in
 from ctxwin.store import codec
+from ctxwin.store.narrow import widened
 from ctxwin.store.recent import Recent
 
 LIVE_BYTES = 512 << 20
@@ -202,6 +203,7 @@ def open_endpoint(source: str) -> SharedMemoryEndpoint:
 
 
 def _span(tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> SpanKV:
+    tensors = widened(tensors, meta)
     kv = tensors["k"], tensors["v"], tensors["positions"]
     return SpanKV(*kv, int(meta["start"]), outputs_in(tensors), states_in(tensors))
 
