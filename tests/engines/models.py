@@ -507,16 +507,8 @@ def write_gemma3(folder: Path) -> Path:
     images = transformers.Gemma3ImageProcessor(size={"height": 56, "width": 56})
     transformers.Gemma3Processor(images, tokenizer, GEMMA, image_seq_length=4).save_pretrained(folder)
     _name_newlines(folder)
-    _rename(folder, "vision_tower.", "vision_tower.vision_model.")  # as published, and as vLLM reads it
+    _renamed(folder, {"vision_tower.": "vision_tower.vision_model."})  # as published, and as vLLM reads it
     return folder
-
-
-def _rename(folder: Path, old: str, new: str) -> None:
-    from safetensors.torch import load_file, save_file
-
-    path = folder / "model.safetensors"
-    weights = {name.replace(old, new): weight for name, weight in load_file(path).items()}
-    save_file(weights, path, metadata={"format": "pt"})
 
 
 def _name_newlines(folder: Path) -> None:
@@ -528,8 +520,8 @@ def _name_newlines(folder: Path) -> None:
     path.write_text(json.dumps(held))
 
 
-def write_mistral3(folder: Path, text: str = "mistral") -> Path:
-    """A random Mistral Small 3.x, or Ministral 3 (``ministral3``): 28 px a token, a break behind each row."""
+def write_mistral3(folder: Path, text: str = "mistral", pixtral: bool = False) -> Path:
+    """A random Mistral Small 3.x, or Ministral 3 (``ministral3``): 28 px a token, a break behind each row; Pixtral: 14 px."""
     import torch
     import transformers
 
@@ -555,15 +547,18 @@ def write_mistral3(folder: Path, text: str = "mistral") -> Path:
         model_type="pixtral", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, head_dim=16,
         image_size=84, patch_size=14, initializer_range=0.15,
     )  # fmt: skip
-    config = transformers.Mistral3Config(
-        text_config=fields, vision_config=vision, spatial_merge_size=2, tie_word_embeddings=True,
-        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"), architectures=["Mistral3ForConditionalGeneration"],
+    kind = "Llava" if pixtral else "Mistral3"
+    own = (
+        dict(vision_feature_layer=-1, vision_feature_select_strategy="full") if pixtral else dict(spatial_merge_size=2)
+    )
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=fields, vision_config=vision, tie_word_embeddings=True, **own,
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"), architectures=[f"{kind}ForConditionalGeneration"],
     )  # fmt: skip
-    model = transformers.Mistral3ForConditionalGeneration(config)
-    _save(model, folder)
+    _save(getattr(transformers, f"{kind}ForConditionalGeneration")(config), folder)
     processor = transformers.PixtralProcessor(
         image_processor=transformers.PixtralImageProcessor(size={"longest_edge": 84}, patch_size=14),
-        tokenizer=tokenizer, patch_size=14, spatial_merge_size=2, chat_template=MISTRAL, **names,
+        tokenizer=tokenizer, patch_size=14, spatial_merge_size=2 - pixtral, chat_template=MISTRAL, **names,
     )  # fmt: skip
     processor.save_pretrained(folder)
     return folder

@@ -54,6 +54,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "paddleocr": write_paddleocr,
     "mistral3": write_mistral3,
     "ministral3": lambda folder: write_mistral3(folder, "ministral3"),
+    "pixtral": lambda folder: write_mistral3(folder, pixtral=True),
     "smolvlm": write_smolvlm,
     "idefics3": lambda folder: write_smolvlm(folder, "Idefics3"),
     "llava_onevision": write_llava,
