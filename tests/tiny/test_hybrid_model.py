@@ -52,7 +52,7 @@ Rows = dict[str, dict[str, float]]
 @pytest.fixture(scope="module")
 def rows(engines: dict[Path, HFEngine]) -> dict[Path, Rows]:
     return {
-        folder: {row["way"]: row for row in study.measure(engine, "multi_hop", 12, lambda _: None)}
+        folder: {row["way"]: row for row in study.measure(engine, "multi_hop", 7, lambda _: None)}
         for folder, engine in engines.items()
     }
 
@@ -82,7 +82,7 @@ def test_patches_bring_the_answers_back(rows: dict[Path, Rows]) -> None:
 def test_what_is_forgotten_is_answered_as_if_it_had_never_been_there(
     folder: Path, engines: dict[Path, HFEngine]
 ) -> None:
-    left = {row["way"]: row for row in study.measure_eviction(engines[folder], 12, lambda _: None)}
+    left = {row["way"]: row for row in study.measure_eviction(engines[folder], 7, lambda _: None)}
     forgotten, without = left["evicted, forget=True"], left["re-prefill without it"]
     assert (forgotten["said"], forgotten["decided"]) == (without["said"], without["decided"])
     assert max(forgotten["said"], forgotten["decided"]) <= 0.4
