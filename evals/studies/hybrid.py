@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 SEED = 981_000_000  # items of its own
 ASKED = Sampling(max_tokens=4, logprobs=-1)
 KV_RANK, STATE_RANKS, SEAMS = 4, (1, 4, 16, 32, 64), (4, 16)
+WINDOW_RANKS, WINDOWED = (8, 16, 32, 64), 100
+"""Of patches that windows form, in bf16, of KV and states alike; and the most items of each."""
 WINDOW, SLIDES, QUESTIONS = 3, 8, 6
 """Of a stream: chunks placed, slides, and questions after each."""
 
@@ -223,6 +225,34 @@ def evicted(engine: HFEngine, frames: Sequence[Frame], gone: int, asked: Sequenc
     return found
 
 
+def measure_windows(engine: HFEngine, n: int, done: Callable[[int], None]) -> list[dict[str, Any]]:
+    """Windows whose chunks become canonicals with patches, by rank: do they answer as before, and at what share of the bytes?"""
+    made = []
+    for rank in WINDOW_RANKS:
+        same = computed = patched = whole = 0
+        for i in range(n):
+            item = make_item(SEED + i, "multi_hop", 2 + i % 3, conflict=0.8)
+            question = item.questions[0].text
+            fidelity = Fidelity("patched", rank=rank)
+            with isolated(engine), Window(engine, SYSTEM_PROMPT, fidelity=fidelity) as window:
+                window.extend([Chunk.image(render(frame)) for frame in item.frames])
+                before = window.ask(question, max_tokens=4).text
+                window.compress()
+                answer = window.ask(question, max_tokens=4)
+                same += answer.text == before
+                computed += answer.usage.computed_tokens - engine.encode_query(question).tokens
+                for kv in (p.kv for p in window.snapshot().placed if p.kv and p.kv.patch):
+                    found, patch = engine.repo.get_span(kv.span), engine.repo.get_patch(kv.patch or "")
+                    if found and patch:
+                        patched, whole = patched + patch.nbytes, whole + found[0].nbytes
+            done(1)
+        made.append({
+            "rank": rank, "n": n, "agreed": same / n, "ci95": list(wilson(same, n)), "computed": computed,
+            "patches": patched / max(1, whole),
+        })  # fmt: skip
+    return made
+
+
 def measure_drift(engine: HFEngine, streams: int, done: Callable[[int], None]) -> list[dict[str, Any]]:
     """Windows that slide and keep what survives, beside re-prefills of what is placed and of all that was seen."""
     found: list[
@@ -289,6 +319,9 @@ def main(
         if task == "multi_hop":
             with progress("evictions", count) as done:
                 result["evicted"] = measure_eviction(engine, count, done)
+            each = min(count, WINDOWED)
+            with progress("windows", each * len(WINDOW_RANKS)) as done:
+                result["windows"] = measure_windows(engine, each, done)
             with progress("streams", drawn) as done:
                 result["drift"] = measure_drift(engine, drawn, done)
     write_result(output, "hybrid.json", result)
@@ -305,6 +338,13 @@ def tables(result: dict[str, Any]) -> list[Table]:
         made.append(new_table("A chunk that has left", "way|answered what it said|what it decided", left=(0,)))
         for row in result["evicted"]:
             made[-1].add_row(row["way"], _share(row["said"], row["ci95"][0]), _share(row["decided"], row["ci95"][1]))
+    if "windows" in result:
+        made.append(
+            new_table("Windows of patched chunks", "rank|n|as before|tokens computed|patches, of KV, states and maps")
+        )
+        for row in result["windows"]:
+            cells = str(row["rank"]), str(row["n"]), _share(row["agreed"], row["ci95"]), str(row["computed"])
+            made[-1].add_row(*cells, f"{100 * row['patches']:.1f} %")
     if "drift" in result:
         made.append(new_table("A window that slides", "slides|n|as what is placed|KL|as all that was seen"))
         for row in result["drift"]:

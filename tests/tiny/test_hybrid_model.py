@@ -78,6 +78,12 @@ def test_patches_bring_the_answers_back(rows: dict[Path, Rows]) -> None:
     assert rows[STATES]["KV rank 4"]["agreed"] <= 0.3
 
 
+def test_windows_answer_from_patched_states_as_before(engines: dict[Path, HFEngine]) -> None:
+    rows = study.measure_windows(engines[STATES], 3, lambda _: None)
+    assert all(row["computed"] == 0 for row in rows) and [row["agreed"] for row in rows[1:]] == [1, 1, 1]
+    assert all(0 < row["patches"] < 0.15 for row in rows)
+
+
 @pytest.mark.parametrize("folder", [HYBRID, STATES], ids=["kv", "states"])
 def test_what_is_forgotten_is_answered_as_if_it_had_never_been_there(
     folder: Path, engines: dict[Path, HFEngine]
