@@ -80,7 +80,7 @@ def _assess(name: str, as_json: bool) -> None:
             + (f", and {found.state_bytes / 1e6:.1f} MB of states each" if found.state_bytes else "")
         ]
         ways = "position-free; blind, patched and kept ones where a probe or audits allow them"
-        held = "; others on transformers with position_free=True, which keeps maps beside the states"
+        held = "; others with position_free=True, which keeps maps beside the states"
         lines += [f"ways to serve: exact{held if found.state_bytes else f' and {ways}'}"]
         lines += [escape(found.reason)] if found.reason else []
         lines += (

@@ -182,7 +182,7 @@ def test_what_would_become_of_a_model(tmp_path: Path) -> None:
     Qwen3NextConfig().save_pretrained(tmp_path / "hybrid")
     hybrid = CliRunner().invoke(app, ["doctor", str(tmp_path / "hybrid")])
     assert hybrid.exit_code == 0 and "MB of states each" in hybrid.stdout and "on hf and vllm\n" in hybrid.stdout
-    assert "ways to serve: exact; others on transformers with position_free=True" in hybrid.stdout
+    assert "ways to serve: exact; others with position_free=True" in hybrid.stdout
     JambaConfig().save_pretrained(tmp_path / "recurrent")
     refused = CliRunner().invoke(app, ["doctor", str(tmp_path / "recurrent")])
     assert refused.exit_code == 1 and "state space" in refused.stdout

@@ -22,7 +22,7 @@ import torch
 from ctxwin import Answer, Chunk, Fidelity, Window, open_engine
 from ctxwin.engines.base import Encoded, Engine
 from ctxwin.engines.hf.engine import HFEngine
-from ctxwin.errors import UnsupportedModel
+from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.kv.states import composed, transition
 from engines.conformance import ALL, QUERY, laid, picture, with_spans
 from engines.hybrids import gap
@@ -167,7 +167,24 @@ def test_windows_move_chunks_without_a_forward(engine: VLLMEngine, reference: di
     for name, want in theirs.items():
         off = gap(ours[name].first_token_logprobs, want.first_token_logprobs)
         assert ours[name].usage.exact == want.usage.exact
+        if name == "slid":
+            assert ours[name].usage.bytes_loaded > len(texts) * engine.spec.kv.state_bytes, "maps are counted"
         assert off < 2 * usual + 0.1, (name, off, usual)
+
+
+def test_where_a_map_costs_more_than_a_forward_there_is_a_forward(
+    engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Maps have so many bytes whatever the chunk's length, so they are in what a span costs."""
+    with Window(engine, HEADER, fidelity=Fidelity("patched", survivors="keep")) as window:
+        window.extend([chunk(300 + i) for i in range(3)])
+        window.ask(QUERY)
+        window.slide(1)
+        assert [entry.lane for entry in window.plan().entries] == ["survivor"] * 2
+        monkeypatch.setattr(engine.costs.engine, "rates", (1.0, 0.1, 0.0, 0.0, 30.0, 0.0))
+        assert {entry.lane for entry in window.plan().entries} <= {"computed", "formed"}
+        usage = window.ask(QUERY).usage
+        assert usage.exact and usage.computed_tokens > engine.encode_query(QUERY).tokens
 
 
 def test_exact_windows_are_exact_with_maps_too(engine: VLLMEngine, folder: Path) -> None:
@@ -219,6 +236,24 @@ def test_a_chunk_without_its_map_is_refused_behind_others(engine: VLLMEngine) ->
     served = engine.generate([*layout[:2], moved], query, ALL, salt="half")
     whole = engine.generate(laid(encoded), query, ALL)
     assert served.fallbacks == 1 and gap(served.logprobs, whole.logprobs) == 0, "computed in place instead"
+
+
+def test_nothing_stays_of_what_was_heard(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of chunks that were read back nor of one whose request ended unread."""
+    from ctxwin.engines.vllm.transport import LocalTransport
+
+    encoded, query = encoded_by(engine), engine.encode_query(QUERY)
+    transport = engine.core.transport
+    assert isinstance(transport, LocalTransport) and transport.states is not None
+    heard = transport.states._transitions
+    assert heard is not None
+    engine.generate(laid(encoded, capture=True), query, ALL)
+    assert heard.idle
+    with monkeypatch.context() as patch, pytest.raises(EngineFailed, match="not captured"):
+        patch.setattr(transport, "read_now", lambda save, job: True)
+        engine.prefill([], encoded[1], 0)
+    engine.generate(laid(encoded), query, ALL)
+    assert heard.idle
 
 
 def test_chunks_are_heard_side_by_side(engine: VLLMEngine) -> None:
@@ -297,7 +332,7 @@ def test_a_layer_on_a_gpu_is_heard() -> None:
         patch.setattr(transitions, "_attend_to_processor", lambda: transitions._attend_to_gpu([layer]))
         patch.setattr("vllm.forward_context.get_forward_context", lambda: SimpleNamespace(attn_metadata=metadata))
         heard = transitions.Transitions([layer])
-        heard.hear([3], 8)
+        heard.hear(state, 3, 8)
         rule = layer.chunk_gated_delta_rule._forward_method
         given = {"k": keys, "g": decay, "beta": beta, "cu_seqlens": torch.tensor([0, 5, 12])}
         rule(q=keys, v=None, initial_state=state[[1, 3]] * 2, use_qk_l2norm_in_kernel=False, **given)

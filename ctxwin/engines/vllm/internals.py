@@ -4,8 +4,8 @@ Official are the connector classes (KV and encoder cache), ``kv_transfer_params`
 ``AsyncLLM``, the renderer's engine inputs and the models' ``get_mrope_input_positions``. What is here, the attributes of
 attention layers that `paged` reads (``kv_cache``, ``kv_cache_dtype``, ``impl.do_kv_cache_update``,
 ``compilation_config.static_forward_context``) and the forward that `relocation` runs (``set_forward_context``, the layers'
-``forward``) may change with any minor version of vLLM: when `CHECKED` gets another one, read each of them in that version
-first. The tests of the versions named there run all of it.
+``forward``) and what `transitions` hears of recurrent layers may change with any minor version of vLLM: when `CHECKED` gets
+another one, read each of them in that version first. The tests of the versions named there run all of it.
 """
 
 from __future__ import annotations

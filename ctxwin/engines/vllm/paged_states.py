@@ -52,9 +52,13 @@ class PagedStates:
         self._transitions = Transitions(recurrent) if maps else None
 
     def hear(self, blocks: Sequence[int], tokens: int) -> None:
-        """Expects a chunk of so many tokens to be computed next by the request that has these blocks: `read` gives its map."""
-        assert self._transitions is not None
-        self._transitions.hear(blocks, tokens)
+        """Expects a chunk of so many tokens to be computed next by the request that has these blocks: `read` gives its map.
+
+        0 tokens: what was expected there will not be read.
+        """
+        for group, (_, cache) in self._layers.values() if self._transitions is not None else ():
+            assert self._transitions is not None
+            self._transitions.hear(cache, blocks[group], tokens)
 
     @torch.inference_mode()
     def read(self, blocks: Sequence[int]) -> dict[str, torch.Tensor]:

@@ -67,18 +67,20 @@ class Transitions:
     def __init__(self, layers: Sequence[Any]) -> None:
         check_version()
         self._heard: dict[tuple[int, int], _Hearing] = {}
-        self._pointers = {layer.kv_cache[1].data_ptr() for layer in layers}
-        _open.update(dict.fromkeys(self._pointers, self))
+        _open.update((layer.kv_cache[1].data_ptr(), self) for layer in layers)
         if layers[0].kv_cache[1].device.type == "cpu":
             _attend_to_processor()
         else:
             _attend_to_gpu(layers)
 
-    def hear(self, blocks: Sequence[int], tokens: int) -> None:
-        """Hears the next ``tokens`` tokens of the request whose states lie in ``blocks``; forgets what was heard there before."""
-        for pointer in self._pointers:
-            for block in blocks:
-                self._heard[pointer, block] = _Hearing(tokens)
+    def hear(self, states: torch.Tensor, block: int, tokens: int) -> None:
+        """Hears the next ``tokens`` tokens of the sequence whose state of a layer is in ``block``, and forgets what was heard there.
+
+        0 hears no more.
+        """
+        self._heard.pop((states.data_ptr(), block), None)
+        if tokens:
+            self._heard[states.data_ptr(), block] = _Hearing(tokens)
 
     def take(self, states: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(M, the state in front) of what was heard, once; None where there are tokens that were not."""
@@ -86,6 +88,11 @@ class Transitions:
         if found is None or found.left or found.front is None or found.through is None:
             return None
         return found.through, found.front
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is heard, nor waits to be taken."""
+        return not self._heard
 
     def waiting(self, pointer: int, blocks: torch.Tensor) -> dict[int, _Hearing]:
         """What is heard of a batch whose sequences have these blocks, by the index of the sequence. Cost: O(1) for nothing."""

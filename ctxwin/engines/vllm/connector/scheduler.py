@@ -58,6 +58,7 @@ class SchedulerHalf:
         self.source = source
         self.block_size = block_size
         self._step = Step()
+        self._hearing: dict[str, tuple[int, ...]] = {}  # blocks of the states of requests whose chunk is heard
         self._asked: dict[str, tuple[int, str, Job]] = {}  # local hit, handle and job of requests that may load
         self._orphans: dict[str, float] = {}  # requests whose transfer is gone, and since when
         self._pool: BlockPool | None = None
@@ -93,6 +94,7 @@ class SchedulerHalf:
         begin, handle, job = asked
         ids, states = self._split(blocks.get_block_ids())
         if self.endpoint.kv.maps and (tokens := job.behind(begin + num_external_tokens)):
+            self._hearing[request.request_id] = states
             self._step.hears.append(Hear(self.source, states, tokens))
         if not num_external_tokens:
             return
@@ -140,6 +142,14 @@ class SchedulerHalf:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Reads the captures back, or has vLLM keep the blocks until the workers have."""
         block_ids, states = self._split(groups)
+        kept = self._read_back(request, block_ids, states)
+        # A preempted request has lost its blocks, and others may be heard there.
+        if self._hearing.pop(request.request_id, None) == states and not kept:
+            self._step.hears.append(Hear(self.source, states, 0))
+        return kept, None
+
+    def _read_back(self, request: Request, block_ids: list[int], states: tuple[int, ...]) -> bool:
+        """Reads the captures of a request that has ended; whether the workers do so in the next step."""
         self._asked.pop(request.request_id, None)
         self._orphans.pop(request.request_id, None)
         for load in self._unproven:
@@ -147,7 +157,7 @@ class SchedulerHalf:
                 load.blocks.update(block_ids[load.first :])
         found = self._job(request)
         if found is None or not found[1].captures or request.status == RequestStatus.FINISHED_ERROR:
-            return False, None
+            return False
         handle, job = found
         # Asynchronous scheduling counts tokens of a step that is still running.
         computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
@@ -155,9 +165,9 @@ class SchedulerHalf:
         ranges = {name: r for name, r in ranges.items() if r[0] < r[1] <= computed}
         save = Save(self.source, handle, request.request_id, tuple(block_ids), ranges, states, computed)
         if self.endpoint.read_now(save, job):
-            return False, None
+            return False
         self._step.saves.append(save)
-        return True, None
+        return True
 
     def _split(self, groups: Sequence[list[int]]) -> tuple[list[int], tuple[int, ...]]:
         """A request's blocks of KV, and of a hybrid its block in each group, which for recurrent layers is the one of states."""

@@ -167,7 +167,7 @@ class Hear:
 
     Attributes:
         states: the request's block in each group of layers.
-        tokens: of the chunk, next in the request.
+        tokens: of the chunk, next in the request; 0 where it has ended unread.
     """
 
     source: str
