@@ -40,6 +40,7 @@ GUARDS = (
     "engines/test_vllm_families.py::TestGemma3::",
     "engines/test_vllm_families.py::TestKimi::",
     "engines/test_vllm_families.py::TestLlavaOnevision::",
+    "engines/test_vllm_families.py::TestGemma4::",
     "engines/test_vllm_families.py::TestMistral3::",
     "engines/test_vllm_families.py::TestSmolVLM::",
     "engines/test_vllm_families.py::test_readers_against_transformers",

@@ -22,7 +22,8 @@ def _each(kinds: str, engines: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
 
 TESTED = {
     **_each(
-        "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe internvl glm4v glm4v_moe mistral3 smolvlm idefics3 gemma3", _BOTH
+        "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe internvl glm4v glm4v_moe mistral3 smolvlm idefics3 gemma3 gemma4",
+        _BOTH,
     ),
     **_each("llava llava_next llava_onevision kimi_k25 glm_ocr paddleocr_vl", _BOTH),
     **_each("qwen2 llama deepseek_v2 deepseek_v3", _BOTH),

@@ -520,6 +520,60 @@ def _name_newlines(folder: Path) -> None:
     path.write_text(json.dumps(held))
 
 
+GEMMA4_TURNS = (
+    "{{ bos_token }}{%- for message in messages -%}"
+    "{{ '<|turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' }}"
+    "{%- if message['content'] is string -%}{{ message['content'] }}{%- else -%}{%- for item in message['content'] -%}"
+    "{%- if item['type'] == 'image' -%}{{ '<|image|>' }}{%- elif item['type'] == 'text' -%}{{ item['text'] }}{%- endif -%}"
+    "{%- endfor -%}{%- endif -%}{{ '<turn|>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{'<|turn>model\n'}}{%- endif -%}"
+)
+"""Gemma 4's turns, without its thinking and its tools."""
+
+
+def write_gemma4_sharing(folder: Path) -> Path:
+    """As Gemma 4's smaller models, whose pictures are causal."""
+    return write_gemma4(folder, use_bidirectional_attention=None, **GEMMA4_SHARING)
+
+
+def write_gemma4(folder: Path, **fields: Any) -> Path:
+    """A random Gemma 4 that sees: pictures are scaled to 64 tokens, in any form."""
+    import torch
+    import transformers
+
+    names = dict(
+        boi_token="<|image>", eoi_token="<image|>", image_token="<|image|>", audio_token="<|audio|>", boa_token="<|audio>",
+        eoa_token="<audio|>", video="<|video|>",
+    )  # fmt: skip
+    turns = {"turn": "<|turn>", "turn_end": "<turn|>"}
+    tokenizer = build_tokenizer(GEMMA4_TURNS, **names, **turns)
+    tokenizer.bos_token, tokenizer.eos_token = "<|endoftext|>", "<turn|>"
+    torch.manual_seed(0)
+    ids = tokenizer.convert_tokens_to_ids
+    text = _text_fields(len(tokenizer)) | GEMMA4 | {"use_bidirectional_attention": "vision"}
+    text |= fields | {"eos_token_id": ids("<turn|>"), "vocab_size_per_layer_input": len(tokenizer)}
+    text["max_position_embeddings"] = 4096
+    vision = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16, intermediate_size=48,
+        patch_size=4, position_embedding_size=64, default_output_length=70, initializer_range=0.15,
+    )  # fmt: skip
+    config = transformers.Gemma4Config(
+        text_config=text, vision_config=vision, audio_config=None, tie_word_embeddings=True,
+        **{f"{n}_token_id": ids(names[f"{n}_token"]) for n in ("image", "audio", "boi", "eoi", "boa")},
+        eoa_token_index=ids("<audio|>"), video_token_id=ids("<|video|>"),
+        architectures=["Gemma4ForConditionalGeneration"],
+    )  # fmt: skip
+    model = transformers.Gemma4ForConditionalGeneration(config)
+    _save(model, folder)
+    size = dict(patch_size=4, max_soft_tokens=70)
+    processor = transformers.Gemma4Processor(
+        transformers.Gemma4AudioFeatureExtractor(), transformers.Gemma4ImageProcessor(**size), tokenizer,
+        transformers.Gemma4VideoProcessor(**size), GEMMA4_TURNS,
+    )  # fmt: skip
+    processor.save_pretrained(folder)
+    return folder
+
+
 def write_mistral3(folder: Path, text: str = "mistral", pixtral: bool = False) -> Path:
     """A random Mistral Small 3.x, or Ministral 3 (``ministral3``): 28 px a token, a break behind each row; Pixtral: 14 px."""
     import torch

@@ -26,6 +26,8 @@ from engines.models import (
     write_decoder,
     write_deepseek_ocr,
     write_gemma3,
+    write_gemma4,
+    write_gemma4_sharing,
     write_glm4v,
     write_internvl,
     write_kimi,
@@ -42,6 +44,7 @@ LLAMA3 = dict(
     rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )  # fmt: skip
+GEMMA4_EXPERTS = dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=48)
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "qwen3_vl": lambda folder: write_vision_model(folder, "qwen3_vl"),
     "qwen3_vl_moe": lambda folder: write_vision_model(folder, "qwen3_vl_moe"),
@@ -62,6 +65,9 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "llava_next": lambda folder: write_llava(folder, "LlavaNext"),
     "gemma2": lambda folder: write_decoder(folder, "Gemma2", **DECODERS["Gemma2"]),
     "gemma3": write_gemma3,
+    "gemma4": write_gemma4,
+    "gemma4_causal": write_gemma4_sharing,
+    "gemma4_experts": lambda folder: write_decoder(folder, "Gemma4", **(GEMMA4 | GEMMA4_EXPERTS)),
     "gemma4_text": lambda folder: write_decoder(folder, "Gemma4", **GEMMA4),
     "gemma4_sharing": lambda folder: write_decoder(folder, "Gemma4", **GEMMA4_SHARING),
     "gemma3_text": lambda folder: write_decoder(folder, "Gemma3", **GEMMA3),
@@ -212,6 +218,17 @@ class TestGemma3Text(OnTransformers):
         return folders("gemma3_text")
 
 
+class TestGemma4(OnTransformers):
+    """Pictures that keep their form, whose tokens see each other both ways where layers slide."""
+
+    picture_tokens = (66, 66)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, folders: Callable[[str], Path]) -> Path:
+        return folders("gemma4")
+
+
 class TestGemma4Text(OnTransformers):
     """Layers of two shapes."""
 
@@ -264,7 +281,13 @@ def shown(engine: HFEngine) -> list[Encoded]:
     return [engine.encode_system_prompt(HEADER), *(engine.encode(i) for i in images)]
 
 
-SEEING = [name for name in WRITERS if not name.startswith(("llama", "deepseek", "gemma2", "gemma3_text", "gemma4_"))]
+SEEING = [
+    name
+    for name in WRITERS
+    if not name.startswith(
+        ("llama", "deepseek", "gemma2", "gemma3_text", "gemma4_text", "gemma4_sharing", "gemma4_experts")
+    )
+]
 
 
 @pytest.mark.parametrize("name", SEEING)
@@ -335,7 +358,7 @@ def test_a_pooled_video_against_the_real_model_path(frames: int, folders: Callab
     assert_answers(engine, encoded, real_answer(folder, ids, pixel_values_videos=inputs["pixel_values_videos"]))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "gemma4_sharing"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "gemma4_sharing", "gemma4_experts"])
 def test_text_against_the_real_model_path(name: str, folders: Callable[[str], Path]) -> None:
     engine = opened(folders(name))
     assert engine.spec.kv.family == ("gqa" if name.startswith("gemma") else "mla")
@@ -541,18 +564,21 @@ def test_sliding_layers_do_not_see_all(kind: str, tmp_path: Path) -> None:
         engine.attended(laid(encoded), query, encoded[0].advance)
 
 
-def test_tokens_of_a_picture_see_those_behind_them(folders: Callable[[str], Path]) -> None:
-    """In all layers, also further back than a sliding one reaches forward; never across two pictures, never cut."""
-    engine = opened(folders("gemma3"))
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+def test_tokens_of_a_picture_see_those_behind_them(name: str, folders: Callable[[str], Path]) -> None:
+    """In all layers or in those that slide, forward as far as a picture reaches; never across two pictures, never cut."""
+    engine = opened(folders(name))
+    told = engine._both_ways
+    assert told == {"gemma3": "all", "gemma4": "sliding"}[name]
     encoded, query = shown(engine), engine.encode_query(QUERY)
     (media,) = encoded[1].media
     assert media.whole and not encoded[1].media_ranges
     fed = engine.inputs(encoded)
     assert fed.pictures is not None and fed.pictures.unique().tolist() == [-1, 0, 1]
     seen = engine.logits(laid(encoded), query)
-    engine._whole = False
+    engine._both_ways = ""
     assert float((engine.logits(laid(encoded), query) - seen).abs().max()) > 1e-3
-    engine._whole = True
+    engine._both_ways = told
     span, last = engine.prefill([], encoded[1], 0), media.offset + media.tokens
     for cut in (media.offset + 1, last - 1):
         layout = [Segment(encoded[1], 0, span, recompute=((cut, encoded[1].tokens),))]

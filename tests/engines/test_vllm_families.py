@@ -220,9 +220,27 @@ class TestGemma3(OnVLLM):
 
 
 @pytest.mark.slow
-def test_pictures_that_see_themselves_both_ways_are_refused_on_a_processor(tmp_path: Path) -> None:
+class TestGemma4(OnVLLM):
+    """One of the smaller models, whose pictures are causal."""
+
+    picture_tokens = (66, 66)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("vllm_gemma4")
+        return models.wide(models.write_gemma4_sharing, folder)
+
+    def test_pictures_against_transformers(self, engine: Engine, reference: Engine) -> None:
+        clip = Chunk.video([picture(i) for i in range(3)], fps=2.0)
+        self.compare(engine, reference, [Chunk.image(picture(1)), Chunk.image(picture(2, 56)), clip], "pictures")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+def test_pictures_that_see_themselves_both_ways_are_refused_on_a_processor(name: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="lets no token see those behind it"):
-        open_engine(f"vllm:{models.wide(models.write_gemma3, tmp_path / 'model')}")
+        open_engine(f"vllm:{models.wide(getattr(models, f'write_{name}'), tmp_path / 'model')}")
 
 
 @pytest.mark.slow
@@ -267,7 +285,7 @@ class TestKimi(OnVLLM):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mistral3", "smolvlm", "internvl", "llava", "paddleocr"])
+@pytest.mark.parametrize("name", ["mistral3", "smolvlm", "internvl", "llava", "paddleocr", "gemma4_sharing"])
 def test_pictures_between_processes(name: str, tmp_path: Path) -> None:
     """Embeddings reach another process as files: also those that vLLM's model would not take in a request."""
     from ctxwin.engines.vllm.engine import VLLMEngine

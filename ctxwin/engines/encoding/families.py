@@ -38,7 +38,9 @@ class Family:
         marks: a picture's tokens are what its processor writes: words stand among them, as breaks behind its rows (Mistral 3),
             marks of its tiles (SmolVLM) or what opens and closes it (Gemma 3), or their number follows from no grid (LLaVA).
         square: every picture is scaled to one size, whatever its own (Gemma 3).
-        both_ways: in which layers tokens of a picture see those behind them: "" none, "all" (Gemma 3).
+        listed: a picture's patches come as a list, filled up to one length, with the place of each (Gemma 4).
+        both_ways: in which layers tokens of a picture see those behind them: "" none, "all" (Gemma 3), "sliding" (Gemma 4's
+            larger models).
     """
 
     video: bool = False
@@ -46,7 +48,8 @@ class Family:
     tiles: bool = False
     marks: bool = False
     square: bool = False
-    both_ways: Literal["", "all"] = ""
+    listed: bool = False
+    both_ways: Literal["", "all", "sliding"] = ""
 
 
 FAMILIES = {
@@ -70,6 +73,7 @@ FAMILIES = {
     "llava": Family(marks=True),
     "llava_next": Family(marks=True),
     "llava_onevision": Family(video=True, marks=True),
+    "gemma4": Family(marks=True, listed=True, both_ways="sliding"),
 }
 """By ``model_type``. Pictures of other families may depend on each other, or bring other inputs."""
 REFUSED = {
@@ -99,10 +103,13 @@ def family_of(config: Any) -> Family | None:
 def both_ways(config: Any) -> str:
     """In which layers of a model tokens of a picture see those behind them; see `Family`.
 
-    A config may say that they do not, by vLLM's own name for it.
+    A config may say that they do not, by vLLM's own name for it; Gemma 4's say whether they do.
     """
     family = FAMILIES.get(str(config.model_type))
-    return family.both_ways if family is not None and getattr(config, "is_mm_prefix_lm", True) else ""
+    if family is None or not getattr(config, "is_mm_prefix_lm", True):
+        return ""
+    told = getattr(text_config(config), "use_bidirectional_attention", None) == "vision"
+    return family.both_ways if told or family.both_ways != "sliding" else ""
 
 
 def patches_per_token(config: Any, image_processor: Any) -> int:
@@ -119,9 +126,12 @@ def picture_text(config: Any, processor: Any, grid: Grid) -> str:
     count, high, wide = grid
     if str(config.model_type) == "deepseek_ocr2":  # its processor has no method for one picture
         return str(processor._expand_image_tokens([str(processor.image_token)], [count - 1])[0])
-    cell, side = _cell(config), int(config.vision_config.image_size)
+    cell, side = _cell(config), int(getattr(config.vision_config, "image_size", 1))
     tile = np.empty((1, 3, side, side), dtype=np.uint8)  # LLaVA's look at its shape
     made = {"image_sizes": [(high * cell, wide * cell)], "rows": [[high]], "cols": [[wide]], "num_crops": [0]}
+    made["num_soft_tokens_per_image"] = [
+        high * wide // int(getattr(config.vision_config, "pooling_kernel_size", 1)) ** 2
+    ]
     return str(processor.replace_image_token(made | {"pixel_values": [tile], "batch_num_images": [_SEVERAL]}, 0))
 
 
@@ -148,7 +158,9 @@ def run_tower(model: Any, family: Family, config: Any, pixels: torch.Tensor, gri
         )
         return model.get_image_features(whole.view(1, 3, side, side), **cut, return_dict=True)
     given: dict[str, Any] = {}
-    if not family.marks and not family.tiles:
+    if family.listed:
+        given = {"image_position_ids": patch_places(grids, int(pixels.shape[-2]))}
+    elif not family.marks and not family.tiles:
         given = {"image_grid_thw": grids}
     elif family.marks and not family.tiles and not family.square and _has_sizes(config):
         given = {"image_sizes": grids[:, 1:] * _cell(config)}
@@ -165,6 +177,20 @@ def _cell(config: Any) -> int:
 def _has_sizes(config: Any) -> bool:
     """Whether the tower takes pictures of any size; else each is as large as the tower's images."""
     return str(config.model_type) != "llava" or str(config.vision_config.model_type) == "pixtral"
+
+
+def patch_places(grids: torch.Tensor, count: int) -> torch.Tensor:
+    """Column and row of each patch of pictures whose patches are listed, row by row: int64 ``[n, count, 2]``.
+
+    Those that fill a list up to ``count`` stand at -1.
+    """
+    import torch
+
+    places = torch.full((len(grids), count, 2), -1, device=grids.device)
+    for made, (_, high, wide) in zip(places, grids.tolist(), strict=True):
+        numbers = torch.arange(high * wide, device=grids.device)
+        made[: high * wide] = torch.stack([numbers % wide, numbers // wide], dim=1)
+    return places
 
 
 def process_images(
@@ -190,6 +216,10 @@ def process_images(
         shown = [made["pixel_values"], *([made["pixel_values_local"]] if "pixel_values_local" in made else [])]
         side, tile = (int(part.shape[-1]) for part in (shown[0], shown[-1]))
         return torch.cat([part.flatten() for part in shown]), torch.tensor([[sum(map(len, shown)), side, tile]])
+    if family.listed:
+        made = processor(images=list(pictures), return_tensors="pt")
+        wide, high = (made["image_position_ids"].amax(dim=1) + 1).unbind(dim=1)
+        return made["pixel_values"], torch.stack([torch.ones_like(high), high, wide], dim=1)
     if family.marks:
         whole = str(config.model_type) == "llava_onevision"
         given = [[*pictures] * _SEVERAL] if whole else list(pictures)

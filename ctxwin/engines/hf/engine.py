@@ -134,7 +134,7 @@ class HFEngine(EncodingEngine):
         self._attention = attention_layers(checkpoint.config)
         self._window = sliding_window(checkpoint.config)
         self._own_inputs = bool(getattr(checkpoint.text_config, "hidden_size_per_layer_input", None))
-        self._whole = bool(both_ways(checkpoint.config))
+        self._both_ways = both_ways(checkpoint.config)
         every = range(int(checkpoint.text_config.num_hidden_layers))
         self._recurrent = tuple(i for i in every if i not in self._attention)
         if kv.maps:
@@ -421,7 +421,7 @@ class HFEngine(EncodingEngine):
     def _feed(self, done: _Pass, fed: hf_model.Inputs, positions: torch.Tensor, keep: int = 1) -> None:
         """Runs T tokens at ``positions [3, T]``; the logits of the last ``keep`` are then in ``done``."""
         past, new = self._held(done), int(fed.embeds.shape[0])
-        mask = hf_model.masks(self._opened(), past, new, self._window, fed.pictures)
+        mask = hf_model.masks(self._opened(), past, new, self._window, fed.pictures, self._both_ways == "all")
         places = positions.to(self._device)
         run: dict[str, Any] = dict(
             inputs_embeds=fed.embeds[None],
@@ -472,7 +472,7 @@ class HFEngine(EncodingEngine):
                 seen.append(([at + media.offset + i for i in places], stored))
         for places, _ in seen:
             ids[places] = self._checkpoint.text_config.pad_token_id or 0  # as transformers has it for media
-        return replace(hf_model.inputs(words, seen, self._deep, self._whole), ids=ids)
+        return replace(hf_model.inputs(words, seen, self._deep, bool(self._both_ways)), ids=ids)
 
     def _hear(self, module: Any, args: Any, output: Any) -> None:
         self._given = output

@@ -85,25 +85,30 @@ def positions(model: Any, token_ids: Sequence[int], media: Sequence[MediaSpan]) 
     return np.ascontiguousarray(places[:, :-1]), int(places[0, -1])
 
 
-def masks(model: Any, past: int, new: int, window: int | None, pictures: torch.Tensor | None = None) -> Any:
+def masks(
+    model: Any, past: int, new: int, window: int | None, pictures: torch.Tensor | None = None, everywhere: bool = True
+) -> Any:
     """Which of ``past + new`` slots each of the last ``new`` sees, as the decoder takes it.
 
     Args:
         window: of sliding layers, which counts backwards only; None for a model without.
         pictures: see `Inputs`.
+        everywhere: whether that holds in all layers, not only in those that slide.
 
     Explicit, since transformers would otherwise guess packed sequences from positions that jump.
     """
     made = torch.ones(new, past + new, dtype=torch.bool, device=model.device).tril(past)[None, None]
+    near = made.clone()
     if pictures is not None:
-        made[..., past:] |= (pictures[:, None] == pictures) & (pictures >= 0)
-    near = made if window is None else made & ~torch.ones_like(made).tril(past - window)
+        near[..., past:] |= (pictures[:, None] == pictures) & (pictures >= 0)
+    made = near if everywhere else made
+    near = near if window is None else near & ~torch.ones_like(made).tril(past - window)
     if model.config._attn_implementation == "eager":
         low = torch.finfo(model.dtype).min
         made, near = (
             torch.zeros(m.shape, dtype=model.dtype, device=m.device).masked_fill_(~m, low) for m in (made, near)
         )
-    if window is None:
+    if window is None and everywhere:
         return made
     types = getattr(model.config.get_text_config(), "layer_types", None)
     return {"full_attention": made, "sliding_attention": near} if types else near

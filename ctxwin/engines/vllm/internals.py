@@ -168,20 +168,30 @@ def let_numba_be_scanned() -> None:
         functions["__dict__"] = {}
 
 
-def name_readers(config: Any, specs: Any) -> None:
-    """Tells vLLM the cache layout of layers that read another layer's cache, where layers differ in their shapes.
+_RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
+_JOIN = "add_kv_sharing_layers_to_kv_cache_groups"
 
-    A runner puts such layers into the group of the layer that they read, but where the layers of a group have specs of their
-    own it would then find none for them. The specs are a worker's own copy, and no size is taken from them any more.
 
-    Args:
-        config: vLLM's ``VllmConfig`` with the model's layers in it.
-        specs: ``UniformTypeKVCacheSpecs`` of the group that holds all KV.
+def name_readers() -> None:
+    """Has vLLM know the cache layout of layers that read another layer's cache, where layers differ in their shapes.
+
+    A runner puts such layers into the group of the layer that they read. Where the layers of a group have specs of their own it
+    then finds none for them; from here on they have that layer's, in this process.
     """
-    for name, layer in config.compilation_config.static_forward_context.items():
-        target = getattr(layer, "kv_sharing_target_layer_name", None)
-        if target in specs.kv_cache_specs:
-            specs.kv_cache_specs[name] = specs.kv_cache_specs[target]
+    for runner in map(sys.modules.get, _RUNNERS):
+        own = getattr(runner, _JOIN, None)
+        if own is not None and not hasattr(own, "names_readers"):
+            setattr(runner, _JOIN, _naming(own))
+
+
+def _naming(own: Any) -> Any:
+    def add(shared: Any, groups: Any, *rest: Any) -> None:
+        own(shared, groups, *rest)
+        for specs in (getattr(group.kv_cache_spec, "kv_cache_specs", {}) for group in groups):
+            specs.update({name: specs[target] for name, target in shared.items() if target in specs})
+
+    add.names_readers = True  # type: ignore[attr-defined]
+    return add
 
 
 def bare_model(config: Any) -> Any:

@@ -74,7 +74,7 @@ class Transitions:
             _attend_to_gpu(layers)
 
     def hear(self, states: torch.Tensor, block: int, tokens: int) -> None:
-        """Hears the next ``tokens`` tokens of the sequence whose state of a layer is in ``block``, and forgets what was heard there.
+        """Hears the next ``tokens`` tokens of the sequence whose state is in ``block``, and forgets what was heard there.
 
         0 hears no more.
         """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ctxwin.engines.encoding.families import FAMILIES, is_clip
+from ctxwin.engines.encoding.families import FAMILIES, is_clip, patch_places
 from ctxwin.engines.vllm.internals import drafter_of, handed_on, pipeline, tensor_parallel
 from ctxwin.engines.vllm.lifecycle.folders import write_file
 from ctxwin.engines.vllm.relocation import TOKENS, refusal
@@ -63,7 +63,11 @@ def see(model: Any, config: Any, pixels: torch.Tensor, grids: torch.Tensor) -> t
     else:
         given = {"pixel_values": shown, "grid_thws" if config.model_type == "kimi_k25" else "image_grid_thw": grids}
     with torch.inference_mode():
-        found = model.embed_multimodal(**given)
+        if family.listed:  # vLLM's own way asks for the free memory of an accelerator
+            held = model.vision_tower(shown, patch_places(grids, shown.shape[-2]).to(like.device)).last_hidden_state
+            found = model.embed_vision(inputs_embeds=held.to(like.dtype)[None])
+        else:
+            found = model.embed_multimodal(**given)
         joined = torch.cat(list(found)).to("cpu")
     # A copy outside inference mode is an ordinary tensor, which callers may use anywhere.
     return joined.clone()

@@ -310,13 +310,13 @@ class Turn:
         """
         shape = (len(keys), self._heads, self._k_dim)
         keys, out = keys.view(shape), out.view(shape)
-        narrow = scratch.flatten(1)[:, : self._heads * self.rotary]
-        scratch = torch.unflatten(narrow, 1, (self._heads, self.rotary))
         turning = keys[..., : self.rotary]
         if self._complex:
             self._turn_complex(turning)
             out.copy_(keys)
             return
+        narrow = scratch.flatten(1)[:, : self._heads * self.rotary]
+        scratch = torch.unflatten(narrow, 1, (self._heads, self.rotary))
         turned = out[..., : self.rotary] if out.dtype == keys.dtype else scratch
         torch.mul(turning, self._cos, out=turned)
         turned[..., self._first].addcmul_(keys[..., self._second], self._sin, value=-1)

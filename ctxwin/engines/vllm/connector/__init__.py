@@ -65,8 +65,8 @@ class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA
         except UnsupportedModel as error:
             endpoint.refuse(error)
             raise
-        if role == KVConnectorRole.WORKER and isinstance(spec, UniformTypeKVCacheSpecs):
-            internals.name_readers(vllm_config, spec)
+        if role == KVConnectorRole.WORKER:
+            internals.name_readers()
         SchedulerHalf.__init__(self, endpoint, source, block_size, holds_kv[0])
         WorkerHalf.__init__(self, endpoint, block_size)
 
