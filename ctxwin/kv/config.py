@@ -41,6 +41,8 @@ _RECURRENT = _names(
 )
 _DELTANET = _names("qwen3_5_moe_text qwen3_5_text qwen3_next")
 """Hybrids of Gated DeltaNet and full attention layers, whose states are kept with the KV."""
+_UNEVEN = _names("mimo_v2_flash")
+"""Layers that slide have other heads, of keys and values that differ in width, and the config does not say so."""
 _IN_ROWS = _names("gemma4_text")
 """Layers that slide have other heads than those that do not: their KV is laid out in rows."""
 _SHARING = _names("gemma4_text")
@@ -105,7 +107,11 @@ def check_supported(config: Any) -> None:
         (states, "".join(states[:1]), "they keep no KV for every token of the window"),
         (others, f"{', '.join(others)} layers", "only full attention is known to move"),
         (unrotated, "layers without rotary positions", "all layers must turn"),
-        (has("is_heterogeneous") and kind not in _IN_ROWS, "layers of different shapes", "their KV must have one"),
+        (
+            kind in _UNEVEN or (has("is_heterogeneous") and kind not in _IN_ROWS),
+            "layers of different shapes",
+            "their KV must have one",
+        ),
         (
             has("num_kv_shared_layers") and kind not in _SHARING,
             "layers that reuse the KV of others",

@@ -43,6 +43,7 @@ def refused(config) -> str:
         (tf.RwkvConfig(hidden_size=64, num_hidden_layers=2), "state space"),
         (tf.Lfm2Config(**SMALL), "state space"),
         (tf.Gemma4UnifiedTextConfig(**SMALL), "layers of different shapes"),
+        (tf.MiMoV2FlashConfig(**SMALL), "layers of different shapes"),
         (tf.Gemma3nTextConfig(**SMALL, num_kv_shared_layers=1), "reuse the KV of others"),
         (tf.Gemma3nTextConfig(**SMALL, num_kv_shared_layers=0), "inputs to every layer"),
         (tf.Gemma3TextConfig(**SMALL, use_bidirectional_attention=True), "bidirectional attention"),
