@@ -1,7 +1,8 @@
 """`Chunk`: a piece of context with a content-addressed id.
 
-The id is a digest of what the model will see (text, token ids, decoded pixels with their shape and mode, sampling of a
-video), never of where it came from: a PNG file and the array that it decodes to are the same chunk. ``label``, ``pin``,
+The id is a digest of what the model will see or hear (text, token ids, decoded pixels with their shape and mode, sampling of
+a video, samples of sound), never of where it came from: a PNG file and the array that it decodes to are the same chunk.
+``label``, ``pin``,
 ``priority`` and ``source`` are metadata. Media are decoded once, here, so that a bad file is refused before a window changes.
 """
 
@@ -9,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
+from ctxwin.audio import RATES, as_samples, pack_samples, samples_digest
 from ctxwin.errors import BadMedia
 from ctxwin.hashing import digest
-from ctxwin.media import as_rgb, check_rate, decode_video, pixels_digest, stack_frames
+from ctxwin.media import as_rgb, check_rate, decode_video, pack_frames, pixels_digest, stack_frames, unpack_frames
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,34 +43,56 @@ class TokensPart(BaseModel):
 
 
 class MediaPart(BaseModel):
-    """An image, or a video as its sampled frames.
+    """An image, a video as its sampled frames, or sound.
 
     Attributes:
-        media: ``image`` or ``video``.
-        content: digest of the decoded pixels with shape and mode.
-        shape: ``(frames, height, width)``; one frame for an image.
-        fps: sampled frames per second; None for images.
+        media: ``image``, ``video`` or ``audio``.
+        content: digest of the decoded pixels with shape and mode, or of the samples with their rate.
+        shape: ``(frames, height, width)``; one frame for an image, ``(1, 1, samples)`` for sound.
+        fps: sampled frames per second; None for images and sound.
+        rate: samples a second, of sound.
+        track: whether this sound is that of the video in front of it.
         source: path the media came from; None for in-memory media.
-        start, end, frames: how ``source`` was sampled (videos); ``frames`` where a number of frames was asked for.
+        start, end, frames: how ``source`` was sampled (videos, sound); ``frames`` where a number of frames was asked for.
     """
 
     model_config = ConfigDict(frozen=True)
     kind: Literal["media"] = "media"
-    media: Literal["image", "video"]
+    media: Literal["image", "video", "audio"]
     content: str
     shape: tuple[int, int, int]
     fps: float | None = None
+    rate: int | None = Field(default=None, ge=RATES[0], le=RATES[1])
+    track: bool = False
     source: str | None = None
     start: float | None = None
     end: float | None = None
     frames: int | None = None
+
+    @model_validator(mode="after")
+    def _only_sound_has_a_rate(self) -> Self:
+        if (self.media == "audio") != (self.rate is not None) or (self.track and self.rate is None):
+            raise ValueError(f"rate and track are of sound alone, got rate={self.rate} for {self.media} media")
+        return self
+
+    def pack(self, decoded: np.ndarray) -> bytes:
+        """Lossless bytes of what it was decoded to: frames ``[F, H, W, 3]``, or samples ``[N]``."""
+        return pack_frames(decoded) if self.rate is None else pack_samples(decoded, self.rate)
+
+    def unpack(self, packed: bytes) -> np.ndarray:
+        """The inverse of `pack`; raises BadMedia."""
+        return unpack_frames(packed) if self.rate is None else as_samples(packed)[0]
+
+    def digest(self, decoded: np.ndarray) -> str:
+        """What ``content`` is of ``decoded``."""
+        return pixels_digest(decoded) if self.rate is None else samples_digest(decoded, self.rate)
 
 
 Part = TextPart | TokensPart | MediaPart
 
 
 class Chunk(BaseModel):
-    """An immutable piece of context. Make one with `text`, `image`, `video`, `message` or `tokens`.
+    """An immutable piece of context. Make one with `text`, `image`, `video`, `audio`, `message` or `tokens`.
 
     Attributes:
         parts: text, token ids and media, in order.
@@ -92,6 +116,15 @@ class Chunk(BaseModel):
     _frames: dict[str, Any] = PrivateAttr(default_factory=dict)
     _named: tuple[tuple[Any, ...], Role | None, bool, str] | None = PrivateAttr(default=None)
 
+    @model_validator(mode="after")
+    def _tracks_have_their_videos(self) -> Self:
+        for before, part in zip((None, *self.parts), self.parts, strict=False):
+            if not isinstance(part, MediaPart) or not part.track:
+                continue
+            if self.as_frames or not isinstance(before, MediaPart) or before.media != "video":
+                raise ValueError("a track must stand right behind its video, which is not as_frames; use Chunk.audio")
+        return self
+
     def __eq__(self, other: object) -> bool:
         # Pixels held in memory are a cache, not a part of the value.
         return isinstance(other, Chunk) and self.__dict__ == other.__dict__
@@ -114,6 +147,7 @@ class Chunk(BaseModel):
                 described.append(["tokens", list(part.ids)])
             else:
                 described.append(["media", part.media, part.content, list(part.shape), part.fps])
+                described += ["track"] if part.track else []
         made = digest("chunk", self.role, self.as_frames, described)
         self._named = (self.parts, self.role, self.as_frames, made)
         return made
@@ -125,7 +159,7 @@ class Chunk(BaseModel):
 
     @property
     def media(self) -> tuple[MediaPart, ...]:
-        """The images and videos among the parts, in order."""
+        """The images, videos and sounds among the parts, in order."""
         return tuple(p for p in self.parts if isinstance(p, MediaPart))
 
     @classmethod
@@ -155,7 +189,7 @@ class Chunk(BaseModel):
         """
         frames = as_rgb(image)[None]
         part = MediaPart(media="image", content=pixels_digest(frames), shape=frames.shape[:3], source=_path(image))
-        return cls._with_frames(part, frames, text, metadata)
+        return cls._with_media([(part, frames)], text, metadata)
 
     @classmethod
     def video(
@@ -166,9 +200,20 @@ class Chunk(BaseModel):
         fps: float | None = None,
         frames: int | None = None,
         text: str = "",
+        audio: str | Path | bytes | np.ndarray | None = None,
+        sampling_rate: int | None = None,
         **metadata: Any,
     ) -> Chunk:
         """A clip as one chunk: a file's ``[start, end)`` seconds sampled by ``fps`` or ``frames``, or a list of frames.
+
+        Args:
+            video: path, or frames of one size.
+            start, end, fps, frames: what of a file is seen.
+            text: a line put before the clip.
+            audio: its sound track as for `audio` (containers are not opened for theirs), for models that hear: the same seconds
+                of it as of a file, all of it beside a list of frames. The two are interleaved by time.
+            sampling_rate: of a track that is an array.
+            metadata: fields of `Chunk`.
 
         Raises:
             BadMedia: undecodable, truncated, an empty range, frames of different size. Cost: decoding up to ``end``.
@@ -184,7 +229,38 @@ class Chunk(BaseModel):
         sampling: dict[str, Any] = {"fps": rate, "start": start, "end": end, "frames": frames}
         content, source = pixels_digest(pixels), _path(video)
         part = MediaPart(media="video", content=content, shape=pixels.shape[:3], source=source, **sampling)
-        return cls._with_frames(part, pixels, text, metadata)
+        if audio is None:
+            return cls._with_media([(part, pixels)], text, metadata)
+        if metadata.get("as_frames"):
+            raise BadMedia("a video as frames has no track, got audio; append the sound as Chunk.audio")
+        track = _heard(audio, sampling_rate, start, end, track=True)
+        return cls._with_media([(part, pixels), track], text, metadata)
+
+    @classmethod
+    def audio(
+        cls,
+        audio: str | Path | bytes | np.ndarray,
+        sampling_rate: int | None = None,
+        text: str = "",
+        start: float | None = None,
+        end: float | None = None,
+        **metadata: Any,
+    ) -> Chunk:
+        """Sound as one chunk, for models that hear: ``[start, end)`` seconds of it, channels averaged.
+
+        Args:
+            audio: path or encoded bytes (WAV; FLAC, Ogg, MP3 by soundfile), or float32 mono samples ``[N]`` from -1 to 1. It is
+                brought to the model's own rate when it is encoded.
+            sampling_rate: samples a second, of an array only.
+            text: a line put before the sound.
+            start, end: seconds; None: from the beginning, to the end.
+            metadata: fields of `Chunk`.
+
+        Raises:
+            BadMedia: empty, undecodable, not finite, too long, or a range outside it. Cost: one decode and one hash.
+            MissingExtra: SciPy or soundfile is not installed: ``pip install 'ctxwin[audio]'``.
+        """
+        return cls._with_media([_heard(audio, sampling_rate, start, end)], text, metadata)
 
     @classmethod
     def message(cls, role: Role, content: str | Sequence[Any], **metadata: Any) -> Chunk:
@@ -192,7 +268,7 @@ class Chunk(BaseModel):
 
         Args:
             role: ``user``, ``assistant``, ``system`` or ``tool``.
-            content: a string, or a list of strings, chunks and ``{"type": "text"|"image"|"video", ...}`` blocks.
+            content: a string, or a list of strings, chunks and ``{"type": "text"|"image"|"video"|"audio", ...}`` blocks.
         """
         if role not in ("user", "assistant", "system", "tool"):
             raise ValueError(f"role must be user, assistant, system or tool, got {role!r}")
@@ -207,30 +283,33 @@ class Chunk(BaseModel):
         return cls(parts=tuple(parts), role=role, **metadata).holding(pixels)
 
     @classmethod
-    def _with_frames(cls, part: MediaPart, frames: np.ndarray, text: str, metadata: dict[str, Any]) -> Chunk:
+    def _with_media(cls, media: Sequence[tuple[MediaPart, np.ndarray]], text: str, metadata: dict[str, Any]) -> Chunk:
         lead: tuple[Part, ...] = (TextPart(text=text + "\n"),) if text else ()
-        return cls(parts=(*lead, part), **metadata).holding({part.content: frames})
+        held = {part.content: decoded for part, decoded in media}
+        return cls(parts=(*lead, *(part for part, _ in media)), **metadata).holding(held)
 
     def pixels(self, part: MediaPart) -> np.ndarray | None:
-        """Decoded frames ``[F, H, W, 3]`` held in memory, or re-read from the source; None where both are gone.
+        """Decoded frames ``[F, H, W, 3]``, or samples ``[N]``, held in memory or re-read from the source.
 
-        A source whose pixels changed since does not count: its digest is compared.
+        None where both are gone. A source whose content changed since does not count: its digest is compared.
         """
         held = self._frames.get(part.content)
         if held is not None or part.source is None:
             return cast("np.ndarray | None", held)
         try:
             if part.media == "image":
-                frames = as_rgb(part.source)[None]
+                found = as_rgb(part.source)[None]
+            elif part.media == "audio":
+                found, _ = as_samples(part.source, None, part.start, part.end)
             else:
                 fps = None if part.frames is not None else part.fps
-                frames, _ = decode_video(part.source, part.start, part.end, fps, part.frames)
+                found, _ = decode_video(part.source, part.start, part.end, fps, part.frames)
         except BadMedia:
             return None
-        return frames if pixels_digest(frames) == part.content else None
+        return found if part.digest(found) == part.content else None
 
     def holding(self, pixels: Mapping[str, np.ndarray]) -> Chunk:
-        """The same chunk (same id) with decoded frames of its media in memory, by the media's ``content``."""
+        """The same chunk (same id) with its media decoded in memory, by the media's ``content``."""
         made = self.model_copy()
         made._frames = {**self._frames, **pixels}
         return made
@@ -246,6 +325,15 @@ def _path(media: Any) -> str | None:
     return str(Path(media).resolve()) if isinstance(media, str | Path) else None
 
 
+def _heard(
+    audio: Any, sampling_rate: int | None, start: float | None, end: float | None, *, track: bool = False
+) -> tuple[MediaPart, np.ndarray]:
+    samples, rate = as_samples(audio, sampling_rate, start, end)
+    content, shape = samples_digest(samples, rate), (1, 1, len(samples))
+    given: dict[str, Any] = {"source": _path(audio), "start": start, "end": end}
+    return MediaPart(media="audio", content=content, shape=shape, rate=rate, track=track, **given), samples
+
+
 def _block(block: Any) -> Chunk:
     match block:
         case str() | {"type": "text", "text": str()}:
@@ -253,5 +341,8 @@ def _block(block: Any) -> Chunk:
         case {"type": "image", "image": image}:
             return Chunk.image(image)
         case {"type": "video", "video": video}:
-            return Chunk.video(video, **{k: block[k] for k in ("start", "end", "fps", "frames") if k in block})
-    raise ValueError(f"a content block must be a str, a Chunk or a text/image/video dict, got {block!r}"[:200])
+            taken = ("start", "end", "fps", "frames", "audio", "sampling_rate")
+            return Chunk.video(video, **{k: block[k] for k in taken if k in block})
+        case {"type": "audio", "audio": audio}:
+            return Chunk.audio(audio, **{k: block[k] for k in ("sampling_rate", "start", "end") if k in block})
+    raise ValueError(f"a content block must be a str, a Chunk or a text/image/video/audio dict, got {block!r}"[:200])

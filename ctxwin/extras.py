@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from ctxwin.errors import MissingExtra
 
 _MODULES = {
-    "evals": ("matplotlib", "pyarrow", "rouge_score", "scipy", "srt"),
+    "audio": ("scipy", "soundfile"),
+    "evals": ("matplotlib", "pyarrow", "rouge_score", "srt"),
     "library": ("bm25s", "faiss"),
     "langgraph": ("langchain", "langchain_core", "langgraph"),
     "mcp": ("mcp",),

@@ -25,7 +25,6 @@ from ctxwin.library.files import MAX_FILE_BYTES, passages_of
 from ctxwin.library.prepared import lend, prepare
 from ctxwin.library.records import Edition, Entry, Fenced, Granted, Head, Passage, Row, get, put
 from ctxwin.library.retrieval import BM25, Corpus, Retriever
-from ctxwin.media import pack_frames
 from ctxwin.store.archive import read_archive, write_archive
 from ctxwin.store.base import Store
 from ctxwin.store.spans import SpanRepository
@@ -282,7 +281,7 @@ class Library:
             if pixels is None:
                 raise ChunkUnavailable(f"a chunk must have its pixels, got none for {chunk.label!r}; make it again")
             kept = self.repo.contains(f"source/{part.content}")
-            if not kept and not self.repo.put_source(part.content, pack_frames(pixels)):
+            if not kept and not self.repo.put_source(part.content, part.pack(pixels)):
                 raise StoreFull("the store must take a file's pixels, and is full; make room there, or raise its limit")
         parts = tuple(p.model_copy(update={"source": None}) if p in chunk.media else p for p in chunk.parts)
         return chunk.light().model_copy(update={"parts": parts})

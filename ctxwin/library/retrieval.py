@@ -16,7 +16,6 @@ from ctxwin.errors import ChunkUnavailable
 from ctxwin.extras import optional_imports
 from ctxwin.hashing import digest
 from ctxwin.library.records import Passage
-from ctxwin.media import pixels_digest, unpack_frames
 from ctxwin.policies.retrieval import Pools
 from ctxwin.store.spans import SpanRepository
 
@@ -52,8 +51,8 @@ class Corpus:
                 raise ChunkUnavailable(
                     f"the pixels of {passage.chunk.label!r} have left the library's store; add it again"
                 )
-            pixels[part.content] = unpack_frames(raw)
-            if pixels_digest(pixels[part.content]) != part.content:
+            pixels[part.content] = part.unpack(raw)
+            if part.digest(pixels[part.content]) != part.content:
                 raise ChunkUnavailable(
                     f"the pixels of {passage.chunk.label!r} in the library's store are others; add it again"
                 )

@@ -80,7 +80,7 @@ def _content(chunk: Chunk, uploads: Uploads, room: _Room) -> Iterator[dict[str, 
                 url = "data:image/png;base64," + base64.b64encode(picture).decode()
                 yield {"type": "image_url", "image_url": {"url": url}}
         else:
-            what = "a message" if chunk.role else "a video" if isinstance(part, MediaPart) else "token ids"
+            what = "a message" if chunk.role else f"{part.media} media" if isinstance(part, MediaPart) else "token ids"
             raise ValueError(
                 f"chunks of a chat with tools or with a window behind it must hold texts and pictures, got {what}; "
                 "leave the tools out and set windows to off, or upload its parts"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from ctxwin.errors import BudgetExceeded, ChunkUnavailable
 from ctxwin.fidelity import Fidelity
 from ctxwin.hashing import digest
-from ctxwin.media import pack_frames
 from ctxwin.window.state import (
     ANYTHING,
     Conditioning,
@@ -92,7 +91,7 @@ def keep_source(engine: Engine, chunk: Chunk) -> None:
     for part in chunk.media:
         frames = chunk.pixels(part) if part.source is None else None
         if frames is not None and not engine.repo.contains(f"source/{part.content}"):
-            engine.repo.put_source(part.content, pack_frames(frames))
+            engine.repo.put_source(part.content, part.pack(frames))
 
 
 def rebind(engine: Engine, state: State, patch_name: str) -> State:

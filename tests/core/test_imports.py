@@ -14,7 +14,7 @@ import ctxwin
 ROOT = Path(ctxwin.__file__).parent
 LAYERS: list[set[str]] = [
     {"errors", "extras", "files", "hashing", "fidelity", "tracing"},
-    {"media", "kv"},
+    {"audio", "media", "kv"},
     {"chunk"},
     {"store"},
     {"engines", "profiles", "tiny"},
