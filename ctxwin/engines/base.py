@@ -58,19 +58,21 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class MediaSpan:
-    """One image or video inside an encoded chunk.
+    """One image, video or sound inside an encoded chunk.
 
     Attributes:
-        modality: ``image`` or ``video``.
+        modality: ``image``, ``video`` or ``audio``.
         key: store key of the vision embeddings (``embed/<digest>``).
         offset: index of its first placeholder token within the chunk; negative within a part that begins in its midst.
         tokens: number of its tokens: placeholders, and words among them.
         grid_thw: patch grid before merging (t, h, w); t counts tiles where a picture is cut into them (InternVL).
+            Of sound (1, 1, frames of its spectrogram).
         seconds_per_grid: seconds per temporal grid step; None for images, and for videos whose times are text
             (Qwen3-VL: each temporal group is a span of its own).
         words: which of its tokens, ascending from 0, are no placeholders but words: row breaks (Mistral 3), marks of tiles
-            (SmolVLM). They have no embedding of the tower's.
+            (SmolVLM), what belongs to the sound of a video, or to a sound's video. They have no embedding of the tower's.
         whole: its placeholders see those behind them as well (Gemma 3), so that all of them are computed in one forward.
+        sound: whether it is a video with its sound, or the sound of one.
     """
 
     modality: str
@@ -81,6 +83,7 @@ class MediaSpan:
     seconds_per_grid: float | None = None
     words: tuple[int, ...] = ()
     whole: bool = False
+    sound: bool = False
 
     def seen(self, begin: int, end: int) -> tuple[list[int], slice]:
         """The placeholders among its tokens ``[begin, end)``, and the rows of the embeddings that are theirs."""
@@ -100,7 +103,7 @@ class Encoded:
         positions: int64 ``[3, T]`` relative to the chunk's own origin.
         advance: the next chunk starts at this chunk's start + ``advance``, by the engine's own rule: max position + 1
             for text and images; behind a video transformers continues from its height and width, vLLM from its end.
-        media: the images and videos in it, in order.
+        media: the images, videos and sounds in it, in order.
     """
 
     chunk_id: str
@@ -116,8 +119,15 @@ class Encoded:
 
     @property
     def media_ranges(self) -> tuple[tuple[int, int], ...]:
-        """First token and number of tokens of each medium that may be cut, in order."""
-        return tuple(sorted((m.offset, m.tokens) for m in self.media if not m.whole))
+        """First token and number of tokens of each medium that may be cut, in order; a video with its sound is one."""
+        made: list[tuple[int, int]] = []
+        for offset, tokens in sorted((m.offset, m.tokens) for m in self.media if not m.whole):
+            begin, count = made[-1] if made else (0, 0)
+            if offset < begin + count:
+                made[-1] = (begin, max(count, offset + tokens - begin))
+            else:
+                made.append((offset, tokens))
+        return tuple(made)
 
     def part(self, begin: int, end: int) -> Encoded:
         """The tokens ``[begin, end)``, which keep their positions; with all media that reach into it, as they are.

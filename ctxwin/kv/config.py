@@ -60,6 +60,7 @@ _BLOCKED_MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "glm_ocr", 
 # Sections that the modelling code falls back to where the config names none.
 _DEFAULT_SECTIONS = {
     "qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20), "qwen3_5": (11, 11, 10),
+    "qwen3_omni": (24, 20, 20),
 }  # fmt: skip
 _STATE_LAYERS = {
     "linear_attention": "linear attention layers",
@@ -69,6 +70,11 @@ _STATE_LAYERS = {
     "chunked_attention": "chunked attention layers",
 }
 _COMPOSING = ("linear", "llama3", "yarn", "proportional")
+
+
+def thinker(config: Any) -> Any:
+    """The part of an Omni model's config that is served, its thinker; any other config as it is."""
+    return getattr(config, "thinker_config", config)
 
 
 def text_config(config: Any) -> Any:

@@ -26,13 +26,17 @@ _VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash", "_from_mod
 class MediaTokens:
     """Token ids that stand for media, and around them.
 
-    ``video`` is None where videos have no tokens of their own, ``start`` and ``end`` where pictures have no such marks.
+    ``video`` is None where videos have no tokens of their own, ``start`` and ``end`` where pictures have no such marks,
+    ``audio`` and its marks where the model does not hear.
     """
 
     start: int | None
     end: int | None
     image: int
     video: int | None
+    audio: int | None = None
+    audio_start: int | None = None
+    audio_end: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Checkpoint:
     Attributes:
         name: what the caller asked for.
         path: the local folder.
-        config: transformers config.
+        config: transformers config; an Omni model's thinker's.
         text_config: the decoder's part of it (the config itself for a text model).
         image_processor: None for a text model. ``video_processor``: None where there is none. ``processor``: of both.
         media: placeholder tokens; None for a text model.
@@ -110,9 +114,9 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     path = local_folder(name)
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    from ctxwin.kv.config import check_supported
+    from ctxwin.kv.config import check_supported, thinker
 
-    config = AutoConfig.from_pretrained(path)
+    config = thinker(AutoConfig.from_pretrained(path))
     check_supported(config)  # before gigabytes of weights are read
     text_config = config.get_text_config()
     family = family_of(config)
@@ -142,7 +146,10 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         # Gemma 3's template writes the token that opens a picture, its processor all the others.
         shown = str(getattr(processor, "image_token", image)) if family is not None and family.marks else image
         picture = (start, shown, end)
-    settings = [p.to_dict() if p is not None else None for p in (image_processor, video_processor)]
+    parts = [image_processor, video_processor]
+    if family is not None and family.sound:
+        parts.append(getattr(processor, "feature_extractor", None))
+    settings = [p.to_dict() if p is not None else None for p in parts]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
     return Checkpoint(
@@ -229,8 +236,15 @@ def _media_tokens(config: Any, processor: Any, family: Family, video: bool) -> M
     if family.marks:  # the processor's own name may be the token that opens a picture (Gemma 3)
         clip = find(str(processor.video_token), "video_token_id") if video else None
         return MediaTokens(None, None, find(str(processor.image_token), "image_token_id"), clip)
+    sound = {}
+    if family.sound:
+        audio = ("audio_token", "audio_bos_token", "audio_eos_token")
+        sound = dict(
+            zip(("audio", "audio_start", "audio_end"), (vocabulary[getattr(processor, n)] for n in audio), strict=True)
+        )
     # Qwen's and Kimi's names, InternVL's, GLM's.
     return MediaTokens(
+        **sound,
         start=find("<|vision_start|>", "vision_start_token_id", "start_image_token_id", "image_start_token_id"),
         end=find("<|vision_end|>", "vision_end_token_id", "end_image_token_id", "image_end_token_id"),
         image=find("<|image_pad|>", "image_token_id"),

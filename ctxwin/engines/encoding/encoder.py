@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from ctxwin.audio import resampled
 from ctxwin.chunk import Chunk, MediaPart, TextPart, TokensPart
 from ctxwin.engines.base import Encoded, Engine, EngineCounters, MediaSpan
 from ctxwin.engines.encoding.checkpoint import Checkpoint
@@ -21,7 +22,9 @@ from ctxwin.engines.encoding.families import (
     Grid,
     both_ways,
     frames_per_group,
+    interleaved,
     picture_text,
+    process_audio,
     process_images,
     process_video,
     stamps,
@@ -30,7 +33,6 @@ from ctxwin.engines.encoding.families import (
 from ctxwin.engines.encoding.tokens import Tokens
 from ctxwin.errors import BadMedia, ChunkUnavailable, UnsupportedModel
 from ctxwin.hashing import digest
-from ctxwin.media import unpack_frames
 from ctxwin.store.recent import Recent
 
 if TYPE_CHECKING:
@@ -40,8 +42,11 @@ if TYPE_CHECKING:
     from ctxwin.engines.encoding.templates import Template
     from ctxwin.store.spans import SpanRepository
 
-Vision = Callable[[Any, Any], Any]
-"""``(pixel_values, grid_thw int64 [n, 3]) -> embeddings [tokens, width]`` of all n items, in order."""
+Vision = Callable[..., Any]
+"""``(pixels, grids int64 [n, 3]) -> embeddings [tokens, width]`` of all n items, in order.
+
+With ``heard=True`` behind them it is the spectrogram ``[bins, frames]`` of one sound instead of pixels.
+"""
 Positions = Callable[[Sequence[int], Sequence[MediaSpan]], "tuple[np.ndarray, int]"]
 """``(token_ids, media) -> (int64 [3, T] starting at 0, position of a text token that would follow)``."""
 
@@ -63,9 +68,9 @@ class Encoder:
         checkpoint: the model's files.
         identity: model identity, part of every embedding key.
         repository: where embeddings are kept and media sources are looked up.
-        vision: runs the vision tower; None for a text model.
+        vision: runs the vision tower, or the one that hears; None for a text model.
         positions: the serving engine's position rule.
-        counters: ``vision_encodes`` counts runs of the tower.
+        counters: ``vision_encodes`` counts runs of the towers.
         max_tokens: what fits the engine; a text that cannot is refused before it is tokenised. None for no bound.
         cache_bytes: bound on encoded chunks that are remembered, and on system prompts.
 
@@ -135,14 +140,15 @@ class Encoder:
         media: list[MediaSpan] = []
         before, after = self._around(chunk)
         ids += self.tokens.template(before)
-        for part in chunk.parts:
+        for part, following in zip(chunk.parts, (*chunk.parts[1:], None), strict=True):
             if isinstance(part, TextPart):
                 ids += self.tokens.content(part.text)
             elif isinstance(part, TokensPart):
                 ids += self._raw_ids(part)
             else:
+                track = following if isinstance(following, MediaPart) and following.track else None
                 with self._seeing:  # one at a time: of two with the same picture the second finds it
-                    self._add_media(chunk, part, ids, media)
+                    self._add_media(chunk, part, track, ids, media)
         ids += self.tokens.template(after)
         if not ids:
             raise ValueError("a chunk must have at least one token, got none after tokenisation")
@@ -171,11 +177,13 @@ class Encoder:
 
     def _raw_ids(self, part: TokensPart) -> tuple[int, ...]:
         media = self.checkpoint.media
-        reserved = set() if media is None else {media.image, media.video}
+        reserved = set() if media is None else {media.image, media.video, media.audio}
         size = max(len(self.tokens), int(self.checkpoint.text_config.vocab_size))
         for i in part.ids:
             if i in reserved:
-                raise ValueError(f"tokens must not hold media placeholders, got id {i}; use Chunk.image or Chunk.video")
+                raise ValueError(
+                    f"tokens must not hold media placeholders, got id {i}; use Chunk.image, Chunk.video or Chunk.audio"
+                )
             if i >= size:
                 raise ValueError(f"token ids must be below the vocabulary size {size}, got {i}")
         return part.ids
@@ -190,17 +198,24 @@ class Encoder:
                 self.tokens.check(part.text)
         around = template.turns(chunk.role)
         if not any(isinstance(p, TokensPart) for p in chunk.parts):
-            shown = [p for p in chunk.parts if not (isinstance(p, MediaPart) and p.media == "video")]
+            shown = [p for p in chunk.parts if not (isinstance(p, MediaPart) and p.media != "image")]
             texts = [p.text for p in shown if isinstance(p, TextPart)]
             blocks = [{"type": "text", "text": p.text} if isinstance(p, TextPart) else {"type": "image"} for p in shown]
             template.check_message(chunk.role, "".join(texts) if len(texts) == len(shown) else blocks)
         return around
 
-    def _add_media(self, chunk: Chunk, part: MediaPart, ids: list[int], media: list[MediaSpan]) -> None:
+    def _add_media(
+        self, chunk: Chunk, part: MediaPart, track: MediaPart | None, ids: list[int], media: list[MediaSpan]
+    ) -> None:
         checkpoint = self.checkpoint
         family, tokens = checkpoint.family, checkpoint.media
+        if (part.media == "audio" or track is not None) and (family is None or not family.sound):
+            raise UnsupportedModel(f"{checkpoint.name} does not hear; use a model that does, such as Qwen2.5-Omni")
         if family is None or tokens is None or self._vision is None or checkpoint.image_processor is None:
             raise UnsupportedModel(f"{checkpoint.name} does not see {part.media}s; use a vision-language model")
+        if part.media == "audio" or track is not None:
+            self._add_sound(chunk, part, track, ids, media)
+            return
         lead, tail = (self.tokens.template(text) for text in checkpoint.template.picture())
         native = part.media == "video" and not chunk.as_frames and tokens.video is not None
         items = self._video(chunk, part, family) if native else self._images(chunk, part, family)
@@ -215,6 +230,43 @@ class Encoder:
             media.append(MediaSpan(kind, key, len(ids), len(shown), grid, seconds, words, whole))
             ids += shown
             ids += self._mark(tokens.end) if marked else tail
+
+    def _add_sound(
+        self, chunk: Chunk, part: MediaPart, track: MediaPart | None, ids: list[int], media: list[MediaSpan]
+    ) -> None:
+        """Sound of its own, or a video with its ``track``; nothing for a track, which its video has brought."""
+        checkpoint = self.checkpoint
+        family, tokens = checkpoint.family, checkpoint.media
+        assert family is not None and tokens is not None and tokens.audio is not None
+        if track is None:
+            if part.track:
+                return
+            key, rows, grid = self._sound(chunk, part)
+            ids += self._mark(tokens.audio_start)
+            media.append(MediaSpan("audio", key, len(ids), rows, grid))
+            ids += [*[tokens.audio] * rows, *self._mark(tokens.audio_end)]
+            return
+        ((video, _, grid, seconds, _),) = self._video(chunk, part, family)
+        assert seconds is not None
+        sound, rows, frames = self._sound(chunk, track)
+        shown = self.tokens.template(interleaved(checkpoint.config, checkpoint.processor, grid, seconds, rows))
+        for modality, key, pad, size in (("video", video, tokens.video, grid), ("audio", sound, tokens.audio, frames)):
+            own = [i for i, token in enumerate(shown) if token == pad]
+            first, count = own[0], own[-1] + 1 - own[0]
+            words = tuple(sorted(set(range(count)) - {i - first for i in own}))
+            times = seconds if modality == "video" else None
+            media.append(MediaSpan(modality, key, len(ids) + first, count, size, times, words, sound=True))
+        ids += shown
+
+    def _sound(self, chunk: Chunk, part: MediaPart) -> tuple[str, int, Grid]:
+        """Key, tokens and grid of sound."""
+        key = self._key(part, "audio", part.rate)
+        if self.embeddings.get(key) is None:
+            processor, rate = self.checkpoint.processor, part.rate
+            assert rate is not None
+            samples = resampled(self._pixels(chunk, part), rate, int(processor.feature_extractor.sampling_rate))
+            return (key, *self._run(part, [key], process_audio, processor, samples)[key])
+        return (key, *self._known(key))
 
     @staticmethod
     def _mark(token: int | None) -> list[int]:
@@ -261,7 +313,7 @@ class Encoder:
         keys = [self._key(part, "video", [fps, i] if family.stamps else fps) for i in range(len(marks))]
         fresh: dict[str, tuple[int, Grid]] = {}
         if any(self.embeddings.get(key) is None for key in keys):
-            fresh = self._run(part, keys, process_video, processor, self._pixels(chunk, part))
+            fresh = self._run(part, keys, process_video, family, self.checkpoint.processor, self._pixels(chunk, part))
         seconds = None if family.stamps or family.marks else patch / fps
         return [
             (key, *(fresh.get(key) or self._known(key)), seconds, mark) for key, mark in zip(keys, marks, strict=True)
@@ -277,15 +329,18 @@ class Encoder:
         assert self._vision is not None
         try:
             pixels, grids = process(*inputs)
+        except BadMedia:
+            raise
         except ValueError as error:  # an aspect ratio beyond the processor's limits, for example
             raise BadMedia(f"the model's processor refused a {part.media} of {part.shape}: {error}") from error
-        embeddings = self._vision(pixels, grids)
+        heard = part.media == "audio"
+        embeddings = self._vision(pixels, grids, heard=True) if heard else self._vision(pixels, grids)
         self._counters.vision_encodes += 1
         sizes = [(int(t), int(h), int(w)) for t, h, w in grids.tolist()]
         if len(sizes) != len(keys):
             ((steps, high, wide),) = sizes
             sizes = [(1, high, wide)] * steps
-        rows = [self._rows(grid, process is process_video) for grid in sizes]
+        rows = [int(embeddings.shape[0])] if heard else [self._rows(grid, process is process_video) for grid in sizes]
         if int(embeddings.shape[0]) != sum(rows):
             raise UnsupportedModel(f"the vision tower must give {sum(rows)} embeddings, got {int(embeddings.shape[0])}")
         for key, seen, grid in zip(keys, embeddings.split(rows), sizes, strict=True):
@@ -302,17 +357,17 @@ class Encoder:
         return "embed/" + digest("embed", self._identity, part.content, list(part.shape), form, detail)
 
     def _pixels(self, chunk: Chunk, part: MediaPart) -> np.ndarray:
-        """Frames ``[F, H, W, 3]``: from the chunk, its file, or the packed source in the store."""
+        """Frames ``[F, H, W, 3]`` or samples ``[N]``: from the chunk, its file, or the packed source in the store."""
         frames = chunk.pixels(part)
         if frames is not None:
             return frames
         packed = self._repository.get_source(f"source/{part.content}")
         if packed is not None:
-            return unpack_frames(packed)
+            return part.unpack(packed)
         origin = f"its file {part.source!r} is gone or changed" if part.source else "it came from memory"
         raise ChunkUnavailable(
-            f"the pixels of a {part.media} are needed and cannot be had: {origin} and no source is stored; "
-            "append it again from its file, or keep sources (keep_source=True) in a store that lasts"
+            f"the {'samples' if part.rate else 'pixels'} of {part.media} media are needed and cannot be had: {origin} and no "
+            "source is stored; append it again from its file, or keep sources (keep_source=True) in a store that lasts"
         )
 
 

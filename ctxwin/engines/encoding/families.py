@@ -4,6 +4,7 @@ A *grid* (t, h, w) counts patches before merging. Qwen's and Kimi's processors g
 picture into square tiles of a fixed size, which count as the first axis here. SmolVLM's and Idefics3's grid says how many tiles
 there are, and their rows and columns (0 and 0 for a single one). LLaVA-NeXT's gives the tiles and the picture's own pixels,
 LLaVA-OneVision's of a video the frames and their pixels, DeepSeek-OCR 2's the picture and its tiles, and their sides in pixels.
+That of sound is (1, 1, frames of its spectrogram).
 
 LLaVA-OneVision's processor cuts a picture into tiles where a prompt has no other, and takes it whole where it has several. A
 chunk must not depend on its neighbours, so every picture is taken whole, as one of several; on vLLM too, whose own processor
@@ -16,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ctxwin.errors import UnsupportedModel
-from ctxwin.kv.config import text_config
+from ctxwin.errors import BadMedia, UnsupportedModel
+from ctxwin.kv.config import text_config, thinker
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,6 +42,8 @@ class Family:
         listed: a picture's patches come as a list, filled up to one length, with the place of each (Gemma 4).
         both_ways: in which layers tokens of a picture see those behind them: "" none, "all" (Gemma 3), "sliding" (Gemma 4's
             larger models).
+        sound: it hears, and its files hold a thinker beside what speaks (`thinker`): the processor as a whole is asked, since its
+            settings for videos and sound are not those of its parts.
     """
 
     video: bool = False
@@ -50,6 +53,7 @@ class Family:
     square: bool = False
     listed: bool = False
     both_ways: Literal["", "all", "sliding"] = ""
+    sound: bool = False
 
 
 FAMILIES = {
@@ -74,6 +78,8 @@ FAMILIES = {
     "llava_next": Family(marks=True),
     "llava_onevision": Family(video=True, marks=True),
     "gemma4": Family(marks=True, listed=True, both_ways="sliding"),
+    "qwen2_5_omni_thinker": Family(video=True, sound=True),
+    "qwen3_omni_moe_thinker": Family(video=True, sound=True),
 }
 """By ``model_type``. Pictures of other families may depend on each other, or bring other inputs."""
 REFUSED = {
@@ -88,6 +94,7 @@ _SEVERAL = 2
 
 def family_of(config: Any) -> Family | None:
     """The family of a vision model, None for a text model; UnsupportedModel for one that is not known, or does not fit."""
+    config = thinker(config)
     kind = str(config.model_type)
     if not hasattr(config, "vision_config"):
         if text_config(config) is not config:
@@ -248,18 +255,24 @@ def _uncut(family: Family, frames: bool) -> dict[str, Any]:
     return {"return_row_col_info": True} | ({"do_image_splitting": False} if frames else {})
 
 
-def process_video(processor: Any, frames: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+def process_video(family: Family, processor: Any, frames: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """Pixels of a video ``[F, H, W, 3]`` as the tower takes them, and its grid ``[1, 3]``.
 
-    The last frame is repeated until the temporal patch divides their number. LLaVA-OneVision's is ``[F, 3, H, W]``.
+    Args:
+        family: of the model.
+        processor: the model's, of all media.
+        frames: the last one is repeated until the temporal patch divides their number.
+
+    LLaVA-OneVision's is ``[F, 3, H, W]``.
     """
     import numpy as np
     import torch
 
-    short = -len(frames) % frames_per_group(processor)
+    short = -len(frames) % frames_per_group(processor.video_processor)
     filled = np.concatenate([frames, np.repeat(frames[-1:], short, axis=0)]) if short else frames
-    video = torch.from_numpy(np.ascontiguousarray(filled)).permute(0, 3, 1, 2)
-    made = processor(videos=[video], do_sample_frames=False, return_tensors="pt")
+    given: dict[str, Any] = {"videos": [torch.from_numpy(np.ascontiguousarray(filled)).permute(0, 3, 1, 2)]}
+    given |= {"do_sample_frames": False, "return_tensors": "pt"}
+    made = processor(text=processor.video_token, **given) if family.sound else processor.video_processor(**given)
     if "video_grid_thw" in made:
         return made["pixel_values_videos"], made["video_grid_thw"]
     clip = made["pixel_values_videos"][0]
@@ -267,8 +280,61 @@ def process_video(processor: Any, frames: np.ndarray) -> tuple[torch.Tensor, tor
 
 
 def frames_per_group(processor: Any) -> int:
-    """How many frames of a video the tower takes together."""
+    """How many frames of a video the tower takes together; of a video processor."""
     return int(getattr(processor, "temporal_patch_size", 1))
+
+
+def process_audio(processor: Any, samples: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """The spectrogram ``[bins, frames]`` of mono samples at the processor's rate, and its grid ``[1, 3]``.
+
+    Raises BadMedia for sound that the processor would cut, or that is too short.
+    """
+    import torch
+
+    made = processor(text=processor.audio_token, audio=[samples], return_tensors="pt")
+    features = made["input_features"][0][:, made["feature_attention_mask"][0].bool()]
+    count, step, rate = (
+        features.shape[1],
+        processor.feature_extractor.hop_length,
+        processor.feature_extractor.sampling_rate,
+    )
+    if (count + 1) * step < len(samples):
+        raise BadMedia(
+            f"the model hears at most {count * step / rate:g} s at once, got {len(samples) / rate:g} s; cut it by start and end"
+        )
+    if processor.tokenizer.convert_tokens_to_ids(processor.audio_token) not in made["input_ids"][0].tolist():
+        raise BadMedia(f"the sound must be long enough to make a token, got {len(samples) / rate:g} s")
+    return features, torch.tensor([[1, 1, count]])
+
+
+def interleaved(config: Any, processor: Any, grid: Grid, seconds: float, heard: int) -> str:
+    """What the processor writes for a video with its sound: both by time, within the marks of both.
+
+    Args:
+        config: the model's.
+        processor: the model's.
+        grid: of the video.
+        seconds: a temporal step.
+        heard: tokens of the sound.
+
+    Raises BadMedia for frames so far apart, or between whole positions, that engines would not order both alike.
+    """
+    import numpy as np
+
+    together = getattr(config, "seconds_per_chunk", None)  # Qwen2.5-Omni's: so many of one, then of the other
+    if seconds > together if together else seconds * config.position_id_per_seconds % 1:
+        raise BadMedia(f"a video with sound must have an fps such as 1 or 2, got frames in steps of {seconds:g} s")
+    (text,) = processor.replace_multimodal_special_tokens(
+        [processor.vision_bos_token + processor.video_token + processor.vision_eos_token],
+        iter([heard]),
+        iter(()),
+        iter([np.array(grid)]),
+        video_second_per_grid=iter([seconds]),
+        use_audio_in_video=True,
+        position_id_per_seconds=config.position_id_per_seconds,
+        seconds_per_chunk=getattr(config, "seconds_per_chunk", 2.0),
+    )
+    return str(text)
 
 
 def stamps(count: int, fps: float, patch: int) -> list[str]:

@@ -130,6 +130,7 @@ class HFEngine(EncodingEngine):
         self.counters = EngineCounters()
         self._checkpoint = checkpoint
         self._dtype = getattr(torch, name)
+        self._hears = checkpoint.family is not None and checkpoint.family.sound
         self._deep = hf_model.deep_layers(checkpoint.config)
         self._attention = attention_layers(checkpoint.config)
         self._window = sliding_window(checkpoint.config)
@@ -439,11 +440,13 @@ class HFEngine(EncodingEngine):
             masks = {"full_attention": mask, "linear_attention": None}
             out = self.text_model(**{**run, "attention_mask": masks})
             logits = self.lm_head(out.last_hidden_state[:, -keep:])
-        elif fed.deep is None:
+        elif fed.deep is None and not self._hears:
             logits = self._model(**run, logits_to_keep=keep).logits
         else:  # the whole model takes such features from pixels only, its decoder takes them as they are
-            every = torch.ones(1, new, dtype=torch.bool, device=self._device)
-            out = self.text_model(**run, visual_pos_masks=every, deepstack_visual_embeds=list(fed.deep))
+            if fed.deep is not None:
+                every = torch.ones(1, new, dtype=torch.bool, device=self._device)
+                run |= {"visual_pos_masks": every, "deepstack_visual_embeds": list(fed.deep)}
+            out = self.text_model(**run)  # Qwen2.5-Omni as a whole would give the logits of every token
             logits = self.lm_head(out.last_hidden_state[:, -keep:])
         done.logits = logits[0].to("cpu", torch.float32)
         if self.spec.outputs:
@@ -469,6 +472,8 @@ class HFEngine(EncodingEngine):
                 places, rows = media.seen(begin, end)
                 if stored.shape[0] == media.tokens - len(media.words):
                     stored = stored[rows]
+                if media.modality == "audio":  # nothing is added in the layers for what is heard
+                    stored = torch.nn.functional.pad(stored, (0, self._deep * int(words.shape[1])))
                 seen.append(([at + media.offset + i for i in places], stored))
         for places, _ in seen:
             ids[places] = self._checkpoint.text_config.pad_token_id or 0  # as transformers has it for media
@@ -571,9 +576,16 @@ class HFEngine(EncodingEngine):
         span.validate(self.spec.kv)
         return span
 
-    def _see(self, pixels: Any, grids: Any) -> torch.Tensor:
-        """Runs the vision tower: embeddings ``[tokens, hidden * (1 + D)]`` of all items, see `inputs`."""
+    def _see(self, pixels: Any, grids: Any, heard: bool = False) -> torch.Tensor:
+        """Runs the vision tower: embeddings ``[tokens, hidden * (1 + D)]`` of all items, see `inputs`; or the one that hears."""
         with self._lock, torch.no_grad():
+            if heard:
+                features = pixels[None].to(self._device, self._dtype)
+                whole = torch.ones_like(features[:, 0], dtype=torch.int64)
+                tower = self._opened().get_audio_features
+                found = tower(features, feature_attention_mask=whole, return_dict=True).last_hidden_state
+                assert isinstance(found, torch.Tensor)
+                return found
             family = self._checkpoint.family
             assert family is not None
             shown = pixels.to(self._device, self._dtype), grids.to(self._device)

@@ -12,7 +12,8 @@ import torch
 
 from ctxwin.engines.base import MediaSpan, Sampling, ScoredToken
 from ctxwin.engines.encoding.checkpoint import Checkpoint
-from ctxwin.errors import EngineFailed
+from ctxwin.errors import EngineFailed, UnsupportedModel
+from ctxwin.kv.config import thinker
 from ctxwin.kv.merge import RECENT, attention_sums
 
 
@@ -38,15 +39,19 @@ class Inputs:
 
 def load(checkpoint: Checkpoint, device: str, dtype: str) -> tuple[torch.device, Any]:
     """The device and the model on it, ready for inference; ValueError where torch cannot use the device."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     loader: Any = AutoModelForCausalLM if checkpoint.media is None else AutoModelForImageTextToText
+    if (
+        checkpoint.media is not None and checkpoint.media.audio is not None
+    ):  # of a folder that speaks, too, the thinker alone
+        loader = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(checkpoint.config)]
     try:
         place = torch.device(device)
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:  # an unknown device, or one that torch was not built for
         raise ValueError(f"device must be one that torch can use, got {device!r}: {error}") from error
-    given = {"dtype": getattr(torch, dtype), "use_safetensors": True}
+    given = {"config": checkpoint.config, "dtype": getattr(torch, dtype), "use_safetensors": True}
     try:
         model = loader.from_pretrained(checkpoint.path, attn_implementation="sdpa", **given)
     except ValueError as error:
@@ -68,6 +73,8 @@ def positions(model: Any, token_ids: Sequence[int], media: Sequence[MediaSpan]) 
     rule = getattr(model.base_model, "get_rope_index", None)
     if not media or rule is None:
         return np.tile(np.arange(count, dtype=np.int64), (3, 1)), count
+    if hasattr(model, "audio_tower"):
+        return _heard_positions(rule, token_ids, media)
     kinds = torch.zeros(1, count + 1, dtype=torch.int64)
     for m in media:
         kinds[0, m.offset : m.offset + m.tokens] = 1 if m.modality == "image" else 2
@@ -83,6 +90,34 @@ def positions(model: Any, token_ids: Sequence[int], media: Sequence[MediaSpan]) 
     )
     places = placed[:, 0].numpy().astype(np.int64)
     return np.ascontiguousarray(places[:, :-1]), int(places[0, -1])
+
+
+def _heard_positions(rule: Any, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
+    """`positions` by the rule of the Omni models, which take all videos of a prompt with their sound, or all without."""
+    videos = [m for m in media if m.modality == "video"]
+    sizes = {k: [m.grid_thw for m in media if m.modality == k] for k in ("image", "video", "audio")}
+    sound = {m.sound for m in videos}
+    if len(sound) > 1:
+        raise UnsupportedModel(
+            "a message must hold videos with their sound or without, got both; make them chunks apart"
+        )
+    ids = torch.tensor([[*token_ids, 0]])
+    placed, _ = rule(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        image_grid_thw=torch.tensor(sizes["image"]) if sizes["image"] else None,
+        video_grid_thw=torch.tensor(sizes["video"]) if videos else None,
+        audio_seqlens=torch.tensor([frames for _, _, frames in sizes["audio"]]),
+        second_per_grids=torch.tensor([m.seconds_per_grid for m in videos]) if videos else None,
+        use_audio_in_video=True in sound,
+    )
+    places = placed[:, 0].numpy()
+    if not np.array_equal(places, places.astype(np.int64)):  # Qwen3-Omni's are not rounded in transformers
+        raise UnsupportedModel(
+            f"the model places frames {videos[0].seconds_per_grid:g} s apart between positions; choose an fps that its positions "
+            "a second divide, such as 1 or 2"
+        )
+    return np.ascontiguousarray(places[:, :-1]).astype(np.int64), int(places[0, -1])
 
 
 def masks(
@@ -116,7 +151,7 @@ def masks(
 
 def deep_layers(config: Any) -> int:
     """Behind how many decoder layers the model adds vision features; 0 for most."""
-    return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+    return len(getattr(getattr(thinker(config), "vision_config", None), "deepstack_visual_indexes", None) or ())
 
 
 def inputs(words: torch.Tensor, seen: Sequence[tuple[list[int], torch.Tensor]], deep: int, whole: bool) -> Inputs:

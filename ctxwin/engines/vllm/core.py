@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 REFUSED = {
     "DeepseekOcr2ForConditionalGeneration": "vLLM 0.32 knows it as DeepseekOCR2ForCausalLM, with the Hub's other files",
     "Kimi_K25ForConditionalGeneration": "vLLM 0.32 knows it as KimiK25ForConditionalGeneration, with the Hub's other files",
+    "Qwen2_5OmniThinkerForConditionalGeneration": "vLLM opens the whole model's folder only",
+    "Qwen3OmniMoeThinkerForConditionalGeneration": "vLLM opens the whole model's folder only",
 }
 """Why models that the transformers engine serves are not served here, by architecture."""
 _prepared: weakref.WeakValueDictionary[str, SharedMemoryTransport] = weakref.WeakValueDictionary()
@@ -62,13 +64,14 @@ def read_model(
 
     Raises UnsupportedModel for a model whose config says that KV cannot be moved, ValueError for an unknown dtype.
     """
+    from transformers import AutoConfig
+
     from ctxwin.engines.encoding.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(model)
-    if reason := refused(checkpoint.config):
-        raise UnsupportedModel(
-            f"{checkpoint.config.model_type!r} cannot be served on vLLM: {reason}; open it as hf:MODEL"
-        )
+    whole = AutoConfig.from_pretrained(checkpoint.path)  # the checkpoint's own may be a part of it
+    if reason := refused(whole):
+        raise UnsupportedModel(f"{whole.model_type!r} cannot be served on vLLM: {reason}; open it as hf:MODEL")
     name = checkpoint.dtype(None if dtype == "auto" else dtype, "bfloat16")
     rounded = f" in {'fp8_e4m3' if cache == 'fp8' else cache}" if cache in FP8 else ""
     kv = kv_spec_from_config(checkpoint.config, checkpoint.identity(name, f"vllm{rounded}"), name, "vllm")
@@ -152,7 +155,7 @@ class Core:
         if isinstance(transport, LocalTransport):
             model_here = worker_model(cast("StepDriver", driver).llm)
             self.inputs = Inputs(config, driver.renderer, model_here)
-            if self.inputs.hands_on:
+            if self.inputs.hands_on or self.inputs.hears:
                 hand_on(model_here)
             layers = driver.config.compilation_config.static_forward_context
             if self.drafter is not None:
@@ -343,7 +346,7 @@ class Core:
         for said in filter(None, found):
             raise UnsupportedModel(f"{self.model} cannot be served: {said}")
 
-    def _see_here(self, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+    def _see_here(self, pixels: torch.Tensor, grids: torch.Tensor, heard: bool = False) -> torch.Tensor:
         driver = self.driver
         assert isinstance(driver, StepDriver)
-        return driver.call(lambda: see(self.inputs.model, driver.config.model_config.hf_config, pixels, grids))
+        return driver.call(lambda: see(self.inputs.model, driver.config.model_config.hf_config, pixels, grids, heard))
