@@ -31,9 +31,10 @@ TESTED = {
         "gemma gemma2 gemma3_text gemma4_text glm4 granite mistral mixtral phi3 qwen2_moe qwen3 qwen3_moe stablelm",
         _BOTH,
     ),
+    **_each("qwen2_5_omni qwen3_omni_moe", _BOTH),
     **_each("qwen3_5 qwen3_5_text qwen3_5_moe_text qwen3_next", _BOTH),
     **_each("deepseek_ocr2 apertus cohere ernie4_5 exaone4 gpt_oss granitemoe ministral nemotron olmo2 olmoe phi", _HF),
-    **_each("starcoder2", _HF),
+    **_each("starcoder2 qwen2_5_omni_thinker qwen3_omni_moe_thinker", _HF),
 }
 """By ``model_type``: the engines on which a test holds it against transformers (``tests/engines/test_*families.py``)."""
 

@@ -487,7 +487,11 @@ class VLLMEngine(EncodingEngine):
                 run = [j for j in range(i + 1) if segments[j].span is None]
                 front, rest = self._ended(segments, i + 1)
                 part = _Ask(rest, Sampling(max_tokens=1), ask.salt, background=ask.background)
-                self._request(made, front, base, part, run, space, seen)
+                there = space
+                if rest is not None and any(behind.approximate for behind in segments):
+                    # What is computed of the rest is not what will be loaded there: its blocks must not be found then.
+                    there = self._space(front, digest(ask.salt, "rest", i))
+                self._request(made, front, base, part, run, there, seen)
                 seen = sum(done.slots for done in segments[: i + 1])
                 for j in run:
                     segments[j] = replace(segments[j], span=made.captured[j])
@@ -499,7 +503,8 @@ class VLLMEngine(EncodingEngine):
 
         front = list(segments[:end])
         encoded = [segment.encoded for segment in segments]
-        found = None if self._core.inputs.ends_anywhere else cut_medium(encoded[:end], encoded[end:])
+        inputs = self._core.inputs
+        found = None if inputs.ends_anywhere else cut_medium(encoded[:end], encoded[end:], inputs.marked)
         if found is None:
             return front, None
         (medium, cut, rest), begin = found, 0

@@ -18,6 +18,7 @@ from ctxwin.engines.vllm.internals import given_item, media_items
 from ctxwin.engines.vllm.vision import hands_on
 from ctxwin.errors import EngineFailed, UnsupportedModel
 from ctxwin.hashing import digest
+from ctxwin.kv.config import thinker
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,24 @@ def joined(encoded: Sequence[Encoded]) -> tuple[list[int], list[MediaSpan]]:
     return ids, list(media.values())
 
 
-def cut_medium(front: Sequence[Encoded], behind: Sequence[Encoded]) -> tuple[MediaSpan, MediaSpan, Encoded] | None:
+def cut_medium(
+    front: Sequence[Encoded], behind: Sequence[Encoded], marked: bool = False
+) -> tuple[MediaSpan, MediaSpan, Encoded] | None:
     """The medium that the end of ``front`` cuts, what vLLM is told of it, and what has to stand behind; None without one.
 
-    Models count positions by whole rows of a picture and whole frames of a video, some look for the token that closes it. So
-    the prompt goes on to the end of the row or frame, which is a smaller medium with the same positions. With one axis of
-    positions a picture may end anywhere.
+    Models count positions by whole rows of a picture and whole frames of a video, some look for the token that closes it
+    (``marked``: all of them). So the prompt goes on to the end of the row or frame, which is a smaller medium with the same
+    positions; to the end of what is heard. With one axis of positions a picture may end anywhere.
     """
     ids, media = joined(front)
-    last = max(media, key=lambda m: m.offset, default=None)
-    if last is None or last.offset + last.tokens <= len(ids):
+    last = max(media, key=lambda m: m.offset + m.tokens, default=None)
+    heard = max((m for m in media if m.sound), key=lambda m: m.offset, default=None)
+    unheard = heard is not None and heard.modality == "video"  # its sound begins behind the end
+    if last is None or (last.offset + last.tokens <= len(ids) and not unheard):
         return None
+    following, held = joined(behind)
+    if unheard or last.sound or last.modality == "audio":
+        return last, last, _rest_heard(len(ids), last, following, held)
     inside, (frames, height, width) = len(ids) - last.offset, last.grid_thw
     each = last.tokens // frames
     merge = math.isqrt(height * width // each)
@@ -70,11 +78,18 @@ def cut_medium(front: Sequence[Encoded], behind: Sequence[Encoded]) -> tuple[Med
     else:
         count = -(-inside // each) * each
         grid = (count // each, height, width)
-    closed = last.modality == "video" and last.seconds_per_grid is None
-    following, _ = joined(behind)
+    closed = marked or (last.modality == "video" and last.seconds_per_grid is None)
     rest = following[: count - inside] + following[last.tokens - inside :][: int(closed)]
     places = np.zeros((3, len(rest)), dtype=np.int64)
     return last, replace(last, tokens=count, grid_thw=grid), Encoded("", tuple(rest), places, len(rest))
+
+
+def _rest_heard(at: int, last: MediaSpan, following: Sequence[int], held: Sequence[MediaSpan]) -> Encoded:
+    """The rest of the sound ``last``, or of a video and its sound, behind ``at``, and the marks that close them."""
+    end = max(0, last.offset + last.tokens - at)
+    new = tuple(m for m in held if 0 <= m.offset <= end and m.sound)
+    rest = following[: max([end, *(m.offset + m.tokens for m in new)]) + 1 + last.sound]
+    return Encoded("", tuple(rest), np.zeros((3, len(rest)), dtype=np.int64), len(rest), new)
 
 
 class Inputs:
@@ -88,6 +103,8 @@ class Inputs:
 
     Attributes:
         hands_on: see `vision.hands_on`. ``ends_anywhere``: whether a picture may be cut, as with one axis of positions.
+        hears: whether the model hears.
+        marked: whether it looks for the tokens around its media.
         secret: known to this vLLM alone; part of every name in its caches that clients must not be able to guess.
     """
 
@@ -99,6 +116,8 @@ class Inputs:
         self.multimodal = bool(config.is_multimodal_model)
         self.hands_on = hands_on(config.hf_config)
         self.ends_anywhere = self.hands_on and not config.uses_mrope
+        self.hears = hasattr(thinker(config.hf_config), "audio_config") and self.multimodal
+        self.marked = thinker(config.hf_config).model_type == "qwen3_omni_moe_thinker"
         self._blank: dict[Any, Any] = {}
         self._processor: Any = renderer.get_mm_processor() if self.multimodal else None
 
@@ -179,7 +198,7 @@ class Inputs:
                 found: torch.Tensor | None = embed(span.key)
             else:
                 found = None if tail is None or end <= tail else at_hand(span.key)
-            blank = end if found is None else blank
+            blank = max(end, blank) if found is None else blank
             mark = (marks or {}).get(span.offset, "")
             if self.ends_anywhere:
                 span = replace(span, tokens=min(span.tokens, len(token_ids) - span.offset))
@@ -214,22 +233,22 @@ class Inputs:
         if embeddings is not None and not self._files:
             item = self._item(span, embeddings)
         else:
-            shape = (span.modality, span.grid_thw, span.seconds_per_grid, len(places))
+            shape = (span.modality, span.grid_thw, span.seconds_per_grid, len(places), span.sound)
             if shape not in self._blank:  # a handful of shapes in a stream of frames, and a millisecond each
-                width = self._config.get_inputs_embeds_size() * (1 + deep_layers(self._config.hf_config))
+                deep = 0 if span.modality == "audio" else deep_layers(self._config.hf_config)
+                width = self._config.get_inputs_embeds_size() * (1 + deep)
                 zeros = torch.zeros(1).expand(len(places), width)
                 self._blank[shape] = self._item(span, None if self._files else zeros)
             item = self._blank[shape]
+        # Qwen3-VL looks for each temporal group's opening token within the item, which embeds to itself; Qwen3-Omni for the one
+        # that opens a video's sound.
+        stamped = span.seconds_per_grid is None or (span.sound and self.marked)
+        ahead = int(span.modality == "video" and stamped and not self.hands_on)
         place = PlaceholderRange(offset=span.offset, length=span.tokens)
-        if len(places) < span.tokens:
-            embedded = torch.zeros(span.tokens, dtype=torch.bool)
-            embedded[places] = True
-            place = PlaceholderRange(offset=span.offset, length=span.tokens, is_embed=embedded)
-        elif span.modality == "video" and span.seconds_per_grid is None and not self.hands_on:
-            # Qwen3-VL looks for each temporal group's opening token within the item, which embeds to itself.
-            embedded = torch.ones(span.tokens + 1, dtype=torch.bool)
-            embedded[0] = False
-            place = PlaceholderRange(offset=span.offset - 1, length=span.tokens + 1, is_embed=embedded)
+        if ahead or len(places) < span.tokens:
+            embedded = torch.zeros(ahead + span.tokens, dtype=torch.bool)
+            embedded[[ahead + i for i in places]] = True
+            place = PlaceholderRange(offset=span.offset - ahead, length=len(embedded), is_embed=embedded)
         name = self.name(span.key, tenant)
         return MultiModalFeatureSpec(data=item, modality=span.modality, identifier=name, mm_position=place)
 
@@ -239,13 +258,20 @@ class Inputs:
             raise UnsupportedModel(f"{self._config.model} takes no {span.modality}s: it is a text model")
         if self.hands_on:
             # Of an item without fields vLLM's cache cannot tell the size, and its engine ends.
-            grid = {"image_grid_thw": torch.tensor(span.grid_thw)} if self._config.uses_mrope else {}
-            return given_item(span.modality, torch.zeros(0) if embeddings is None else embeddings, grid)
-        data: dict[str, torch.Tensor] = {f"{span.modality}_grid_thw": torch.tensor([span.grid_thw], dtype=torch.int64)}
-        if embeddings is not None:
-            data[f"{span.modality}_embeds"] = embeddings
+            grid = {"image_grid_thw": torch.tensor([span.grid_thw])} if self._config.uses_mrope else {}
+            return given_item(span.modality, torch.zeros(0) if embeddings is None else embeddings, **grid)
+        if span.modality == "audio":
+            data = {"audio_feature_lengths": torch.tensor([span.grid_thw[2]])}
+        else:
+            data = {f"{span.modality}_grid_thw": torch.tensor([span.grid_thw], dtype=torch.int64)}
         if span.modality == "video" and span.seconds_per_grid is not None:
             data["second_per_grid_ts"] = torch.tensor([span.seconds_per_grid])
+        if span.modality == "video" and span.sound:
+            data["use_audio_in_video"] = torch.tensor([True])
+        if self.hears:  # vLLM's own models take no embeddings of sound, and those of one picture for many
+            return given_item(span.modality, embeddings, **data)
+        if embeddings is not None:
+            data[f"{span.modality}_embeds"] = embeddings
         items = media_items(self._processor, data)
         if span.modality not in items:
             raise UnsupportedModel(f"{type(self.model).__name__} takes no {span.modality} embeddings")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ctxwin.engines.vllm.lifecycle.versions import TESTED
+from ctxwin.kv.config import thinker
 
 CHECKED = TESTED
 """The minor versions of vLLM on which every function here was read and run."""
@@ -203,9 +204,34 @@ def bare_model(config: Any) -> Any:
     kind = get_model_cls(config)
     model = kind.__new__(kind)
     nn.Module.__init__(model)
-    model.config = config.hf_config
+    model.config = thinker(config.hf_config)
     model.model_config = config
+    pair_sound(kind)
     return model
+
+
+def pair_sound(kind: Any) -> None:
+    """Has a class of models find the sound of a video in a prompt by where it stands; others it leaves as they are.
+
+    vLLM takes the first sound for that of the first video with one, also where it is one of its own in front of the video.
+    """
+    if not hasattr(kind, "_get_audio_for_video_mapping"):
+        return
+
+    def paired(self: Any, features: list[Any]) -> tuple[dict[int, int], set[int]]:
+        lengths: dict[int, int] = {}
+        taken: set[int] = set()
+        sounds = {f.mm_position.offset: f.data for f in features if f.modality == "audio"}
+        for feature in features:
+            told = feature.data.get("use_audio_in_video") if feature.modality == "video" else None
+            if told is not None and bool(told.data):
+                at = feature.mm_position.offset
+                own = min(offset for offset in sounds if offset >= at)
+                lengths[at] = int(sounds[own]["audio_feature_lengths"].data)
+                taken.add(own)
+        return lengths, taken
+
+    kind._get_audio_for_video_mapping = paired
 
 
 def media_items(processor: Any, data: dict[str, torch.Tensor]) -> Any:
@@ -220,17 +246,21 @@ def media_items(processor: Any, data: dict[str, torch.Tensor]) -> Any:
 _GIVEN = "ctxwin_embeddings"
 
 
-def given_item(modality: str, embeddings: torch.Tensor, beside: dict[str, torch.Tensor]) -> Any:
+def given_item(modality: str, embeddings: torch.Tensor | None, **told: torch.Tensor) -> Any:
     """One media item that is its own embeddings ``[tokens, width]``, for a model that `hand_on` was called for.
 
-    Positions follow from what is ``beside`` it, by name.
+    Args:
+        modality: of the item.
+        embeddings: None only where they come by the encoder cache.
+        told: fields from which the positions of its tokens follow, ``[1, ...]`` each.
     """
     from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
-    data = {name: value[None] for name, value in (beside | {_GIVEN: embeddings}).items()}
-    fields = {name: MultiModalFieldConfig.batched(modality, keep_on_cpu=name != _GIVEN) for name in data}
-    return MultiModalKwargsItems.from_hf_inputs(BatchFeature(data), fields)[modality][0]
+    fields = {name: MultiModalFieldConfig.batched(modality, keep_on_cpu=True) for name in told}
+    fields[_GIVEN] = MultiModalFieldConfig.batched(modality)
+    held = told if embeddings is None else {**told, _GIVEN: embeddings[None]}
+    return MultiModalKwargsItems.from_hf_inputs(BatchFeature(held), fields)[modality][0]
 
 
 def hand_on(model: Any) -> None:

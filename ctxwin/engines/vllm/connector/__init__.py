@@ -26,6 +26,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from ctxwin.engines.vllm import internals
@@ -34,6 +35,7 @@ from ctxwin.engines.vllm.connector.worker import WorkerHalf
 from ctxwin.engines.vllm.refusals import check_config
 from ctxwin.engines.vllm.transport import PARAM, connect
 from ctxwin.errors import UnsupportedModel
+from ctxwin.kv.config import thinker
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +69,8 @@ class CtxwinConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA
             raise
         if role == KVConnectorRole.WORKER:
             internals.name_readers()
+        if hasattr(thinker(vllm_config.model_config.hf_config), "audio_config"):
+            internals.pair_sound(get_model_cls(vllm_config.model_config))
         SchedulerHalf.__init__(self, endpoint, source, block_size, holds_kv[0])
         WorkerHalf.__init__(self, endpoint, block_size)
 

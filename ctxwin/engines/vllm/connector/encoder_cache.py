@@ -90,8 +90,8 @@ class EncoderCacheConnector(ECConnectorBase):  # type: ignore[misc]  # mypy sees
         if role is ECConnectorRole.SCHEDULER:
             files = EmbeddingFiles(Path(folder), str(config.get_from_extra_config("identity", "")))
             model = vllm_config.model_config
-            width = int(model.get_inputs_embeds_size()) * (1 + deep_layers(model.hf_config))
-            self.scheduler = Scheduler(files, width, model.dtype, vllm_config.scheduler_config.max_num_batched_tokens)
+            width, step = int(model.get_inputs_embeds_size()), vllm_config.scheduler_config.max_num_batched_tokens
+            self.scheduler = Scheduler(files, width * (1 + deep_layers(model.hf_config)), model.dtype, step, width)
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
         """False while files are being checked, and for good where a medium can be neither loaded nor computed."""
@@ -147,6 +147,7 @@ class Scheduler:
         width: of the embeddings.
         dtype: of the embeddings.
         step: most tokens that vLLM schedules at once.
+        heard: width of the embeddings of sound, which has no deep ones; None where the model does not hear.
 
     Attributes:
         at_hand: what running requests need of the folder.
@@ -154,11 +155,14 @@ class Scheduler:
         unavailable: requests that cannot be served.
     """
 
-    def __init__(self, files: EmbeddingFiles, width: int, dtype: torch.dtype, step: int) -> None:
+    def __init__(
+        self, files: EmbeddingFiles, width: int, dtype: torch.dtype, step: int, heard: int | None = None
+    ) -> None:
         self.at_hand = AtHand(files, _LARGE, _ROOM)
         self.loads: dict[str, Content] = {}
         self.unavailable: set[str] = set()
         self._width = width
+        self._heard = width if heard is None else heard
         self._dtype = dtype
         self._step = step + _SLACK
         self._asked = ""  # the request that vLLM is about to schedule
@@ -172,13 +176,15 @@ class Scheduler:
         self._asked = name = request.request_id
         waiting, needed = False, set()
         # In the order of the prompt.
-        features = request.mm_features if request.mm_features and computed < _end(request.mm_features[-1]) else ()
+        last = max(map(_end, request.mm_features[-2:]), default=0)  # a video ends behind its sound
+        features = request.mm_features if computed < last else ()
         for feature in features:
             begin = feature.mm_position.offset
             if _end(feature) <= computed or begin >= computed + 2 * self._step:
                 continue  # its KV is there, or its turn comes later
             held = name_of(feature.identifier)
-            shape = feature.mm_position.get_num_embeds(), self._width
+            width = self._heard if feature.modality == "audio" else self._width
+            shape = feature.mm_position.get_num_embeds(), width
             found = self.at_hand.take(held, name, shape, self._dtype)
             if found is not False:
                 self._names.setdefault(name, set()).add(held)

@@ -1,0 +1,99 @@
+"""Models that hear, on vLLM: the conformance suite, and the transformers engine as an oracle."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ctxwin.chunk import Chunk
+from ctxwin.engines.base import Engine
+from ctxwin.engines.hf.engine import HFEngine
+from ctxwin.engines.open import open_engine
+from ctxwin.errors import UnsupportedModel
+from engines import models
+from engines.conformance import picture
+from engines.test_sound import KINDS, real, tone
+from engines.test_vllm_families import OnVLLM
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.slow,
+]
+
+
+def sounds() -> list[Chunk]:
+    return [Chunk.audio(tone(1, 1.3), 16000), Chunk.image(picture(1)), Chunk.audio(tone(2, 0.6), 16000, text="then")]
+
+
+def clips() -> list[Chunk]:
+    """Sound of its own in front of a video with sound, behind one without."""
+    seen = [picture(i) for i in range(4)]
+    heard = Chunk.video(seen, fps=2.0, audio=tone(3, 1.6), sampling_rate=16000)
+    return [Chunk.video(seen[:2], fps=2.0), Chunk.audio(tone(1, 0.7), 16000), heard, Chunk.image(picture(2))]
+
+
+@contextmanager
+def reference_of(engine: Engine, model_dir: Path) -> Iterator[HFEngine]:
+    """Transformers with vLLM's positions: of Qwen2.5-Omni its marks around a video with sound share them two and two."""
+    with HFEngine(model_dir, dtype="float32") as opened:
+        opened.encoder._positions = engine._core.inputs.positions
+        yield opened
+
+
+class OnVLLMHeard(OnVLLM):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def reference(cls, model_dir: Path, engine: Engine) -> Iterator[Engine]:
+        with reference_of(engine, model_dir) as opened:
+            yield opened
+
+    def test_sounds_against_transformers(self, engine: Engine, reference: Engine) -> None:
+        self.compare(engine, reference, sounds(), "sounds")
+
+    def test_videos_with_their_sound_against_transformers(self, engine: Engine, reference: Engine) -> None:
+        self.compare(engine, reference, clips(), "clips")
+
+
+@pytest.mark.guard
+class TestQwen25Omni(OnVLLMHeard):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return models.wide(models.write_omni, tmp_path_factory.mktemp("vllm_qwen2_5_omni"))
+
+
+@pytest.mark.guard
+class TestQwen3Omni(OnVLLMHeard):
+    closing = 1
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("vllm_qwen3_omni")
+        return models.wide(lambda f: models.write_omni(f, "qwen3_omni_moe"), folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sounds_between_processes(kind: str, tmp_path: Path) -> None:
+    """Embeddings reach another process as files, and its model pairs videos with their sounds, too."""
+    from ctxwin.engines.vllm.engine import VLLMEngine
+
+    folder = models.wide(lambda f: models.write_omni(f, kind), tmp_path / "model")
+    with VLLMEngine(folder, dtype="float32", processes="multi") as engine, reference_of(engine, folder) as reference:
+        OnVLLM().compare(engine, reference, sounds(), "sounds")
+        OnVLLM().compare(engine, reference, clips(), "clips")
+
+
+def test_a_thinker_alone_is_refused(tmp_path: Path) -> None:
+    """Before vLLM starts, which has no model of it."""
+    from transformers import AutoProcessor
+
+    folder = models.write_omni(tmp_path / "qwen2_5_omni")
+    real(folder).save_pretrained(tmp_path / "thinker")
+    AutoProcessor.from_pretrained(folder).save_pretrained(tmp_path / "thinker")
+    with pytest.raises(UnsupportedModel, match=r"vLLM opens the whole model's folder only; open it as hf:"):
+        open_engine(f"vllm:{tmp_path / 'thinker'}")
