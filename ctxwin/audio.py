@@ -74,7 +74,7 @@ def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
         return samples
     import numpy as np
 
-    with optional_imports():
+    with optional_imports("audio"):
         from scipy.signal import resample_poly
     common = math.gcd(rate, wanted)
     return np.asarray(resample_poly(samples, wanted // common, rate // common), dtype=np.float32)
@@ -82,7 +82,7 @@ def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
 
 def pack_samples(samples: np.ndarray, rate: int) -> bytes:
     """Lossless bytes of mono samples: a WAV file of float32."""
-    with optional_imports():
+    with optional_imports("audio"):
         from scipy.io import wavfile
     buffer = io.BytesIO()
     wavfile.write(buffer, rate, samples)
@@ -142,7 +142,7 @@ def _wave(file: Any, start: float | None, end: float | None) -> tuple[np.ndarray
     """Of a WAV file, which is read as a whole; 24 bits come as the upper ones of 32."""
     import numpy as np
 
-    with optional_imports():
+    with optional_imports("audio"):
         from scipy.io import wavfile
     with warnings.catch_warnings():  # chunks it does not know, and a file that is cut off: what is there counts
         warnings.simplefilter("ignore", wavfile.WavFileWarning)
@@ -165,7 +165,7 @@ def _other(file: Any, start: float | None, end: float | None) -> tuple[np.ndarra
     """Of FLAC, Ogg, MP3 and what else libsndfile reads."""
     import numpy as np
 
-    with optional_imports():
+    with optional_imports("audio"):
         import soundfile
     with soundfile.SoundFile(file) as opened:
         rate = _checked(int(opened.samplerate), int(opened.frames))

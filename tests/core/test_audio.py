@@ -147,7 +147,10 @@ def test_a_size_that_lies_allocates_nothing(samples: np.ndarray) -> None:
         assert len(as_samples(bytes(held))[0]) <= RATE
 
 
-def test_other_formats_need_soundfile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(samples: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.io", None)
+    with pytest.raises(MissingExtra, match=r"scipy is not installed; run pip install 'ctxwin\[audio\]'"):
+        Chunk.audio(wav(samples))
     monkeypatch.setitem(sys.modules, "soundfile", None)
     with pytest.raises(MissingExtra, match=r"soundfile is not installed; run pip install 'ctxwin\[audio\]'"):
         Chunk.audio(b"fLaC" + bytes(99))

@@ -83,7 +83,7 @@ class _Pass:
 
 
 class HFEngine(EncodingEngine):
-    """Serves Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL, GLM-4.xV, Kimi K2.5, and text models with rotary positions: GQA, MHA
+    """Serves Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen2.5-Omni, Qwen3-Omni, InternVL, GLM-4.xV, Kimi K2.5, and text models: GQA, MHA
     (Qwen2, Llama and similar) and MLA (DeepSeek); exactly only Qwen3.5 and Qwen3-Next, whose recurrent layers keep states.
 
     Args:
