@@ -144,6 +144,7 @@ class Feature:
 
     def __init__(self, identifier: str, offset: int, tokens: int = 9) -> None:
         self.identifier = identifier
+        self.modality = "image"
         self.data = None
         self.mm_position = SimpleNamespace(offset=offset, length=tokens, get_num_embeds=lambda: tokens)
 
