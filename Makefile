@@ -18,7 +18,7 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 comma := ,
-EXTRAS := video,evals,langgraph,library,mcp,openai,serve,redis,ray,mooncake,web,pdf,docs,dev$(if $(filter-out none,$(ENGINE)),$(comma)$(ENGINE))
+EXTRAS := video,audio,evals,langgraph,library,mcp,openai,serve,redis,ray,mooncake,web,pdf,docs,dev$(if $(filter-out none,$(ENGINE)),$(comma)$(ENGINE))
 SOURCES := $(shell find ctxwin adapters evals -type f -not -path '*/__pycache__/*' 2>/dev/null) pyproject.toml README.md
 
 # Chromium, a font for its pages, a Redis server, and a library of Mooncake's; only what is missing.
