@@ -422,7 +422,7 @@ class HFEngine(EncodingEngine):
     def _feed(self, done: _Pass, fed: hf_model.Inputs, positions: torch.Tensor, keep: int = 1) -> None:
         """Runs T tokens at ``positions [3, T]``; the logits of the last ``keep`` are then in ``done``."""
         past, new = self._held(done), int(fed.embeds.shape[0])
-        mask = hf_model.masks(self._opened(), past, new, self._window, fed.pictures, self._both_ways == "all")
+        mask = hf_model.masks(self._opened(), past, new, self._window, fed.pictures, self._both_ways != "sliding")
         places = positions.to(self._device)
         run: dict[str, Any] = dict(
             inputs_embeds=fed.embeds[None],
