@@ -9,6 +9,7 @@ convolution.
 from __future__ import annotations
 
 import importlib.util
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -37,6 +38,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 HYBRID = Path(__file__).parents[1] / "models" / "hybrid"
+STATES = HYBRID.with_name("hybrid-states")
 TEXTS = ("the number is nine. now look:", "a camera sees 3 squares\n" * 4, "frame 2 is red\n", "x")
 KINDS = ("qwen3_5_text", "qwen3_next")
 
@@ -380,3 +382,28 @@ def test_the_trained_hybrid_answers_as_on_transformers() -> None:
     ]
     assert len(found) == 60 and sum(same for same, _ in found) >= 57, sum(same for same, _ in found)
     assert sorted(off for _, off in found)[-4] < 0.2, "what bfloat16 rounds, not another state"
+
+
+@pytest.mark.parametrize("processes", ["single", "multi"])
+def test_patched_states_of_a_trained_hybrid(processes: str) -> None:
+    """What it binds lies in its states alone: patches of them bring the answers back without a forward, blind reuse none."""
+    from ctxwin.tiny.world import make_item, render
+
+    right: dict[str, int] = defaultdict(int)
+    with open_engine(f"vllm:{STATES}", dtype="bfloat16", position_free=True, processes=processes) as engine:
+        for i in range(12):
+            item = make_item(2_000_000 + i, "multi_hop", 2 + i % 3, conflict=0.8)
+            question = item.questions[0].text
+            query = engine.encode_query(question).tokens
+            for fidelity in (Fidelity("patched", rank=32), Fidelity("blind")):
+                with Window(engine, "You watch a camera.", fidelity=fidelity) as window:
+                    window.extend([Chunk.image(render(frame)) for frame in item.frames])
+                    whole = window.ask(question, 4, logprobs=-1)
+                    if fidelity.mode == "patched":
+                        right["computed"] += whole.text == item.questions[0].answer
+                        window.compress()
+                        assert {c.lane for c in window.chunks[1:]} == {"patched"}
+                        whole = window.ask(question, 4, logprobs=-1)
+                        assert whole.usage.computed_tokens == query
+                    right[fidelity.mode] += whole.text == item.questions[0].answer
+    assert right["computed"] >= 11 and right["patched"] >= right["computed"] - 1 and right["blind"] <= 1, right

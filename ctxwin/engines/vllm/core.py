@@ -292,7 +292,7 @@ class Core:
         check_sampling(sampling)
         requests.check(self.driver, sampling)
         if self.kv.recurrent:
-            check_states(self.model, layout)
+            check_states(self.model, layout, self.kv.maps)
         at = base = layout[0].start if layout else 0
         for i, segment in enumerate(layout):
             span, encoded = segment.span, segment.encoded

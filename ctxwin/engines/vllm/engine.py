@@ -209,7 +209,7 @@ class VLLMEngine(EncodingEngine):
             )
             # What a profile says holds for the model that it was measured on, not for one with an adapter.
             name = core.model if adapter is None else f"{core.model}+{adapter.id[:12]}"
-            self.spec = EngineSpec("vllm", name, kv.identity, kv, core.longest, core.vision, core.outputs)
+            self.spec = EngineSpec("vllm", name, kv.identity, kv, core.longest, core.vision, core.outputs, kv.maps)
         except BaseException:
             self.close()
             raise

@@ -19,7 +19,7 @@ import torch
 from ctxwin.engines.vllm.transitions import Transitions
 from ctxwin.errors import UnsupportedModel
 from ctxwin.kv.kernels import Part
-from ctxwin.kv.states import States, composed, since_exact
+from ctxwin.kv.states import States, composed, reconditioned, since_exact
 
 _KINDS = ("conv", "recurrent")
 
@@ -98,10 +98,10 @@ class PagedStates:
             if not states:
                 raise LookupError("a span in front of others must hold the states behind it, got none")
             device = next(iter(self._layers.values()))[1][1].device
-            states = composed({}, states) if first.approximate else states
+            states = composed({}, _map_of(first)) if first.approximate else states
             states = {name: state.to(device) for name, state in states.items()}
             for part in rest:
-                states = composed(states, part.span.states)
+                states = composed(states, _map_of(part))
         return states
 
     @torch.inference_mode()
@@ -138,3 +138,8 @@ def _matrix(state: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     heads, v, k = state.shape
     return state.view(heads, k, v) if device.type == "cpu" else state.mT
+
+
+def _map_of(part: Part) -> States:
+    """The map of what is loaded, with what its patch adds."""
+    return part.span.states if part.patch is None else reconditioned(part.span.states, part.patch.states)
