@@ -31,6 +31,7 @@ class TestBlocksOfAFailedLoad:
         """The scheduler's side of a connector, with a job that covers two blocks of four."""
         config = SimpleNamespace(
             cache_config=SimpleNamespace(block_size=4),
+            model_config=SimpleNamespace(hf_config=SimpleNamespace()),
             kv_transfer_config=SimpleNamespace(kv_connector_extra_config={PARAM: LocalTransport(KV).source}),
         )
         with mock.patch("ctxwin.engines.vllm.connector.check_config"):

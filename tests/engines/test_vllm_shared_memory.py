@@ -237,5 +237,5 @@ def test_the_tower_reads_and_writes_in_the_spool_alone(tmp_path: Path, outside: 
     for wrong in (other / "x", transport / ".." / "other" / "x", transport / "span-a"):
         given = {"source": source, "target": target} | {outside: wrong}
         with pytest.raises(ValueError, match="files of ctxwin_see"):
-            worker.ctxwin_see(str(given["source"]), str(given["target"]))
+            worker.ctxwin_see(str(given["source"]), str(given["target"]), False)
     assert [path.name for path in other.iterdir()] == ["see-a"]
