@@ -142,6 +142,6 @@ def test_killed_while_vllm_starts(tmp_path: Path, processes: str, started: int) 
     assert child.poll() is None
     child.kill()
     assert faults.wait_until(lambda: not faults.running(below), 120), faults.running(below)
-    assert faults.folders(child.pid) == []
     child.wait(timeout=10)
+    assert faults.wait_until(lambda: not faults.folders(child.pid), 10), faults.folders(child.pid)
     assert faults.wait_until(lambda: not faults.left(files), 10), faults.left(files)
