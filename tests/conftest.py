@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import ctxwin.evals
+
 ROOT = Path(__file__).parent
 
 os.environ.setdefault("CTXWIN_AUDITS", "0")  # work in the background would be counted; `trust` tests switch it on
@@ -22,6 +24,9 @@ LONG = frozenset((ROOT / "long.txt").read_text().split())
 """Files that took more than 1.5 s of one processor when measured; `make test` runs them."""
 
 _TIMED = frozenset({"test_cost", "test_cost_lanes", "test_cost_policy"})
+
+# The studies are no part of the wheel: `ctxwin.evals.studies` is found in the checkout, everything else where it is installed.
+ctxwin.evals.__path__.append(str(Path(__file__).parents[1] / "evals"))
 
 GUARDS = (
     "docs/test_pages.py::",

@@ -10,12 +10,9 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny; threads would only wait for each other
 
-import ctxwin.evals
 from ctxwin.engines.torchvision_repair import repair
 
 repair()
-# The studies are no part of the wheel: `ctxwin.evals.studies` is found in the checkout, everything else where it is installed.
-ctxwin.evals.__path__.append(str(Path(__file__).parents[2] / "evals"))
 
 if TYPE_CHECKING:
     from ctxwin.engines.hf.engine import HFEngine
